@@ -1,7 +1,7 @@
 # make demo    environment, install, and the main job: semantic search with a real transformer on NumPy
 # make generate  environment, install, and a language model in NumPy that answers a question
 # make test    environment, install, and all the tests
-# make fast    the tests without the slow ones
+# make fast    the quick tests of attention itself; none of a device, a library, the system or a tool
 # make matrix  conformance of the CPU backend with each vector width, on each threading layer, from four threads at once
 # make mutants MODULE=flashkit/call/shape.py  which small changes of a module no test finds (cosmic-ray; hours)
 # make lint    ruff and mypy
@@ -38,7 +38,7 @@ test: $(VENV)/.stamp-test
 	$(PYTEST) $(PYTEST_ARGS)
 
 fast: $(VENV)/.stamp-test
-	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow and not gpu" $(addprefix tests/,unit conformance cuda emulator) $(PYTEST_ARGS)
 
 # Each width and each threading layer once. Numba finds TBB by the loader's path; $(PIP) tbb brings it.
 matrix: $(VENV)/.stamp-test

@@ -203,6 +203,7 @@ def test_out_may_be_k_pe(queries: int) -> None:
     np.testing.assert_array_equal(out, expected)
 
 
+@pytest.mark.slow
 def test_mla_of_other_libraries() -> None:
     torch = pytest.importorskip("torch")
     given = [torch.randn(shape) for shape in ((2, 4, 3, 16), (2, 4, 3, 8), (2, 50, 16), (2, 50, 8))]

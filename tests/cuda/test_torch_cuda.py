@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 pytestmark = pytest.mark.gpu
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")  # first: torch takes two seconds
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 if not torch.cuda.is_available():
     pytest.skip("this PyTorch has no CUDA device", allow_module_level=True)
-cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 import flashkit  # noqa: E402
 from flashkit import torch as ft  # noqa: E402

@@ -20,6 +20,8 @@ stages, too, for `--tests device` on a machine with a GPU, and its faults a stag
 occurs exactly
 once in its file, so it takes in as much of its line, or of several lines, as that needs. tests/tools/test_mutants.py
 holds every fault to this. Choose faults by reading the code, not the tests, and such that some result is wrong.
+
+A fault that takes away a part of the algorithm says which, `core="rescale"`: `make fast` alone must find it.
 """
 
 from __future__ import annotations
@@ -27,13 +29,20 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
+
+CORE = "scale", "rescale", "mask edge", "ragged tile", "gradient", "sink", "lengths", "offset", "heads", "lse"
+"""Parts of the algorithm. `python -m tests.mutants --core --tests fast` shows that `make fast` misses none of them."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A text of a file, what replaces it, and stages to try before those of the area: without and with a device."""
+    """A text of a file, what replaces it, and stages to try before those of the area: without and with a device.
+
+    core: the part of the algorithm, one of `CORE`, that the fault takes away.
+    """
 
     name: str
     file: str
@@ -41,6 +50,7 @@ class Fault:
     new: str
     tests: str = ""
     device: str = ""
+    core: str = ""
 
     def applied(self, text: str) -> str:
         """The file's text with the fault; ValueError unless the old text occurs exactly once."""
@@ -64,6 +74,10 @@ class Area(NamedTuple):
     stages: tuple[str, ...]
     faults: tuple[Fault, ...]
     device: tuple[str, ...] = ()
+
+    def of(self, wanted: Callable[[Fault], bool]) -> Area:
+        """The area with some of its faults."""
+        return self._replace(faults=tuple(filter(wanted, self.faults)))
 
 
 def areas() -> tuple[Area, ...]:

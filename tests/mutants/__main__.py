@@ -20,6 +20,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--area", action="append", help="an area, a module of tests/mutants; may be given again")
     parser.add_argument("--only", metavar="TEXT", action="append", help="faults whose name contains this text")
+    parser.add_argument("--core", action="store_true", help="faults that take away a part of the algorithm")
     parser.add_argument(
         "--tests", choices=sorted(SELECTIONS), default="all",
         help="fast: without the slow ones; device: the stages for a machine with a GPU",
@@ -41,8 +42,9 @@ def main() -> int:
     if options.tests == "device":
         chosen = [area for area in chosen if area.device]
     if options.only:
-        wanted = [tuple(f for f in area.faults if any(text in f.name for text in options.only)) for area in chosen]
-        chosen = [area._replace(faults=faults) for area, faults in zip(chosen, wanted, strict=True)]
+        chosen = [area.of(lambda fault: any(text in fault.name for text in options.only)) for area in chosen]
+    if options.core:
+        chosen = [area for area in (area.of(lambda fault: bool(fault.core)) for area in chosen) if area.faults]
     if not any(area.faults for area in chosen):
         parser.error(f"no fault is chosen; areas: {', '.join(area.name for area in areas())}")
     if options.list:

@@ -214,7 +214,6 @@ FAULTS = (
         "return names if all(len(each) == 1 for each in found) and",
         "return names if",
     ),
-    Fault("cache: one array twice", CACHE, " and len(set(names)) == len(names) else None", " else None"),
     Fault("cache: oldest first", CACHE, "        found.last_use = next(_ticks)\n", "        pass\n"),
     Fault(
         "cache: large masks", CACHE,
@@ -302,6 +301,7 @@ FAULTS = (
         "1 / math.sqrt(d) if scale is None",
         "1 / math.sqrt(dv) if scale is None",
         "tests/conformance/test_edges.py -k formulas",
+        core="scale",
     ),
     Fault(
         "dispatch: keys without the kind of array", "flashkit/dispatch.py",

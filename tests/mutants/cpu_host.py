@@ -1,11 +1,10 @@
-"""Faults in the host code of the CPU backend: argument blocks, launches, passes, plans, objects, generated code."""
+"""Faults in the host code of the CPU backend: argument blocks, launches, passes, plans, generated code."""
 
 from __future__ import annotations
 
 from . import Fault
 
 TESTS = (
-    "tests/unit/test_cpu_objects.py",
     "tests/conformance/test_steps.py",
     "tests/unit/test_cpu_kernels.py",
     "tests/unit/test_planned.py",
@@ -14,8 +13,6 @@ TESTS = (
     "tests/conformance/test_decode.py",
     "tests/unit/test_cpu_bf16_pairs.py",
     "tests/unit/test_memory_safety_calls.py",
-    "tests/unit/test_cache_trust.py",
-    "tests/unit/test_concurrency.py",
     "tests/conformance/test_conformance.py -k 'cpu and (pairs or many or finite)'",
 )
 
@@ -30,7 +27,13 @@ FAULTS = (
         "anew = (at.OUT, operands.out), (at.DOUT", "anew = (at.DOUT",
         "tests/unit/test_planned.py -k repeated_pull_backs",
     ),
-    Fault("the scale's sign", BLOCK, "rest = 2 * math.frexp(abs(scale))[0]", "rest = 2 * math.frexp(scale)[0]"),
+    Fault(
+        "the scale's sign", BLOCK,
+        "rest = 2 * math.frexp(abs(scale))[0]",
+        "rest = 2 * math.frexp(scale)[0]",
+        "tests/unit/test_cpu_bf16_pairs.py -k scale",
+        core="scale",
+    ),
     Fault(
         "the scale's mantissa is left out", BLOCK,
         "in_tile, in_softmax = (rest, 1.0) if scores_whole else (1.0, rest)",
@@ -113,6 +116,7 @@ FAULTS = (
         "backward: gradients past the lengths", PASSES,
         "            gradients.dk[entry, :, end:], gradients.dv[entry, :, end:] = 0, 0\n",
         "            pass\n",
+        core="lengths",
     ),
     Fault(
         "backward: dQ in place of 16 bits", PASSES,
@@ -155,6 +159,7 @@ FAULTS = (
         "dsinks: the sign", PASSES,
         "-np.where(weight == 0, 0, weight * delta)",
         "np.where(weight == 0, 0, weight * delta)",
+        core="sink",
     ),
     Fault(
         "dsinks: a weight of 0", PASSES,
@@ -178,93 +183,6 @@ FAULTS = (
         'storage = "" if dtype == accumulator else dtype',
         'storage = "" if dtype == accumulator else "float16"',
     ),
-    # object files
-    Fault(
-        "objects: keys without the target", f"{CPU}/objects.py",
-        'f"{fingerprint()} {tuple(wanted)} {source.text}"',
-        'f"{fingerprint()} {source.text}"',
-    ),
-    Fault(
-        "objects: keys without the sources", f"{CPU}/objects.py",
-        'f"{fingerprint()} {tuple(wanted)} {source.text}"',
-        'f"{tuple(wanted)} {source.text}"',
-    ),
-    Fault(
-        "objects: a source is left out", f"{CPU}/objects.py",
-        'for path in sorted(_HERE.rglob("*.py")):',
-        'for path in sorted(_HERE.glob("*.py")):',
-    ),
-    Fault(
-        "objects: the compiler's version", f"{CPU}/objects.py",
-        "{llvmlite.__version__} {np.__version__} {_numba_version()}",
-        "{np.__version__} {_numba_version()}",
-    ),
-    Fault("objects: keys without Numba's settings", f"{CPU}/specialise.py", 'f"{settings} {text}"', 'f"{text}"'),
-    Fault(
-        "objects: a damaged file is loaded", f"{CPU}/objects.py",
-        "if header.sha256 != _hash(name, made) or",
-        "if",
-        "tests/unit/test_cache_files.py -k object",
-    ),
-    Fault(
-        "objects: another machine's file is loaded", f"{CPU}/objects.py",
-        " or not headers.alike(code, _model()):",
-        ":",
-    ),
-    Fault(
-        "objects: a file is made twice", f"{CPU}/objects.py",
-        "    with kernel_cache.alone(FOLDER, name):\n        if (cached := _cached(name)) is not None:\n            "
-        "return cached\n",
-        "    with kernel_cache.alone(FOLDER, name):\n",
-    ),
-    Fault(
-        "objects: the cache before the package", f"{CPU}/objects.py",
-        "_prebuilt(names.prebuilt) or _cached(names.cached)",
-        "_cached(names.cached) or _prebuilt(names.prebuilt)",
-        "tests/unit/test_prebuilt.py",
-    ),
-    Fault(
-        "objects: what an object calls is not looked for", f"{CPU}/objects.py",
-        'made.code.startswith(b"\\x7fELF") and',
-        "False and",
-        "tests/unit/test_prebuilt.py",
-    ),
-    Fault(
-        "target: a class that the CPU does not fulfil", f"{CPU}/target.py",
-        "one.features <= has and",
-        "",
-        "tests/unit/test_prebuilt.py",
-    ),
-    Fault(
-        "target: prebuilt kernels of this machine's architecture alone", f"{CPU}/target.py",
-        'f"{one.arch}-{system}"',
-        "initialised()",
-        "tests/unit/test_prebuilt.py",
-    ),
-    Fault(
-        "target: a class of another architecture", f"{CPU}/target.py",
-        'one.arch == triple.partition("-")[0] and',
-        "",
-        "tests/unit/test_prebuilt.py",
-    ),
-    Fault(
-        "specialise: names that count what was compiled", f"{CPU}/specialise.py",
-        'name.linkage, name.name = "internal", f"part{i}"',
-        'name.linkage = "internal"',
-        "tests/unit/test_prebuilt.py",
-    ),
-    Fault(
-        "trust: prebuilt files of other users", "flashkit/devices/trust.py",
-        "users[0] not in (0, os.geteuid(), top.st_uid) or",
-        "",
-        "tests/unit/test_prebuilt.py",
-    ),
-    Fault(
-        "trust: prebuilt files of another group", "flashkit/devices/trust.py",
-        "writers if users[1] == top.st_gid else writers & ~stat.S_IWGRP",
-        "writers",
-        "tests/unit/test_prebuilt.py",
-    ),
     # generated code
     Fault(
         "modify: the mask shows what it hides", MODIFY,
@@ -275,6 +193,7 @@ FAULTS = (
         "modify: rows are positions", MODIFY,
         '"row = row0 + {row}; q = q0 + {row}"',
         '"row = q0 + {row}; q = q0 + {row}"',
+        core="offset",
     ),
     Fault("modify: keys from the tile's start", MODIFY, '"key": f"k = k0 + {key}"', '"key": f"k = {key}"'),
     Fault(
@@ -333,13 +252,6 @@ FAULTS = (
         "best = load_min2(a[h], i0, i1, j0, j1)",
     ),
     Fault("functions: bounds of a row", f"{CPU}/functions.py", "_greatest(a[i0 : i1 + 1])", "_greatest(a[i0:i1])"),
-    # threads
-    Fault("threads: a child of a fork uses the pool", f"{CPU}/threads.py", "    if _forked:\n        return 1\n", ""),
-    Fault(
-        "threads: the setting is not bounded", f"{CPU}/threads.py",
-        "return allowed if wanted is None else min(allowed, wanted)",
-        "return allowed if wanted is None else wanted",
-    ),
     Fault(
         "scratch memory is too small", f"{CPU}/scratch_pool.py",
         "return scratch if scratch.size >= size else Scratch(size)",

@@ -20,8 +20,13 @@ OPERANDS, PAIRS, LOADER = (f"{CPU}/kernels/{name}.py" for name in ("operands", "
 
 FAULTS = (
     # the forward pass
-    Fault("forward: O is not rescaled", FORWARD, "                o_acc[d, i] *= m_new[i]", "                pass"),
-    Fault("forward: l is not rescaled", FORWARD, "            l[i] *= m_new[i]", "            pass"),
+    Fault(
+        "forward: O is not rescaled", FORWARD,
+        "                o_acc[d, i] *= m_new[i]",
+        "                pass",
+        core="rescale",
+    ),
+    Fault("forward: l is not rescaled", FORWARD, "            l[i] *= m_new[i]", "            pass", core="rescale"),
     Fault(
         "forward: the maximum never moves", FORWARD,
         "moves |= m_new[i] > m[i] + RESCALE_THRESHOLD",
@@ -56,6 +61,7 @@ FAULTS = (
         "forward: l is not rescaled for the sink", FORWARD,
         "row_sum = row_sum * rescale + np.exp(sink - row_max)",
         "row_sum = row_sum + np.exp(sink - row_max)",
+        core="sink",
     ),
     Fault(
         "forward: a sink of minus infinity is used", FORWARD,
@@ -67,11 +73,13 @@ FAULTS = (
         "forward: the last key is left out", FORWARD,
         "n = min(block_k, seq.n_k - k0)",
         "n = min(block_k, seq.n_k - k0 - (seq.n_k - k0 < block_k))",
+        core="ragged tile",
     ),
     Fault(
         "forward: the last tile is left out", FORWARD,
         "tiles = (seq.n_k + block_k - 1) // block_k",
         "tiles = seq.n_k // block_k",
+        core="ragged tile",
     ),
     Fault(
         "forward: a panel's queries start at the block", FORWARD,
@@ -108,9 +116,28 @@ FAULTS = (
         "forward: a key head for each query head", FORWARD,
         "head_kv = h // args[GROUP]",
         "head_kv = h % (args[HEADS] // args[GROUP])",
+        core="heads",
+    ),
+    Fault(
+        "forward: the LSE's logarithm is subtracted", FORWARD,
+        "lse[i], l[i] = row_max + np.log(row_sum), rescale",
+        "lse[i], l[i] = row_max - np.log(row_sum), rescale",
+        core="lse",
+    ),
+    Fault(
+        "forward: the LSE without the scale", FORWARD,
+        "row_max, row_sum, rescale = m[i] * scale, l[i], ACCUM(1)",
+        "row_max, row_sum, rescale = m[i], l[i], ACCUM(1)",
+        "tests/unit/test_cpu_bf16_pairs.py",
+        core="lse",
     ),
     # the backward pass
-    Fault("backward: dlse is added", BACKWARD, "total -= q_stats(args, DLSE", "total += q_stats(args, DLSE"),
+    Fault(
+        "backward: dlse is added", BACKWARD,
+        "total -= q_stats(args, DLSE",
+        "total += q_stats(args, DLSE",
+        core="gradient",
+    ),
     Fault(
         "backward: the LSE of rows without keys", BACKWARD,
         "bwd_lse[i] = np.inf if empty else lse[i]",
@@ -133,16 +160,19 @@ FAULTS = (
         "backward: the last key tile is left out", BACKWARD,
         "tiles = (seq.n_k + args[BLOCK_K] - 1) // args[BLOCK_K]",
         "tiles = seq.n_k // args[BLOCK_K]",
+        core="ragged tile",
     ),
     Fault(
         "backward: the last query tile is left out", BACKWARD,
         "tiles = (n_q + block_q - 1) // block_q",
         "tiles = n_q // block_q",
+        core="ragged tile",
     ),
     Fault(
         "backward: one query head of a group", BACKWARD,
         "for h in range(head_kv * args[GROUP], (head_kv + 1) * args[GROUP]):\n        tile = np.int64(0)",
         "for h in range(head_kv * args[GROUP], head_kv * args[GROUP] + 1):\n        tile = np.int64(0)",
+        core="heads",
     ),
     Fault(
         "backward: dQ of a group is not cleared", BACKWARD,
@@ -155,6 +185,12 @@ FAULTS = (
         "backward: dQ of the first split", BACKWARD,
         "    entry = split * args[DQ_SPLIT_STRIDE] + b * batch_stride",
         "    entry = b * batch_stride",
+    ),
+    Fault(
+        "backward: the sign of dQ", BACKWARD,
+        "total += accum_row(dq_accum_at(",
+        "total -= accum_row(dq_accum_at(",
+        core="gradient",
     ),
     Fault(
         "backward: splits are not added", BACKWARD,
@@ -188,6 +224,7 @@ FAULTS = (
         "decode: splits are not weighted", DECODE,
         "weight = ACCUM(0) if row_sum == 0 else exp_below(m[row] - m_safe) / row_sum",
         "weight = ACCUM(0) if row_sum == 0 else 1 / row_sum",
+        core="rescale",
     ),
     Fault(
         "decode: row sums are not weighted", DECODE,
@@ -223,12 +260,14 @@ FAULTS = (
         "decode: the sink is left out of the sum", DECODE,
         "row_sum = exp_below(sink - m_safe)",
         "row_sum = ACCUM(0)",
+        core="sink",
     ),
     Fault("decode: the sink is left out of the maximum", DECODE, "row_max = sink\n", "row_max = ACCUM(-np.inf)\n"),
     Fault(
         "decode: FULL tiles run past the last key", DECODE,
         "n = min(following * block_k, stop) - k0",
         "n = following * block_k - k0",
+        core="lengths",
     ),
     Fault(
         "decode: a head's state counts for its group", DECODE,
@@ -272,9 +311,22 @@ FAULTS = (
         "tests/conformance/test_edges.py -k 'cpu and (poison or nan or weight)'",
     ),
     Fault(
+        "operands: the sign of dV", OPERANDS,
+        "_gemm_add(args, p.T, do, dv, nonfinite)",
+        "_gemm_add(args, (-p).T, do, dv, nonfinite)",
+        core="gradient",
+    ),
+    Fault(
+        "operands: the sign of dK", OPERANDS,
+        "_gemm_add(args, ds.T, q, dk, nonfinite)",
+        "_gemm_add(args, (-ds).T, q, dk, nonfinite)",
+        core="gradient",
+    ),
+    Fault(
         "operands: dK takes P", OPERANDS,
         "_gemm_add(args, ds.T, q, dk, nonfinite)",
         "_gemm_add(args, p.T, q, dk, nonfinite)",
+        core="gradient",
     ),
     Fault(
         "operands: dQ takes no fallback", OPERANDS,
@@ -324,6 +376,7 @@ FAULTS = (
         "modify: positions without the offset", f"{CPU}/tile_ops.py",
         "        q0 = row0 + seq.first_position\n        rows, columns = tile.shape",
         "        q0 = row0\n        rows, columns = tile.shape",
+        core="offset",
     ),
     Fault(
         "modify: a FULL tile is not scored", f"{CPU}/tile_ops.py",
@@ -357,11 +410,13 @@ FAULTS = (
         "classify: one key too few", f"{CPU}/tiling.py",
         "row1 - 1 + position, k0, k1 - 1, args[VALUES]",
         "row1 - 1 + position, k0, k1 - 2, args[VALUES]",
+        core="mask edge",
     ),
     Fault(
         "classify: one row too few", f"{CPU}/tiling.py",
         "row0, row1 - 1, row0 + position",
         "row0, row1 - 2, row0 + position",
+        core="mask edge",
     ),
     Fault("classify: without the last row's offset", f"{CPU}/tiling.py", "row1 - 1 + position, k0", "row1 - 1, k0"),
     Fault(
@@ -380,12 +435,6 @@ FAULTS = (
         "    number = atomic_increment(args.ctypes.data + 8 * TILE_COUNTER) + 1\n    heads_kv",
     ),
     Fault(
-        "lengths are not clamped below", f"{CPU}/seq_info.py",
-        "min(max(integer_at(args[KV_LENGTHS] + 8 * b), 0), args[N_K])",
-        "min(integer_at(args[KV_LENGTHS] + 8 * b), args[N_K])",
-        "tests/unit/test_memory_safety_calls.py -k bound_lengths",
-    ),
-    Fault(
         "lengths are not clamped above", f"{CPU}/seq_info.py",
         "min(max(integer_at(args[KV_LENGTHS] + 8 * b), 0), args[N_K])",
         "max(integer_at(args[KV_LENGTHS] + 8 * b), 0)",
@@ -395,11 +444,13 @@ FAULTS = (
         "the length of the first entry", f"{CPU}/seq_info.py",
         "integer_at(args[KV_LENGTHS] + 8 * b)",
         "integer_at(args[KV_LENGTHS])",
+        core="lengths",
     ),
     Fault(
         "the offset of the first entry", f"{CPU}/seq_info.py",
         "integer_at(args[Q_OFFSETS] + 8 * b)",
         "integer_at(args[Q_OFFSETS])",
+        core="offset",
     ),
     Fault(
         "strides of heads and batch are swapped", f"{CPU}/seq_info.py",

@@ -19,6 +19,7 @@ FAULTS = (
         "gemm: the last row is left out", f"{MICRO}/gemm.py",
         "stop = b.sub(m, I64(height - 1))",
         "stop = b.sub(m, I64(height))",
+        core="ragged tile",
     ),
     Fault(
         "gemm: the first block of terms is overwritten", f"{MICRO}/gemm.py",
@@ -34,6 +35,7 @@ FAULTS = (
         "gemm: the tail is not masked", f"{MICRO}/gemm.py",
         "panel(1, j, memory.tail_mask(b.sub(n, j)))",
         "panel(1, j, None)",
+        core="ragged tile",
     ),
     Fault(
         "softmax: NaN takes the maximum", f"{MICRO}/softmax.py",
@@ -49,11 +51,13 @@ FAULTS = (
         "softmax: the scale of dS", f"{MICRO}/softmax.py",
         "ds = b.fmul(b.fmul(p, b.fsub(memory.load(dp_at), delta_i)), scale)",
         "ds = b.fmul(p, b.fsub(memory.load(dp_at), delta_i))",
+        core="scale",
     ),
     Fault(
         "softmax: delta is added", f"{MICRO}/softmax.py",
         "b.fsub(memory.load(dp_at), delta_i)",
         "b.fadd(memory.load(dp_at), delta_i)",
+        core="gradient",
     ),
     Fault(
         "softmax: a masked pair of a NaN row", f"{MICRO}/softmax.py",
@@ -124,6 +128,7 @@ FAULTS = (
         "gemv: O is not rescaled", f"{MICRO}/gemv.py",
         "memory.store(b.fmul(memory.load(at, mask), scale), at, mask)",
         "memory.store(memory.load(at, mask), at, mask)",
+        core="rescale",
     ),
     Fault(
         "gemv: l is not rescaled", f"{MICRO}/gemv.py",

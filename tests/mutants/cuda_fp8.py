@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import Fault
 
 TESTS = ("tests/emulator/test_fp8.py -m 'not slow'", "tests/emulator/test_fp8.py")
-DEVICE = ("FLASHKIT_CUDA_WATCHDOG=1 tests/emulator/test_fp8.py",)
+DEVICE = ("tests/emulator/test_fp8.py",)
 
 RAW, CALL = "flashkit/backends/cupy_raw", "flashkit/call"
 SM90 = f"{RAW}/kernels/sm90"

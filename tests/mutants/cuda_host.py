@@ -12,7 +12,8 @@ TESTS = (
 )
 DEVICE = (
     "tests/emulator/test_host.py -k 'not numba_cuda'",
-    "tests/emulator/test_kernels.py -k 'not numba_cuda'",
+    "tests/emulator/test_kernels.py -k 'sm90 and not numba_cuda'",
+    "tests/emulator/test_kernels.py -k '(simt or sm80 or numbers) and not numba_cuda'",
     "tests/cuda/test_cuda_devices.py -k 'cupy_raw and (captured or replayed or graph or kept_call or wrong_binary or "
     "no_keys or bounded or hidden_nan or (same_bits and float16))'",
     "tests/emulator -k 'numba_cuda and (test_host or decode)'",

@@ -11,7 +11,8 @@ TESTS = (
 )
 DEVICE = (
     "tests/emulator/test_host.py -k 'not numba_cuda'",
-    "tests/emulator/test_kernels.py -k 'not numba_cuda'",
+    "tests/emulator/test_kernels.py -k 'sm90 and not numba_cuda'",
+    "tests/emulator/test_kernels.py -k '(simt or sm80 or numbers) and not numba_cuda'",
     "tests/cuda/test_cuda_devices.py -k 'cupy_raw and (strides or (head_dims and bfloat16) or on_the_device)'",
 )
 

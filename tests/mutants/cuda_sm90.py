@@ -6,10 +6,9 @@ from . import Fault
 
 TESTS = ("tests/emulator/test_kernels.py -k 'sm90 and not numba_cuda'",)
 DEVICE = (
-    "FLASHKIT_CUDA_WATCHDOG=1 tests/emulator/test_kernels.py -k 'sm90 and not numba_cuda'",
-    "FLASHKIT_CUDA_WATCHDOG=1 tests/cuda/test_cuda_devices.py -k 'cupy_raw-sm90 and (every_remainder or hidden_nan or "
+    "tests/emulator/test_kernels.py -k 'sm90 and not numba_cuda'",
+    "tests/cuda/test_cuda_devices.py -k 'cupy_raw-sm90 and (every_remainder or hidden_nan or "
     "infinity or hugely or (same_bits and float16) or fused_preprocess)'",
-    "FLASHKIT_CUDA_WATCHDOG=1 FLASHKIT_SOAK=60 tests/conformance/test_soak.py",
 )
 
 SM90 = "flashkit/backends/cupy_raw/kernels/sm90"

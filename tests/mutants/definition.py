@@ -14,18 +14,20 @@ TESTS = (
 REFERENCE = "flashkit/reference.py"
 
 FAULTS = (
-    Fault("the scale", REFERENCE, "return matmul(q, k.T) * scale", "return matmul(q, k.T)"),
+    Fault("the scale", REFERENCE, "return matmul(q, k.T) * scale", "return matmul(q, k.T)", core="scale"),
     Fault("the sink in the maximum", REFERENCE, "m = np.maximum(row_max(s), sink)", "m = row_max(s)"),
-    Fault("the sink in the sum", REFERENCE, "l = row_sum(e) + np.exp(sink - finite(m))", "l = row_sum(e)"),
+    Fault("the sink in the sum", REFERENCE, "l = row_sum(e) + np.exp(sink - finite(m))", "l = row_sum(e)", core="sink"),
     Fault(
         "l is not rescaled", REFERENCE,
         "return p, m_new, rescale * l + row_sum(p), rescale",
         "return p, m_new, l + row_sum(p), rescale",
+        core="rescale",
     ),
     Fault(
         "O is not rescaled", REFERENCE,
         "return o_acc * rescale[:, None] + weighted_sum(p, v)",
         "return o_acc + weighted_sum(p, v)",
+        core="rescale",
     ),
     Fault(
         "rescale of the new maximum", REFERENCE,
@@ -47,6 +49,7 @@ FAULTS = (
         "dlse is added", REFERENCE,
         'return delta - load_tile(head, "dlse", rows)',
         'return delta + load_tile(head, "dlse", rows)',
+        core="gradient",
     ),
     Fault(
         "dlse is added to the definition", REFERENCE,
@@ -57,15 +60,21 @@ FAULTS = (
         "dk of one query head", REFERENCE,
         'head.memory["dk"][...] += dk',
         'head.memory["dk"][...] = dk',
+        core="heads",
     ),
-    Fault("dS without delta", REFERENCE, "ds = p * (dp - delta[:, None])", "ds = p * dp"),
+    Fault("dS without delta", REFERENCE, "ds = p * (dp - delta[:, None])", "ds = p * dp", core="gradient"),
     Fault(
         "dS without the derivative", REFERENCE,
         "        ds = ds * head.evaluate(expr.derivative(head.spec.score), rows, keys, s)\n",
         "        pass\n",
     ),
     Fault("dS of masked pairs", REFERENCE, "ds = select(p != 0, ds) * head.scale", "ds = ds * head.scale"),
-    Fault("dS without the scale", REFERENCE, "ds = select(p != 0, ds) * head.scale", "ds = select(p != 0, ds)"),
+    Fault(
+        "dS without the scale", REFERENCE,
+        "ds = select(p != 0, ds) * head.scale",
+        "ds = select(p != 0, ds)",
+        core="scale",
+    ),
     Fault(
         "dV of undropped weights", REFERENCE,
         "weighted_sum(drop(head, p, rows, keys).T, do)",
@@ -77,7 +86,7 @@ FAULTS = (
         "return select(keep, x / x.dtype.type(1 - operands.dropout_p))",
         "return select(keep, x)",
     ),
-    Fault("the sign of dsinks", REFERENCE, "dsinks[head.h] -= row_sum(", "dsinks[head.h] += row_sum("),
+    Fault("the sign of dsinks", REFERENCE, "dsinks[head.h] -= row_sum(", "dsinks[head.h] += row_sum(", core="sink"),
     Fault(
         "a sink of minus infinity", REFERENCE,
         "if dsinks is not None and head.sink != -np.inf:",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from . import Fault
 
 TESTS = (
-    "tests/unit/test_merge.py tests/unit/test_pickling.py", "tests/unit/test_onnx.py",
-    "tests/unit/test_dask.py -m 'not slow'", "tests/unit/test_jax.py",
+    "tests/unit/test_merge.py tests/unit/test_pickling.py", "tests/libraries/test_onnx.py",
+    "tests/libraries/test_dask.py -m 'not slow'", "tests/libraries/test_jax.py",
 )  # fmt: skip
 
 MERGE, PICKLED, GRAPH, MOD, JAX, DASK, ONNX = (
@@ -14,7 +14,8 @@ MERGE, PICKLED, GRAPH, MOD, JAX, DASK, ONNX = (
     "flashkit/jax.py", "flashkit/dask.py", "flashkit/onnx.py",
 )  # fmt: skip
 OF_MERGE, OF_PICKLES = "tests/unit/test_merge.py", "tests/unit/test_pickling.py"
-OF_JAX, OF_DASK, OF_ONNX = "tests/unit/test_jax.py", "tests/unit/test_dask.py -m 'not slow'", "tests/unit/test_onnx.py"
+OF_JAX, OF_ONNX = "tests/libraries/test_jax.py", "tests/libraries/test_onnx.py"
+OF_DASK = "tests/libraries/test_dask.py -m 'not slow'"
 
 FAULTS = (
     Fault("merge: rows without keys show", MERGE, "            term[lse == -math.inf] = 0", "            pass",

@@ -120,11 +120,6 @@ FAULTS = (
         'named = node.op == "param" and node.value in names',
     ),
     Fault(
-        "numba: a load of bools", f"{MODS}/codegen.py",
-        '"bool": f"({element} != 0)"}[node.kind]',
-        '"bool": f"({element} == 1)"}[node.kind]',
-    ),
-    Fault(
         "numba: wrapping abs", f"{MODS}/codegen.py",
         'f"{_NEGATED} if {{0}} < 0 else I({{0}})"',
         'f"{_NEGATED} if {{0}} > 0 else I({{0}})"',
@@ -135,14 +130,14 @@ FAULTS = (
         "{operands[0]} & {2**bits - 1}",
         "{operands[0]} & {2**bits}",
     ),
-    Fault("operands of a sign", f"{MODS}/codegen.py", 'f"({text})" if text.startswith("-") else text', "text"),
     Fault(
         "window: the left end", f"{MODS}/library.py",
         "return (q - left <= k) & (k <= q + right)",
         "return (q - left < k) & (k <= q + right)",
+        core="mask edge",
     ),
     Fault("window: left alone", f"{MODS}/library.py", "return q - left <= k\n", "return q - left < k\n"),
-    Fault("causal: the diagonal", f"{MODS}/library.py", "    return k <= q\n", "    return k < q\n"),
+    Fault("causal: the diagonal", f"{MODS}/library.py", "    return k <= q\n", "    return k < q\n", core="mask edge"),
     Fault("prefix: one key too many", f"{MODS}/library.py", "return (k < n) | (k <= q)", "return (k <= n) | (k <= q)"),
     Fault(
         "alibi: the sign", f"{MODS}/library.py",

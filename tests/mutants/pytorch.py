@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from . import Fault
 
-ARRAYS, TORCH, TRANSFORMERS = (f"tests/unit/test_{name}.py" for name in ("foreign_arrays", "torch", "transformers"))
+NAMES = "foreign_arrays", "torch", "transformers"
+ARRAYS, TORCH, TRANSFORMERS = (f"tests/libraries/test_{name}.py" for name in NAMES)
 EMULATED = "tests/emulator/test_tensors.py"
 TESTS = ARRAYS, TORCH, TRANSFORMERS, EMULATED
 

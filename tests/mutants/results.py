@@ -11,7 +11,7 @@ from typing import Any
 from . import Area, Fault
 
 Record = dict[str, Any]
-"""area, name, tests (the selection's name), outcome, by, selection, seconds, and digests of the fault and the tree.
+"""area, name, tests (the selection's name), outcome, by, stage, selection, seconds, digests of the fault and the tree.
 
 outcome: killed (by a test, or the tests of a stage do not end), survived (all tests pass), timeout (the fault's limit
 ran out before the last stage) or error (pytest could not run).

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from queue import SimpleQueue
 from typing import NamedTuple, TypeVar
 
-from . import Area, Fault
+from . import Area, Fault, stage
 from .results import Record, Results, digest
 from .tree import Tree
 
@@ -27,8 +28,17 @@ SELECTIONS = {"fast": ("not slow",), "all": ("not slow", "slow"), "device": ("gp
 Step = tuple[str, str]
 """A stage and a selection."""
 
+ON_DEVICE = "FLASHKIT_CUDA_WATCHDOG=1"
+"""A barrier that waits for ever ends a kernel."""
+
 WORKERS = 4
 """Of a step without a fault, where there are more jobs: few of these steps take long."""
+
+NEIGHBOURS = 6
+"""Tests that are tried first, because they have found other faults. Most faults are found by the same few."""
+
+UNKNOWN = 60
+"""Seconds of a step that was not run without a fault, because each of its tests was."""
 
 T = TypeVar("T")
 
@@ -52,6 +62,7 @@ class Judge:
     """
 
     def __init__(self, root: Path, folder: Path, work: Path, jobs: int = 1, say: Callable[[str], None] = print) -> None:
+        work = work.absolute()  # FLASHKIT_CACHE_DIR refuses others
         self.trees = [Tree(root, folder / str(job), work / "kernels") for job in range(jobs)]
         self.digest, self.say = self.trees[0].digest, say
         self._file = work / "plain.json"
@@ -68,7 +79,9 @@ class Judge:
     def run(
         self, areas: Iterable[Area], results: Results, tests: str = "all", limit: float = 3600, plain: float = 1800
     ) -> None:
-        """Judge the faults of areas that results do not know, the longest tests first.
+        """Judge the faults of areas that results do not know, the longest tests first; on a device the shortest.
+
+        Steps without a fault come first of all, and a fault follows as soon as its own are known.
 
         limit: seconds for a fault; plain: seconds for a step without one.
         """
@@ -78,26 +91,46 @@ class Judge:
             for fault in area.faults
             if results.known(area.name, fault, tests) is None and (steps := _steps(area, fault, results, tests))
         ]
-        self._run_plain({step for _, _, steps in left for step in steps}, plain)
-        left.sort(key=lambda one: -sum(self._plain[step].seconds for step in one[2]))
-        judged = self._each(left, lambda tree, one: self._judge(tree, *one, tests, limit))
-        for done, record in enumerate(judged, 1):
-            results.add(record)
-            by = f"{record['outcome'].upper()}: {record['by']}" if record["by"] else record["outcome"].upper()
-            self.say(f"{done}/{len(left)} {record['area']}: {record['name']}: {by} ({record['seconds']:.0f} s)")
+        faults, done = list(left), 0
+        new = list(dict.fromkeys(step for *_, steps in left for step in steps if step not in self._plain))
+        workers = WORKERS if len(self.trees) > WORKERS and find_spec("xdist") else 1
 
-    def _judge(self, tree: Tree, area: Area, fault: Fault, steps: Iterable[Step], tests: str, limit: float) -> Record:
-        """Run the steps until one finds the fault."""
-        start, outcome, by, which = time.monotonic(), "survived", None, None
+        def next_job() -> Callable[[Tree], Record | tuple[Step, Plain]] | None:
+            if new:
+                step = new.pop(0)
+                return lambda tree: (step, self._measure(tree, step, plain, workers))
+            ready = [one for one in faults if all(step in self._plain for step in one[2])]
+            if not ready:
+                return None
+            seconds = [sum(self._plain[step].seconds for step in one[2]) for one in ready]
+            chosen = ready[seconds.index(min(seconds) if tests == "device" else max(seconds))]
+            faults.remove(chosen)
+            return lambda tree: self._judge(tree, *chosen, results, tests, limit)
+
+        for found in self._each(next_job, 2 * workers):
+            if isinstance(found, tuple):
+                self._keep(*found)
+                continue
+            results.add(found)
+            done += 1
+            by = f"{found['outcome'].upper()}: {found['by']}" if found["by"] else found["outcome"].upper()
+            self.say(f"{done}/{len(left)} {found['area']}: {found['name']}: {by} ({found['seconds']:.0f} s)")
+
+    def _judge(
+        self, tree: Tree, area: Area, fault: Fault, steps: list[Step], results: Results, tests: str, limit: float
+    ) -> Record:
+        """Run the steps until one finds the fault, and first the tests that have found its neighbours."""
+        start, outcome, by, which = time.monotonic(), "survived", None, ("", None)
         tree.refill_cache()
+        first = [] if _own(fault, tests) else self._neighbours(area, fault, results, steps[0][1])
         with tree.fault(fault):
-            for text, selection in steps:
-                failed, _ = plain = self._plain[text, selection]
+            for text, selection in [*first, *steps]:
+                failed, _ = plain = self._plain.get((text, selection), Plain((), UNKNOWN))
                 remains = limit - (time.monotonic() - start)
                 found = tree.run(text, selection, min(remains, plain.longest), failed)
-                if found.kind == "passed":
+                if found.kind == "passed" or ((text, selection) in first and found.kind != "failed"):
                     continue
-                which = selection
+                which = text, selection
                 if found.kind == "failed":
                     outcome, by = "killed", (*found.tests, found.said)[0]
                 elif found.kind == "endless" and plain.longest < remains:
@@ -106,71 +139,75 @@ class Judge:
                     outcome, by = "timeout" if found.kind == "endless" else "error", found.said
                 break
         return {
-            "area": area.name, "name": fault.name, "tests": tests, "outcome": outcome, "by": by, "selection": which,
+            "area": area.name, "name": fault.name, "tests": tests,
+            "outcome": outcome, "by": by, "stage": which[0], "selection": which[1],
             "seconds": round(time.monotonic() - start, 1), "fault": digest(fault), "tree": tree.digest,
         }  # fmt: skip
 
-    def _run_plain(self, steps: Iterable[Step], timeout: float) -> None:
-        """Run the steps that are not known yet without a fault; say which of their tests fail."""
-        new = [step for step in steps if step not in self._plain]
+    def _neighbours(self, area: Area, fault: Fault, results: Results, selection: str) -> list[Step]:
+        """A step of the tests that have found most faults of the area, those of the same file first."""
+        files = {other.name: other.file for other in area.faults}
+        found: dict[str, Counter[str]] = {}  # by the settings of the stage
+        for record in list(results.records.values()):
+            if (record["area"], record["tree"], record["selection"]) == (area.name, self.digest, selection):
+                if record["outcome"] == "killed" and "::" in record["by"] and " - " not in record["by"]:
+                    settings = shlex.join(f"{name}={x}" for name, x in stage(record.get("stage", "")).settings.items())
+                    points = 100 if files.get(record["name"]) == fault.file else 1
+                    found.setdefault(settings, Counter())[record["by"]] += points
+        if not found:
+            return []
+        settings, tests = max(found.items(), key=lambda one: one[1].total())
+        return [(f"{settings} {shlex.join(test for test, _ in tests.most_common(NEIGHBOURS))}".strip(), selection)]
 
-        workers = WORKERS if len(self.trees) > WORKERS and find_spec("xdist") else 1
+    def _measure(self, tree: Tree, step: Step, timeout: float, workers: int) -> Plain:
+        """Run a step without a fault. Its kernels are those that other steps find compiled."""
+        start = time.monotonic()
+        found = tree.run(*step, timeout, workers=workers, cache=tree.warm)
+        if found.kind in ("endless", "error") or (found.kind == "failed" and not found.tests):
+            raise ValueError(f"{step[0]!r} cannot be run without any fault: {found.said}")
+        if missing := [test for test in found.tests if "::" not in test]:
+            raise ValueError(f"{', '.join(missing)} cannot be collected: {step[0]!r}")
+        return Plain(found.tests, round(workers * (time.monotonic() - start), 1))
 
-        def measure(tree: Tree, step: Step) -> tuple[Tree, Step, Plain]:
-            start = time.monotonic()
-            found = tree.run(*step, timeout, workers=workers)
-            if found.kind in ("endless", "error") or (found.kind == "failed" and not found.tests):
-                raise ValueError(f"{step[0]!r} cannot be run without any fault: {found.said}")
-            if missing := [test for test in found.tests if "::" not in test]:
-                raise ValueError(f"{', '.join(missing)} cannot be collected: {step[0]!r}")
-            return tree, step, Plain(found.tests, round(workers * (time.monotonic() - start), 1))
+    def _keep(self, step: Step, plain: Plain) -> None:
+        """For this run and the next ones."""
+        self._plain[step] = plain
+        self.say(f"without a fault: {' -m '.join(step)} ({plain.seconds:.0f} s)")
+        for test in plain.failed:
+            self.say(f"  fails, and judges nothing: {test}")
+        kept = [
+            {"stage": text, "selection": selection, **plain._asdict()}
+            for (text, selection), plain in self._plain.items()
+        ]
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._file.write_text(json.dumps({"tree": self.digest, "steps": kept}, indent=1), encoding="utf-8")
 
-        for tree, step, plain in self._each(new, measure, 2 * workers):
-            self._plain[step] = plain
-            tree.keep_cache()
-            self.say(f"without a fault: {' -m '.join(step)} ({plain.seconds:.0f} s)")
-            for test in plain.failed:
-                self.say(f"  fails, and judges nothing: {test}")
-            kept = [
-                {"stage": text, "selection": selection, **plain._asdict()}
-                for (text, selection), plain in self._plain.items()
-            ]
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            self._file.write_text(json.dumps({"tree": self.digest, "steps": kept}, indent=1), encoding="utf-8")
+    def _each(self, next_job: Callable[[], Callable[[Tree], T] | None], cores: int) -> Iterator[T]:
+        """Do jobs, each with a tree that is free; yields what they return, in the order of their ends.
 
-    def _each(
-        self,
-        items: Iterable[T],
-        do: Callable[[Tree, T], Record | tuple],
-        cores: int = 2,  # type: ignore[type-arg]
-    ) -> Iterator:  # type: ignore[type-arg]
-        """Do something with each item and a tree that is free; yields what is done, in the order of its ends.
-
-        cores: for each, at least.
+        next_job: None where what runs has to end first, or where nothing is left. cores: for each job, at least.
         """
-        free: SimpleQueue[Tree] = SimpleQueue()
-        for tree in self.trees:
-            free.put(tree)
+        free, running = list(self.trees), dict[Future[T], Tree]()
 
-        def one(item: T) -> object:
-            tree = free.get()
-            try:
-                _take_cores(self.trees.index(tree), len(self.trees), cores)
-                return do(tree, item)
-            finally:
-                free.put(tree)
+        def done(tree: Tree, job: Callable[[Tree], T]) -> T:
+            _take_cores(self.trees.index(tree), len(self.trees), cores)
+            return job(tree)
 
         with ThreadPoolExecutor(len(self.trees)) as pool:
-            futures: list[Future[object]] = [pool.submit(one, item) for item in items]
             try:
-                for future in as_completed(futures):
-                    yield future.result()
+                while True:
+                    while free and (job := next_job()):
+                        tree = free.pop()
+                        running[pool.submit(done, tree, job)] = tree
+                    if not running:
+                        return
+                    for future in wait(running, return_when=FIRST_COMPLETED).done:
+                        free.append(running.pop(future))
+                        yield future.result()
             except BaseException:
-                for future in futures:
-                    future.cancel()
                 for tree in self.trees:
                     tree.stop()
-                for future in futures:
+                for future in running:
                     with suppress(BaseException):
                         future.result()
                 raise
@@ -186,10 +223,17 @@ def _take_cores(job: int, jobs: int, least: int) -> None:
 
 def _steps(area: Area, fault: Fault, results: Results, tests: str) -> list[Step]:
     """The steps that may find the fault, in the order in which they are tried."""
-    selections, own, stages = SELECTIONS[tests], fault.tests, area.stages
+    selections, own, stages = SELECTIONS[tests], _own(fault, tests), area.stages
     if tests == "device":
-        own, stages = fault.device, area.device
+        stages = tuple(f"{ON_DEVICE} {text}" for text in area.device)
     elif tests == "all" and results.survived_fast(area.name, fault):
         selections = selections[1:]
-    texts = (*((own,) if own else ()), *stages)
-    return [(text, selection) for selection in selections for text in texts]
+    chosen = [(own, selection) for selection in selections if own]
+    return chosen + [(text, selection) for selection in selections for text in stages]
+
+
+def _own(fault: Fault, tests: str) -> str:
+    """The stage to try first, or "". On a device that for the emulated one may find the fault, too."""
+    if tests != "device":
+        return fault.tests
+    return f"{ON_DEVICE} {own}" if (own := fault.device or fault.tests) else ""

@@ -70,10 +70,7 @@ class Tree:
 
     def refill_cache(self) -> None:
         """Give the next runs the kernels of the code without faults, and nothing that a fault has left."""
-        _copy_missing(self.warm, self.cache, exact=True)
-
-    def keep_cache(self) -> None:
-        _copy_missing(self.cache, self.warm)
+        _copy_files(self.warm, self.cache)
 
     def stop(self) -> None:
         """From another thread: end what runs; what would run next is `Stopped`."""
@@ -81,7 +78,10 @@ class Tree:
         if process := self._process:
             _end(process)
 
-    def run(self, text: str, selection: str, timeout: float, left_out: Iterable[str] = (), workers: int = 0) -> Outcome:
+    def run(
+        self, text: str, selection: str, timeout: float, left_out: Iterable[str] = (), workers: int = 0,
+        cache: Path | None = None,
+    ) -> Outcome:  # fmt: skip
         """Run a stage until its first failure, or with workers to its end. left_out: tests that fail anyway."""
         if self._stopped.is_set():
             raise Stopped
@@ -98,8 +98,8 @@ class Tree:
         ]
         environment |= {
             "PYTHONPATH": os.pathsep.join([str(self.copy), *paths]),
-            "FLASHKIT_CACHE_DIR": str(self.cache), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_WAIT_POLICY": "passive",
-            **chosen.settings,
+            "FLASHKIT_CACHE_DIR": str(cache or self.cache), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "OMP_WAIT_POLICY": "passive", **chosen.settings,
         }  # fmt: skip
         self._process = process = subprocess.Popen(
             command, cwd=self.copy, env=environment, text=True, start_new_session=True,
@@ -141,17 +141,21 @@ def _files(root: Path) -> Iterator[str]:
         yield from (os.path.relpath(os.path.join(folder, name), root) for name in names)
 
 
-def _copy_missing(source: Path, target: Path, exact: bool = False) -> None:
-    """Copy files that the target lacks. exact: it has no others afterwards, and none of another size or time."""
-    there = {path.relative_to(source): path.stat() for path in source.rglob("*") if path.is_file()}
-    if exact:
-        for path in [path for path in target.rglob("*") if path.is_file()]:
-            right, found = there.get(path.relative_to(target)), path.stat()
-            if right is None or (right.st_size, right.st_mtime_ns) != (found.st_size, found.st_mtime_ns):
-                path.unlink()
+def _copy_files(source: Path, target: Path) -> None:
+    """Make the files of the target those of the source; none is copied that is there by size and time.
+
+    Others may write to the source meanwhile: what is gone when its turn comes was no kernel yet.
+    """
+    left = {path.relative_to(target): path for path in target.rglob("*") if path.is_file()}
     target.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for name in there:
-        if not (target / name).exists():
-            for folder in reversed(name.parents):
-                (target / folder).mkdir(mode=0o700, exist_ok=True)
-            shutil.copy2(source / name, target / name)
+    for path in source.rglob("*"):
+        with suppress(FileNotFoundError):
+            if path.is_dir():
+                (target / path.relative_to(source)).mkdir(mode=0o700, exist_ok=True)
+                continue
+            right, there = path.stat(), left.pop(path.relative_to(source), None)
+            found = there.stat() if there else None
+            if found is None or (right.st_size, right.st_mtime_ns) != (found.st_size, found.st_mtime_ns):
+                shutil.copy2(path, target / path.relative_to(source))
+    for path in left.values():
+        path.unlink()

@@ -45,6 +45,18 @@ def test_every_stage_names_tests(area: Area) -> None:
         assert all((ROOT / path).exists() for path in paths), text
 
 
+def test_make_fast_runs_the_tests_that_must_find_the_core_faults() -> None:
+    """Every part of the algorithm has faults, and their stages are of the folders of `make fast`."""
+    rule = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\nfast: ")[2].partition("\n\n")[0]
+    folders = tuple(f"tests/{name}/" for name in rule.partition("addprefix tests/,")[2].partition(")")[0].split())
+    core = [(area, fault) for area in AREAS for fault in area.faults if fault.core]
+    assert {fault.core for _, fault in core} == set(mutants.CORE)
+    for area, fault in core:
+        for text in filter(None, (fault.tests, *area.stages)):
+            paths = [word for word in mutants.stage(text).arguments if word.startswith("tests/")]
+            assert all(path.startswith(folders) for path in paths), text
+
+
 def test_a_fault_whose_text_is_gone_or_occurs_twice() -> None:
     fault = Fault("too many", "a.py", "x", "y")
     assert fault.applied("a x b") == "a y b"
@@ -73,7 +85,7 @@ def checkout(tmp_path: Path) -> Path:
     return root
 
 
-def judged(checkout: Path, work: Path, area: Area, jobs: int = 1, **settings: float) -> tuple[Results, list[str]]:
+def judged(checkout: Path, work: Path, area: Area, jobs: int = 1, **settings: object) -> tuple[Results, list[str]]:
     said: list[str] = []
     judge = runner.Judge(checkout, work / "trees", work / "work", jobs, said.append)
     results = Results(work / "results.jsonl", judge.digest, [work / "results.jsonl"])
@@ -114,6 +126,49 @@ def test_the_runner(jobs: int, checkout: Path, tmp_path: Path) -> None:
     assert [later.known("own", fault, "all") is None for fault in area.faults] == [False, False, True, False]
     _, said = judged(checkout, tmp_path, area, jobs)
     assert said == []
+
+
+def test_tests_that_found_a_neighbour_come_first(checkout: Path, tmp_path: Path) -> None:
+    """Those of another file after those of the same; a test that finds nothing leaves it to the stages."""
+    (checkout / "tests" / "test_other.py").write_text(
+        "import double\n\ndef test_three(): assert double.double(3) == 6\n"
+        "def test_slow(): assert double.double(1) == 2\n"
+    )
+    faults = (
+        Fault("thrice", "double.py", "2 *", "3 *"),
+        Fault("four times", "double.py", "2 *", "4 *"),
+        Fault("one more", "double.py", "+ 0", "+ (x == 1)"),
+    )
+    area = Area("own", ("tests/test_other.py",), faults)
+    first, _ = judged(checkout, tmp_path, area._replace(faults=faults[:1]))
+    assert first.known("own", faults[0], "all")["stage"] == "tests/test_other.py"
+    results, _ = judged(checkout, tmp_path, area)
+    by = {fault.name: results.known("own", fault, "all") for fault in faults[1:]}
+    assert by["four times"]["stage"] == by["four times"]["by"] == "tests/test_other.py::test_three"
+    assert (by["one more"]["by"], by["one more"]["stage"]) == ("tests/test_other.py::test_slow", "tests/test_other.py")
+
+
+def test_on_a_device(checkout: Path, tmp_path: Path) -> None:
+    """Tests marked gpu, in the stages for a device; a barrier's watchdog is on."""
+    (checkout / "pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["gpu: gpu", "slow: slow"]\n')
+    (checkout / "tests" / "test_device.py").write_text(
+        "import os, pytest\nfrom double import double\n\n@pytest.mark.gpu\n"
+        "def test_two(): assert double(2) == 4 and os.environ['FLASHKIT_CUDA_WATCHDOG'] == '1'\n"
+    )
+    faults = (
+        Fault("thrice", "double.py", "2 *", "3 *"),
+        Fault("four times", "double.py", "2 *", "4 *", "tests/test_double.py", "tests/test_device.py -k two"),
+        Fault("one more", "double.py", "+ 0", "+ (x == 0)"),  # which test_double.py finds
+    )
+    area = Area("own", ("tests/test_double.py",), faults, ("tests/test_device.py",))
+    results, said = judged(checkout, tmp_path, area, 2, tests="device")
+    found = [results.known("own", fault, "device") for fault in faults]
+    assert [(record["outcome"], record["stage"]) for record in found] == [
+        ("killed", "FLASHKIT_CUDA_WATCHDOG=1 tests/test_device.py"),
+        ("killed", "FLASHKIT_CUDA_WATCHDOG=1 tests/test_device.py -k two"),
+        ("survived", ""),
+    ]
+    assert not any("fails" in line for line in said)
 
 
 def test_a_test_that_fails_anyway_judges_nothing(checkout: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 import flashkit
 from flashkit import BlockMask, attention, attention_vjp, mods
+from flashkit.call.arguments import prepare
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 4, 2, 5, 7, 8, 6
 
@@ -62,6 +63,7 @@ TABLE: list[Bad] = [
     ("head dim of 1025", {"v": zeros(B, HKV, NK, 1025)}, ValueError, ("v", "head dim 1025", "1 to 1024")),
     ("tokens of k and v differ", {"v": zeros(B, HKV, 8, DV)}, ValueError, ("v", "8 tokens", "k has 7", "equal")),
     ("heads of k and v differ", {"v": zeros(B, 1, NK, DV)}, ValueError, ("v", "1 heads", "k has 2", "equal")),
+    ("more heads of v", {"v": zeros(B, 4, NK, DV)}, ValueError, ("v", "4 heads", "k has 2", "equal")),
     ("heads no multiple", {"q": zeros(B, 3, NQ, D)}, ValueError, ("q", "3 heads", "k has 2", "multiple")),
     ("unknown layout", {"layout": "nbhd"}, ValueError, ("layout", "'nbhd'", "'bhnd'", "'bnhd'")),
     ("causal is a word", {"causal": "yes"}, TypeError, ("causal", "'yes'", "True or False")),
@@ -299,6 +301,8 @@ def test_hints_that_change_nothing_are_taken() -> None:
         {"dropout_p": 0},
     ):
         assert attention(**good(), **options).shape == plain.shape
+    specs = {prepare(**good(), precision=precision)[0].spec for precision in (None, "highest")}
+    assert len(specs) == 1  # one set of kernels
 
 
 @pytest.mark.parametrize(

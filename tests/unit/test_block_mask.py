@@ -241,6 +241,14 @@ def test_an_argument_called_q_offset_is_told_apart():
     mod = mods.mask(lambda b, h, q, k, *, q_offset: k <= q - q_offset, q_offset=2)
     mask = BlockMask.from_mod(mod, 12, 12, 4, 4, q_offset=5)
     assert np.array_equal(mask.to_dense_mask()[0, 0], np.arange(12) <= np.arange(12)[:, None] + 3)
+    mod = mods.mask(lambda b, h, q, k, *, q_offset: k <= q - q_offset[h], q_offset=np.array([2]))
+    mask = BlockMask.from_mod(mod, 12, 12, 4, 4, q_offset=np.array([5]))
+    assert np.array_equal(mask.to_dense_mask()[0, 0], np.arange(12) <= np.arange(12)[:, None] + 3)
+
+
+def test_offsets_that_fill_more_than_32_bits():
+    grid = BlockMask.from_mod(mods.causal(), 12, 12, 4, 4, q_offset=np.array([2**40, 0])).to_dense()
+    assert (grid[0] == FULL).all() and not (grid[1] == FULL).all()
 
 
 def test_one_batch_entry_stands_for_all():

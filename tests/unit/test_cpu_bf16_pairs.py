@@ -345,3 +345,14 @@ def test_the_scale_is_not_rounded(methods: pytest.MonkeyPatch, scale: float) -> 
     wide = (x.astype(np.float64) for x in (q, k, v))
     _, want = flashkit.attention(*wide, scale=scale, return_lse=True, backend="reference")
     assert np.abs(lse - want).max() < 1e-5
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_row_maxima_that_grow_leave_room_for_large_values(methods: pytest.MonkeyPatch, method: str) -> None:
+    """Weights are relative to the greatest score; relative to an earlier one, e^79 times values of 1e6 is infinity."""
+    methods.setenv(bf16.VARIABLE, method)
+    q, k, v = (np.ones((1, 1, n, 16), BF16) for n in (40, 300, 300))
+    k[:, :, :-1] = 0
+    v *= BF16.type(1e6)
+    out = flashkit.attention(q, k, v, scale=79 / 16, backend="cpu")
+    np.testing.assert_array_equal(out, v[:, :, :40])

@@ -115,6 +115,8 @@ def test_thresholds():
     assert dropout.threshold(1.0) == ONES
     assert everywhere(3, 0.0).all()
     assert not everywhere(3, 1.0).any()
+    word = int(dropout.philox((0, 7, 2, 1), 3)[0])
+    assert [bool(dropout.keep(3, p / 2**32, 1, 2, 7, 0)) for p in (word, word + 1)] == [True, False]
 
 
 def test_far_positions_are_distinct():

@@ -328,6 +328,13 @@ def test_derivative_is_the_slope_more(r):
     check_derivative(r)
 
 
+def test_a_factor_that_is_constant_in_the_score_may_be_infinite():
+    """Its slope is 0: not 0 times infinity, which is NaN."""
+    key = expr.to_float(K + 1)
+    for graph, slope in ((S / (1e-200 * key), 1e200), (S + expr.tanh(expr.exp(1000.0 * key)), 1.0)):
+        assert float(evaluate(expr.derivative(graph), {"s": 0.5, "k": 0})) == pytest.approx(slope)
+
+
 DERIVATIVES = {
     "add": lambda s: s + 2.0 * s,
     "sub": lambda s: 3.0 - s,
@@ -471,6 +478,7 @@ ONE_OF_EACH = {
     "floordiv negative": Q // -3,
     "mod": Q % 3,
     "mod negative": Q % -3,
+    "floordiv by keys": Q // (2 * K + 1),
     "neg": -K,
     "abs": abs(Q),
     "abs of a difference": abs(Q - K),
@@ -491,7 +499,7 @@ ONE_OF_EACH = {
     "where of bools": where(Q < 1, K < 2, TRUE),
     "number of a bool": (Q < 1) + 3,
 }
-LOOSE = {"mod", "mod negative"}  # all remainders where the turn ends within the tile
+LOOSE = {"mod", "mod negative", "floordiv by keys"}  # all remainders where the turn ends within the tile; any divisor
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
@@ -525,6 +533,13 @@ def test_floats_have_no_bounds():
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_bool_with_itself():
+    seen = Q < K
+    for q in (0, 2):
+        values = [bool(evaluate(graph, {"q": q, "k": 1})) for graph in (seen & seen, seen | seen, seen ^ seen)]
+        assert values == [q < 1, q < 1, False]
 
 
 def test_equal_graphs_are_one_object():

@@ -219,8 +219,10 @@ def test_working_set() -> None:
     l1, l2 = tile.working_set("forward", 64, 64)
     assert l1 == 4 * (96 * 48 + 64 * 48)
     assert l2 == 4 * (96 * 48 + (192 + 96) * 128)
-    l1, _ = tile.working_set("backward", 64, 32, itemsize=8)
+    l1, l2 = tile.working_set("backward", 64, 32, itemsize=8)
     assert l1 == 8 * 2 * 192 * 96
+    keys, queries = 64 + 32 + 64 + 64 + 32, 64 + 32 + 64  # K^T, V^T, K, dK, dV; Q, dO, dQ
+    assert l2 == l1 + 8 * (96 * keys + 192 * queries)
 
 
 @pytest.mark.parametrize(("d", "values"), [(64, (192, 128, 2, 12)), (128, (128, 176, 2, 8)), (256, (128, 80, 2, 8))])

@@ -335,9 +335,11 @@ def test_a_block_mask_has_its_arrays_to_itself() -> None:
 def test_forms_that_change_after_the_call() -> None:
     """An array object whose shape is set anew is read as it was."""
     given = [*tensors((2, HEADS, N_Q, D), (2, 2, N_K, D), (2, 2, N_K, D)), of_pairs("bias", (2,))]
-    q, k, v, bias = given
+    given.append(np.linspace(0, 3, 2 * N_K))
+    q, k, v, bias, table = given
     (dout,) = tensors(q.shape)
-    _, vjp = attention_vjp(q, k, v, bias=bias, backend="cpu")
+    of_keys = mods.score(lambda b, h, q, k, s, *, table: s + table[k], table=table)
+    _, vjp = attention_vjp(q, k, v, bias=bias, score_mod=of_keys, backend="cpu")
     right = vjp(dout)
     for array in given:
         array.resize(array.size // 2, 2, refcheck=False)  # of the same size: its memory stays

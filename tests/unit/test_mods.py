@@ -280,6 +280,8 @@ def test_trace_takes_mods_functions_and_partials():
     assert mods.mask(near, n=np.int32(5)).params == {"n": 5}
     assert type(mods.mask(near, n=np.int32(5)).params["n"]) is int
     assert mods.mask(near).key == mods.mask(near, n=8).key
+    farther = mods.trace(partial(lambda n, b, h, q, k: q - k >= n, 2), "mask")
+    assert farther.evaluate(b=0, h=0, q=2, k=[0, 1, 2]).tolist() == [True, False, False]
 
 
 def test_values_keep_their_kind():

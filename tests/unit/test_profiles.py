@@ -405,6 +405,7 @@ def test_written_profile_is_found_and_updated(folders: dict[str, Path], cpu: Any
     assert path.parent == folders["user"]
     row = profiles.for_device("cpu").tile("cpu.forward", "float32", 64, False)
     assert row is not None and row.block_q == 10 and row.measured and row.measured.versions == {"numba": "0.68"}
+    assert [row.matches("float32", 64, causal) for causal in (False, True)] == [True, False]
 
     again = profiles.write_user_profile(
         {
@@ -498,6 +499,7 @@ def test_linux_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_vectors_held_to_a_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host.lanes_of({"avx2", "fma", "avx512f"}) == 8  # Knights Landing: no masks on shorter vectors
     everything = frozenset({"sse2", "avx2", "fma", "avx512f", "avx512vl", "avx512_bf16", "amx_tile"})
     monkeypatch.setattr(host, "_all_features", lambda: everything)
     left = {"4": {"sse2"}, "8": {"sse2", "avx2", "fma"}, "16": everything, "": everything}

@@ -140,6 +140,7 @@ def test_the_gradient_is_the_transposed_rotation() -> None:
     assert left == pytest.approx(right, rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCALINGS)
 def test_tables_are_those_of_transformers(name: str) -> None:
     pytest.importorskip("torch", reason="PyTorch is not installed: nothing to compare with")

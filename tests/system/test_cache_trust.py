@@ -26,7 +26,7 @@ from llvmlite import binding
 
 from flashkit.backends.cpu import objects, target
 from flashkit.backends.cuda_common import compiler
-from flashkit.devices import kernel_cache, profiles
+from flashkit.devices import kernel_cache, profiles, trust
 from flashkit.devices.io_model import CpuTile
 from flashkit.tools import cli, doctor
 from flashkit.tools.autotune.log import Log, MeasuredPeaks
@@ -232,6 +232,16 @@ def test_links_of_this_user_and_sticky_folders_are_fine(kernel: Path, plant: Pla
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert run() == PLANTED
+
+
+def test_as_many_links_are_followed_as_the_system_follows(tmp_path: Path) -> None:
+    """And no more: links may lead in circles."""
+    for i in range(41):
+        (tmp_path / f"{i + 1}").symlink_to(tmp_path / f"{i}" if i else tmp_path)
+    assert trust.resolve(tmp_path / "40") == trust.resolve(tmp_path)
+    with pytest.raises(trust.UntrustedError, match="leads nowhere"):
+        trust.resolve(tmp_path / "41")
+
 
 
 def test_a_kernel_that_cannot_be_trusted_is_replaced(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -515,6 +525,16 @@ def test_clear_removes_nothing_that_may_not_be_ours(
     assert cli.run(["cache", "clear"]) == 1
     assert str(guilty) in capsys.readouterr().err
     assert precious.exists()
+
+
+def test_clear_leaves_what_else_is_in_the_folder_of_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "precious").touch()
+    monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
+    (kernel_cache.path() / "cpu").mkdir(parents=True)
+    assert cli.run(["cache", "clear"]) == 0
+    assert (tmp_path / "precious").exists() and not list(kernel_cache.path().iterdir())
 
 
 def test_commands_refuse_a_relative_cache(

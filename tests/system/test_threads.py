@@ -6,8 +6,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
+
+from flashkit.backends.cpu import threads
 
 NESTED = """
 import ctypes, numpy as np, flashkit
@@ -48,3 +51,13 @@ def test_small_calls_wake_no_thread(program: Callable[..., str]) -> None:
             print(n, bool(asked))
     """
     assert program(text, FLASHKIT_NUM_THREADS=2) == "64 False\n512 True\n"
+
+
+def test_a_setting_allows_no_more_threads_than_numba_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a child of a fork has one: the pool's threads are the parent's."""
+    monkeypatch.setattr(threads, "pool", lambda: SimpleNamespace(limit=lambda: 2))
+    for setting, count in (("1", 1), ("5", 2)):
+        monkeypatch.setenv("FLASHKIT_NUM_THREADS", setting)
+        assert threads.count() == count
+    monkeypatch.setattr(threads, "_forked", True)
+    assert threads.count() == 1
