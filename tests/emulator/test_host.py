@@ -29,6 +29,7 @@ from flashkit.call.arrays import share_memory
 from flashkit.reference import standard, standard_gradients
 from flashkit.spec import AttentionSpec
 
+from . import hardware
 from .calls import FEATURES, PLAIN, build, check, check_forward, expected, generations
 
 if TYPE_CHECKING:
@@ -198,6 +199,8 @@ def test_other_streams_wait_for_what_a_plan_has_copied(
     """Lengths on the host are copied once, on the stream of the plan."""
     import cupy
 
+    if isinstance(device, hardware.Hardware):
+        pytest.skip("events of a real device do not say who waited for them")
     monkeypatch.setenv(cuda_backend.VARIABLE, generation)
     made: list[Any] = []
 
