@@ -57,7 +57,7 @@ def test_threads_with_different_calls() -> None:
 
 PROGRAM = """
     import sys
-    sys.path[:0] = [{tests!r}, {tests!r} + "/unit"]
+    sys.path[:0] = [{tests!r}, {tests!r} + "/system"]
     import test_concurrency
     test_concurrency.in_threads({rounds})
     from flashkit.backends.cpu import threads
@@ -255,7 +255,7 @@ def work_of_a_child(i: int) -> float:
 POOLS = """
     import multiprocessing, sys
     from concurrent.futures import ProcessPoolExecutor
-    sys.path[:0] = [{tests!r}, {tests!r} + "/unit"]
+    sys.path[:0] = [{tests!r}, {tests!r} + "/system"]
     import numpy as np
     from test_concurrency import work_of_a_child
 
