@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import gc
 import math
 from collections.abc import Callable
@@ -445,13 +444,6 @@ def test_what_is_no_tensor_says_so() -> None:
             ft.attention(*given)
         assert raised.match(fits)
 
-
-def test_docstrings() -> None:
-    from test_docstrings import test_public_names_have_numpydoc_sections
-
-    assert doctest.testmod(ft).failed == 0
-    for name in ft.__all__:
-        test_public_names_have_numpydoc_sections(name, getattr(ft, name))
 
 
 def test_the_gradient_of_an_infinite_sink_without_queries() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
 from typing import Any
 
 import pytest
@@ -301,11 +300,3 @@ def test_errors() -> None:
         fkit.attention_forward(torch.nn.Module(), q, q, q, None, output_attentions=True)
     with pytest.raises(ValueError, match="continuous batching"):
         fkit.attention_forward(torch.nn.Module(), q, q, q, None, cache=object())
-
-
-def test_docstrings() -> None:
-    from test_docstrings import test_public_names_have_numpydoc_sections
-
-    assert doctest.testmod(fkit).failed == 0
-    for name in fkit.__all__:
-        test_public_names_have_numpydoc_sections(name, getattr(fkit, name))

@@ -63,7 +63,7 @@ def test_public_names_have_numpydoc_sections(name: str, member: Any) -> None:
     assert [parameter for parameter in parameters if parameter not in re.findall(r"\w+", heads)] == []
 
 
-@pytest.mark.parametrize("library", ["jax", "dask", "onnx"])
+@pytest.mark.parametrize("library", ["jax", "dask", "onnx", "torch", "transformers"])
 def test_modules_for_other_libraries(library: str) -> None:
     if library != "onnx":
         pytest.importorskip(library)
