@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cubin import Source
 from llvmlite import binding
 
 from flashkit import settings
@@ -80,23 +81,6 @@ def run(kind: str = "kind") -> int:
 def file_of(kind: str = "kind") -> Path:
     (file,) = kernel_cache.path().rglob(f"{kind}_*.o")
     return file
-
-
-class Source:
-    """Of a cubin without kernels."""
-
-    name = "kernel"
-    compiled = 0
-
-    def made_from(self) -> object:
-        return "text"
-
-    def compile(self, arch: str) -> tuple[bytes, str]:
-        self.compiled += 1
-        header = b"\x7fELF\x02\x01\x01".ljust(16, b"\0") + struct.pack("<HH", 2, 190)
-        names = struct.pack("<IIQQQQIIQQ", 0, 3, 0, 0, 128, 1, 0, 0, 1, 0)
-        header = header.ljust(40, b"\0") + struct.pack("<Q10xHHH", 64, 64, 1, 0)
-        return header.ljust(64, b"\0") + names + b"\0", ""
 
 
 # --- a full disk ------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ from . import amx
 from .exponentials import LOG2E, exp2_short
 from .gemm import emit_gemm
 from .register_block import RegisterBlock
-from .softmax import column_max
+from .softmax import column_max, p_and_ds
 from .vector import (
     I16,
     I32,
@@ -265,19 +265,18 @@ def _emit_softmax_backward(b: ir.IRBuilder, args: Sequence[ir.Value], element: i
     lanes = shape.lanes
     memory, halves = Memory(b, element, lanes), Memory(b, I16, lanes)
     scale = splat(b, from_bits(b, scale_bits, element), lanes)
-    zero, masked, log2e = (fill(memory.vector, x) for x in (0.0, float("-inf"), LOG2E))
+    zero, log2e = (fill(memory.vector, x) for x in (0.0, LOG2E))
 
-    def of_row(i: ir.Value) -> tuple[ir.Value, ...]:
+    def of_row(i: ir.Value) -> tuple[ir.Value, ir.Value]:
         at = b.shl(i, I64(2))
-        return tuple(splat(b, memory.load_scalar(b.add(x, at)), lanes) for x in (lse, delta))
+        lse_i, delta_i = (splat(b, memory.load_scalar(b.add(x, at)), lanes) for x in (lse, delta))
+        return lse_i, delta_i
 
-    def element_of(at: ir.Value, of: tuple[ir.Value, ...]) -> tuple[ir.Value, ir.Value]:
-        """P and dS of a vector; see emit_softmax_backward."""
-        score = memory.load(b.add(s, at))
-        p = exp2_short(b, b.fmul(b.fsub(score, of[0]), log2e))
-        p = b.select(b.fcmp_ordered("==", score, masked), zero, p)
-        ds = b.fmul(b.fmul(p, b.fsub(memory.load(b.add(dp, at)), of[1])), scale)
-        return p, b.select(b.fcmp_ordered("==", p, zero), zero, ds)
+    def exp(x: ir.Value) -> ir.Value:
+        return exp2_short(b, b.fmul(x, log2e))
+
+    def element_of(at: ir.Value, of: tuple[ir.Value, ir.Value]) -> tuple[ir.Value, ir.Value]:
+        return p_and_ds(b, memory.load(b.add(s, at)), memory.load(b.add(dp, at)), *of, scale, exp)
 
     def pair(i: ir.Value, two: bool) -> None:
         of = [of_row(b.add(i, I64(x))) for x in range(1 + two)]
