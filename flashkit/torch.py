@@ -390,7 +390,7 @@ def _is_plain(tensors: tuple[Any, ...]) -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._len_torch_function_stack() == 0
         and forward_ad._current_level < 0
-        and not torch.jit.is_tracing()
+        and not torch._C._is_tracing()
         and not torch._C._autograd._profiler_enabled()
         and _PLAIN.issuperset(map(type, tensors))
         and tensors[0].layout is tensors[1].layout is tensors[2].layout is torch.strided
@@ -559,7 +559,7 @@ def attention(
     elif not isinstance(seed, torch.Tensor):
         seed = torch.randint(2**62, ()) if seed is None else torch.tensor(seed)
     left, right = (None, None) if window is None else window
-    device = q.device.type
+    device = "cuda" if q.is_cuda else q.device.type
     if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)

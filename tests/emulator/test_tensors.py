@@ -55,6 +55,13 @@ class Tensor(torch.Tensor):
         return SimpleNamespace(data_ptr=self.data_ptr, nbytes=super().untyped_storage().nbytes)
 
 
+def allocate(shape: Any, strides: Any, dtype: Any) -> Any:
+    """Memory without values, as PyTorch gives it."""
+    made = on_device(torch.full(shape, torch.nan, dtype=dtype))
+    assert made.stride() == strides
+    return made
+
+
 def over(array: Any) -> Any:
     """An array of the emulated device as a tensor of the same memory."""
     STATE.held.append(array)
@@ -89,6 +96,7 @@ def tagged(x: Any) -> Any:
 def torch_on_the_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(VARIABLE, "simt")  # whose kernels compile fast
     monkeypatch.setattr(torch, "from_dlpack", over)
+    monkeypatch.setattr(foreign, "_allocator", lambda: allocate)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STATE.stream, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(ft, "_PLAIN", frozenset({Tensor, torch.Tensor}))
