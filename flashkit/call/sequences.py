@@ -191,12 +191,14 @@ MAX_PAGE = 1 << 16
 
 
 def table_of(value: Any, kind: str, batch: int) -> Any:
-    """page_table, int64 (B, pages of a sequence), a copy."""
+    """page_table, int64 (B, pages of a sequence): a copy, or on a device the caller's array if it is one."""
     what = "integers (B, pages of a sequence), numbers of pages,"
     given, on_device = integers_of("page_table", value, kind, what)
     if given.ndim != 2 or given.shape[0] != batch:
         raise ValueError(f"page_table has shape {given.shape}; {what} fits, here ({batch}, ...)")
-    return (arrays.namespace(kind) if on_device else np).array(given, np.int64, order="C", copy=True)
+    if on_device:
+        return arrays.namespace(kind).ascontiguousarray(given, np.int64)
+    return np.array(given, np.int64, order="C", copy=True)
 
 
 def check_pages(table: Any, lengths: Any, pages: int, page: int) -> None:

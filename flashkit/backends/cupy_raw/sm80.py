@@ -93,6 +93,7 @@ class Sm80Tile:
         smem.add("Q", self.block_q * pitch(spec.head_dim, size, self.granule, size == 4))
         smem.add("KV", self.stages * self.stage(spec).bytes)
         smem.add("TILE_LIST", _TILE_LIST)
+        smem.add("TILE_ROWS", max(3, self.stages) * self.block_k * 16 * spec.paged)
         smem.add("P", self.block_q * (self.block_k * size + 16) * shared_rows)
         smem.add("ROW_REDUCE", self.block_q * self.warps_k * 4 * shared_rows)
         smem.add("ROW_STATE", self.block_q * self.warps_k * 32)

@@ -15,8 +15,8 @@
 // that it loads should serve many.
 //
 // Constants of the head: BLOCK_Q, BLOCK_K, WARPS, WARPS_K, STAGES, PACK_GQA, SPLIT_KV, BLOCKS_PER_SM, POSITIONS, FAR.
-// Shared memory (cupy_raw/sm80.py: Sm80Tile.smem): Q at 0, AT_KV, AT_TILE_LIST, AT_P, AT_ROW_REDUCE, AT_ROW_STATE;
-// within a stage of KV, of STAGE_BYTES bytes, K at 0 and AT_STAGE_V. Measurements: docs/notes/ampere.md.
+// Shared memory (cupy_raw/sm80.py: Sm80Tile.smem): Q at 0, AT_KV, AT_TILE_LIST, AT_TILE_ROWS, AT_P, AT_ROW_REDUCE,
+// AT_ROW_STATE; within a stage of KV, of STAGE_BYTES bytes, K at 0 and AT_STAGE_V. Measurements: docs/notes/ampere.md.
 #include "sm80/layout.cuh"
 #include "sm80/affine_score.cuh"
 
@@ -67,25 +67,9 @@ struct WorkTile {
     }
 };
 
+#include "sm80/kv_source.cuh"
 #include "sm80/softmax.cuh"
 #include "sm80/epilogue.cuh"
-
-// K and V of one key/value head: the only code that knows where they lie in global memory.
-struct KvSource {
-    using CopyK = TileCopy<BLOCK_K, HEAD_DIM, THREADS, KeyRows>;
-    using CopyV = TileCopy<BLOCK_K, HEAD_DIM_V, THREADS, KeyRows>;
-    KeyRows k, v;
-    int n_k;
-
-    __device__ __forceinline__ KvSource(const Params& p, int b, int head_kv, int n_k)
-        : k(p, p.k, b, head_kv, n_k), v(p, p.v, b, head_kv, n_k), n_k(n_k) {}
-    __device__ __forceinline__ void load_k(int tile, unsigned stage) const {
-        CopyK::load(k, tile * BLOCK_K, n_k, stage);
-    }
-    __device__ __forceinline__ void load_v(int tile, unsigned stage) const {
-        CopyV::load(v, tile * BLOCK_K, n_k, stage + AT_STAGE_V);
-    }
-};
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forward(KERNEL_PARAMS) {
     if constexpr (SPLIT_KV) griddepcontrol_wait(), griddepcontrol_launch_dependents();
@@ -123,12 +107,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
             load_tile<BLOCK_Q, HEAD_DIM, THREADS>(Rows<PACK_GQA>(p.q, b, h, seq_info(p, b).row_offset), row0, rows,
                                                   q_shared);
         }
-        const auto load_kv = [&](int tile, int stage) {
-            kv.load_k(tile, stages + stage * STAGE_BYTES);
-            if (STAGES_AHEAD > 0) kv.load_v(tile, stages + stage * STAGE_BYTES);
+        const auto load_kv = [&](int tile, int i) {
+            kv.load_k(tile, i, stages + i * STAGE_BYTES);
+            if (STAGES_AHEAD > 0) kv.load_v(tile, i, stages + i * STAGE_BYTES);
         };
         // The first key tile is loaded before the mask is evaluated: mostly it is not EMPTY.
-        bool waited_for_q = false, speculative_load = first < last;
+        bool waited_for_q = false, speculative_load = !IS_PAGED && first < last;
         if (speculative_load) load_kv(first, 0);
 
 #pragma unroll 1
@@ -139,6 +123,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
             const auto entry_of = [&](int i) { return HAS_MASK ? list.entry[i] : 2 * (first + i) + 1; };
             const auto key_of = [&](int i) { return entry_of(i) / 2 * BLOCK_K; };
             const auto stage_of = [&](int i) { return i % STAGES * STAGE_BYTES; };
+            const auto tile_to_look_up = [&](int i) { return entry_of(i < count ? i : count - 1) / 2; };
+            if constexpr (IS_PAGED) {
+#pragma unroll 1
+                for (int i = 0; i <= PREFETCH; ++i) kv.keep(kv.look_up(tile_to_look_up(i)), tile_to_look_up(i), i);
+                __syncthreads();
+            }
 #pragma unroll
             for (int i = 0; i < PREFETCH; ++i) {
                 if (i == 0 && speculative_load && entry_of(0) / 2 != first)
@@ -155,6 +145,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
                 const bool full = entry_of(i) & 1, more = i + PREFETCH < count, more_v = STAGES_AHEAD == 0 || more;
                 const int next_k0 = more ? key_of(i + PREFETCH) : 0, next_v0 = STAGES_AHEAD == 0 ? k0 : next_k0;
                 const unsigned stage = stages + at_stage, to = stages + stage_of(i + STAGES_AHEAD);
+                const int to_look_up = IS_PAGED ? tile_to_look_up(i + PREFETCH + 1) : 0;
+                KvSource::Pages pages;
+                if constexpr (IS_PAGED) pages = kv.look_up(to_look_up);
                 KvSource::CopyK copy_k;
                 KvSource::CopyV copy_v;
                 const bool copied = copy_k.can(kv.k) && copy_v.can(kv.v);
@@ -163,11 +156,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
                     if (more_v) copy_v.store(kv.v, next_v0, at.n_k, to + AT_STAGE_V);
                 }
                 const auto copy_next_k = [&](int step, int steps) {
-                    if (step == 0) copy_k.start(kv.k, next_k0, at.n_k, to, more && copied);
+                    if (step == 0) copy_k.start(kv.k, next_k0, at.n_k, to, more && copied, kv.rows(i + PREFETCH).k);
                     copy_k.copy(step, steps);
                 };
                 const auto copy_next_v = [&](int step, int steps) {
-                    if (step == 0) copy_v.start(kv.v, next_v0, at.n_k, to + AT_STAGE_V, more_v && copied);
+                    const auto& rows = kv.rows(STAGES_AHEAD == 0 ? i : i + PREFETCH).v;
+                    if (step == 0) copy_v.start(kv.v, next_v0, at.n_k, to + AT_STAGE_V, more_v && copied, rows);
                     copy_v.copy(step, steps);
                 };
                 const auto copy_next = [&](int step, int steps) {
@@ -213,6 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
                 else
                     gemm_nn<BLOCK_K / STEP, false, PITCH_P, HEAD_DIM_V>(
                         o, q_shared + AT_P + at.row_of_warp() * PITCH_P, stage + AT_STAGE_V, at.warp_column());
+                if constexpr (IS_PAGED) kv.keep(pages, to_look_up, i + PREFETCH + 1);
             }
         }
         if (!waited_for_q) {  // Q may still be arriving in the memory that O goes through

@@ -50,13 +50,14 @@ struct KeyRowsOf<true> {
     static constexpr bool PAGED = true;
     const Params& p;
     const Tensor& tensor;
+    storage* data;  // row 0 of page 0
     int b, head, n_k;
     bool aligned;
 
     __device__ __forceinline__ KeyRowsOf(const Params& p, const Tensor& tensor, int b, int head, int n_k)
-        : p(p), tensor(tensor), b(b), head(head), n_k(n_k) {
-        const unsigned long long first = (unsigned long long)row_at<storage>(tensor, 0, head, 0);
-        aligned = ((first | (tensor.batch | tensor.token) * (long long)sizeof(storage)) & 15) == 0;
+        : p(p), tensor(tensor), data(row_at<storage>(tensor, 0, head, 0)), b(b), head(head), n_k(n_k) {
+        const long long all = tensor.batch | tensor.token;
+        aligned = (((unsigned long long)data | all * (long long)sizeof(storage)) & 15) == 0;
     }
     // Past the last row it is the last one: the table may end there.
     __device__ __forceinline__ storage* at(int row) const {
@@ -76,12 +77,11 @@ struct TileCopy {
     static constexpr int DOWN = THREADS / ACROSS;
     static constexpr int COPIES_DOWN = up(ROWS, DOWN) / DOWN;
     static constexpr int COPIES = DIM % VEC_ELEMENTS != 0 ? 0 : up(ROW_VECS, ACROSS) / ACROSS * COPIES_DOWN;
-    const Source* source;
-    const storage* from;  // source of the next copy
-    long long step;       // bytes from a copy to the one below
-    unsigned to;          // the tile
-    int own;              // the thread's first row
-    int left;             // rows that exist from that one on
+    const storage* from;    // source of the next copy; in pages of all
+    const long long* rows;  // in pages: elements from there to each row of the tile
+    long long step;         // bytes from a copy to the one below
+    unsigned to;            // the tile
+    int left;               // rows that exist from the thread's first one on
     bool wanted;
 
     static __device__ __forceinline__ int row() { return threadIdx.x / ACROSS; }
@@ -99,12 +99,12 @@ struct TileCopy {
         }
     }
 
-    __device__ __forceinline__ void start(const Source& source, int first, int count, unsigned target, bool wanted) {
-        if constexpr (Source::PAGED) this->source = &source;
-        else from = source.at(first + row()) + vec() * VEC_ELEMENTS;
+    __device__ __forceinline__ void start(const Source& source, int first, int count, unsigned target, bool wanted,
+                                          const long long* rows = nullptr) {
+        from = (Source::PAGED ? source.data : source.at(first + row())) + vec() * VEC_ELEMENTS;
         step = DOWN * source.tensor.token * (long long)sizeof(storage);
+        this->rows = rows;
         to = target;
-        own = first + row();
         left = count - first - row();
         this->wanted = wanted && (THREADS % ACROSS == 0 || row() < DOWN);
     }
@@ -123,8 +123,9 @@ struct TileCopy {
                 ? vec_offset<DIM>(row() + down, vec() + column) + to
                 : ((to + vec_offset<DIM>(row(), vec())) ^ swizzle<DIM>(down) * 16) + down * pitch(DIM) + column * 16;
             if constexpr (Source::PAGED) {
-                from = source->at(own + down) + (vec() + column) * VEC_ELEMENTS;
-                cp_async(target, from, down, inside ? left : 0, wanted && exists);
+                const bool all_rows = ROWS % DOWN == 0 && THREADS % ACROSS == 0;
+                const int r = all_rows || row() + down < ROWS ? row() + down : 0;
+                cp_async(target, from + rows[r] + column * VEC_ELEMENTS, down, inside ? left : 0, wanted && exists);
                 continue;
             }
             cp_async(target, from, down, inside ? left : 0, wanted && exists);
@@ -136,10 +137,11 @@ struct TileCopy {
         }
     }
 
-    static __device__ __forceinline__ void load(const Source& source, int first, int count, unsigned target) {
+    static __device__ __forceinline__ void load(const Source& source, int first, int count, unsigned target,
+                                                const long long* rows = nullptr) {
         if (!can(source)) return store(source, first, count, target);
         TileCopy copy;
-        copy.start(source, first, count, target, true);
+        copy.start(source, first, count, target, true, rows);
         copy.copy(0, 1);
     }
 };

@@ -1,0 +1,61 @@
+// KvSource: K and V of one key/value head. The only code of the forward pass that knows where they lie.
+#pragma once
+
+// Keys in pages: where the rows of some tiles lie, in elements from row 0 of page 0. Each copy of 16 bytes would
+// look its page up otherwise. A tile is looked up one step before its copies are issued, in a slot of its own: copies
+// read the slots of two other tiles at most.
+constexpr int LOOKED_UP = IS_PAGED ? larger(STAGES, 3) : 0, LOOK_UPS = (BLOCK_K + THREADS - 1) / THREADS;
+struct TileRows {
+    long long k[BLOCK_K], v[BLOCK_K];
+};
+
+struct KvSource {
+    using CopyK = TileCopy<BLOCK_K, HEAD_DIM, THREADS, KeyRows>;
+    using CopyV = TileCopy<BLOCK_K, HEAD_DIM_V, THREADS, KeyRows>;
+    // Pages of a thread's rows of a tile. They are used late, since they arrive late.
+    struct Pages {
+        long long page[larger(LOOK_UPS, 1)];
+    };
+    const Params& p;
+    KeyRows k, v;
+    int b, n_k;
+
+    __device__ __forceinline__ KvSource(const Params& p, int b, int head_kv, int n_k)
+        : p(p), k(p, p.k, b, head_kv, n_k), v(p, p.v, b, head_kv, n_k), b(b), n_k(n_k) {}
+
+    // The tile with this number is the i-th that the mask leaves.
+    __device__ __forceinline__ void load_k(int tile, int i, unsigned stage) const {
+        CopyK::load(k, tile * BLOCK_K, n_k, stage, rows(i).k);
+    }
+    __device__ __forceinline__ void load_v(int tile, int i, unsigned stage) const {
+        CopyV::load(v, tile * BLOCK_K, n_k, stage + AT_STAGE_V, rows(i).v);
+    }
+
+    // Where the rows of the i-th tile lie.
+    static __device__ __forceinline__ TileRows& rows(int i) {
+        return reinterpret_cast<TileRows*>(shared + AT_TILE_ROWS)[IS_PAGED ? i % LOOKED_UP : 0];
+    }
+    __device__ __forceinline__ Pages look_up(int tile) const {
+        Pages found;
+#pragma unroll
+        for (int j = 0; j < LOOK_UPS; ++j) found.page[j] = page_of(p, b, page_number(p, key(tile, j)));
+        return found;
+    }
+    __device__ __forceinline__ void keep(const Pages& found, int tile, int i) const {
+#pragma unroll
+        for (int j = 0; j < LOOK_UPS; ++j) {
+            const int row = threadIdx.x + j * THREADS;
+            if (BLOCK_K % THREADS != 0 && row >= BLOCK_K) break;
+            const unsigned n = key(tile, j), slot = n - page_number(p, n) * (unsigned)p.page;
+            rows(i).k[row] = found.page[j] * p.k.batch + slot * p.k.token;
+            rows(i).v[row] = found.page[j] * p.v.batch + slot * p.v.token;
+        }
+    }
+
+private:
+    // Key of the thread's j-th row. Past the last one it is the last one: the table may end there.
+    __device__ __forceinline__ unsigned key(int tile, int j) const {
+        const int n = tile * BLOCK_K + threadIdx.x + j * THREADS;
+        return n < n_k ? n : n_k - 1;
+    }
+};
