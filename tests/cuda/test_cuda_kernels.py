@@ -533,6 +533,7 @@ def test_sm90_adds_in_an_order_where_that_is_faster() -> None:
     assert not ordered(2048, 2049, 128, causal=True) and not ordered(513, 512, 64, causal=True)
     assert not ordered(512, 512, 128) and not ordered(512, 512, 128, block_mask=blocks)
     assert ordered(4096, 4096, 64, deterministic=True)
+    assert ordered(4096, 256, 128) and ordered(128, 128, 64, softcap=2.0) and not ordered(128, 257, 64)
 
     def ordered_packed(*lengths: int) -> bool:
         x = np.zeros((sum(lengths), 1, 128), np.float16)

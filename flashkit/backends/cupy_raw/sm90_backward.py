@@ -37,21 +37,23 @@ def tile_of(spec: AttentionSpec) -> BackwardTile:
     return backward_tile(spec, spec.score is None or takes_affine_path(spec))
 
 
-# Up to so many tokens masked dQ is accumulated in order unasked, with more than 64 columns and with up to 64. Powers of
-# two, as a plan is for all lengths up to the next one.
-ORDERED_MAX_TOKENS, ORDERED_MAX_TOKENS_NARROW = 2048, 512
+# Up to so many tokens masked dQ is accumulated in order unasked, with more than 64 columns and with up to 64; and any
+# dQ up to so many keys, two tiles. Powers of two, as a plan is for all lengths up to the next one.
+ORDERED_MAX_TOKENS, ORDERED_MAX_TOKENS_NARROW, ORDERED_MAX_KEYS = 2048, 512, 256
 
 
 def in_order(problem: Problem) -> bool:
     """Whether dQ is accumulated in order: where deterministic results are asked for, or where that is faster, as
     dq_accum need not be cleared then. The lengths of packed sequences may lie on the device: their mean decides.
     """
-    spec, longest = problem.spec, max(problem.n_q, problem.n_k)
+    spec, n_q, n_k = problem.spec, problem.n_q, problem.n_k
     if spec.packed:
-        longest = max(problem.all_tokens.q, problem.all_tokens.k) // max(1, problem.batch - 1)
+        sequences = max(1, problem.batch - 1)
+        n_q, n_k = problem.all_tokens.q // sequences, problem.all_tokens.k // sequences
     wide = max(spec.head_dim, spec.head_dim_v) > 64
-    short = longest <= (ORDERED_MAX_TOKENS if wide else ORDERED_MAX_TOKENS_NARROW)
-    return spec.deterministic or (short and spec.mask is not None and not looks_at_ranges(spec))
+    short = max(n_q, n_k) <= (ORDERED_MAX_TOKENS if wide else ORDERED_MAX_TOKENS_NARROW)
+    faster = n_k <= ORDERED_MAX_KEYS or (short and spec.mask is not None)
+    return spec.deterministic or (faster and not looks_at_ranges(spec))
 
 
 def can_fuse_preprocess(spec: AttentionSpec, tile: BackwardTile) -> bool:
