@@ -220,10 +220,13 @@ def test_keys_that_no_query_sees_beside_a_row_that_is_not_finite(
 
 @slow
 @pytest.mark.parametrize("generation", ["sm90"])
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "deterministic"),
+    [("cupy_raw", False), ("cupy_raw", True), pytest.param("numba_cuda", False, marks=exhaustive)],
+)
 @pytest.mark.parametrize("what", ["q", "dout", "scores", "sinks"])
 def test_rows_of_the_next_sequence_are_not_finite(
-    what: str, deterministic: bool, generation: str, launched: list[str]
+    what: str, backend: str, deterministic: bool, generation: str, launched: list[str]
 ) -> None:
     """A tile of queries reaches into the next sequence. Scores of its rows may be finite with its own keys alone; and
     the log-sum-exp of rows behind the last sequence, of whatever they hold, is the sink.
@@ -243,7 +246,7 @@ def test_rows_of_the_next_sequence_are_not_finite(
         {"q": q, "dout": dout}.get(what, q)[first:] = np.nan
     given = {"cu_seqlens": tuple(map(cupy.asarray, (begins_q, begins_k))), "deterministic": deterministic}
     on_device = None if sinks is None else cupy.asarray(sinks)
-    _, vjp = flashkit.attention_vjp(*map(cupy.asarray, (q, k, v)), sinks=on_device, backend="cupy_raw", **given)
+    _, vjp = flashkit.attention_vjp(*map(cupy.asarray, (q, k, v)), sinks=on_device, backend=backend, **given)
     found = vjp(cupy.asarray(dout))
     _, right = flashkit.attention_vjp(
         *wide[:3], cu_seqlens=(begins_q, begins_k), sinks=None if sinks is None else sinks.astype(float),

@@ -18,6 +18,12 @@ DEVICE = (
 ALL, SIMT, SM80, SM90 = (f"flashkit/backends/numba_cuda/kernels/{name}" for name in ("common", "simt", "sm80", "sm90"))
 
 PACKED = "FLASHKIT_TEST_ALL=1 tests/emulator/test_kernels.py -k 'test_packed_sequences and numba_cuda-sm90'"
+NEXT = "FLASHKIT_TEST_ALL=1 tests/emulator/test_kernels.py -k 'next_sequence and numba_cuda'"
+
+
+def on_device(generation: str, test: str) -> str:
+    return f"tests/cuda/test_cuda_devices.py -k 'numba_cuda-{generation} and {test}'"
+
 
 FAULTS = (
     # common
@@ -89,7 +95,10 @@ FAULTS = (
         "old_max, row_max = row_max, larger(row_max, sink)", "old_max = row_max",
     ),
     Fault("simt: masked NaN counts", f"{SIMT}/tile.py", "if x != ZERO:", "if True:"),
-    Fault("simt: the slope of the score is 1", f"{SIMT}/backward.py", "ds *= slope[i, j]", "pass"),
+    Fault(
+        "simt: the slope of the score is 1", f"{SIMT}/backward.py", "ds *= slope[i, j]", "pass",
+        device=on_device("simt", "soft_capping_of"),
+    ),
     Fault(
         "simt: unaligned rows: columns past the head dim", f"{SIMT}/tile.py",
         "if left > 1 else ZERO", "if left > 0 else ZERO",
@@ -104,10 +113,12 @@ FAULTS = (
         "            if not near:  # the speculation failed, and the scores are overwritten\n                "
         "s = scores(q, k)\n",
         "            near = True\n",
+        device=on_device("sm80", "change_hugely"),
     ),
     Fault(
         "sm80: the order of additions is not kept", f"{SM80}/backward.py",
         "            semaphore_wait(semaphore, missing, add_after, add_end)\n", "",
+        device=on_device("sm80", "same_bits"),
     ),
     Fault(
         "decode: a split has one tile too many", f"{SM80}/decode.py",
@@ -129,14 +140,17 @@ FAULTS = (
     Fault(
         "sm90: V behind the length is multiplied", f"{SM90}/mainloop.py",
         "if valid_keys < BLOCK_K:", "if valid_keys < 0:",
+        device=on_device("sm90", "lengths_on_the_device"),
     ),
     Fault(
         "sm90: packed: TMA stores rows behind the end", f"{SM90}/epilogue.py",
         "if IS_PACKED and row0 < n_q and row0 + 64 > n_q:", "if False:",
+        device=NEXT,
     ),
     Fault(
         "sm90: packed: queries without keys get no output", f"{SM90}/tile_scheduler.py",
         "            store_without_keys(p, work)\n", "",
+        device=NEXT,
     ),
     Fault(
         "sm90: after a misprediction S is not masked", f"{SM90}/mainloop.py",
@@ -157,6 +171,7 @@ FAULTS = (
     Fault(
         "sm90: tile counters are not reset", f"{SM90}/tile_scheduler.py",
         "        store(np.int32, p.tile_counter, 0, i32(0))\n", "",
+        device=on_device("sm90", "same_bits and float16"),
     ),
     Fault(
         "sm90: backward: keys past the length are seen", f"{SM90}/bwd_softmax.py",
@@ -166,6 +181,7 @@ FAULTS = (
     Fault(
         "sm90: packed: TMA stores dK and dV behind the end", f"{SM90}/bwd_epilogue.py",
         "left = i32(seq_info(p, I(at[0])).n_k) - key if IS_PACKED else i32(16)", "left = i32(16)", PACKED,
+        device=NEXT,
     ),
     Fault(
         "sm90: packed: row statistics lie where the sequence's rows do", f"{SM90}/bwd_preprocess.py",
@@ -174,6 +190,7 @@ FAULTS = (
     Fault(
         "sm90: packed: all sequences have as many query tiles", f"{SM90}/bwd_scheduler_warp.py",
         "seq_info(p, I(b)).n_q if IS_PACKED else max_n_q(p)", "max_n_q(p)", PACKED,
+        device=NEXT,
     ),
     Fault(
         "sm90: backward: masked pairs have gradients", f"{SM90}/bwd_ds.py",

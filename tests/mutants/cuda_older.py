@@ -153,7 +153,7 @@ FAULTS = (
     # keys in pages
     Fault(
         "pages: any number is taken for a page", f"{ALL}/params.cuh",
-        "page < 0 ? 0 : page < p.pages ? page : p.pages - 1", "page",
+        "entry < 0 ? 0 : entry < p.pages ? entry : p.pages - 1", "entry",
     ),
     Fault(
         "pages: all sequences have those of the first", f"{ALL}/params.cuh",
@@ -165,6 +165,22 @@ FAULTS = (
     ),
     Fault(
         "sm80: pages: a thread copies its first row", f"{SM80}/load.cuh",
-        "source->at(own + down)", "source->at(own)",
+        "|| row() + down < ROWS ? row() + down : 0;", "|| row() + down < ROWS ? row() : 0;",
+    ),
+    Fault(
+        "sm80: pages: the table is read behind its end", f"{SM80}/kv_source.cuh",
+        "return n < n_k ? n : n_k - 1;", "return n;",
+    ),
+    Fault(
+        "sm80: pages: the next tile's rows take the place of this one's", f"{SM80}/forward.cu",
+        "kv.keep(pages, to_look_up, i + PREFETCH + 1);", "kv.keep(pages, to_look_up, i + PREFETCH);",
+    ),
+    Fault(
+        "sm80: pages: a tile that is EMPTY is looked up", f"{SM80}/forward.cu",
+        "entry_of(i < count ? i : count - 1) / 2;", "entry_of(0) / 2 + (i < count ? i : count - 1);",
+    ),
+    Fault(
+        "sm80: pages: rows of V are as far apart as those of K", f"{SM80}/kv_source.cuh",
+        "page * p.v.batch + slot * p.v.token", "page * p.v.batch + slot * p.k.token",
     ),
 )  # fmt: skip

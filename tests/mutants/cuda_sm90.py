@@ -258,13 +258,17 @@ FAULTS = (
         "pages: the table is read behind its end", f"{SM90}/producer.cuh",
         "number < last ? number : last", "number", PAGED,
     ),
-    Fault("pages: boxes begin with their page", f"{SM90}/producer.cuh", "(int)(key - number * p.page)}", "0}", PAGED),
+    Fault("pages: boxes begin with their page", f"{SM90}/producer.cuh", "(int)(key - number * p.page),", "0,", PAGED),
     Fault(
         "pages: a lane falls behind", f"{SM90}/producer.cuh", "        __syncwarp();  // a lane that fell", "//", PAGED
     ),
     Fault(
         "pages: V comes from the first tile's pages", f"{SM90}/producer.cuh", "previous = at;",
-        "previous = {at.tile, at.head, at.b, i > 0 ? previous.page : at.page, at.row};", PAGED,
+        "previous = {at.tile, at.head, at.b, at.row, i > 0 ? previous.page : at.page};", PAGED,
+    ),
+    Fault(
+        "pages: the next tile has this one's", f"{SM90}/producer.cuh",
+        "kv.located(tile_of(work.list.entry[i + 1]), head, b)", "kv.located(tile, head, b)", PAGED,
     ),
     Fault(
         "pages: a box for each lane", f"{SM90}/producer.cuh",

@@ -126,10 +126,13 @@ template <typename T>
 DEVICE T* q_row(const Params& p, const Tensor& tensor, long long b, long long h, long long n) {
     return row_at<T>(tensor, b, h, q_token(p, b, n));
 }
-// The page of keys at * page ... of sequence b. One that does not exist is the first or the last one.
-DEVICE long long page_of(const Params& p, long long b, unsigned at) {
-    const long long page = p.page_table[b * p.table_width + at];
-    return page < 0 ? 0 : page < p.pages ? page : p.pages - 1;
+// What the table says of keys at * page ... of sequence b, and the page that is: one that does not exist is the first or
+// the last one.
+DEVICE long long table_entry(const Params& p, long long b, unsigned at) {
+    return p.page_table[b * p.table_width + at];
+}
+DEVICE long long existing_page(const Params& p, long long entry) {
+    return entry < 0 ? 0 : entry < p.pages ? entry : p.pages - 1;
 }
 // The entry of the page table for key n. There are less than 2^31 keys.
 DEVICE unsigned page_number(const Params& p, unsigned n) { return n / (unsigned)p.page; }
@@ -137,7 +140,7 @@ template <typename T>
 DEVICE T* kv_row(const Params& p, const Tensor& tensor, long long b, long long h, long long n) {
     if constexpr (IS_PAGED) {
         const unsigned at = page_number(p, (unsigned)n);
-        return row_at<T>(tensor, page_of(p, b, at), h, (unsigned)n - at * p.page);
+        return row_at<T>(tensor, existing_page(p, table_entry(p, b, at)), h, (unsigned)n - at * p.page);
     }
     return row_at<T>(tensor, b, h, kv_token(p, b, n));
 }

@@ -12,9 +12,9 @@ struct TileRows {
 struct KvSource {
     using CopyK = TileCopy<BLOCK_K, HEAD_DIM, THREADS, KeyRows>;
     using CopyV = TileCopy<BLOCK_K, HEAD_DIM_V, THREADS, KeyRows>;
-    // Pages of a thread's rows of a tile. They are used late, since they arrive late.
+    // What the page table says of a thread's rows of a tile. It is used late, since it arrives late.
     struct Pages {
-        long long page[larger(LOOK_UPS, 1)];
+        long long entry[larger(LOOK_UPS, 1)];
     };
     const Params& p;
     KeyRows k, v;
@@ -38,7 +38,7 @@ struct KvSource {
     __device__ __forceinline__ Pages look_up(int tile) const {
         Pages found;
 #pragma unroll
-        for (int j = 0; j < LOOK_UPS; ++j) found.page[j] = page_of(p, b, page_number(p, key(tile, j)));
+        for (int j = 0; j < LOOK_UPS; ++j) found.entry[j] = table_entry(p, b, page_number(p, key(tile, j)));
         return found;
     }
     __device__ __forceinline__ void keep(const Pages& found, int tile, int i) const {
@@ -47,8 +47,9 @@ struct KvSource {
             const int row = threadIdx.x + j * THREADS;
             if (BLOCK_K % THREADS != 0 && row >= BLOCK_K) break;
             const unsigned n = key(tile, j), slot = n - page_number(p, n) * (unsigned)p.page;
-            rows(i).k[row] = found.page[j] * p.k.batch + slot * p.k.token;
-            rows(i).v[row] = found.page[j] * p.v.batch + slot * p.v.token;
+            const long long page = existing_page(p, found.entry[j]);
+            rows(i).k[row] = page * p.k.batch + slot * p.k.token;
+            rows(i).v[row] = page * p.v.batch + slot * p.v.token;
         }
     }
 

@@ -3,8 +3,8 @@
 #pragma once
 #include "sm90/tile_scheduler.cuh"
 
-// page, row: where a lane's box begins, of keys in pages.
-struct KvTile { int tile, head, b, page, row; };
+// page, row: where a lane's box begins, of keys in pages; page as the table has it, which may be no page.
+struct KvTile { int tile, head, b, row; long long page; };
 
 // FP8: the tile that a stage of V holds, for the transpose warp. b: END behind the last one.
 DEVICE void store_v_tile(unsigned slot, const KvTile& at) {
@@ -21,14 +21,13 @@ struct KvSource {
     __device__ __forceinline__ unsigned box_rows() const {
         return ((unsigned)p.page | BLOCK_K) & -((unsigned)p.page | BLOCK_K);
     }
-    // Looked up before the stage is free, and for K and V at once: the table is far away. Behind the last key comes
-    // what lies there in its page, or that page again.
+    // Looked up once for K and V. Behind the last key comes what lies there in its page, or that page again.
     __device__ __forceinline__ KvTile located(int tile, int head, int b) const {
         if constexpr (!IS_PAGED) return {tile, head, b};
         const unsigned key = tile * BLOCK_K + threadIdx.x % 32 * box_rows(), number = page_number(p, key);
         const int n_k = (int)seq_info(p, b).n_k;
         const unsigned last = n_k > 0 ? page_number(p, n_k - 1) : 0;
-        return {tile, head, b, (int)page_of(p, b, number < last ? number : last), (int)(key - number * p.page)};
+        return {tile, head, b, (int)(key - number * p.page), table_entry(p, b, number < last ? number : last)};
     }
 
     template <int CHUNKS>
@@ -37,8 +36,8 @@ struct KvSource {
         const unsigned row = threadIdx.x % 32 * box_rows();
         if (is_leader()) mbarrier_arrive_expect_tx(barrier, BLOCK_K * CHUNK_ROW * CHUNKS);
         if (row < BLOCK_K)
-            load_tile<1, CHUNKS, BLOCK_K>(target + row * CHUNK_ROW, map, Box{0, at.row, at.head, at.page}, barrier, 0,
-                                          chunk);
+            load_tile<1, CHUNKS, BLOCK_K>(target + row * CHUNK_ROW, map,
+                                          Box{0, at.row, at.head, (int)existing_page(p, at.page)}, barrier, 0, chunk);
         __syncwarp();  // a lane that fell behind would wait for a phase of the pipeline that is over
     }
     __device__ __forceinline__ static bool is_leader() { return !IS_PAGED || threadIdx.x % 32 == 0; }
@@ -85,7 +84,7 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
     const KvSource kv{p, k_map, v_map};
     const bool late = claims_late(p), leader = KvSource::is_leader();
     unsigned n = 0, number = 0;  // K/V tiles, work tiles so far
-    KvTile previous{};
+    KvTile previous{}, looked_up{};
     auto load_previous_v = [&]() {
         pipe_v.producer_acquire(n - 1);
         const unsigned stage = (n - 1) % STAGES;
@@ -98,17 +97,19 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
         const WorkTileList& work = lists[c % 2];
         const int b = work.b, count = work.count, head = work.h / GQA_GROUP;
         if (b == END) break;
+        const auto tile_of = [&](int entry) { return work.last_tile - (entry >> 8); };
         const int claim_at = !late || !work.ends ? -1 : count > CLAIM_AHEAD ? count - CLAIM_AHEAD : 0;
         if (leader && claim_at == count) mbarrier_arrive(base + AT_CLAIM);
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
-            const int entry = work.list.entry[i], tile = work.last_tile - (entry >> 8),
-                first = i == 0 ? work.first_bits : 0;
+            const int entry = work.list.entry[i], tile = tile_of(entry), first = i == 0 ? work.first_bits : 0;
             if (leader && i == claim_at) mbarrier_arrive(base + AT_CLAIM);
-            const KvTile at = kv.located(tile, head, b);
+            const KvTile at = IS_PAGED && i > 0 ? looked_up : kv.located(tile, head, b);
             pipe_k.producer_acquire(n);
             if (leader) store_word(tile_desc_slot(base, n), tile << 8 | first | (entry & 63));
             kv.load_k(at, base + at_k(n % STAGES), pipe_k.full_barrier(n));
+            // The table is far away: the next tile's pages arrive while V's stage is awaited.
+            if (IS_PAGED && i + 1 < count) looked_up = kv.located(tile_of(work.list.entry[i + 1]), head, b);
             if (n > 0) load_previous_v();
             previous = at;
             ++n;
