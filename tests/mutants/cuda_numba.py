@@ -18,6 +18,7 @@ DEVICE = (
 ALL, SIMT, SM80, SM90 = (f"flashkit/backends/numba_cuda/kernels/{name}" for name in ("common", "simt", "sm80", "sm90"))
 
 PACKED = "FLASHKIT_TEST_ALL=1 tests/emulator/test_kernels.py -k 'test_packed_sequences and numba_cuda-sm90'"
+SEQUENCES = "tests/conformance/test_conformance.py -k 'numba_cuda and (sequences-packed or sequences-paged)'"
 NEXT = "FLASHKIT_TEST_ALL=1 tests/emulator/test_kernels.py -k 'next_sequence and numba_cuda'"
 
 
@@ -47,43 +48,53 @@ FAULTS = (
     Fault(
         "packed: row statistics of the first sequence", f"{ALL}/tiles.py",
         "return first_tile(p.cu_seqlens_q, I(b), p.row_block) * p.row_block + n if IS_PACKED else n", "return n",
+        device=SEQUENCES,
     ),
     Fault(
         "packed: dQ is added to tiles of the first sequence", f"{ALL}/tiles.py",
         "return first_tile(p.cu_seqlens_q, I(b), block) + I(tile) if IS_PACKED else I(tile)", "return I(tile)",
+        device=SEQUENCES,
     ),
     Fault(
         "packed: dK and dV of all keys are written", f"{ALL}/tiles.py",
         "return seq_info(p, I(b)).n_k if IS_PACKED else p.n_k", "return p.n_k",
+        device=SEQUENCES,
     ),
     Fault(
         "packed: no room for the tile that is not full", f"{ALL}/tiles.py",
         "return I(U(load(np.int64, cu_seqlens, b)) // U(block)) + b",
         "return I(U(load(np.int64, cu_seqlens, b)) // U(block))",
+        device=SEQUENCES,
     ),
     Fault(
         "packed: keys of the sequence before", f"{ALL}/tiles.py",
         "else load(np.int64, p.cu_seqlens_k, b)", "else load(np.int64, p.cu_seqlens_k, max(b - 1, 0))",
+        device=SEQUENCES,
     ),
     Fault(
         "pages: any number is taken for a page", f"{ALL}/tiles.py",
         "return min(max(page, 0), table.pages - 1), n - at * table.page", "return page, n - at * table.page",
+        device=SEQUENCES,
     ),
     Fault(
         "pages: all sequences have those of the first", f"{ALL}/tiles.py",
         "load(np.int64, table.data, I(b) * table.width + at)", "load(np.int64, table.data, at)",
+        device=SEQUENCES,
     ),
     Fault(
         "pages: the table is read behind its end", f"{ALL}/kv_source.py",
         "kv.b, I(min(n, kv.n_k - 1)))", "kv.b, I(n))",
+        device=SEQUENCES,
     ),
     Fault(
         "simt: pages: rows of a tile are those of its first keys", f"{SIMT}/tile.py",
         "source.b, source.first + row)", "source.b, source.first)",
+        device=SEQUENCES,
     ),
     Fault(
         "sm80: pages: a thread copies its first row", f"{SM80}/load.py",
         "kv_address(kv, tensor, k0 + own + row)", "kv_address(kv, tensor, k0 + own)",
+        device=SEQUENCES,
     ),
     # simt
     Fault(
