@@ -371,18 +371,37 @@ def test_keys_in_pages(backend: str, generation: str, n_q: int, device: Device, 
 
 @slow
 @pytest.mark.parametrize("generation", ["sm80"])
-def test_a_table_that_ends_with_the_last_key(generation: str, launched: list[str]) -> None:
-    """Rows of the last tile behind it have no entries."""
+@pytest.mark.parametrize("d", [64, 20])
+def test_a_table_that_ends_with_the_last_key(d: int, generation: str, launched: list[str]) -> None:
+    """Rows of the last tile behind it have no entries; of rows that are whole vectors, and not."""
     import cupy
 
     rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((1, 2, n, 64)).astype(np.float16) for n in (1, 1100, 1100))
+    q, k, v = (rng.standard_normal((1, 2, n, d)).astype(np.float16) for n in (1, 1100, 1100))
     pools = (cupy.asarray(np.ascontiguousarray(x[0].swapaxes(0, 1)[:, None])) for x in (k, v))
     table = cupy.asarray(np.arange(1100)[None])
     out = flashkit.attention(cupy.asarray(q), *pools, page_table=table, kv_lengths=[1100], backend="cupy_raw")
     right = flashkit.attention(*(x.astype(np.float64) for x in (q, k, v)))
     np.testing.assert_allclose(out.get().astype(np.float64), right, atol=2.0**-7)
     assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize("generation", ["sm80"])
+def test_pages_of_the_tiles_that_a_mask_leaves(generation: str, device: Device, launched: list[str]) -> None:
+    """More of them than are looked up at once: a single CTA takes all."""
+    import cupy
+
+    device.sms = 1
+    rng, page = np.random.default_rng(0), 16
+    q, k, v = (rng.standard_normal(x).astype(np.float16) for x in ((1, 2, 7, 64), *[(80, page, 2, 64)] * 2))
+    table = rng.permutation(80)[None, :70]
+    options = {"kv_lengths": [1100], "mask_mod": lambda b, h, q, k: k // 128 % 2 == 0, "q_offset": 1093}
+    out = flashkit.attention(*map(cupy.asarray, (q, k, v)), page_table=table, backend="cupy_raw", **options)
+    wide = (x.astype(np.float64) for x in (q, k, v))
+    right = flashkit.attention(*wide, page_table=table, backend="reference", **options)
+    np.testing.assert_allclose(out.get().astype(np.float64), right, atol=2.0**-7)
+    assert generations(launched) == {generation} and "combine" not in launched
 
 
 @slow

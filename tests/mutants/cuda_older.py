@@ -160,7 +160,7 @@ FAULTS = (
         "p.page_table[b * p.table_width + at]", "p.page_table[at]",
     ),
     Fault(
-        "pages: the table is read behind its end", f"{SM80}/load.cuh",
+        "pages: the table is read behind its end by rows that are no vectors", f"{SM80}/load.cuh",
         "row < n_k ? row : n_k - 1", "row",
     ),
     Fault(
