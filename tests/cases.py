@@ -25,7 +25,7 @@ from flashkit import dispatch, mods, reference
 from flashkit.call.arguments import prepare
 from flashkit.devices import kernel_cache, trust
 from flashkit.mods import expr
-from flashkit.spec import AttentionSpec, Operands
+from flashkit.spec import AttentionSpec, Operands, Problem
 
 Choice = Mapping[str, str]
 
@@ -179,15 +179,18 @@ def backends() -> list[Any]:
     ]
 
 
-def skip_unless(backend: str, call: Call | None = None) -> None:
-    """Skip the test, with the backend's own reason, where the backend is not available or does not support the call."""
+def skip_unless(backend: str, call: Call | None = None, problem: Problem | None = None) -> None:
+    """Skip the test, with the backend's own reason, where the backend is not available or does not support the call or
+    the problem.
+    """
     import pytest
 
     found = dispatch.registry()[backend]
     verdict = found.available()
-    if verdict and call is not None:
-        given = {"q": call.q, "k": call.k, "v": call.v, **call.options}
-        verdict = found.supports(dataclasses.replace(prepare(**given)[0], array_kind=found.array_kinds[0]))
+    if call is not None:
+        problem = prepare(q=call.q, k=call.k, v=call.v, **call.options)[0]
+    if verdict and problem is not None:
+        verdict = found.supports(dataclasses.replace(problem, array_kind=found.array_kinds[0]))
     if not verdict:
         pytest.skip(f"{backend}: {verdict.reason}")
 
@@ -198,6 +201,7 @@ def arbitrary_dq_order(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(sm90_backward, "ORDERED_MAX_TOKENS", 0)
     monkeypatch.setattr(sm90_backward, "ORDERED_MAX_TOKENS_NARROW", 0)
+    monkeypatch.setattr(sm90_backward, "ORDERED_MAX_KEYS", 0)
     dispatch.forget()
 
 

@@ -160,10 +160,6 @@ FAULTS = (
         "p.page_table[b * p.table_width + at]", "p.page_table[at]",
     ),
     Fault(
-        "pages: the table is read behind its end by rows that are no vectors", f"{SM80}/load.cuh",
-        "row < n_k ? row : n_k - 1", "row",
-    ),
-    Fault(
         "sm80: pages: a thread copies its first row", f"{SM80}/load.cuh",
         "|| row() + down < ROWS ? row() + down : 0;", "|| row() + down < ROWS ? row() : 0;",
     ),

@@ -21,7 +21,7 @@ struct KvSource {
     int b, n_k;
 
     __device__ __forceinline__ KvSource(const Params& p, int b, int head_kv, int n_k)
-        : p(p), k(p, p.k, b, head_kv, n_k), v(p, p.v, b, head_kv, n_k), b(b), n_k(n_k) {}
+        : p(p), k(p, p.k, b, head_kv), v(p, p.v, b, head_kv), b(b), n_k(n_k) {}
 
     // The tile with this number is the i-th that the mask leaves.
     __device__ __forceinline__ void load_k(int tile, int i, unsigned stage) const {

@@ -39,10 +39,10 @@ struct Rows {
     }
 };
 
-// Keys or values of one head, n_k of them.
+// Keys or values of one head.
 template <bool IN_PAGES>
 struct KeyRowsOf : Rows<> {
-    __device__ __forceinline__ KeyRowsOf(const Params& p, const Tensor& tensor, int b, int head, int)
+    __device__ __forceinline__ KeyRowsOf(const Params& p, const Tensor& tensor, int b, int head)
         : Rows<>(tensor, b, head, seq_info(p, b).key_offset) {}
 };
 template <>
@@ -51,18 +51,15 @@ struct KeyRowsOf<true> {
     const Params& p;
     const Tensor& tensor;
     storage* data;  // row 0 of page 0
-    int b, head, n_k;
+    int b, head;
     bool aligned;
 
-    __device__ __forceinline__ KeyRowsOf(const Params& p, const Tensor& tensor, int b, int head, int n_k)
-        : p(p), tensor(tensor), data(row_at<storage>(tensor, 0, head, 0)), b(b), head(head), n_k(n_k) {
+    __device__ __forceinline__ KeyRowsOf(const Params& p, const Tensor& tensor, int b, int head)
+        : p(p), tensor(tensor), data(row_at<storage>(tensor, 0, head, 0)), b(b), head(head) {
         const long long all = tensor.batch | tensor.token;
         aligned = (((unsigned long long)data | all * (long long)sizeof(storage)) & 15) == 0;
     }
-    // Past the last row it is the last one: the table may end there.
-    __device__ __forceinline__ storage* at(int row) const {
-        return kv_row<storage>(p, tensor, b, head, row < n_k ? row : n_k - 1);
-    }
+    __device__ __forceinline__ storage* at(int row) const { return kv_row<storage>(p, tensor, b, head, row); }
 };
 using KeyRows = KeyRowsOf<IS_PAGED>;
 
