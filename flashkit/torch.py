@@ -390,7 +390,7 @@ def _is_plain(tensors: tuple[Any, ...]) -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._len_torch_function_stack() == 0
         and forward_ad._current_level < 0
-        and not torch._C._is_tracing()
+        and not torch.jit.is_tracing()
         and not torch._C._autograd._profiler_enabled()
         and _PLAIN.issuperset(map(type, tensors))
         and tensors[0].layout is tensors[1].layout is tensors[2].layout is torch.strided

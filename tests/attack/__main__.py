@@ -26,7 +26,8 @@ def main() -> int:
     add("--bf16", default="", help="FLASHKIT_CPU_BF16: widen, avx512bf16, amx or emulate")
     add("--generation", default="", help="FLASHKIT_CUDA_GENERATION: simt, sm80 or sm90")
     add("--emulated", default="", metavar="SMS", help="run on the emulated CUDA device with so many SMs")
-    add("--sanitizer", default="", metavar="COMMAND", help="runs children: 'compute-sanitizer --report-api-errors no --error-exitcode 9'")
+    sanitizer = "compute-sanitizer --report-api-errors no --error-exitcode 9"
+    add("--sanitizer", default="", metavar="COMMAND", help=f"runs children: {sanitizer!r}")
     add("--graphs", type=int, default=200, help="combinations of features that code is compiled for")
     add("--batch", type=int, default=campaign.BATCH, help="calls of one process")
     add("--fix", type=json.loads, default={}, metavar="JSON", help="factors that are not drawn, with their levels")

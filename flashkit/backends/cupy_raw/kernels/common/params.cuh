@@ -126,8 +126,8 @@ template <typename T>
 DEVICE T* q_row(const Params& p, const Tensor& tensor, long long b, long long h, long long n) {
     return row_at<T>(tensor, b, h, q_token(p, b, n));
 }
-// What the table says of keys at * page ... of sequence b, and the page that is: one that does not exist is the first or
-// the last one.
+// What the table says of keys at * page ... of sequence b, and the page that is: for one that does not exist the first
+// or the last one.
 DEVICE long long table_entry(const Params& p, long long b, unsigned at) {
     return p.page_table[b * p.table_width + at];
 }
