@@ -445,7 +445,6 @@ def test_what_is_no_tensor_says_so() -> None:
         assert raised.match(fits)
 
 
-
 def test_the_gradient_of_an_infinite_sink_without_queries() -> None:
     q, k = torch.zeros(1, 1, 0, 8), torch.zeros(1, 1, 3, 8)
     sinks = torch.tensor([-torch.inf], requires_grad=True)

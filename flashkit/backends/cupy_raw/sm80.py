@@ -93,11 +93,15 @@ class Sm80Tile:
         smem.add("Q", self.block_q * pitch(spec.head_dim, size, self.granule, size == 4))
         smem.add("KV", self.stages * self.stage(spec).bytes)
         smem.add("TILE_LIST", _TILE_LIST)
-        smem.add("TILE_ROWS", max(3, self.stages) * self.block_k * 16 * spec.paged)
+        smem.add("TILE_ROWS", self.looked_up(spec) * self.block_k * 16)
         smem.add("P", self.block_q * (self.block_k * size + 16) * shared_rows)
         smem.add("ROW_REDUCE", self.block_q * self.warps_k * 4 * shared_rows)
         smem.add("ROW_STATE", self.block_q * self.warps_k * 32)
         return smem
+
+    def looked_up(self, spec: AttentionSpec) -> int:
+        """Key tiles whose rows are looked up at a time: two that are copied and the next, or as many as stages."""
+        return max(3, self.stages) if spec.paged else 0
 
     def shared_memory(self, spec: AttentionSpec) -> int:
         """Bytes of shared memory of a CTA."""
@@ -117,7 +121,8 @@ class Sm80Tile:
         """Constants of the head of kernels/sm80/forward.cu."""
         return {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "WARPS": self.warps, "WARPS_K": self.warps_k,
-            "STAGES": self.stages, "GRANULE": self.granule, "PACK_GQA": pack, "SPLIT_KV": split,
+            "STAGES": self.stages, "LOOKED_UP": self.looked_up(spec), "GRANULE": self.granule, "PACK_GQA": pack,
+            "SPLIT_KV": split,
             "TF32_TERMS": tf32_terms(spec), "PADDED": ITEMSIZE[spec.dtype] == 4, **_score_constants(spec),
             **self.smem(spec).constants(), **stage_constants(self.stage(spec)),
             "BLOCKS_PER_SM": max(1, min(self.resident(spec, device), 8 // self.warps)),

@@ -2,9 +2,9 @@
 #pragma once
 
 // Keys in pages: where the rows of some tiles lie, in elements from row 0 of page 0. Each copy of 16 bytes would
-// look its page up otherwise. A tile is looked up one step before its copies are issued, in a slot of its own: copies
-// read the slots of two other tiles at most.
-constexpr int LOOKED_UP = IS_PAGED ? larger(STAGES, 3) : 0, LOOK_UPS = (BLOCK_K + THREADS - 1) / THREADS;
+// look its page up otherwise. A tile is looked up one step before its copies are issued, in one of LOOKED_UP slots:
+// copies read the slots of two other tiles at most.
+constexpr int LOOK_UPS = (BLOCK_K + THREADS - 1) / THREADS;
 struct TileRows {
     long long k[BLOCK_K], v[BLOCK_K];
 };
@@ -33,7 +33,7 @@ struct KvSource {
 
     // Where the rows of the i-th tile lie.
     static __device__ __forceinline__ TileRows& rows(int i) {
-        return reinterpret_cast<TileRows*>(shared + AT_TILE_ROWS)[IS_PAGED ? i % LOOKED_UP : 0];
+        return reinterpret_cast<TileRows*>(shared + AT_TILE_ROWS)[IS_PAGED ? i % larger(LOOKED_UP, 1) : 0];
     }
     __device__ __forceinline__ Pages look_up(int tile) const {
         Pages found;
