@@ -16,6 +16,7 @@ from .. import dispatch
 from ..call import arrays
 from ..call.arguments import prepare
 from ..call.planned import Planned
+from ..call.positions import are_read
 from ..errors import UnsupportedError
 from .pools import Pools
 
@@ -33,7 +34,7 @@ _PLAIN = (int, float, bool, str, type(None))
 
 
 class Entry:
-    """A plan and the positions of its first queries, as of a step."""
+    """A plan and the positions of its first queries, as of a step; None where nothing reads them."""
 
     def __init__(self, planned: Planned, offsets: Any) -> None:
         self.planned, self.offsets, self.version = planned, offsets, -1
@@ -92,7 +93,7 @@ class StepPlans:
             self._fill(version)
             while len(self._plans) > MAX_PLANS:
                 self._plans.popitem(last=False)
-        if found.version != version:
+        if found.offsets is not None and found.version != version:
             self._xp.subtract(self._lengths, queries, out=found.offsets)
             found.version = version
         return found.planned
@@ -101,8 +102,9 @@ class StepPlans:
         rest = {name: x for name, x in options.items() if name not in ("backend", "return_lse")}
         self._lengths[...] = self._keys  # a backend may take the plan's sizes from them
         problem, operands, shape = prepare(q, **pools.named(), page_table=self._table, kv_lengths=self._lengths, **rest)
-        offsets = self._lengths - queries
-        operands = replace(operands, kv_lengths=self._lengths, q_offset=offsets, page_table=self._table)
+        operands, offsets = replace(operands, kv_lengths=self._lengths, page_table=self._table), None
+        if are_read(problem.spec.score, problem.spec.mask):
+            offsets = operands.q_offset = self._lengths - queries
         backend, return_lse = options.get("backend"), options.get("return_lse", False)
         return Entry(Planned(problem, operands, shape, (q, pools.k, pools.v), backend, return_lse), offsets)
 

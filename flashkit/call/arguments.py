@@ -6,6 +6,7 @@ Every error names the argument, what came and what would fit.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ from .checks import (
     window_of,
 )
 from .compose import check_indices, compose
-from .positions import check_default_offset, q_offset_range, q_offsets_of, queries_of
+from .positions import are_read, check_default_offset, q_offset_range, q_offsets_of, queries_of
 from .sequences import queries_within, sequences_of
 from .shape import Shape, pairwise
 
@@ -99,8 +100,10 @@ def prepare(
         raise ValueError("q_lengths beside cu_seqlens, which gives the lengths; one of them fits")
     queries = queries_of(q_lengths, kind, shape, batch, seqs.n_q, most_q, not described)
     offsets = seqs.positions
-    if q_offset is not None or offsets is None:
-        offsets = q_offsets_of(q_offset, kind, shape, batch, seqs.lengths, queries, most_k, not described)
+    find_offsets = partial(q_offsets_of, q_offset, kind, shape, batch, seqs.lengths, queries, most_k, not described)
+    later = q_offset is offsets is None and not isinstance(seqs.lengths, np.ndarray)
+    if not later and (q_offset is not None or offsets is None):
+        offsets = find_offsets()
     full = (batch, heads, most_q, seqs.room)
     scores, masks = [], []
 
@@ -144,6 +147,8 @@ def prepare(
         reach = q_offset_range(offsets, q_offset is not None, batch, most_q, most_k)
         check_indices(mod, batch, heads, seqs.n_q if isinstance(seqs.n_q, np.ndarray) else most_q, most_k, *reach)
     score, hidden, slots, params, values = compose(scores, masks)
+    if later:  # two launches on a device, where mostly nobody reads the result
+        offsets = find_offsets() if are_read(score, hidden) else np.zeros(batch, np.int64)
     if q_offset is q_lengths is page_table is None and kv_lengths is not None:
         check_default_offset(seqs.lengths, n_q, (score, hidden))
 

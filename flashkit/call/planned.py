@@ -18,7 +18,7 @@ from .checks import check_out
 from .compose import check_indices
 from .foreign import View
 from .loans import loan_of
-from .positions import check_default_offset, kv_lengths_of, q_offset_range, q_offsets_of
+from .positions import are_read, check_default_offset, kv_lengths_of, q_offset_range, q_offsets_of
 from .sequences import check_pages, table_of
 from .shape import Shape
 
@@ -96,7 +96,8 @@ class Planned:
             self._run = bind(plan, operands, anew) if anew else bind(plan, operands)
         else:
             self._run = _forward(chosen, plan, operands, shape, anew)
-        self._varies, self._follows = varies, follows
+        self._varies = varies
+        self._follows = follows if are_read(problem.spec.score, problem.spec.mask) else None
         self.takes_lengths = getattr(chosen, "takes_lengths", False) and not self._copies
         if varies:
             n_k, pages = operands.k.shape[2], operands.page_table.shape[1] if problem.spec.paged else 1

@@ -31,11 +31,17 @@ def integers_of(name: str, value: Any, kind: str, what: str) -> tuple[Any, bool]
     return array, on_device
 
 
+def read_in_place(xp: Any, array: Any) -> Any:
+    """Integers on a device as kernels read them: the array itself if it is contiguous int64 or int32, else a copy."""
+    aligned = array.data.ptr % array.dtype.itemsize == 0
+    return xp.ascontiguousarray(array if aligned else array.copy(), np.int32 if array.dtype == np.int32 else np.int64)
+
+
 def _per_entry(name: str, value: Any, kind: str, shape: Shape, batch: int, what: str, copied: bool) -> Any:
     """int64 (B,) from an integer or integers, one for each batch entry, as a copy unless `copied` is False.
 
     Integers on the device of q stay there, because reading them synchronizes with the device. The result may be the
-    caller's array then.
+    caller's array then, of int64 or int32.
     """
     array, on_device = integers_of(name, value, kind, what)
     if array.ndim and array.shape not in ((batch,), shape.batch):
@@ -48,7 +54,7 @@ def _per_entry(name: str, value: Any, kind: str, shape: Shape, batch: int, what:
     if not on_device:
         return _spread(flat, batch, copied)
     xp = arrays.namespace(kind)
-    return xp.ascontiguousarray(xp.broadcast_to(flat, (batch,)), np.int64)
+    return read_in_place(xp, xp.broadcast_to(flat, (batch,)))
 
 
 def _counts(name: str, value: Any, kind: str, shape: Shape, batch: int, most: int, of: str, copied: bool) -> Any:
@@ -71,7 +77,10 @@ def kv_lengths_of(value: Any, kind: str, shape: Shape, batch: int, n_k: int, cop
 
 def queries_of(value: Any, kind: str, shape: Shape, batch: int, n_q: Any, most: int, copied: bool = True) -> Any:
     """q_lengths, or the queries of each sequence: int64 (B,), or one number."""
-    return n_q if value is None else _counts("q_lengths", value, kind, shape, batch, most, "queries", copied)
+    if value is None:
+        return n_q
+    found = _counts("q_lengths", value, kind, shape, batch, most, "queries", copied)
+    return found.astype(np.int64, copy=False)
 
 
 def q_offsets_of(
@@ -84,16 +93,24 @@ def q_offsets_of(
         if isinstance(lengths, np.ndarray) and isinstance(n_q, int | np.ndarray):
             return lengths - n_q if copied else _spread(arrays.without_repeats(lengths) - n_q, batch, copied)
         xp = arrays.namespace(kind)
-        offsets = xp.clip(xp.asarray(lengths), 0, n_k)  # as kernels clamp them
+        dtype = None if isinstance(n_q, int) and n_k < 1 << 31 else np.int64
+        offsets = xp.clip(xp.asarray(lengths, dtype), 0, n_k)  # as kernels clamp them
         offsets -= n_q if isinstance(n_q, int) else xp.asarray(n_q)  # in place: a captured call allocates no more
         return offsets
     offsets = _per_entry("q_offset", value, kind, shape, batch, "an integer, or integers (B,),", copied)
     if not isinstance(offsets, np.ndarray):
+        if offsets.dtype == np.int32:
+            return offsets
         own = None if arrays.same_address(offsets, value) else offsets
         return arrays.namespace(kind).clip(offsets, -MAX_POSITION, MAX_POSITION, out=own)
     if offsets.size and not (offsets.min() >= -MAX_POSITION and offsets.max() <= MAX_POSITION):
         raise ValueError(f"q_offset is {shown(value)}; positions within 2^48 fit")
     return offsets
+
+
+def are_read(*graphs: Expr | None) -> bool:
+    """Whether modifications depend on the positions of queries."""
+    return any(graph is not None and uses(graph, Q) for graph in graphs)
 
 
 def check_default_offset(lengths: Any, n_q: int, graphs: Iterable[Expr | None]) -> None:
@@ -118,7 +135,7 @@ def check_default_offset(lengths: Any, n_q: int, graphs: Iterable[Expr | None]) 
         problem = f"kv_lengths has {short[0]}, less than the {n_q} queries" if short.size else ""
     else:
         problem = f"kv_lengths lie on a device and are not read, and there are {n_q} queries" if n_q > 1 else ""
-    if problem and any(graph is not None and uses(graph, Q) for graph in graphs):
+    if problem and are_read(*graphs):
         raise ValueError(
             f"{problem}; causal, window, alibi_slopes and functions of q then need q_offset: 0 fits where queries are "
             "padded on the right like the keys, kv_lengths - Nq where the last query stands at the last key"

@@ -12,7 +12,7 @@ from ..mods import Mod, expr
 from ..spec import Tokens
 from . import arrays
 from .checks import choice
-from .positions import integers_of, kv_lengths_of
+from .positions import integers_of, kv_lengths_of, read_in_place
 from .shape import FORMS, HEADS_AND_TOKENS, LAYOUTS, Shape, misfit, shape_of
 
 OFFSETS = "integers (sequences + 1,), from 0 up to the number of tokens,"
@@ -191,13 +191,13 @@ MAX_PAGE = 1 << 16
 
 
 def table_of(value: Any, kind: str, batch: int) -> Any:
-    """page_table, int64 (B, pages of a sequence): a copy, or on a device the caller's array if it is one."""
+    """page_table, int64 (B, pages of a sequence): a copy, or on a device the caller's array if it is that or int32."""
     what = "integers (B, pages of a sequence), numbers of pages,"
     given, on_device = integers_of("page_table", value, kind, what)
     if given.ndim != 2 or given.shape[0] != batch:
         raise ValueError(f"page_table has shape {given.shape}; {what} fits, here ({batch}, ...)")
     if on_device:
-        return arrays.namespace(kind).ascontiguousarray(given, np.int64)
+        return read_in_place(arrays.namespace(kind), given)
     return np.array(given, np.int64, order="C", copy=True)
 
 

@@ -19,7 +19,9 @@ from flashkit.backends.cuda_common import backend as cuda_backend
 from flashkit.backends.cuda_common.launch import KernelArguments, Library
 from flashkit.backends.cupy_raw import sm90_backward
 from flashkit.backends.cupy_raw import specialise as cupy_raw
+from flashkit.call import arguments as call_arguments
 from flashkit.call.arguments import prepare
+from flashkit.call.positions import read_in_place
 from flashkit.spec import AttentionSpec, Gradients
 
 from .calls import FEATURES, PLAIN, build, check, check_forward, features, generations
@@ -304,6 +306,59 @@ def test_key_tiles_that_do_not_exist(
     for got, each in zip(vjp(cupy.asarray(dout)), right(dout.astype(float)), strict=True):
         np.testing.assert_allclose(got.get().astype(float), each, atol=2.0**-5)
     assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize("backend", ["cupy_raw", pytest.param("numba_cuda", marks=exhaustive)])
+@pytest.mark.parametrize("generation", ["sm90"])
+def test_many_short_sequences(backend: str, generation: str, device: Device, launched: list[str]) -> None:
+    """More than a warp looks at at once, most of them empty, and one whose next work tile is claimed late."""
+    import cupy
+
+    device.sms = 3
+    sizes = np.zeros(45, int)
+    sizes[[0, 7, 31, 32, 33, 44]] = 3, 130, 1, 5, 2, 9
+    keys = np.where(np.arange(45) == 31, 2200, sizes)
+    cu = tuple(np.cumsum([0, *each]) for each in (sizes, keys))
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((each[-1], 1, 64)).astype(ml_dtypes.bfloat16) for each in (cu[0], cu[1], cu[1]))
+    out = flashkit.attention(*map(cupy.asarray, (q, k, v)), cu_seqlens=cu, backend=backend)
+    right = flashkit.attention(*(x.astype(float) for x in (q, k, v)), cu_seqlens=cu, backend="reference")
+    np.testing.assert_allclose(out.get().astype(float), right, atol=2.0**-6)
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize("backend", ["cupy_raw", "numba_cuda"])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("generation", ["sm80"])
+def test_integers_of_the_caller_are_read_in_place(
+    dtype: type, backend: str, generation: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no copy of another dtype, nor are offsets computed that nothing reads."""
+    import cupy
+
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal(x).astype(np.float16) for x in ((2, 2, 3, 64), (6, 16, 1, 64), (6, 16, 1, 64)))
+    table, lengths = np.array([[4, 1, 5], [0, 3, -1]]), np.array([40, 17])
+    given = [*map(cupy.asarray, (q, k, v))]
+    on_device = {name: cupy.asarray(x.astype(dtype)) for name, x in (("page_table", table), ("kv_lengths", lengths))}
+    for x in on_device.values():
+        assert read_in_place(cupy, x).data.ptr == x.data.ptr
+    with monkeypatch.context() as patch:
+        patch.setattr(call_arguments, "q_offsets_of", lambda *_: pytest.fail("nothing reads offsets"))
+        out = flashkit.attention(*given, **on_device, backend=backend)
+    assert generations(launched) == {generation}
+    wide = [x.astype(float) for x in (q, k, v)]
+    right = flashkit.attention(*wide, page_table=table, kv_lengths=lengths, backend="reference")
+    np.testing.assert_allclose(out.get().astype(float), right, atol=2.0**-9)
+    offsets = np.array([-1, 30])
+    given_offsets = {"causal": True, "q_offset": cupy.asarray(offsets.astype(dtype)), **on_device}
+    out = flashkit.attention(*given, **given_offsets, backend=backend)
+    right = flashkit.attention(
+        *wide, page_table=table, kv_lengths=lengths, causal=True, q_offset=offsets, backend="reference"
+    )
+    np.testing.assert_allclose(out.get().astype(float), right, atol=2.0**-9)
 
 
 @slow

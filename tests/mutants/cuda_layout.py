@@ -51,7 +51,7 @@ FAULTS = (
         "self.block_q * (self.block_k * size + 16) * shared_rows", "self.block_q * self.block_k * size * shared_rows",
     ),
     # argument blocks
-    Fault("CUDA C++ reads lengths of 32 bits", f"{COMMON}/params.py", '"const long long* "', '"const int* "'),
+    Fault("CUDA C++ reads lengths of 32 bits", f"{COMMON}/params.py", "const bool is_int32 = ", "const bool is_int32 = true || "),
     # tensor maps
     Fault(
         "TMA addresses rows on 8 bytes", f"{COMMON}/tensor_maps.py",

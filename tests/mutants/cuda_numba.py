@@ -62,13 +62,13 @@ FAULTS = (
     ),
     Fault(
         "packed: no room for the tile that is not full", f"{ALL}/tiles.py",
-        "return I(U(load(np.int64, cu_seqlens, b)) // U(block)) + b",
-        "return I(U(load(np.int64, cu_seqlens, b)) // U(block))",
+        "return I(U(integer_at(cu_seqlens, b)) // U(block)) + b",
+        "return I(U(integer_at(cu_seqlens, b)) // U(block))",
         device=SEQUENCES,
     ),
     Fault(
         "packed: keys of the sequence before", f"{ALL}/tiles.py",
-        "else load(np.int64, p.cu_seqlens_k, b)", "else load(np.int64, p.cu_seqlens_k, max(b - 1, 0))",
+        "else integer_at(p.cu_seqlens_k, b)", "else integer_at(p.cu_seqlens_k, max(b - 1, 0))",
         device=SEQUENCES,
     ),
     Fault(
@@ -78,7 +78,7 @@ FAULTS = (
     ),
     Fault(
         "pages: all sequences have those of the first", f"{ALL}/tiles.py",
-        "load(np.int64, table.data, I(b) * table.width + at)", "load(np.int64, table.data, at)",
+        "integer_at(table.data, I(b) * table.width + at)", "integer_at(table.data, at)",
         device=SEQUENCES,
     ),
     Fault(

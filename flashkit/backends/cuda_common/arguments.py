@@ -13,7 +13,7 @@ from ...mods import dropout
 from ...spec import AttentionSpec, Gradients, Operands
 from . import modification
 from .launch import KernelArguments, dummy_slot, scratch
-from .params import AT, VALUES, WORDS_OF_TENSOR
+from .params import AT, VALUES, WORDS_OF_TENSOR, integers_address
 
 ROW_TENSORS = "q", "k", "v", "out"
 """Tensors that the forward pass reads or writes in whole rows."""
@@ -60,15 +60,15 @@ class Arguments(KernelArguments):
             words[AT["q_offset"]] = int(offset[0])
         else:
             operands.q_offset = self._on_device(offset, np.int64)
-            words[AT["q_offsets"]] = self.address(operands.q_offset)
+            words[AT["q_offsets"]] = self._integers(operands.q_offset)
         if spec.kv_lengths:
             operands.kv_lengths = self._on_device(operands.kv_lengths, np.int64)
-            words[AT["kv_lengths"]] = self.address(operands.kv_lengths)
+            words[AT["kv_lengths"]] = self._integers(operands.kv_lengths)
         if spec.packed:
             given = (each for each in operands.cu_seqlens or () if each is not None)  # pages have no offsets of keys
             operands.cu_seqlens = tuple(self._on_device(offsets, np.int64) for offsets in given)
             for at, offsets in enumerate(operands.cu_seqlens, AT["cu_seqlens_q"]):
-                words[at] = self.address(offsets)
+                words[at] = self._integers(offsets)
         if spec.sinks:
             words[AT["sinks"]] = self.address(operands.sinks)
         if spec.dropout:
@@ -177,7 +177,7 @@ class Arguments(KernelArguments):
         if self.n_k >= 1 << 31:
             raise ValueError(f"page_table has room for {self.n_k} keys of a sequence; on a GPU less than 2^31 fit")
         operands.page_table = table = self._on_device(operands.page_table, np.int64)
-        at = self.address(table), table.shape[1], operands.k.shape[0], operands.k.shape[2]
+        at = self._integers(table), table.shape[1], operands.k.shape[0], operands.k.shape[2]
         words[AT["page_table"] : AT["page"] + 1] = at
         for name, array in ("k", operands.k), ("v", operands.v):
             words[AT[name] : AT[name] + WORDS_OF_TENSOR] = _tensor(array)
@@ -186,6 +186,9 @@ class Arguments(KernelArguments):
         """The address of an array, which is kept alive."""
         self.alive.append(array)
         return int(array.data.ptr)
+
+    def _integers(self, array: Any) -> int:
+        return integers_address(self.address(array), array.dtype.itemsize)
 
     def release(self, name: str, operands: Operands) -> int:
         """Stop keeping this array of a modification alive. The result is the index of its address, to be replaced. For

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 Kind = Literal["tensor", "int64", "float64", "uint64", "pointer to void", "pointer to const void",
-               "pointer to const int64", "pointer to int32", "pointer to uint32"]  # fmt: skip
+               "integers", "pointer to int32", "pointer to uint32"]  # fmt: skip
 
 WORDS_OF_TENSOR = 4
 """The address and the strides, in elements, of the batch, head and token axes."""
@@ -55,11 +55,11 @@ FIELDS = tuple(
         ("dout_scale", "tensor", "FP16x2: scale of each row of dout"),
         ("sinks", "pointer to const void", "(Hq,) in computing precision"),
         ("dsinks", "pointer to void", "(Hq,) in computing precision, or null"),
-        ("q_offsets", "pointer to const int64", "(B,) position of row 0, or null: q_offset for all"),
-        ("kv_lengths", "pointer to const int64", "(B,), or null: n_k for all"),
-        ("cu_seqlens_q", "pointer to const int64", "(B + 1,) where each packed sequence begins in q"),
-        ("cu_seqlens_k", "pointer to const int64", "(B + 1,) where it begins in k"),
-        ("page_table", "pointer to const int64", "(B, table_width) which page has these keys of a sequence"),
+        ("q_offsets", "integers", "(B,) position of row 0, or none: q_offset for all"),
+        ("kv_lengths", "integers", "(B,), with HAS_LENGTHS; otherwise n_k for all"),
+        ("cu_seqlens_q", "integers", "(B + 1,) where each packed sequence begins in q"),
+        ("cu_seqlens_k", "integers", "(B + 1,) where it begins in k"),
+        ("page_table", "integers", "(B, table_width) which page has these keys of a sequence"),
         ("table_width", "int64", "pages of a sequence, at most"),
         ("pages", "int64", "pages of k and v"),
         ("page", "int64", "keys of a page"),
@@ -102,11 +102,16 @@ VALUES = sum(field.words for field in FIELDS)
 _CUDA = {
     "tensor": "Tensor ", "int64": "long long ", "float64": "double ", "uint64": "unsigned long long ",
     "pointer to void": "void* ", "pointer to const void": "const void* ", "pointer to int32": "int* ",
-    "pointer to const int64": "const long long* ", "pointer to uint32": "unsigned* ",
+    "integers": "Integers ", "pointer to uint32": "unsigned* ",
 }  # fmt: skip
 
 HEADER = "generated/params.cuh"
 """The name by which kernels include it."""
+
+
+def integers_address(address: int, itemsize: int) -> int:
+    """The word of a field of integers: int64 ones, or int32 ones, which the lowest bit tells kernels."""
+    return address | (itemsize == 4)
 
 
 @cache
@@ -119,6 +124,16 @@ def cuda_header() -> str:
         "struct Tensor {  // strides are in elements, the last axis is contiguous",
         "    void* data;",
         "    long long batch, head, token;",
+        "};",
+        "// int64, or int32 where the lowest bit of the address is set (integers_address).",
+        "struct Integers {",
+        "    const char* address;",
+        "    __device__ __forceinline__ bool given() const { return address != nullptr; }",
+        "    __device__ __forceinline__ long long operator[](long long i) const {",
+        "        const bool is_int32 = reinterpret_cast<unsigned long long>(address) & 1;",
+        "        return is_int32 ? reinterpret_cast<const int*>(address - 1)[i]",
+        "                        : reinterpret_cast<const long long*>(address)[i];",
+        "    }",
         "};",
         "struct Params {",
         *lines,

@@ -151,7 +151,7 @@ class BackwardTile:
         return {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "STAGES": self.stages, "DOUT_STAGES": self.dout_stages,
             "KEY_BUFFERS": self.key_buffers, "CLUSTER_SIZE": cluster_size(spec), "DETERMINISTIC": spec.deterministic,
-            "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24, "WATCHDOG": WATCHDOG, "HAS_LENGTHS": spec.kv_lengths,
+            "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24, "WATCHDOG": WATCHDOG,
             "SMALL_SCORE": is_small(spec), "FAST_MATH": True, "NUM_LISTS": lists, "LIST_CAPACITY": capacity,
             "LIST_BYTES": _list_bytes(capacity), **self.smem(spec).constants(),
         }  # fmt: skip

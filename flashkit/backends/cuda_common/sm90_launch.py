@@ -125,7 +125,7 @@ class ForwardTile:
             "BLOCK_K": self.block_k, "MMA_WARPGROUPS": self.warpgroups, "STAGES": self.stages,
             "Q_BUFFERS": self.q_buffers,
             "PING_PONG": bool(self.turns) and self.warpgroups > 1, "PACK_GQA": pack, "CONSUMER_REGISTERS": consumer,
-            "PRODUCER_REGISTERS": producer, "WATCHDOG": WATCHDOG, "HAS_LENGTHS": spec.kv_lengths,
+            "PRODUCER_REGISTERS": producer, "WATCHDOG": WATCHDOG,
             "NUM_LISTS": NUM_LISTS, "LIST_HEADER": LIST_HEADER, "LIST_CAPACITY": LIST_CAPACITY,
             **self.smem(spec).constants(),
         }  # fmt: skip

@@ -86,7 +86,7 @@ class Tile:
         resident = device.shared_per_sm // (self.shared_memory(spec) + 1024)
         return {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "STAGES": self.stages,
-            "BLOCKS_PER_SM": min(resident, 2), "HAS_LENGTHS": spec.kv_lengths, "FAST_MATH": True,
+            "BLOCKS_PER_SM": min(resident, 2), "FAST_MATH": True,
             **self.smem(spec).constants(), **stage_constants(self.stage(spec)),
         }  # fmt: skip
 
@@ -186,7 +186,7 @@ class BackwardTile:
 
     def constants(self, spec: AttentionSpec, device: Device) -> dict[str, int]:
         return {
-            "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "WARPS": self.warps, "HAS_LENGTHS": spec.kv_lengths,
+            "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "WARPS": self.warps,
             "VECTOR_ADDS": device.capability >= (9, 0), "FAST_MATH": True,
             **self.smem(spec).constants(), **stage_constants(self.stage(spec)),
         }  # fmt: skip

@@ -72,7 +72,7 @@ class DecodeTile:
         constants = self.smem(spec).constants()
         constants["BYTES_WARP"] = constants.pop("SHARED_BYTES")
         return {
-            "BLOCK_K": self.block_k, "WARPS": self.warps, "STAGES": self.stages, "HAS_LENGTHS": spec.kv_lengths,
+            "BLOCK_K": self.block_k, "WARPS": self.warps, "STAGES": self.stages,
             "BLOCKS_PER_SM": self.resident(spec, device), "FAST_MATH": True, "EARLY": device.supports_pdl,
             "COMBINERS": COMBINERS, **constants, **stage_constants(self.stage(spec)),
         }  # fmt: skip

@@ -19,6 +19,7 @@
 //     BLOCK_Q, BLOCK_K          query rows and keys of a tile
 //     HAS_SCORE, HAS_MASK       whether there is a score modification, a mask
 //     HAS_DROPOUT, HAS_SINKS
+//     HAS_LENGTHS               whether the batch entries or the sequences have as many keys as an array says
 //     MASK_READS_ARRAYS         whether classify() reads arrays over ranges: then one call must not cover many tiles,
 //                               and the position of a tile does not say how many tiles exist
 //     IS_PACKED                 whether sequences of any length follow each other in one axis of tokens
@@ -54,11 +55,11 @@ struct SeqInfo {
 // clamped here: the host cannot check them without a synchronization.
 DEVICE SeqInfo seq_info(const Params& p, long long b) {
     const auto length = [&] {
-        if (p.kv_lengths == nullptr) return p.n_k;
+        if constexpr (!HAS_LENGTHS) return p.n_k;
         const long long n = p.kv_lengths[b];
         return n < 0 ? 0 : n > p.n_k ? p.n_k : n;
     };
-    const long long q_position = p.q_offsets == nullptr ? p.q_offset : p.q_offsets[b];
+    const long long q_position = p.q_offsets.given() ? p.q_offsets[b] : p.q_offset;
     if constexpr (IS_PACKED) {
         const long long rows = p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b];
         return {p.cu_seqlens_q[b], rows < 0 ? 0 : rows, IS_PAGED ? 0 : p.cu_seqlens_k[b], length(), q_position};
@@ -74,14 +75,26 @@ DEVICE long long max_n_k(const Params& p) { return p.n_k; }
 // b on, where start is its first token. That leaves room for the tiles of all sequences before it, and needs no sum
 // over them; at most one number for each sequence stands for no tile (is past the sequence's end).
 struct SeqTile { long long b, tile; };
-DEVICE long long first_tile(const long long* cu_seqlens, long long b, long long block) {
+DEVICE long long first_tile(Integers cu_seqlens, long long b, long long block) {
     return cu_seqlens[b] / block + b;
 }
-DEVICE SeqTile packed_tile(const long long* cu_seqlens, long long batch, long long number, long long block) {
+DEVICE SeqTile packed_tile(Integers cu_seqlens, long long batch, long long number, long long block) {
     long long low = 0, high = batch;
     while (high - low > 1) {
         const long long middle = (low + high) / 2;
         (first_tile(cu_seqlens, middle, block) <= number ? low : high) = middle;
+    }
+    return {low, number - first_tile(cu_seqlens, low, block)};
+}
+// The same by all lanes of a warp, which look at 32 places at a time.
+DEVICE SeqTile packed_tile_of_warp(Integers cu_seqlens, long long batch, long long number, long long block) {
+    long long low = 0, high = batch;
+#pragma unroll 1
+    while (high - low > 1) {
+        const long long step = (high - low + 31) / 32, place = low + threadIdx.x % 32 * step;
+        const bool before = place < high && first_tile(cu_seqlens, place, block) <= number;
+        low += (__popc(__ballot_sync(~0u, before)) - 1) * step;
+        high = low + step < high ? low + step : high;
     }
     return {low, number - first_tile(cu_seqlens, low, block)};
 }
@@ -96,6 +109,10 @@ DEVICE long long num_k_tiles(const Params& p, int block) {
 }
 DEVICE SeqTile q_tile(const Params& p, long long entry, long long number, int block) {
     if constexpr (IS_PACKED) return packed_tile(p.cu_seqlens_q, p.batch, number, block);
+    return {entry, number};
+}
+DEVICE SeqTile q_tile_of_warp(const Params& p, long long entry, long long number, int block) {
+    if constexpr (IS_PACKED) return packed_tile_of_warp(p.cu_seqlens_q, p.batch, number, block);
     return {entry, number};
 }
 DEVICE SeqTile k_tile(const Params& p, long long entry, long long number, int block) {

@@ -1,7 +1,7 @@
 // Tile shape, registers and shared memory of Hopper's forward pass.
 //
 // From the head: BLOCK_K, MMA_WARPGROUPS, STAGES, Q_BUFFERS, PACK_GQA, PING_PONG, ROW_SUM_BY_MMA, NUM_TERMS,
-// CONSUMER_REGISTERS, PRODUCER_REGISTERS, WATCHDOG, HAS_LENGTHS, READS_ARRAYS, POSITIONS, FAR, SHARED_BYTES,
+// CONSUMER_REGISTERS, PRODUCER_REGISTERS, WATCHDOG, READS_ARRAYS, POSITIONS, FAR, SHARED_BYTES,
 // LIST_HEADER, LIST_CAPACITY and the offsets AT_* of the parts of shared memory, which ForwardTile.smem lays out
 // (cuda_common/sm90_launch.py):
 //

@@ -82,7 +82,7 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
     const Pipeline<STAGES> pipe_k = k_pipe(base), pipe_v = v_pipe(base);
     const Pipeline<2> pipe_lists = list_pipe(base);
     const KvSource kv{p, k_map, v_map};
-    const bool late = claims_late(p), leader = KvSource::is_leader();
+    const bool leader = KvSource::is_leader();
     unsigned n = 0, number = 0;  // K/V tiles, work tiles so far
     KvTile previous{}, looked_up{};
     auto load_previous_v = [&]() {
@@ -98,7 +98,8 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
         const int b = work.b, count = work.count, head = work.h / GQA_GROUP;
         if (b == END) break;
         const auto tile_of = [&](int entry) { return work.last_tile - (entry >> 8); };
-        const int claim_at = !late || !work.ends ? -1 : count > CLAIM_AHEAD ? count - CLAIM_AHEAD : 0;
+        const bool late = work.ends && claims_late(work.last_tile + 1);
+        const int claim_at = !late ? -1 : count > CLAIM_AHEAD ? count - CLAIM_AHEAD : 0;
         if (leader && claim_at == count) mbarrier_arrive(base + AT_CLAIM);
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {

@@ -27,7 +27,7 @@ struct TileScheduler {
     }
     // Under a mask: longest first, with L2 swizzle and LPT tail. Otherwise head after head, the ragged tiles last. A
     // work tile of packed sequences may have no rows.
-    __device__ __forceinline__ WorkTile work_tile(int index) const {
+    __device__ __forceinline__ WorkTile work_tile(int index) const {  // by a warp
         const int heads = (int)p.heads / PACK_GQA, all = heads * (int)num_entries(p);
         const int rows = (int)max_n_q(p) * PACK_GQA, tiles = this->tiles();
         int tile, bh;
@@ -41,7 +41,7 @@ struct TileScheduler {
             if (index < whole * all) bh = index / whole, tile = index - bh * whole;
             else bh = index - whole * all, tile = whole;
         }
-        const SeqTile at = q_tile(p, bh / heads, tile, BLOCK_Q);
+        const SeqTile at = q_tile_of_warp(p, bh / heads, tile, BLOCK_Q);
         return {(int)at.b, bh % heads * PACK_GQA, (int)at.tile * BLOCK_Q, 0};
     }
 };
@@ -83,8 +83,8 @@ struct WorkTileList {
 static_assert(sizeof(WorkTileList) == LIST_HEADER + 4 * LIST_CAPACITY, "sm90_launch.py and WorkTileList differ");
 
 // Long sequences: the next work tile is claimed when this one nears its end, so that the last ones are shared evenly.
-// Short ones leave no time for that.
-DEVICE bool claims_late(const Params& p) { return max_n_k(p) > 16 * BLOCK_K; }
+// Short ones, of so many K/V tiles, leave no time for that.
+DEVICE bool claims_late(int tiles) { return tiles > 16; }
 constexpr int CLAIM_AHEAD = MASK_READS_ARRAYS ? 12 : 4;  // K/V tiles before the end
 
 // O and the log-sum-exp of a packed sequence without keys. A modification must not be asked about it: those queries
@@ -107,8 +107,7 @@ DEVICE void scheduler_warp(const Params& p, unsigned base, WorkTileList* lists) 
     const TileScheduler scheduler{p};
     const bool leader = threadIdx.x % 32 == 0;
     const int count = scheduler.count();
-    const bool late = claims_late(p);
-    unsigned n = 0, number = 0;  // lists, work tiles so far
+    unsigned n = 0, number = 0;  // lists, late claims so far
     auto acquire = [&]() -> WorkTileList& {
         pipe.producer_acquire_backoff(n);
         return lists[n % 2];
@@ -147,7 +146,7 @@ DEVICE void scheduler_warp(const Params& p, unsigned base, WorkTileList* lists) 
             }
             commit();
         }
-        if (late) mbarrier_wait_backoff(base + AT_CLAIM, number++ & 1);
+        if (claims_late(tiles)) mbarrier_wait_backoff(base + AT_CLAIM, number++ & 1);
         index = scheduler.next();
     }
     WorkTileList& to = acquire();

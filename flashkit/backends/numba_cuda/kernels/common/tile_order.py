@@ -42,7 +42,7 @@ def num_work_tiles(p):
 @device
 def work_tile(p, index):
     """Work tile at place `index`. Under a mask: longest first, with L2 swizzle and LPT tail. Otherwise head after head,
-    the ragged tiles last. Of packed sequences it may be past the last row.
+    the ragged tiles last. Of packed sequences it may be past the last row. By all lanes of a warp.
     """
     heads, rows, index = u32(u32(p.heads) // u32(PACK_GQA)), u32(max_n_q(p) * PACK_GQA), u32(index)
     tiles, every = u32((rows + u32(BLOCK_Q - 1)) // u32(BLOCK_Q)), u32(heads * num_entries(p))
@@ -59,5 +59,5 @@ def work_tile(p, index):
         else:
             head = u32(index - whole * every)
             tile = whole
-    at = q_tile(p, head // heads, tile, BLOCK_Q)
+    at = q_tile_of_warp(p, head // heads, tile, BLOCK_Q)
     return i32(at.b), i32(head % heads * PACK_GQA), i32(at.tile * BLOCK_Q)

@@ -21,20 +21,28 @@ SeqInfo = namedtuple("SeqInfo", "row_offset n_q key_offset n_k q_position")
 
 
 @device
+def integer_at(address, i):
+    """int64, or int32 where the lowest bit of the address is set (cuda_common/params.py)."""
+    if address & 1:
+        return I(load(np.int32, address - 1, i))
+    return load(np.int64, address, i)
+
+
+@device
 def kv_length(p, b):
     """Lengths in device memory are clamped here: the host cannot check them without a synchronization."""
-    if p.kv_lengths == 0:
+    if not HAS_LENGTHS:
         return p.n_k
-    return min(max(load(np.int64, p.kv_lengths, b), 0), p.n_k)
+    return min(max(integer_at(p.kv_lengths, b), 0), p.n_k)
 
 
 @device
 def seq_info(p, b):
     """The only reader of the lengths and positions in Params, with the functions of SeqTile."""
-    q_position = p.q_offset if p.q_offsets == 0 else load(np.int64, p.q_offsets, b)
+    q_position = p.q_offset if p.q_offsets == 0 else integer_at(p.q_offsets, b)
     if IS_PACKED:
-        start, end = load(np.int64, p.cu_seqlens_q, b), load(np.int64, p.cu_seqlens_q, b + 1)
-        key_start = I(0) if IS_PAGED else load(np.int64, p.cu_seqlens_k, b)
+        start, end = integer_at(p.cu_seqlens_q, b), integer_at(p.cu_seqlens_q, b + 1)
+        key_start = I(0) if IS_PAGED else integer_at(p.cu_seqlens_k, b)
         return SeqInfo(start, max(end - start, 0), key_start, kv_length(p, b), q_position)
     return SeqInfo(I(0), p.n_q, I(0), kv_length(p, b), q_position)
 
@@ -59,7 +67,7 @@ SeqTile = namedtuple("SeqTile", "b tile")
 
 @device
 def first_tile(cu_seqlens, b, block):
-    return I(U(load(np.int64, cu_seqlens, b)) // U(block)) + b
+    return I(U(integer_at(cu_seqlens, b)) // U(block)) + b
 
 
 @device
@@ -71,6 +79,21 @@ def packed_tile(cu_seqlens, batch, number, block):
             low = middle
         else:
             high = middle
+    return SeqTile(low, number - first_tile(cu_seqlens, low, block))
+
+
+@device
+def packed_tile_of_warp(cu_seqlens, batch, number, block):
+    """The same by all lanes of a warp, which look at 32 places at a time."""
+    low, high = I(0), batch
+    while high - low > 1:
+        step = (high - low + 31) >> 5
+        place = low + I(thread() % 32) * step
+        before = False
+        if place < high:
+            before = first_tile(cu_seqlens, place, block) <= number
+        low += (lowest_bit(~ballot(before)) - 1) * step
+        high = min(low + step, high)
     return SeqTile(low, number - first_tile(cu_seqlens, low, block))
 
 
@@ -96,6 +119,13 @@ def q_tile(p, entry, number, block):
     """The query tile that a number stands for."""
     if IS_PACKED:
         return packed_tile(p.cu_seqlens_q, p.batch, I(number), block)
+    return SeqTile(I(entry), I(number))
+
+
+@device
+def q_tile_of_warp(p, entry, number, block):
+    if IS_PACKED:
+        return packed_tile_of_warp(p.cu_seqlens_q, p.batch, I(number), block)
     return SeqTile(I(entry), I(number))
 
 
@@ -169,7 +199,7 @@ def page_and_row(table, b, n):
     keys.
     """
     at = I(np.uint32(np.uint32(n) // np.uint32(table.page)))
-    page = load(np.int64, table.data, I(b) * table.width + at)
+    page = integer_at(table.data, I(b) * table.width + at)
     return min(max(page, 0), table.pages - 1), n - at * table.page
 
 

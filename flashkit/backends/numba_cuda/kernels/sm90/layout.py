@@ -1,7 +1,7 @@
 # Tile shape, registers and shared memory of Hopper's forward pass.
 #
 # From the head: BLOCK_K, MMA_WARPGROUPS, STAGES, Q_BUFFERS, PACK_GQA, PING_PONG, CONSUMER_REGISTERS,
-# PRODUCER_REGISTERS, WATCHDOG, HAS_LENGTHS, SHARED_BYTES, NUM_LISTS, LIST_HEADER, LIST_CAPACITY and the offsets AT_* of
+# PRODUCER_REGISTERS, WATCHDOG, SHARED_BYTES, NUM_LISTS, LIST_HEADER, LIST_CAPACITY and the offsets AT_* of
 # the parts of shared memory, which ForwardTile.smem lays out (cuda_common/sm90_launch.py):
 #
 #     AT_Q                  [Q_BUFFERS][MMA_WARPGROUPS][64][..]; O on its way out lies there, too

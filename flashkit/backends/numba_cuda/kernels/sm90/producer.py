@@ -54,7 +54,7 @@ def producer(p, base):
     """V follows K one tile later, as consumers need it. Q follows the first K of its work tile: consumers begin with a
     K tile before they release the previous Q, so this order cannot deadlock.
     """
-    late, c, n, number = claims_late(p), u32(0), u32(0), u32(0)  # lists, K/V tiles, work tiles so far
+    c, n, number = u32(0), u32(0), u32(0)  # lists, K/V tiles, work tiles so far
     tile, head, b = i32(0), i32(0), i32(0)  # of the V to come
     while True:
         consumer_wait(base + AT_LIST_PIPE, c, NUM_LISTS)
@@ -63,7 +63,7 @@ def producer(p, base):
         count, last, first_bits, ends = load_word(at + 12), load_word(at + 16), load_word(at + 20), load_word(at + 24)
         if work[0] == END:
             break
-        claim_at = i32(max(count - CLAIM_AHEAD, 0) if late and ends != 0 else -1)
+        claim_at = i32(max(count - CLAIM_AHEAD, 0) if ends != 0 and claims_late(last + 1) else -1)
         if claim_at == count:
             mbarrier_arrive(base + AT_CLAIM)
         for i in range(count):

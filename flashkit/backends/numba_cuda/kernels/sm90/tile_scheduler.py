@@ -42,11 +42,11 @@ def look(p, work, n_k, tiles, index, count):
 
 
 @device
-def claims_late(p):
+def claims_late(tiles):
     """Whether the next work tile is claimed when this one nears its end, so that the last ones are shared evenly. Short
-    sequences leave no time for that.
+    sequences, of so many K/V tiles, leave no time for that.
     """
-    return max_n_k(p) > 16 * BLOCK_K
+    return tiles > 16
 
 
 @device
@@ -105,8 +105,8 @@ def scheduler_warp(p, base):
     """It runs ahead of the producer: classifying tiles is a latency-bound chain, and may take as long as the products
     of a tile.
     """
-    leader, late, count, index = thread() % 32 == 0, claims_late(p), num_work_tiles(p), initial_work_tile()
-    c, number = u32(0), u32(0)  # lists, work tiles so far
+    leader, count, index = thread() % 32 == 0, num_work_tiles(p), initial_work_tile()
+    c, number = u32(0), u32(0)  # lists, late claims so far
     while index < count:
         work = work_tile(p, index)
         n_k = i32(seq_info(p, work[0]).n_k)
@@ -130,7 +130,7 @@ def scheduler_warp(p, base):
                 write_list(p, to, work, found, first_bits, tiles, next_tile >= tiles)
             commit_list(base, c)
             first, c = False, u32(c + 1)
-        if late:
+        if claims_late(tiles):
             mbarrier_wait_backoff(base + AT_CLAIM, number & 1, BACKOFF_NS)
             number = u32(number + 1)
         index = next_work_tile(p)
