@@ -11,8 +11,10 @@ head_dim). Lengths, offsets and page tables are int32 on the device.
 from __future__ import annotations
 
 import inspect
+import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,18 @@ def library(file: str, namespace: str) -> Any:
         raise LookupError(f"no {file} in BASELINES, which is {folder or 'not set'}")
     torch.ops.load_library(str(path))
     return getattr(torch.ops, namespace)
+
+
+def versions() -> dict[str, str]:
+    """Of cuDNN's front end, and of the libraries as the file versions.json beside them names them."""
+    found = {}
+    with suppress(ImportError):
+        import cudnn
+
+        found["nvidia-cudnn-frontend"] = str(cudnn.__version__)
+    with suppress(OSError):
+        found |= json.loads((Path(os.environ.get("BASELINES", "")) / "versions.json").read_text())
+    return found
 
 
 # --- FlashAttention-3, FlashAttention-2, FlashMLA ---------------------------------------------------------------------

@@ -22,6 +22,9 @@ Direction = Literal["forward", "backward"]
 Where = tuple[int, Any]
 
 TOKENS = 65536
+CHECKED_TOKENS = 4096
+"""Tokens of a packed sequence up to which it is compared: all its weights are stored in float64."""
+
 HEADS = (16, 16, 128, True), (16, 16, 128, False), (16, 4, 128, True), (32, 32, 64, True), (32, 32, 64, False)
 """Query heads, key heads, head dim and causality of packed sequences."""
 
@@ -37,6 +40,8 @@ LATENT, ROTARY, LATENT_SCALE = 512, 64, (128 + 64) ** -0.5
 MLA = (128, 4096, 128, 1), (128, 4096, 128, 2), (128, 4096, 16, 1), (32, 8192, 128, 1), (32, 8192, 16, 1), \
     (1, 32768, 128, 1), (1, 32768, 16, 1)  # fmt: skip
 """Sequences, keys of each, query heads and queries."""
+
+TRAINING_TOKENS = 16384
 
 
 class Work(NamedTuple):
@@ -85,7 +90,7 @@ def cases() -> Iterator[Case]:
     for n in (4096, 16384):
         for causal in (False, True):
             for direction in directions:
-                label = f"{16384 // n} x {n}, 16 x 192/128, {masked(causal)}, {direction}"
+                label = f"{TRAINING_TOKENS // n} x {n}, 16 x 192/128, {masked(causal)}, {direction}"
                 yield Case("training", label, partial(training, n, causal, direction))
 
 
@@ -106,7 +111,8 @@ def packed(
     tokens, group, offsets = int(starts[-1]), heads // kv_heads, cupy.asarray(starts, np.int32)
     q, k, v, dout = (random(seed, tokens, n, dim) for seed, n in enumerate((heads, kv_heads, kv_heads, heads)))
     expected: list[tuple[Where, Any]] = []
-    for i in (0, len(lengths) - 1):
+    moderate = max((n, i) for i, n in enumerate(lengths) if n <= CHECKED_TOKENS)[1]
+    for i in {moderate, len(lengths) - 1}:
         rows = slice(int(starts[i]), int(starts[i + 1]))
         of_head = (x[rows, :n] for x, n in ((q, group), (k, 1), (v, 1), (dout, group)))
         expected += compared(exact(direction, dim**-0.5, causal, *of_head), direction, (rows,), group)
@@ -182,6 +188,7 @@ def latent(batch: int, keys: int, heads: int, queries: int, page: int, ours: dic
     for name, backend in ours.items():
         options = {"causal": causal, "layout": "bnhd", "scale": scale, "backend": backend}
         contenders |= ways(name, q, kv, kv[..., :LATENT], table, counts, options)
+        contenders[f"{name}, mla"] = partial(from_mla, q, kv, table, counts, options)
 
     def parts_apart() -> Call:
         (q_v, q_pe), (c, k_pe) = ([x[..., :LATENT].copy(), x[..., LATENT:].copy()] for x in (q, kv))
@@ -203,7 +210,7 @@ def latent(batch: int, keys: int, heads: int, queries: int, page: int, ours: dic
 
 def training(n: int, causal: bool, direction: Direction, ours: dict[str, str]) -> Work:
     """Multi-head latent attention as it is trained: head dims 192 and 128."""
-    batch, heads, dims = 16384 // n, 16, (192, 192, 128, 128)
+    batch, heads, dims = TRAINING_TOKENS // n, 16, (192, 192, 128, 128)
     q, k, v, dout = (random(seed, batch, n, heads, dim) for seed, dim in enumerate(dims))
     parts = exact(direction, 192**-0.5, causal, *(x[0, :, :1] for x in (q, k, v, dout)))
     contenders: dict[str, Callable[[], Call]] = {
@@ -242,10 +249,8 @@ def ways(
     import cupy
 
     def given(kind: Any) -> dict[str, Any]:
-        counts = lengths.astype(kind)
-        at_ends = {"q_offset": counts - q.shape[1]} if options["causal"] else {}
         pages = {} if table is None else {"page_table": table.astype(kind)}
-        return {"kv_lengths": counts, **at_ends, **pages, **options}
+        return at_ends(q, lengths.astype(kind), options) | pages
 
     def planned() -> Call:
         plan, out = flashkit.plan(q, k, v, **given(np.int64)), cupy.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
@@ -256,6 +261,19 @@ def ways(
         f"{name}, int64": lambda: flashkit_call("forward", (q, k, v), None, **given(np.int64)),
         f"{name}, planned": planned,
     }
+
+
+def from_mla(q: Any, kv: Any, table: Any, lengths: Any, options: dict[str, Any]) -> Call:
+    """The same with the two parts of the queries and of the keys, which are views of one array."""
+    keys = kv[..., 0, :]
+    q_nope, q_pe, ckv, k_pe = q[..., :LATENT], q[..., LATENT:], keys[..., :LATENT], keys[..., LATENT:]
+    given = at_ends(q, lengths, options) | ({} if table is None else {"page_table": table})
+    return lambda: (flashkit.mla(q_nope, q_pe, ckv, k_pe, **given),)
+
+
+def at_ends(q: Any, lengths: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Options with lengths, and with offsets where a mask needs them."""
+    return options | {"kv_lengths": lengths} | ({"q_offset": lengths - q.shape[1]} if options["causal"] else {})
 
 
 def from_kv_cache(q: Any, k: Any, v: Any, table: Any, lengths: list[int], options: dict[str, Any]) -> Call:
@@ -304,7 +322,8 @@ def sequence(x: Any, table: Any, i: int, n: int) -> Any:
     """The first n tokens of a sequence, (n, heads, head_dim)."""
     if table is None:
         return x[i, :n]
-    return x[table[i, : -(-n // x.shape[1])]].reshape(-1, *x.shape[2:])[:n]
+    pages = x.view(np.uint16)[table[i, : -(-n // x.shape[1])]]  # a copy of bits: indexing may not know bfloat16
+    return pages.reshape(-1, *x.shape[2:])[:n].view(x.dtype)
 
 
 def tensors(*arrays: Any) -> list[Any]:

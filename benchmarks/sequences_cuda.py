@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sequence_baselines import Call
+from sequence_baselines import Call, versions
 from sequence_cases import Case, Where, cases
 from stored import RESULTS, geometric_mean, markdown_table
 
@@ -61,15 +61,16 @@ def captured(call: Call, stream: Any) -> Callable[[], object]:
     """The replay of a CUDA graph of the call; PyTorch has to know of a capture of its own calls."""
     import cupy
 
-    call()
-    if isinstance(call()[0], cupy.ndarray):
-        stream.synchronize()
-        stream.begin_capture()
-        try:
-            call()
-        finally:
-            graph = stream.end_capture()
-        return partial(graph.launch, stream)
+    pool = cupy.cuda.MemoryPool()  # of the graph: replays write again what the call frees
+    with cupy.cuda.using_allocator(pool.malloc):
+        if isinstance(call()[0], cupy.ndarray):
+            stream.synchronize()
+            stream.begin_capture()
+            try:
+                call()
+            finally:
+                graph = stream.end_capture()
+            return lambda _pool=pool: graph.launch(stream)
     import torch
 
     graph = torch.cuda.CUDAGraph()
@@ -87,7 +88,7 @@ def timed(calls: dict[str, Callable[[], object]], stream: Any) -> tuple[dict[str
     def sample(call: Callable[[], object], repeats: int) -> list[tuple[Any, Any]]:
         events = [(cupy.cuda.Event(), cupy.cuda.Event()) for _ in range(repeats)]
         for begin, end in events:
-            flush.data.memset_async(0, flush.nbytes, stream)
+            flush.fill(0)
             begin.record(stream)
             call()
             end.record(stream)
@@ -138,8 +139,8 @@ def measured(case: Case, ours: dict[str, str], stream: Any) -> list[dict[str, An
 def measure(selected: Sequence[Case], ours: dict[str, str], output: Path | None) -> list[dict[str, Any]]:
     import cupy
 
-    machine, lines = cuda_machine("torch"), []
-    target = output or RESULTS / "sequences" / f"{machine['device'].split()[-1].lower()}.jsonl"
+    machine, lines = cuda_machine("torch") | {"baselines": versions()}, []
+    target = output or RESULTS / "sequences-cuda" / f"{machine['device'].split()[-1].lower()}.jsonl"
     target.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     with one_stream() as stream, target.open("w") as file:
