@@ -79,6 +79,15 @@ def test_the_cases_differ_and_have_the_tokens_that_they_name() -> None:
 
 
 @pytest.mark.usefixtures("on_numpy")
+def test_sequences_share_no_page() -> None:
+    lengths = [100, 37, 16]
+    (pool,), table = sequence_cases.memory(lengths, 16, 1, (8,))
+    used = np.concatenate([row[: -(-n // 16)] for row, n in zip(table, lengths, strict=True)])
+    assert sorted(used.tolist()) == list(range(len(pool)))
+    assert used.tolist() != sorted(used.tolist())
+
+
+@pytest.mark.usefixtures("on_numpy")
 def test_what_is_absent_or_wrong_is_said_and_not_timed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
