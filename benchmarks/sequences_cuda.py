@@ -53,7 +53,8 @@ def one_stream() -> Iterator[Any]:
         with suppress(ImportError):
             import torch
 
-            stack.enter_context(torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)))
+            if torch.cuda.is_available():
+                stack.enter_context(torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)))
         yield stream
 
 
@@ -128,7 +129,7 @@ def measured(case: Case, ours: dict[str, str], stream: Any) -> list[dict[str, An
                 raise ArithmeticError(f"does not compute the same: the error is {error:.2g}")
             calls[who] = captured(held[who], stream) if work.graph else held[who]
         except Exception as failure:  # a library may raise anything; the others go on
-            lines[who]["skipped"] = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+            lines[who]["skipped"] = why(failure)
             print(f"  {case.what}, {case.label}: {who} is not timed: {lines[who]['skipped']}", flush=True)
     timings, clocks = timed(calls, stream) if calls else ({}, {})
     for who, timing in timings.items():
@@ -148,13 +149,14 @@ def measure(selected: Sequence[Case], ours: dict[str, str], output: Path | None)
             try:
                 found = measured(case, ours, stream)
             except Exception as failure:  # too little memory for the case
-                print(f"  {case.what}, {case.label}: {type(failure).__name__}: {failure}", flush=True)
+                print(f"  {case.what}, {case.label}: {why(failure)}", flush=True)
                 continue
             file.writelines(json.dumps({**line, "machine": machine}) + "\n" for line in found)
             file.flush()
             lines += found
-            of = {line["who"]: f"{1e6 * line['seconds']['median']:.1f}" for line in found if "seconds" in line}
-            print(f"{time.perf_counter() - start:5.0f} s  {case.what}, {case.label}: {of} us", flush=True)
+            us = (f"{x['who']} {1e6 * x['seconds']['median']:.1f} ({x['error']:.1e})" for x in found if "seconds" in x)
+            seconds = time.perf_counter() - start
+            print(f"{seconds:5.0f} s  {case.what}, {case.label}: us (error): {'; '.join(us)}", flush=True)
             gc.collect()
             cupy.get_default_memory_pool().free_all_blocks()
             if "torch" in sys.modules:
@@ -168,15 +170,23 @@ def warm(number: int, ours: dict[str, str]) -> str:
     import cupy
 
     case, complaints = list(cases())[number], []
-    for who, make in case.make(ours).contenders.items():
-        if who.startswith(tuple(ours)):
-            try:
-                make()()
-                cupy.cuda.runtime.deviceSynchronize()
-            except Exception as failure:
-                complaints.append(f"{case.what}, {case.label}: {who}: {' '.join(str(failure).split())[:200]}")
+    try:
+        own = {who: make for who, make in case.make(ours).contenders.items() if who.startswith(tuple(ours))}
+    except Exception as failure:  # too little memory beside the other processes
+        return f"{case.what}, {case.label}: {why(failure)}"
+    for who, make in own.items():
+        try:
+            make()()
+            cupy.cuda.runtime.deviceSynchronize()
+        except Exception as failure:
+            complaints.append(f"{case.what}, {case.label}: {who}: {why(failure)}")
+    del own
     cupy.get_default_memory_pool().free_all_blocks()
     return "\n".join(complaints)
+
+
+def why(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
 
 
 def error_of(results: Sequence[Any], expected: Sequence[tuple[Where, Any]]) -> float:
