@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from . import Fault
 
-NAMES = "foreign_arrays", "torch", "transformers"
-ARRAYS, TORCH, TRANSFORMERS = (f"tests/libraries/test_{name}.py" for name in NAMES)
+NAMES = "foreign_arrays", "torch", "torch_plans", "transformers"
+ARRAYS, TORCH, FOUND, TRANSFORMERS = (f"tests/libraries/test_{name}.py" for name in NAMES)
 EMULATED = "tests/emulator/test_tensors.py"
-TESTS = ARRAYS, TORCH, TRANSFORMERS, EMULATED
+TESTS = ARRAYS, TORCH, FOUND, TRANSFORMERS, EMULATED
 
-FOREIGN, TRACING, OPERATORS, MASKS = (
-    "flashkit/call/foreign.py", "flashkit/call/torch_tracing.py", "flashkit/torch.py", "flashkit/transformers.py",
+FOREIGN, TRACING, PLANS, OPERATORS, MASKS = (
+    "flashkit/call/foreign.py", "flashkit/call/torch_tracing.py", "flashkit/call/torch_plans.py", "flashkit/torch.py",
+    "flashkit/transformers.py",
 )  # fmt: skip
 
 FAULTS = (
@@ -34,20 +35,34 @@ FAULTS = (
           "out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[-1])).transpose(1, 2)",
           "out = q.new_empty((*q.shape[:-1], v.shape[-1]))", TORCH),
     Fault("no dlse", OPERATORS, "None if dlse is None else memory(dlse)", "None", TORCH),
-    Fault("plans for any strides", OPERATORS, "q.stride(), k.stride(), v.stride(), ", "", TORCH),
-    Fault("plans for any shapes of k and v", OPERATORS, "of_q, of_k, of_v, q.stride()", "of_q, q.stride()", TORCH),
-    Fault("plans for any dtypes", OPERATORS, "q.dtype, k.dtype, v.dtype, ", "", TORCH),
-    Fault("plans for any options", OPERATORS, "call, options, types,", "call, types,", TORCH),
-    Fault("plans for options of any type", OPERATORS, "call, options, types,", "call, options,", TORCH),
-    Fault("plans with or without an LSE", OPERATORS, "v.get_device(), call, ", "v.get_device(), ", TORCH),
-    Fault("plans for k without its negation", OPERATORS, "q.is_neg() or k.is_neg()", "q.is_neg()", EMULATED),
-    Fault("plans of calls with tensors", OPERATORS, "name = None if tensors or mods else", "name =", TORCH),
-    Fault("modes see no operators", OPERATORS, "torch._C._len_torch_dispatch_stack() == 0", "True", TORCH),
-    Fault("transforms see no operators", OPERATORS, "torch._C._functorch.peek_interpreter_stack() is None", "True",
+    Fault("plans for any tensors", PLANS, "if fits(*tensors):", "if True:", FOUND),
+    Fault("plans for any of several tensors", PLANS, "lambda *others: all(map(operator.call, apart, others))",
+          "lambda *others: True", TORCH),
+    Fault("no plans where tensors are the same", PLANS, "if len(set(map(id, tensors))) == len(tensors):", "if True:",
+          FOUND),
+    Fault("plans for any address", PLANS, "return known if _is_aligned(*tensors[:3]) else None", "return known", TORCH),
+    Fault("plans for any options", PLANS, "tuple(map(type, options)), options, dispatch",
+          "tuple(map(type, options)), dispatch", FOUND),
+    Fault("plans for options of any type", PLANS, "call, tuple(map(type, options)), options, dispatch",
+          "call, (), options, dispatch", FOUND),
+    Fault("plans for options that change", PLANS, "if not _NUMBERS.issuperset(name[1]):", "if False:", FOUND),
+    Fault("plans with or without an LSE", PLANS, "return call, tuple(", "return None, tuple(", TORCH),
+    Fault("plans for any backend", PLANS, "options, dispatch.state()", "options, None", FOUND),
+    Fault("layouts without end", PLANS, "*found.known[: _MAX_LAYOUTS - 1]", "*found.known", FOUND),
+    Fault("plans of calls with tensors", OPERATORS, "return None if tensors or mods else torch_plans",
+          "return torch_plans", FOUND),
+    Fault("turned results", OPERATORS, "(q, k, v), (planned, turned))", "(q, k, v), (planned, False))", EMULATED),
+    Fault("compilers see no operators", OPERATORS, "torch.compiler.is_compiling()\n        or", "False\n        or",
           TORCH),
-    Fault("profilers see no operators", OPERATORS, "not torch._C._autograd._profiler_enabled()", "True", TORCH),
-    Fault("batched gradients see no operators", OPERATORS, "and not torch._C._dispatch_tls_is_dispatch_key_included(",
-          "and not bool(", TORCH),
+    Fault("modes see no operators", OPERATORS, "or torch._C._len_torch_dispatch_stack()", "", TORCH),
+    Fault("modes of functions see no operators", OPERATORS, "or torch._C._len_torch_function_stack()", "", FOUND),
+    Fault("forward mode sees no operators", OPERATORS, "or forward_ad._current_level >= 0", "", FOUND),
+    Fault("transforms see no operators", OPERATORS, "or torch._C._functorch.peek_interpreter_stack() is not None", "",
+          TORCH),
+    Fault("profilers see no operators", OPERATORS, "or torch._C._autograd._profiler_enabled()", "", FOUND),
+    Fault("batched gradients see no operators", OPERATORS,
+          "not torch._C._dispatch_tls_is_dispatch_key_included(_BATCHED_GRADIENTS)", "True", TORCH),
+    Fault("tracers see no operators", OPERATORS, "and not torch.jit.is_tracing()", "", FOUND),
     Fault("subclasses see no operators", OPERATORS, "and _PLAIN.issuperset(map(type, tensors))", "", TORCH),
     Fault("sparse memory", OPERATORS,
           "and tensors[0].layout is tensors[1].layout is tensors[2].layout is torch.strided", "", TORCH),
