@@ -40,7 +40,7 @@ def name_of(call: Any, options: tuple[Any, ...]) -> Any:
 
 def find(name: Any, tensors: tuple[Any, ...]) -> Any:
     """What is known of calls of this name and of such tensors, q, k and v first; None if nothing is."""
-    found: Any = plan_cache.get(name)
+    found = plan_cache.get(name)
     if found is not None:
         for fits, known in found.known:
             if fits(*tensors):
@@ -56,7 +56,7 @@ def keep(name: Any, tensors: tuple[Any, ...], known: Any) -> None:
         fits = _guard(tensors)
     except (AttributeError, TypeError):  # another version of PyTorch
         return
-    found: Any = plan_cache.get(name) or Layouts()
+    found = plan_cache.get(name) or Layouts()
     found.known = ((fits, known), *found.known[: _MAX_LAYOUTS - 1])
     plan_cache.put(name, found)
 
