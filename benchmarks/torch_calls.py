@@ -21,7 +21,7 @@ import torch
 
 import flashkit
 from flashkit import torch as ft
-from flashkit.call import foreign, plan_cache
+from flashkit.call import foreign, torch_plans
 
 SHAPE = (1, 1, 16, 16)
 ROUNDS, CALLS = 400, 4
@@ -64,29 +64,31 @@ def parts(device: str, dtype: torch.dtype) -> Calls:
     """Steps of a call that finds its plan, by name."""
     q, k, v = (torch.randn(SHAPE, device=device, dtype=dtype) for _ in range(3))
     out, lse = ft.attention(q, k, v, return_lse=True)
-    memory, name = foreign.TORCH.memory, ft._plan_name((q, k, v), NO_OPTIONS, True)
+    memory, name = foreign.TORCH.memory, torch_plans.name_of(True, NO_OPTIONS)
     leaves, dout = [x.clone().requires_grad_() for x in (q, k, v)], torch.ones_like(q)
     recorded = ft.attention(*leaves)
     torch.autograd.grad(recorded, leaves, dout, retain_graph=True)
-    planned: Any = plan_cache.get(name)
-    lent = [memory(x) for x in (q, k, v)]
+    known = torch_plans.find(name, (q, k, v))
+    planned, lent = known[0], [memory(x) for x in (q, k, v)]
 
     def scope() -> None:
         with foreign.TORCH.scope(q):
             pass
 
     backward = dout, None, out, lse, False, q, k, v, {}, NO_OPTIONS, {}
+    ft._backward(None, *backward)
+    known_backward = torch_plans.find(torch_plans.name_of(3, NO_OPTIONS), (q, k, v, out, lse, dout))
     return {
-        "whether nothing else looks at the call": lambda: ft._is_plain((q, k, v)),
-        "name of the plan": lambda: ft._plan_name((q, k, v), NO_OPTIONS, True),
-        "look-up of the plan": lambda: plan_cache.get(name),
+        "whether anything else looks at the call": ft._is_watched,
+        "name of the plan": lambda: torch_plans.name_of(True, NO_OPTIONS),
+        "look-up of the plan": lambda: torch_plans.find(name, (q, k, v)),
         "device and stream": scope,
         "memory of a tensor": lambda: memory(q),
         "a new tensor": lambda: q.new_empty(SHAPE),
         "an array made of a tensor": lambda: foreign.TORCH.native("q", q),
         "the plan's call, with its results": lambda: planned.run(*lent, None),
-        "forward pass": lambda: ft._forward(False, q, k, v, {}, NO_OPTIONS, {}),
-        "backward pass": lambda: ft._backward(*backward),
+        "forward pass": lambda: ft._call(False, q, k, v, {}, NO_OPTIONS, None),
+        "backward pass": lambda: ft._backward(known_backward, *backward),
         "backward pass by autograd": lambda: torch.autograd.grad(recorded, leaves, dout, retain_graph=True),
     }
 

@@ -17,6 +17,7 @@ from .call.planned import Planned, QuantisingPlan
 from .call.positions import queries_of
 from .call.quantized import Quantized
 from .call.shape import Shape
+from .call.views import View
 from .call.vjp import Vjp
 from .errors import UnsupportedError
 from .spec import Operands, Problem
@@ -424,7 +425,7 @@ def vjp_of(q: Any, k: Any, v: Any, out: Any, lse: Any, *, backend: str | None = 
     out and lse are those of `attention` for the same arguments, dropout's seed among them.
     """
     entry = entry_of(q, k, v, backend=backend, **options)
-    if entry is None and type(q) is foreign.View:
+    if entry is None and type(q) is View:
         q, k, v, out, lse = [foreign.native("an array", x) for x in (q, k, v, out, lse)]
         return vjp_of(q, k, v, out, lse, backend=backend, **options)
     if entry is None or entry.planned is None:

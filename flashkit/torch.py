@@ -19,15 +19,16 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from . import dispatch
 from .api import attention as _attention
 from .api import entry_of, vjp_of
-from .call import foreign, plan_cache
+from .call import foreign, torch_plans
+from .call.planned import Planned
 from .call.quantized import Quantized
-from .call.shape import Shape
+from .call.torch_bias import bias_gradient
 from .call.torch_tracing import from_block_mask, trace
+from .call.views import View
 from .call.vjp import WRT, Vjp
-from .mods import Mod, dropout
+from .mods import Mod
 from .mods.block_mask import BlockMask
 
 __all__ = ["Mods", "attention", "flex_attention", "scaled_dot_product_attention"]
@@ -162,38 +163,53 @@ def _bhnd_in_bnhd_memory(q: Any, layout: str) -> bool:
     return layout == "bhnd" and q.dim() == 4 and q.stride(1) < q.stride(2)
 
 
+def _known(call: Any, given: tuple[Any, ...], tensors: Tensors, options: tuple[Any, ...], mods: Any) -> Any:
+    """The plan of such a call, and whether its result is turned; None if there is no such plan yet."""
+    return None if tensors or mods else torch_plans.find(torch_plans.name_of(call, options), given)
+
+
 def _forward(
-    with_lse: bool, q: Any, k: Any, v: Any, tensors: Tensors, options: tuple[Any, ...], mods: dict[str, Any]
-) -> tuple[Any, Any]:
-    """out, and lse or None."""
-    turned = _bhnd_in_bnhd_memory(q, options[LAYOUT]) and "page_table" not in tensors
-    name = None if tensors or mods else _plan_name((q, k, v), options, with_lse)
-    planned, memory = plan_cache.get(name), foreign.TORCH.memory
+    known: Any, with_lse: bool, q: Any, k: Any, v: Any, tensors: Tensors, options: tuple[Any, ...],
+    mods: dict[str, Any],
+) -> tuple[Any, Any]:  # fmt: skip
+    """out, and lse or None. known: of `_known` for `with_lse` and q, k and v."""
     with foreign.TORCH.scope(q):
-        if planned is not None:
+        if known is not None:
+            planned, turned = known
+            memory = View if q.is_cuda else foreign.TORCH.memory
             found = planned.run(memory(q), memory(k), memory(v), None)  # it reads addresses, in whatever order the axes
         else:
+            given, own_options = (q, k, v), options
+            turned = _bhnd_in_bnhd_memory(q, options[LAYOUT]) and "page_table" not in tensors
             if turned:
-                q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-                options = (*options[:LAYOUT], "bnhd", *options[LAYOUT + 1 :])
-            lent = foreign.Loan(foreign.TORCH, q).lend(q, k, v, **_keywords(tensors, options, mods))
+                given = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+                own_options = (*options[:LAYOUT], "bnhd", *options[LAYOUT + 1 :])
+            lent = foreign.Loan(foreign.TORCH, q).lend(*given, **_keywords(tensors, own_options, mods))
             found = _attention(**lent, return_lse=with_lse)
-            _remember(name, return_lse=with_lse, recorded=False, **lent)
+            planned = None if tensors or mods else _cached_plan(return_lse=with_lse, recorded=False, **lent)
+            if planned is not None:
+                torch_plans.keep(torch_plans.name_of(with_lse, options), (q, k, v), (planned, turned))
     out, lse = found if with_lse else (found, None)
     out = foreign.TORCH.own(out, q)
     return out.transpose(1, 2) if turned else out, None if lse is None else foreign.TORCH.own(lse, q)
 
 
+def _results(dout: Any, dlse: Any, out: Any, lse: Any) -> tuple[Any, ...]:
+    """The tensors that a backward pass reads beside the inputs of the call."""
+    return (out, lse, dout) if dlse is None else (out, lse, dout, dlse)
+
+
 def _backward(
-    dout: Any, dlse: Any, out: Any, lse: Any, of_bias: bool, q: Any, k: Any, v: Any, tensors: Tensors,
+    known: Any, dout: Any, dlse: Any, out: Any, lse: Any, of_bias: bool, q: Any, k: Any, v: Any, tensors: Tensors,
     options: tuple[Any, ...], mods: dict[str, Any],
 ) -> tuple[Any, ...]:  # fmt: skip
-    """dq, dk and dv, contiguous as (B, H, N, D), dsinks or None, dbias or None."""
-    as_they_are = not (out.is_neg() or lse.is_neg() or dout.is_neg() or (dlse is not None and dlse.is_neg()))
-    name = _plan_name((q, k, v), options, "recorded") if as_they_are and not (tensors or mods) else None
-    planned, memory = plan_cache.get(name), foreign.TORCH.memory
+    """dq, dk and dv, contiguous as (B, H, N, D), dsinks or None, dbias or None.
+
+    known: of `_known` for the number of `_results`, and q, k, v and these.
+    """
     with foreign.TORCH.scope(q):
-        if planned is not None:
+        if known is not None:
+            planned, memory = known[0], foreign.TORCH.memory
             of_results = planned.recorded(memory(q), memory(k), memory(v), memory(out), memory(lse))
             vjp: Any = Vjp(planned.problem, *of_results)
             arrays = memory(dout), None if dlse is None else memory(dlse)
@@ -203,106 +219,27 @@ def _backward(
             arrays = lent.pop("dout"), lent.pop("dlse")
             keywords = loan.borrow(**_keywords(tensors, options, mods))
             vjp = vjp_of(**lent, **keywords)
-            _remember(name, lent["q"], lent["k"], lent["v"], **keywords)
-        empty = arrays[0].empty if type(arrays[0]) is foreign.View else None
+            planned = None if tensors or mods else _cached_plan(lent["q"], lent["k"], lent["v"], **keywords)
+            if planned is not None:
+                results = _results(dout, dlse, out, lse)
+                torch_plans.keep(torch_plans.name_of(len(results), options), (q, k, v, *results), (planned, False))
+        empty = arrays[0].empty if type(arrays[0]) is View else None
         found = vjp.gradients(*arrays, WRT if "sinks" in tensors else WRT[:3], empty)
         dq, dk, dv, *dsinks = [foreign.TORCH.own(x, q) for x in found]
         dbias = None
         if of_bias:
             given = dict.fromkeys(TENSORS) | tensors | dict(zip(OPTIONS, options, strict=True))
-            dbias = _bias_gradient(vjp.shape, dout, dlse, out, lse, q, k, v, given)
+            dbias = bias_gradient(vjp.shape, dout, dlse, out, lse, q, k, v, given)
     return dq, dk, dv, dsinks[0] if dsinks else None, dbias
 
 
-def _plan_name(tensors: tuple[Any, Any, Any], options: tuple[Any, ...], call: Any) -> Any:
-    """The key of a cached plan, made of the tensors q, k and v: arrays of their memory take several times as long. None
-    where the memory is not the tensors' as they are, or each call has its own number of keys.
-    """
-    q, k, v = tensors
-    of_q, of_k, of_v = q.shape, k.shape, v.shape
-    if q.is_cpu and plan_cache.keys_axis(of_q, of_k, of_v, options[LAYOUT]):
+def _cached_plan(q: Any, k: Any, v: Any, out: Any = None, **keywords: Any) -> Planned | None:
+    """The plan that `attention` has cached for a call, if it is for any call of these layouts and reads addresses."""
+    if type(q) is not View and not isinstance(q, np.ndarray):
         return None
-    types = tuple(map(type, options))  # of the key, since True == 1
-    if not _NUMBERS.issuperset(types):
-        return None
-    if q.is_neg() or k.is_neg() or v.is_neg() or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % q.element_size():
-        return None
-    return (
-        of_q, of_k, of_v, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.get_device(), k.get_device(),
-        v.get_device(), call, options, types, dispatch.state(),
-    )  # fmt: skip
-
-
-_NUMBERS = frozenset({type(None), bool, int, float, str})
-
-
-def _remember(name: Any, q: Any, k: Any, v: Any, out: Any = None, **keywords: Any) -> None:
-    """Keep the plan of a call, if it is cached, under a name of `_plan_name`, too."""
-    if name is None or (type(q) is not foreign.View and not isinstance(q, np.ndarray)):
-        return
     entry = entry_of(q, k, v, **keywords)
-    if entry is not None and entry.fixed and entry.planned is not None and entry.planned.reads_addresses:
-        plan_cache.put(name, entry.planned)
-
-
-def _bias_gradient(
-    shape: Shape, dout: Any, dlse: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, given: dict[str, Any]
-) -> Any:
-    """dS of the backward pass, summed to the bias: as large as the scores of one batch entry, and of the bias itself.
-
-    Dao, "FlashAttention-2", 2023, arXiv 2307.08691, Algorithm 2: P = exp(S - lse), dS = P * (dP - delta).
-    """
-    wide, bias = lse.dtype, given["bias"]
-    q, k, v, out, dout = (shape.four_axes(x).to(wide) for x in (q, k, v, out, dout))
-    (batch, heads, n_q, d), (heads_k, n_k) = q.shape, k.shape[1:3]
-    k, v = (x.repeat_interleave(heads // max(heads_k, 1), 1) for x in (k, v))
-    lse = lse.reshape(batch, heads, n_q, 1)
-    delta = (dout * out).sum(-1, keepdim=True)
-    if dlse is not None:
-        delta = delta - dlse.reshape(delta.shape)
-    lengths = torch.full((batch,), n_k, device=q.device) if given["kv_lengths"] is None else given["kv_lengths"]
-    offsets = given["q_offsets"] if given["q_offset"] is None else torch.tensor(given["q_offset"], device=q.device)
-    offsets = (lengths - n_q if offsets is None else offsets).to(q.device).expand(batch)
-    keys = torch.arange(n_k, device=q.device)
-    scale = d**-0.5 if given["scale"] is None else given["scale"]
-
-    def entry(name: str, b: int) -> Any:
-        """What broadcasts to (Hq, Nq, Nk) for a batch entry."""
-        x = given[name]
-        x = x.reshape(-1, *x.shape[-3:]) if x.dim() > 3 else x
-        return x[b if x.shape[0] > 1 else 0] if x.dim() > 3 else x
-
-    total = torch.zeros((), dtype=wide, device=q.device).expand(bias.shape).clone()
-    parts = total.reshape(-1, *bias.shape[-3:]) if bias.dim() > 3 else total[None]
-    for b in range(batch):
-        at = torch.arange(n_q, device=q.device)[:, None] + offsets[b]
-        visible = (keys < lengths.to(q.device)[b]).expand(n_q, n_k)
-        if given["causal"]:
-            visible = visible & (keys <= at)
-        if given["window_left"] is not None:
-            visible = visible & (keys >= at - given["window_left"])
-        if given["window_right"] is not None:
-            visible = visible & (keys <= at + given["window_right"])
-        if given["mask"] is not None:
-            visible = visible & entry("mask", b)
-        s = scale * (q[b] @ k[b].mT)
-        if given["softcap"] is not None:
-            s = given["softcap"] * torch.tanh(s / given["softcap"])
-        if given["alibi_slopes"] is not None:
-            slopes = given["alibi_slopes"].to(wide).expand(batch, heads)[b]
-            s = s - slopes[:, None, None] * (at - keys).abs()
-        s = s + entry("bias", b).to(wide)
-        dp = dout[b] @ v[b].mT
-        if given["dropout_p"]:
-            kept = dropout.keep(
-                int(given["seed"]), given["dropout_p"], b, np.arange(heads)[:, None, None], np.arange(n_q)[:, None],
-                np.arange(n_k),
-            )  # fmt: skip
-            dp = torch.from_numpy(kept).to(q.device) * dp / (1 - given["dropout_p"])
-        ds = torch.where(visible & lse[b].isfinite(), torch.exp(s - lse[b]) * (dp - delta[b]), 0)
-        part = parts[b if len(parts) > 1 else 0]
-        part += ds.sum_to_size(part.shape) if part.dim() == 3 else ds.sum(0).sum_to_size(part.shape)
-    return total.to(bias.dtype)
+    planned = entry.planned if entry is not None and entry.fixed else None
+    return planned if planned is not None and planned.reads_addresses else None
 
 
 # --- the operators ----------------------------------------------------------------------------------------------------
@@ -324,7 +261,8 @@ def _lse_dtype(q: Any) -> Any:
 def _forward_impl(with_lse: bool, q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
     tensors, options, mods = _given(rest)
     with torch.no_grad():  # below autograd; `requires_grad` says nothing here
-        out, lse = _forward(with_lse, q, k, v, tensors, options, _mods[mods] if mods else {})
+        known = _known(with_lse, (q, k, v), tensors, options, mods)
+        out, lse = _forward(known, with_lse, q, k, v, tensors, options, _mods[mods] if mods else {})
     return out, q.new_empty(0, dtype=_lse_dtype(q)) if lse is None else lse
 
 
@@ -333,7 +271,9 @@ def _backward_impl(
 ) -> tuple[Any, ...]:
     tensors, options, mods = _given(rest)
     with torch.no_grad():
-        found = _backward(dout, dlse, out, lse, of_bias, q, k, v, tensors, options, _mods[mods] if mods else {})
+        results = _results(dout, dlse, out, lse)
+        known = _known(len(results), (q, k, v, *results), tensors, options, mods)
+        found = _backward(known, dout, dlse, out, lse, of_bias, q, k, v, tensors, options, _mods[mods] if mods else {})
     return tuple(q.new_empty(0) if x is None else x for x in found)
 
 
@@ -379,19 +319,25 @@ _forward_op = torch.ops.flashkit.attention.default
 _backward_op = torch.ops.flashkit.attention_backward.default
 
 
+def _is_watched() -> bool:
+    """Whether a compiler, transform, mode or profiler looks at the calls of this thread."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or forward_ad._current_level >= 0
+        or torch._C._autograd._profiler_enabled()
+    )
+
+
 def _is_plain(tensors: tuple[Any, ...]) -> bool:
-    """Whether nothing but this call looks at it: no compiler, transform, mode or profiler, and no subclass; and the
-    first three tensors are memory.
+    """Whether the operators would do nothing but compute, in a thread that is not watched: no subclass, no tracer, no
+    batched gradients; and the first three tensors are memory. Guards find the same (`torch_plans`).
     """
     return (
-        not torch.compiler.is_compiling()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and not torch._C._dispatch_tls_is_dispatch_key_included(_BATCHED_GRADIENTS)
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._len_torch_function_stack() == 0
-        and forward_ad._current_level < 0
+        not torch._C._dispatch_tls_is_dispatch_key_included(_BATCHED_GRADIENTS)
         and not torch.jit.is_tracing()
-        and not torch._C._autograd._profiler_enabled()
         and _PLAIN.issuperset(map(type, tensors))
         and tensors[0].layout is tensors[1].layout is tensors[2].layout is torch.strided
     )
@@ -438,11 +384,14 @@ class _Function(torch.autograd.Function):
         q, k, v, *given, out, lse = ctx.saved_tensors
         tensors, options, mods = dict(zip(ctx.names, given, strict=True)), ctx.options, ctx.mods
         of_bias = "bias" in tensors and ctx.needs_input_grad[6 + ctx.names.index("bias")]
-        results = torch.zeros_like(out) if dout is None else dout, dlse, out, lse, of_bias
-        if _is_plain((q, k, v, *given, out, lse, *[x for x in results[:2] if x is not None])):
-            found = _backward(*results, q, k, v, tensors, options, {} if mods is None else _mods[mods.number])
+        dout = torch.zeros_like(out) if dout is None else dout
+        arguments, all_tensors = (dout, dlse, out, lse, of_bias, q, k, v), (q, k, v, *_results(dout, dlse, out, lse))
+        watched = _is_watched()
+        known = None if watched else _known(len(all_tensors) - 3, all_tensors, tensors, options, mods)
+        if known is not None or (not watched and _is_plain((*all_tensors, *given))):
+            found = _backward(known, *arguments, tensors, options, {} if mods is None else _mods[mods.number])
         else:
-            found = _backward_op(*results, q, k, v, *_flat(tensors, options, mods))
+            found = _backward_op(*arguments, *_flat(tensors, options, mods))
         dq, dk, dv, dsinks, dbias = found
         if not given:
             return None, None, None, dq, dk, dv
@@ -473,8 +422,10 @@ def _call(
     with_lse: bool, q: Any, k: Any, v: Any, tensors: Tensors, options: tuple[Any, ...], mods: Mods | None
 ) -> tuple[Any, Any]:
     """out and lse, which without `with_lse` is of no use."""
-    if _is_plain((q, k, v, *tensors.values())):
-        return _forward(with_lse, q, k, v, tensors, options, {} if mods is None else _mods[mods.number])
+    watched = _is_watched()
+    known = None if watched else _known(with_lse, (q, k, v), tensors, options, mods)
+    if known is not None or (not watched and _is_plain((q, k, v, *tensors.values()))):
+        return _forward(known, with_lse, q, k, v, tensors, options, {} if mods is None else _mods[mods.number])
     found: tuple[Any, Any] = _forward_op(with_lse, q, k, v, *_flat(tensors, options, mods))
     return found
 
@@ -634,17 +585,15 @@ def scaled_dot_product_attention(
     """
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask is given beside is_causal=True; one of them fits")
-    if query.dim() > 2:
-        head_axis, shape = -3, query.shape
-        if shape != key.shape or shape != value.shape:
-            batches = [x.shape[:head_axis] for x in (query, key, value)]
-            if batches[0] != batches[1] or batches[1] != batches[2]:
-                batch = torch.broadcast_shapes(*batches)
-                query, key, value = (x.expand(*batch, *x.shape[head_axis:]) for x in (query, key, value))
-        if not enable_gqa and shape[head_axis] != key.shape[head_axis]:
+    shape = query.shape
+    if len(shape) > 2 and not shape == key.shape == value.shape:
+        batches = [x.shape[:-3] for x in (query, key, value)]
+        if batches[0] != batches[1] or batches[1] != batches[2]:
+            batch = torch.broadcast_shapes(*batches)
+            query, key, value = (x.expand(*batch, *x.shape[-3:]) for x in (query, key, value))
+        if not enable_gqa and shape[-3] != key.shape[-3]:
             raise ValueError(
-                f"query has {query.shape[head_axis]} heads, key {key.shape[head_axis]}; equal numbers fit, or "
-                "enable_gqa=True"
+                f"query has {shape[-3]} heads, key {key.shape[-3]}; equal numbers fit, or enable_gqa=True"
             )
     return attention(
         query, key, value, mask=attn_mask, dropout_p=dropout_p, causal=is_causal, q_offset=0 if is_causal else None,

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..spec import ITEMSIZE, name_of
 from . import foreign
+from .views import View
 
 
 def kind_of(array: Any) -> str | None:
@@ -20,7 +21,7 @@ def kind_of(array: Any) -> str | None:
     if isinstance(array, np.ndarray):
         return "numpy"
     cupy = sys.modules.get("cupy")
-    return "cupy" if cupy is not None and isinstance(array, (cupy.ndarray, foreign.View)) else None
+    return "cupy" if cupy is not None and isinstance(array, (cupy.ndarray, View)) else None
 
 
 def namespace(kind: str) -> Any:
@@ -104,7 +105,7 @@ def layout(array: Any) -> tuple[Any, ...]:
     planned call depends on.
     """
     kind = type(array)
-    if kind is foreign.View:
+    if kind is View:
         return array.layout
     if kind not in _cupy_types:
         found = "numpy" if kind is np.ndarray else kind_of(array)  # the fastest test first
@@ -127,7 +128,7 @@ def contiguous(array: Any) -> bool:
     """Whether it is an array with the memory layout of a new one, which a kernel may write."""
     if isinstance(array, np.ndarray):
         return array.flags.carray
-    if type(array) is foreign.View:
+    if type(array) is View:
         return bool(array.tensor.is_contiguous())
     return kind_of(array) is not None and bool(array.flags.c_contiguous)
 

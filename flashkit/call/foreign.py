@@ -7,14 +7,16 @@ it has no way to carry NumPy's bfloat16 and does not know the current stream of 
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
+
+from . import views
+from .views import View, bfloat16, cupy_for
 
 _HERE: AbstractContextManager[None] = nullcontext()
 """Of `Library.scope`, where nothing has to change. It may be entered many times at once."""
@@ -41,7 +43,7 @@ class Library:
         if kind not in (1, 2, 3, 13):  # CPU, CUDA, CUDA's pinned and managed memory
             raise TypeError(f"{name} lies on a device of DLPack's kind {kind}; an array on a CPU or a CUDA device fits")
         try:
-            return (np if kind == 1 else _cupy(name)).from_dlpack(array)
+            return (np if kind == 1 else cupy_for(name)).from_dlpack(array)
         except (TypeError, ValueError, RuntimeError, BufferError) as error:
             raise TypeError(f"{name} is a {full_name(array)} that DLPack does not carry over: {error}") from error
 
@@ -76,7 +78,7 @@ class Torch(Library):
     def native(self, name: str, array: Any) -> Any:
         torch = self._checked(name, array)
         if array.is_cuda:
-            return _cuda_array(torch, name, array)
+            return views.cuda_array(torch, name, array)
         if not array.is_cpu:
             raise TypeError(f"{name} lies on {array.device}; a tensor on a CPU or a CUDA device fits")
         try:
@@ -90,7 +92,7 @@ class Torch(Library):
             return View(tensor)
         torch = sys.modules["torch"]
         if tensor.dtype is torch.bfloat16:
-            return tensor.view(torch.int16).numpy(force=True).view(_bfloat16())
+            return tensor.view(torch.int16).numpy(force=True).view(bfloat16())
         return tensor.numpy(force=True)  # without the graph, and with negations computed
 
     def lends_views(self, array: Any) -> bool:
@@ -131,7 +133,7 @@ class Torch(Library):
     def scope(self, array: Any) -> AbstractContextManager[None]:
         if not array.is_cuda:
             return _HERE
-        cupy, index = sys.modules.get("cupy") or _cupy("q"), array.get_device()
+        cupy, index = sys.modules.get("cupy") or cupy_for("q"), array.get_device()
         stream = sys.modules["torch"]._C._cuda_getCurrentRawStream(index)  # `torch.cuda.current_stream` makes an object
         current = cupy.cuda.runtime.getDevice() == index and cupy.cuda.get_current_stream().ptr == stream
         if current and stream == 0:  # the default stream, which is not captured
@@ -215,7 +217,7 @@ class Jax(Library):
             return np.asarray(array)  # a view, of bfloat16 too
         if device.platform not in ("gpu", "cuda"):
             raise TypeError(f"{name} lies on {device}; an array on a CPU or a CUDA device fits")
-        return _cupy(name).from_dlpack(array)
+        return cupy_for(name).from_dlpack(array)
 
     def own(self, native: Any, like: Any) -> Any:
         jax = sys.modules["jax"]
@@ -226,7 +228,7 @@ class Jax(Library):
 
     def scope(self, array: Any) -> AbstractContextManager[None]:
         device = self.device("q", array)
-        return _HERE if device.platform == "cpu" else _cupy("q").cuda.Device(device.local_hardware_id)
+        return _HERE if device.platform == "cpu" else cupy_for("q").cuda.Device(device.local_hardware_id)
 
 
 class CudaArrays(Library):
@@ -235,111 +237,20 @@ class CudaArrays(Library):
     name = "CUDA"
 
     def place(self, array: Any) -> Any:
-        return _cupy("an array").cuda.runtime.pointerGetAttributes(array.__cuda_array_interface__["data"][0]).device
+        return cupy_for("an array").cuda.runtime.pointerGetAttributes(array.__cuda_array_interface__["data"][0]).device
 
     def describe(self, array: Any) -> str:
         return full_name(array)
 
     def native(self, name: str, array: Any) -> Any:
-        return _cupy(name).asarray(array)
+        return cupy_for(name).asarray(array)
 
     def own(self, native: Any, like: Any) -> Any:
         if type(like).__module__.partition(".")[0] != "numba":
             return native
         from numba import cuda
 
-        return cuda.as_cuda_array(native)
-
-
-class View:
-    """A tensor on a CUDA device as what a plan reads of an array of CuPy: layout and address.
-
-    To make an array of CuPy takes several times as long. A call that finds no plan makes them of its views (`Views`).
-
-    Attributes
-    ----------
-    tensor : torch.Tensor
-        Whose memory it is. It is kept alive.
-    ptr : int
-        The address of its first element.
-    """
-
-    __slots__ = "_layout", "ptr", "tensor"
-
-    def __init__(self, tensor: Any) -> None:
-        self.tensor, self.ptr = tensor, tensor.data_ptr()
-        self._layout: tuple[Any, ...] | None = None
-
-    @property
-    def layout(self) -> tuple[Any, ...]:
-        """What `arrays.layout` says of such an array of CuPy."""
-        if (known := self._layout) is None:
-            tensor = self.tensor
-            dtype = _numpy_dtype("a tensor", tensor.dtype)
-            size, device = dtype.itemsize, tensor.get_device()
-            strides = tuple([size * n for n in tensor.stride()])
-            known = self._layout = _cupy("a tensor").ndarray, tuple(tensor.shape), strides, dtype, device
-        return known
-
-    shape = property(lambda self: self.layout[1])
-    strides = property(lambda self: self.layout[2])
-    dtype = property(lambda self: self.layout[3])
-    ndim = property(lambda self: len(self.layout[1]))
-    data = property(lambda self: self)  # x.data.ptr and x.data.device_id, as of CuPy's arrays
-    device_id = property(lambda self: self.layout[4])
-
-    def __len__(self) -> int:
-        return len(self.tensor)
-
-    def __getitem__(self, index: Any) -> View:
-        return View(self.tensor[index])
-
-    def swapaxes(self, a: int, b: int) -> View:
-        return View(self.tensor.transpose(a, b))
-
-    def reshape(self, shape: tuple[int, ...]) -> View:
-        return self if self.shape == shape else View(self.tensor.reshape(shape))
-
-    def view(self) -> View:
-        return self
-
-    def copy(self) -> View:
-        """A C-contiguous copy."""
-        return View(self.tensor.clone(memory_format=sys.modules["torch"].contiguous_format))
-
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> View:
-        """New memory, C-contiguous, on the current device: in a `scope` that of the tensor."""
-        return View(_allocator()(shape, _strides(shape), _torch_dtype(dtype)))
-
-
-@cache
-def _allocator() -> Any:
-    """A function of shape, strides and dtype. `Tensor.new_empty` takes 2 us longer than that of PyTorch's compiler."""
-    torch = sys.modules["torch"]
-    try:
-        return torch._C._dynamo.guards._empty_strided_cuda
-    except AttributeError:
-        return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
-
-
-@lru_cache(maxsize=256)
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a C-contiguous tensor, in elements."""
-    return tuple([math.prod(shape[axis + 1 :]) for axis in range(len(shape))])
-
-
-@cache
-def _torch_dtype(dtype: Any) -> Any:
-    return getattr(sys.modules["torch"], dtype.name)
-
-
-@cache
-def _numpy_dtype(name: str, dtype: Any) -> Any:
-    try:
-        known = str(dtype).removeprefix("torch.")
-        return _bfloat16() if known == "bfloat16" else np.dtype(known)
-    except TypeError:
-        raise TypeError(f"{name} has dtype {dtype}; NumPy has no such dtype") from None
+        return cuda.asviews.cuda_array(native)
 
 
 class Views(Library):
@@ -354,7 +265,7 @@ class Views(Library):
         return TORCH.describe(array.tensor)
 
     def native(self, name: str, array: Any) -> Any:
-        return _cuda_array(sys.modules["torch"], name, array.tensor)
+        return views.cuda_array(sys.modules["torch"], name, array.tensor)
 
     def own(self, native: Any, like: Any) -> Any:
         return View(sys.modules["torch"].from_dlpack(native))
@@ -403,47 +314,12 @@ def full_name(array: Any) -> str:
     return f"{type(array).__module__}.{type(array).__qualname__}"
 
 
-def _bfloat16() -> Any:
-    import ml_dtypes
-
-    return np.dtype(ml_dtypes.bfloat16)
-
-
 def _is_dual(array: Any) -> bool:
     """Whether a tensor carries a tangent of forward-mode differentiation."""
     forward = sys.modules.get("torch.autograd.forward_ad")
     if forward is None or forward._current_level < 0:
         return False
     return forward.unpack_dual(array).tangent is not None
-
-
-def _cupy(name: str) -> Any:
-    """The module cupy; TypeError with the command that installs it."""
-    try:
-        import cupy
-    except ImportError as error:
-        raise TypeError(
-            f"{name} lies on a CUDA device, where flashkit computes through CuPy, which cannot be imported ({error}); "
-            'pip install "flashkit-attention[cuda13]" installs it'
-        ) from error
-    return cupy
-
-
-def _cuda_array(torch: Any, name: str, tensor: Any) -> Any:
-    """A tensor on a CUDA device as an array of CuPy, by its address: DLPack would synchronize streams."""
-    cupy = _cupy(name)
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{name} has the layout {tensor.layout}; a strided tensor fits")
-    if tensor.is_neg():
-        tensor = tensor.resolve_neg()
-    dtype, shape = _numpy_dtype(name, tensor.dtype), tuple(tensor.shape)
-    if 0 in shape:
-        return cupy.empty(shape, dtype)
-    storage, size = tensor.untyped_storage(), dtype.itemsize
-    # The whole storage, so that views of one are seen to share memory.
-    memory = cupy.cuda.UnownedMemory(storage.data_ptr(), storage.nbytes(), tensor, tensor.get_device())
-    pointer = cupy.cuda.MemoryPointer(memory, tensor.data_ptr() - storage.data_ptr())
-    return cupy.ndarray(shape, dtype, pointer, strides=tuple([size * n for n in tensor.stride()]))
 
 
 HOST_INTEGERS = ("kv_lengths", "q_offset", "q_lengths", "cu_seqlens", "page_table")

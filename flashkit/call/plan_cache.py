@@ -16,9 +16,10 @@ from .. import dispatch
 from ..devices.forking import inner_lock
 from ..mods.block_mask import BlockMask
 from ..spec import Operands, Problem
-from . import arrays, foreign
+from . import arrays
 from .planned import Planned
 from .shape import LAYOUTS, Shape
+from .views import View
 from .vjp import Vjp
 
 FEW_QUERIES, MIN_KEYS = 8, 16
@@ -28,7 +29,7 @@ of keys, so calls over more and more keys share a plan and give the bits of a pl
 _MAX_PLANS = 256
 _MAX_MASK_BYTES = 1 << 20  # of a block mask that a cached plan keeps alive
 _MAX_OFFSET_BYTES = 1 << 14  # of offsets that are part of a key
-_plans: dict[Any, Planned] = {}
+_plans: dict[Any, Any] = {}  # plans, and `torch_plans.Layouts`; each has a `last_use`
 _lock = inner_lock()
 _ticks = count()
 
@@ -141,7 +142,7 @@ def entry(
     if name is None:
         return None
     made = Entry(name, anew, axis, kv_lengths, offsets, q_offset is None)
-    if type(q) is foreign.View and not (made.planned is not None and made.planned.reads_addresses):
+    if type(q) is View and not (made.planned is not None and made.planned.reads_addresses):
         return None  # it takes arrays to make a plan
     return made
 
@@ -248,8 +249,8 @@ def names_of(given: Sequence[Any], operands: Operands) -> tuple[str, ...] | None
     return names if all(len(each) == 1 for each in found) and len(set(names)) == len(names) else None
 
 
-def get(key: Any) -> Planned | None:
-    """The cached plan of this key."""
+def get(key: Any) -> Any:
+    """The cached plan of this key, or None."""
     try:
         found = _plans.get(key)
     except TypeError:  # an option cannot be hashed
@@ -259,8 +260,8 @@ def get(key: Any) -> Planned | None:
     return found
 
 
-def put(key: Any, planned: Planned) -> None:
-    """Cache a plan; the least recently used ones are dropped."""
+def put(key: Any, planned: Any) -> None:
+    """Cache a plan, or what else has a `last_use`; the least recently used ones are dropped."""
     with _lock, suppress(TypeError):
         _plans[key] = planned
         planned.last_use = next(_ticks)

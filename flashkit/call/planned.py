@@ -16,11 +16,11 @@ from ..spec import Gradients, Operands, Problem
 from . import arrays, foreign
 from .checks import check_out
 from .compose import check_indices
-from .foreign import View
 from .loans import loan_of
 from .positions import are_read, check_default_offset, kv_lengths_of, q_offset_range, q_offsets_of
 from .sequences import check_pages, table_of
 from .shape import Shape
+from .views import View
 
 LENGTHS = "kv_lengths", "q_offset", "page_table"
 """What calls of a plan that was made with kv_lengths may pass, in the order of a bound call's arguments."""

@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 
 import flashkit  # noqa: E402
 from flashkit import torch as ft  # noqa: E402
-from flashkit.call import foreign  # noqa: E402
+from flashkit.call import foreign, views  # noqa: E402
 
 sdpa = torch.nn.functional.scaled_dot_product_attention
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -137,8 +137,8 @@ def test_calls_of_one_layout_make_no_arrays(monkeypatch: pytest.MonkeyPatch) -> 
     wide = torch.randn(2, 4, 60, 128, device="cuda").half()
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     made: list[Any] = []
-    make = foreign._cuda_array
-    monkeypatch.setattr(foreign, "_cuda_array", lambda *given: made.append(given) or make(*given))
+    make = views.cuda_array
+    monkeypatch.setattr(views, "cuda_array", lambda *given: made.append(given) or make(*given))
     layouts = [(q, k, v), (q, turned[1], v), (q, wide[..., :64], v), (q[:, :, :33], k, v), tuple(turned)]
     layouts += [(q.bfloat16(), k.bfloat16(), v.bfloat16()), (q[0], k[0], v[0])]
     stream = torch.cuda.Stream()

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 import flashkit  # noqa: E402
 from flashkit import torch as ft  # noqa: E402
 from flashkit.backends.cuda_common.backend import VARIABLE  # noqa: E402
-from flashkit.call import foreign, plan_cache  # noqa: E402
+from flashkit.call import foreign, plan_cache, views  # noqa: E402
 from flashkit.call.planned import Planned  # noqa: E402
 
 from .device import BASE  # noqa: E402
@@ -96,7 +96,7 @@ def tagged(x: Any) -> Any:
 def torch_on_the_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(VARIABLE, "simt")  # whose kernels compile fast
     monkeypatch.setattr(torch, "from_dlpack", over)
-    monkeypatch.setattr(foreign, "_allocator", lambda: allocate)
+    monkeypatch.setattr(views, "_allocator", lambda: allocate)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STATE.stream, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(ft, "_PLAIN", frozenset({Tensor, torch.Tensor}))
@@ -251,7 +251,7 @@ def test_a_view_is_as_an_array_of_cupy() -> None:
     import cupy
 
     x = on_device(torch.randn(3, 4, 5)).transpose(0, 1)
-    view, array = foreign.View(x), foreign.native("x", x)
+    view, array = views.View(x), foreign.native("x", x)
     assert type(array) is cupy.ndarray
     from flashkit.call import arrays
 

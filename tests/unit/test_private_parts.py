@@ -32,7 +32,7 @@ ATTRIBUTES = {
     "_len_torch_dispatch_stack": "torch: torch", "_len_torch_function_stack": "torch: torch",
     "_autograd": "torch: torch", "_profiler_enabled": "torch: torch", "_parse_dispatch_key": "torch: torch",
     "_dispatch_tls_is_dispatch_key_included": "torch: torch",
-    "_dynamo": "torch: call/foreign", "_empty_strided_cuda": "torch: call/foreign",
+    "_dynamo": "torch: call/views, call/torch_plans", "_empty_strided_cuda": "torch: call/views",
     "_is_owned": "Python: threading.RLock, forking", "_dispose": "llvmlite: pass_managers",
 }  # fmt: skip
 """Attributes with a leading underscore that flashkit does not define itself."""

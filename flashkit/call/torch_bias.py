@@ -1,0 +1,71 @@
+"""The gradient of a bias, by PyTorch's own operations: no backend computes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..mods import dropout
+from .shape import Shape
+
+
+def bias_gradient(
+    shape: Shape, dout: Any, dlse: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, given: dict[str, Any]
+) -> Any:
+    """dS of the backward pass, summed to the bias: as large as the scores of one batch entry, and of the bias itself.
+
+    Dao, "FlashAttention-2", 2023, arXiv 2307.08691, Algorithm 2: P = exp(S - lse), dS = P * (dP - delta).
+    """
+    wide, bias = lse.dtype, given["bias"]
+    q, k, v, out, dout = (shape.four_axes(x).to(wide) for x in (q, k, v, out, dout))
+    (batch, heads, n_q, d), (heads_k, n_k) = q.shape, k.shape[1:3]
+    k, v = (x.repeat_interleave(heads // max(heads_k, 1), 1) for x in (k, v))
+    lse = lse.reshape(batch, heads, n_q, 1)
+    delta = (dout * out).sum(-1, keepdim=True)
+    if dlse is not None:
+        delta = delta - dlse.reshape(delta.shape)
+    lengths = torch.full((batch,), n_k, device=q.device) if given["kv_lengths"] is None else given["kv_lengths"]
+    offsets = given["q_offsets"] if given["q_offset"] is None else torch.tensor(given["q_offset"], device=q.device)
+    offsets = (lengths - n_q if offsets is None else offsets).to(q.device).expand(batch)
+    keys = torch.arange(n_k, device=q.device)
+    scale = d**-0.5 if given["scale"] is None else given["scale"]
+
+    def entry(name: str, b: int) -> Any:
+        """What broadcasts to (Hq, Nq, Nk) for a batch entry."""
+        x = given[name]
+        x = x.reshape(-1, *x.shape[-3:]) if x.dim() > 3 else x
+        return x[b if x.shape[0] > 1 else 0] if x.dim() > 3 else x
+
+    total = torch.zeros((), dtype=wide, device=q.device).expand(bias.shape).clone()
+    parts = total.reshape(-1, *bias.shape[-3:]) if bias.dim() > 3 else total[None]
+    for b in range(batch):
+        at = torch.arange(n_q, device=q.device)[:, None] + offsets[b]
+        visible = (keys < lengths.to(q.device)[b]).expand(n_q, n_k)
+        if given["causal"]:
+            visible = visible & (keys <= at)
+        if given["window_left"] is not None:
+            visible = visible & (keys >= at - given["window_left"])
+        if given["window_right"] is not None:
+            visible = visible & (keys <= at + given["window_right"])
+        if given["mask"] is not None:
+            visible = visible & entry("mask", b)
+        s = scale * (q[b] @ k[b].mT)
+        if given["softcap"] is not None:
+            s = given["softcap"] * torch.tanh(s / given["softcap"])
+        if given["alibi_slopes"] is not None:
+            slopes = given["alibi_slopes"].to(wide).expand(batch, heads)[b]
+            s = s - slopes[:, None, None] * (at - keys).abs()
+        s = s + entry("bias", b).to(wide)
+        dp = dout[b] @ v[b].mT
+        if given["dropout_p"]:
+            kept = dropout.keep(
+                int(given["seed"]), given["dropout_p"], b, np.arange(heads)[:, None, None], np.arange(n_q)[:, None],
+                np.arange(n_k),
+            )  # fmt: skip
+            dp = torch.from_numpy(kept).to(q.device) * dp / (1 - given["dropout_p"])
+        ds = torch.where(visible & lse[b].isfinite(), torch.exp(s - lse[b]) * (dp - delta[b]), 0)
+        part = parts[b if len(parts) > 1 else 0]
+        part += ds.sum_to_size(part.shape) if part.dim() == 3 else ds.sum(0).sum_to_size(part.shape)
+    return total.to(bias.dtype)

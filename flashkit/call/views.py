@@ -1,0 +1,140 @@
+"""Tensors of PyTorch on CUDA devices as a plan reads them: layout and address, new memory, and arrays of CuPy.
+
+Nothing is imported that is not there already, but CuPy.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+
+
+class View:
+    """A tensor on a CUDA device as what a plan reads of an array of CuPy: layout and address.
+
+    To make an array of CuPy takes several times as long. A call that finds no plan makes them of its views
+    (`foreign.Views`).
+
+    Attributes
+    ----------
+    tensor : torch.Tensor
+        Whose memory it is. It is kept alive.
+    ptr : int
+        The address of its first element.
+    """
+
+    __slots__ = "_layout", "ptr", "tensor"
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor, self.ptr = tensor, tensor.data_ptr()
+        self._layout: tuple[Any, ...] | None = None
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """What `arrays.layout` says of such an array of CuPy."""
+        if (known := self._layout) is None:
+            tensor = self.tensor
+            dtype = numpy_dtype("a tensor", tensor.dtype)
+            size, device = dtype.itemsize, tensor.get_device()
+            strides = tuple([size * n for n in tensor.stride()])
+            known = self._layout = cupy_for("a tensor").ndarray, tuple(tensor.shape), strides, dtype, device
+        return known
+
+    shape = property(lambda self: self.layout[1])
+    strides = property(lambda self: self.layout[2])
+    dtype = property(lambda self: self.layout[3])
+    ndim = property(lambda self: len(self.layout[1]))
+    data = property(lambda self: self)  # x.data.ptr and x.data.device_id, as of CuPy's arrays
+    device_id = property(lambda self: self.layout[4])
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def __getitem__(self, index: Any) -> View:
+        return View(self.tensor[index])
+
+    def swapaxes(self, a: int, b: int) -> View:
+        return View(self.tensor.transpose(a, b))
+
+    def reshape(self, shape: tuple[int, ...]) -> View:
+        return self if self.shape == shape else View(self.tensor.reshape(shape))
+
+    def view(self) -> View:
+        return self
+
+    def copy(self) -> View:
+        """A C-contiguous copy."""
+        return View(self.tensor.clone(memory_format=sys.modules["torch"].contiguous_format))
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> View:
+        """New memory, C-contiguous, on the current device: in a `scope` that of the tensor."""
+        return View(_allocator()(shape, _strides(shape), _torch_dtype(dtype)))
+
+
+@cache
+def _allocator() -> Any:
+    """A function of shape, strides and dtype. `Tensor.new_empty` takes 2 us longer than that of PyTorch's compiler."""
+    torch = sys.modules["torch"]
+    try:
+        return torch._C._dynamo.guards._empty_strided_cuda
+    except AttributeError:
+        return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+@lru_cache(maxsize=256)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a C-contiguous tensor, in elements."""
+    return tuple([math.prod(shape[axis + 1 :]) for axis in range(len(shape))])
+
+
+@cache
+def _torch_dtype(dtype: Any) -> Any:
+    return getattr(sys.modules["torch"], dtype.name)
+
+
+@cache
+def numpy_dtype(name: str, dtype: Any) -> Any:
+    try:
+        known = str(dtype).removeprefix("torch.")
+        return bfloat16() if known == "bfloat16" else np.dtype(known)
+    except TypeError:
+        raise TypeError(f"{name} has dtype {dtype}; NumPy has no such dtype") from None
+
+
+def cuda_array(torch: Any, name: str, tensor: Any) -> Any:
+    """A tensor on a CUDA device as an array of CuPy, by its address: DLPack would synchronize streams."""
+    cupy = cupy_for(name)
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} has the layout {tensor.layout}; a strided tensor fits")
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    dtype, shape = numpy_dtype(name, tensor.dtype), tuple(tensor.shape)
+    if 0 in shape:
+        return cupy.empty(shape, dtype)
+    storage, size = tensor.untyped_storage(), dtype.itemsize
+    # The whole storage, so that views of one are seen to share memory.
+    memory = cupy.cuda.UnownedMemory(storage.data_ptr(), storage.nbytes(), tensor, tensor.get_device())
+    pointer = cupy.cuda.MemoryPointer(memory, tensor.data_ptr() - storage.data_ptr())
+    return cupy.ndarray(shape, dtype, pointer, strides=tuple([size * n for n in tensor.stride()]))
+
+
+def bfloat16() -> Any:
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def cupy_for(name: str) -> Any:
+    """The module cupy; TypeError with the command that installs it."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise TypeError(
+            f"{name} lies on a CUDA device, where flashkit computes through CuPy, which cannot be imported ({error}); "
+            'pip install "flashkit-attention[cuda13]" installs it'
+        ) from error
+    return cupy

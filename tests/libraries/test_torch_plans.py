@@ -1,0 +1,242 @@
+"""flashkit.torch finds the plan of a call, and only of such a call."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from torch.overrides import TorchFunctionMode  # noqa: E402
+
+import flashkit  # noqa: E402
+from flashkit import torch as ft  # noqa: E402
+from flashkit.call import plan_cache, torch_plans  # noqa: E402
+from flashkit.call.planned import Planned  # noqa: E402
+
+NAME = torch_plans.name_of("a test", (None, 1))
+
+
+@pytest.fixture(autouse=True)
+def no_plans() -> Iterator[None]:
+    torch.manual_seed(0)
+    plan_cache.clear()
+    yield
+    plan_cache.clear()
+
+
+def qkv(n: int = 21, dtype: Any = torch.float32) -> list[Any]:
+    return [torch.randn(2, 4, n, 16, dtype=dtype) for _ in range(3)]
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Backends of the calls that ran by a plan which was found."""
+    found, find = list[str](), torch_plans.find
+
+    def spy(*given: Any) -> Any:
+        known = find(*given)
+        if known is not None:
+            found.append(known[0].backend)
+        return known
+
+    monkeypatch.setattr(torch_plans, "find", spy)
+    return found
+
+
+OTHERS: dict[str, Callable[[Any], Any]] = {
+    "dtype": lambda x: x.half(),
+    "size": lambda x: x[:, :, :20],
+    "axes": lambda x: x[0],
+    "strides": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "stride of 0": lambda x: x[:, :1].expand(x.shape),
+    "negated": torch._neg_view,
+    "sparse": lambda x: x.to_sparse(),
+    "device": lambda x: x.to("meta"),
+    "class": lambda x: x.as_subclass(type("Subclass", (torch.Tensor,), {})),
+    "requires grad": lambda x: x.clone().requires_grad_(),
+    "no autograd": lambda x: torch.inference_mode()(x.clone)(),
+}
+
+
+@pytest.mark.parametrize("at", range(3))
+@pytest.mark.parametrize("change", OTHERS)
+def test_a_plan_is_of_tensors_like_these(change: str, at: int) -> None:
+    """What is compared is PyTorch's affair, so that a new version may change it."""
+    given = qkv()
+    torch_plans.keep(NAME, tuple(given), "plan")
+    assert torch_plans.find(NAME, tuple(x.clone() for x in given)) == "plan"
+    assert torch_plans.find(NAME, tuple(torch.stack([x, x])[1] for x in given)) == "plan", "memory may begin anywhere"
+    given[at] = OTHERS[change](given[at])
+    assert torch_plans.find(NAME, tuple(given)) is None
+
+
+def test_a_plan_is_of_threads_like_this() -> None:
+    given = tuple(qkv())
+    torch_plans.keep(NAME, given, "plan")
+    inside: list[Any] = []
+
+    def look(x: Any) -> Any:
+        inside.extend(torch_plans.find(NAME, each) for each in ((x, *given[1:]), given))
+        return x.sum()
+
+    torch.vmap(look)(torch.stack(given))
+    torch.func.grad(look)(given[0])
+    torch.func.functionalize(look)(given[0])
+    torch.jit.trace(look, given[0], check_trace=False)
+    with torch.inference_mode():
+        look(given[0])
+    with torch.autocast("cpu", torch.bfloat16):
+        look(given[0])
+    assert inside == [None] * 12
+    look(given[0])
+    assert inside[12:] == ["plan", "plan"]
+
+
+def test_a_plan_is_of_a_name() -> None:
+    given = tuple(qkv())
+    torch_plans.keep(NAME, given, "plan")
+    for call, options in (("another", (None, 1)), ("a test", (None, 2)), ("a test", (None, True)), ("a test", (0, 1))):
+        assert torch_plans.find(torch_plans.name_of(call, options), given) is None
+    with flashkit.use_backend("reference"):
+        assert torch_plans.find(torch_plans.name_of("a test", (None, 1)), given) is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLASHKIT_DETERMINISTIC", "1")
+        assert torch_plans.find(torch_plans.name_of("a test", (None, 1)), given) is None
+    assert torch_plans.find(torch_plans.name_of("a test", (None, 1)), given) == "plan"
+    for option in (torch.tensor(1.0), [1], (1, 2)):
+        name = torch_plans.name_of("a test", (option,))
+        torch_plans.keep(name, given, "plan")
+        assert torch_plans.find(name, given) is None, "what can change is no part of a name"
+
+
+def test_calls_find_their_plans(runs: list[str]) -> None:
+    """From the second one on; a backward pass has its own."""
+    q, k, v = qkv()
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    for given in ((q, k, v), (q, q, q), (q, k, k), turned):
+        leaves = [x.detach().requires_grad_() for x in given]
+        for turn in range(3):
+            runs.clear()
+            out = ft.attention(*leaves, causal=True, q_offset=0)
+            (out * torch.ones(16)).sum().backward()
+            torch.testing.assert_close(
+                ft.attention(*given, causal=True, q_offset=0),
+                torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True),
+            )
+            assert turn == 0 or runs == ["cpu"] * 3
+    with flashkit.use_backend("reference"):
+        runs.clear()
+        ft.attention(q, k, v, causal=True, q_offset=0)
+        assert not runs
+
+
+def test_many_layouts() -> None:
+    """The last few are known."""
+    for n in (*range(9, 30), 29, 28):
+        q, k, v = qkv(n)
+        for _ in range(2):
+            expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+            torch.testing.assert_close(ft.attention(q, k, v), expected)
+    options = (None, False, None, None, None, None, 0.0, "bhnd", False, None, None)
+    found: Any = plan_cache.get(torch_plans.name_of(False, options))
+    assert [known[0].problem.n_q for _, known in found.known] == list(range(29, 21, -1))
+
+
+def test_no_tensor_is_kept() -> None:
+    given = [x.requires_grad_() for x in qkv()]
+    for _ in range(2):
+        ft.attention(*given).sum().backward()
+    watched = list(map(weakref.ref, given))
+    given.clear()
+    gc.collect()
+    assert [each() for each in watched] == [None] * 3
+
+
+def test_other_versions_of_pytorch(monkeypatch: pytest.MonkeyPatch, runs: list[str]) -> None:
+    """Calls are right without its guards."""
+    monkeypatch.setattr(torch._C._dynamo, "guards", SimpleNamespace())
+    q, k, v = qkv()
+    for _ in range(3):
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        torch.testing.assert_close(ft.attention(q, k, v), expected)
+    assert not runs
+
+
+class Functions(TorchFunctionMode):
+    """Sees operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def watchers() -> dict[str, Callable[[], AbstractContextManager[Any]]]:
+    return {
+        "functions": Functions, "profiler": torch.profiler.profile, "tangents": torch.autograd.forward_ad.dual_level,
+        "nothing": nullcontext,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("watcher", watchers())
+def test_a_known_plan_hides_no_call(watcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, calls = qkv(), list[bool]()
+    for _ in range(2):
+        expected = ft.attention(*given)
+    operator = ft._forward_op
+    monkeypatch.setattr(ft, "_forward_op", lambda *args: calls.append(True) or operator(*args))
+    with watchers()[watcher]() as active:
+        assert torch.equal(ft.attention(*given), expected)
+    assert calls == ([] if watcher == "nothing" else [True])
+    assert watcher != "functions" or "flashkit.attention.default" in active.seen
+
+
+def test_a_known_plan_hides_no_call_from_a_tracer() -> None:
+    given = qkv()
+    for _ in range(2):
+        ft.attention(*given)
+    traced = torch.jit.trace(lambda *x: ft.attention(*x), given, check_trace=False)
+    assert "flashkit::attention" in str(traced.graph)
+
+
+def test_plans_run_on_threads() -> None:
+    """Each finds the plans of all."""
+    given = [qkv(n) for n in (12, 17)]
+    expected = [ft.attention(*each) for each in given]
+    wrong: list[int] = []
+
+    def work() -> None:
+        for n in range(40):
+            if not torch.equal(ft.attention(*given[n % 2]), expected[n % 2]):
+                wrong.append(n)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_plan_is_kept_with_what_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of calls with other tensors are none of calls without them."""
+    q, k, v = qkv()
+    bias, ran = torch.randn(4, 21, 21), list[Any]()
+    run = Planned.run
+    monkeypatch.setattr(Planned, "run", lambda *args: ran.append(args[0]) or run(*args))
+    for _ in range(3):
+        plain, biased = ft.attention(q, k, v), ft.attention(q, k, v, bias=bias)
+        torch.testing.assert_close(plain, torch.nn.functional.scaled_dot_product_attention(q, k, v))
+        torch.testing.assert_close(biased, torch.nn.functional.scaled_dot_product_attention(q, k, v, bias))
+    assert len(set(map(id, ran))) == 2
