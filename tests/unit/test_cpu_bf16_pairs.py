@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import cases
 import ml_dtypes
@@ -14,12 +16,13 @@ from test_cpu_kernels import at, bits, run
 
 import flashkit
 from flashkit import dispatch
-from flashkit.backends.cpu import bf16
+from flashkit.backends.cpu import argument_block, bf16, plan
 from flashkit.backends.cpu.micro import amx
 from flashkit.backends.cpu.micro import compile as micro
 from flashkit.backends.cpu.micro.register_block import RegisterBlock
 from flashkit.backends.cpu.target import Target
 from flashkit.devices import host
+from flashkit.devices.io_model import CpuTile
 from flashkit.tools.doctor import probes
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -331,6 +334,37 @@ def test_masked_keys_may_hold_anything(methods: pytest.MonkeyPatch, method: str)
     assert np.allclose(clean[0].astype(np.float32), spoilt[0].astype(np.float32), rtol=2**-7, atol=1e-6)
     for a, b in zip(clean[1](dout), spoilt[1](dout), strict=True):
         assert np.allclose(a.astype(np.float32), b.astype(np.float32), rtol=2**-6, atol=1e-3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_of_head_dims_are_whole_tiles(methods: pytest.MonkeyPatch, method: str) -> None:
+    """AMX multiplies by whole tiles along the head dim, also where it is no multiple of 32; vectors need no zeros."""
+    methods.setenv(bf16.VARIABLE, method)
+    words: set[int] = set()
+    original = argument_block.addresses
+
+    def recorded(registers: RegisterBlock) -> dict[str, int]:
+        found = dict(original(registers))
+        for name, arguments, at_word in (("gemm_bf16_pairs", 10, 9), ("attend_bf16_pairs", 17, 14)):
+            kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * arguments)
+
+            def call(*values: int, real: Any = kind(found[name]), at_word: int = at_word) -> None:
+                words.add(values[at_word])
+                real(*values)
+
+            alive.append(kind(call))
+            found[name] = ctypes.cast(alive[-1], ctypes.c_void_p).value or 0
+        return found
+
+    alive: list[Any] = []
+    methods.setattr(argument_block, "addresses", recorded)
+    methods.setattr(plan, "choose_tile", lambda *_, **__: (CpuTile(64, 64, 16, 6, 4), "of AVX-512, on any CPU"))
+    for d, of_tiles, of_vectors in ((80, 48, 40), (8, 16, 4), (33, 32, 17), (64, 32, 32)):
+        words.clear()
+        q, k, v, dout = (draw(np.random.default_rng(i), 1, 1, 40, d) for i in range(4))
+        for causal in (False, True):
+            flashkit.attention_vjp(q, k, v, causal=causal, backend="cpu")[1](dout)
+        assert words == {of_vectors if method == "avx512bf16" else of_tiles}
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1.0, 1e30, 1e-30])

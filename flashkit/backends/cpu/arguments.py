@@ -73,6 +73,7 @@ BLOCK_Q = word()
 BLOCK_K = word()
 PANEL = word()  # columns of a forward score tile: whole vectors
 LANES = word()  # elements per vector
+LEFT_WORDS = word()  # bf16 pairs: rows of left operands are padded to a multiple of so many words
 TILE_COUNTER = word()  # next work tile, shared by the threads
 SPLITS_DONE = word()  # split-KV: work tiles that are complete
 WORK_TILES = word()

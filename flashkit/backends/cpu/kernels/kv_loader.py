@@ -118,7 +118,7 @@ def v_tile(args, seq, b, head_kv, first, count, address):
 @njit(**options)
 def load_k(args, seq, b, head_kv, k0, n, address, pages):
     """pages: scratch memory for rows that are gathered."""
-    return load_tile(k_tile(args, seq, b, head_kv, k0, n, pages), address)
+    return load_tile(args, k_tile(args, seq, b, head_kv, k0, n, pages), address)
 
 
 @njit(**options)

@@ -30,7 +30,7 @@ def padded(n):
 
 
 @njit(**options)
-def load_tile(source, address):
+def load_tile(args, source, address):
     """Rows as a left operand: in place, or widened into scratch memory at `address`."""
     count, width = source.shape
     if IN_PLACE:
@@ -45,13 +45,13 @@ def load_tile(source, address):
 @njit(**options)
 def load_tile_t(args, source, address):
     """Rows as columns of a left operand."""
-    return load_tile(source, address).T
+    return load_tile(args, source, address).T
 
 
 @njit(**options)
 def pack_tile(args, source, address):
     """Rows as a right operand."""
-    return load_tile(source, address)
+    return load_tile(args, source, address)
 
 
 @njit(**options)
