@@ -4,11 +4,11 @@
     python benchmarks/threads.py decode [--output FILE]
     python benchmarks/threads.py tiles "512x128 2" "512x96 4" [--dims 64,128]
 
-All contenders of a case take turns in one process. A line of the output is one case: seconds of each contender, and what
-follows from them: for `scaling` the time of one thread over that of each number of threads, for `decode` the share of
-the rate at which a loop reads as many bytes. `tiles` times tiles of the forward pass in bfloat16, block_q x block_k and
-the vectors of a panel, beside the tile in use. Bind the process to one hardware thread of each core, for example by
-taskset: threads of one core share its units.
+All contenders of a case take turns in one process. A line of the output is one case: seconds of each contender, and
+what follows from them: for `scaling` the time of one thread over that of each number of threads, for `decode` the share
+of the rate at which a loop reads as many bytes. `tiles` times tiles of the forward pass in bfloat16, block_q x
+block_k and the vectors of a panel, beside the tile in use. Bind the process to one hardware thread of each core, for
+example by taskset: threads of one core share its units.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def decode(given: argparse.Namespace) -> Iterator[tuple[str, Calls, dict[str, An
 def tiles(given: argparse.Namespace) -> Iterator[tuple[str, Calls, dict[str, Any]]]:
     from flashkit.backends.cpu import threads
     from flashkit.devices.io_model import CpuTile
-    from flashkit.tools.autotune.cpu import CpuRunner, FULL
+    from flashkit.tools.autotune.cpu import FULL, CpuRunner
     from flashkit.tools.autotune.targets import Target
 
     runner, count = CpuRunner(FULL), threads.count()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import cases
@@ -343,16 +344,15 @@ def test_rows_of_head_dims_are_whole_tiles(methods: pytest.MonkeyPatch, method: 
     words: set[int] = set()
     original = argument_block.addresses
 
+    def call(real: Callable[..., None], at_word: int, *values: int) -> None:
+        words.add(values[at_word])
+        real(*values)
+
     def recorded(registers: RegisterBlock) -> dict[str, int]:
         found = dict(original(registers))
         for name, arguments, at_word in (("gemm_bf16_pairs", 10, 9), ("attend_bf16_pairs", 17, 14)):
             kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * arguments)
-
-            def call(*values: int, real: Any = kind(found[name]), at_word: int = at_word) -> None:
-                words.add(values[at_word])
-                real(*values)
-
-            alive.append(kind(call))
+            alive.append(kind(partial(call, kind(found[name]), at_word)))
             found[name] = ctypes.cast(alive[-1], ctypes.c_void_p).value or 0
         return found
 
