@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each case; three rounds at least")
     parser.add_argument("--output", type=Path, help="append a JSON line of each case")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     for label, calls, more in {"scaling": scaling, "decode": decode, "tiles": tiles}[given.what](given):
         taken = timing.interleaved(calls, rounds=given.rounds, budget=given.seconds, min_rounds=3)
         found = described(given.what, taken)
