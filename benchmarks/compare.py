@@ -51,9 +51,12 @@ def cases(suite: str) -> list[Case]:
         found += [{**base, "n": 512, "batch": 32}, {**base, "d": 64, "heads": 32, "n": 300, "batch": 50}]
         found += [{**base, "n": 1, "n_k": 32768, "batch": 16, "heads": 32, "heads_kv": 8, "causal": False}]
         return found
+    grid = [(n, d, causal) for d in (64, 128) for causal in (False, True) for n in (512, 2048)]
+    if suite == "shapes":
+        grid = [(777, 64, False), (384, 80, False), (384, 80, True), (1536, 80, False), (1536, 96, False)]
+    dtype = "bfloat16" if suite == "shapes" else suite
     return [
-        {"dtype": suite, "d": d, "heads": 8, "n": n, "batch": 1, "causal": causal}
-        for d in (64, 128) for causal in (False, True) for n in (512, 2048)
+        {"dtype": dtype, "d": d, "heads": 8, "n": n, "batch": 1, "causal": causal} for n, d, causal in grid
     ]
 
 
@@ -180,7 +183,7 @@ def main() -> int:
     parser.add_argument("old", type=Path, help="the checkout to compare with")
     parser.add_argument("--new", type=Path, default=HERE)
     parser.add_argument("--backend", default="cupy_raw", choices=list(BACKENDS))
-    parser.add_argument("--suite", default="cuda", help="cuda, or dtypes of the CPU's cases: float32,bfloat16")
+    parser.add_argument("--suite", default="cuda", help="cuda, or of the CPU's cases: float32,bfloat16,shapes")
     parser.add_argument("--only", default="", help="cases that have this in their description, for example softcap=")
     parser.add_argument("--seconds", type=float, default=0.6, help="of each cell")
     workers = max(1, (os.cpu_count() or 2) - 1)

@@ -76,6 +76,7 @@ class ArgumentBlock:
         spec = plan.problem.spec
         registers = plan.register_block(tile, plan.bf16_pairs)
         args[at.LANES], args[at.PANEL] = registers.lanes, registers.vectors * registers.lanes
+        args[at.LEFT_WORDS] = registers.lanes if plan.bf16_pairs in ("amx", "emulate") else 1  # as packing pads
         micro = addresses(registers)
         for index, name in (MICRO_KERNELS | (BF16_PAIR_KERNELS if plan.bf16_pairs else {})).items():
             args[index] = micro[name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -17,8 +17,8 @@ from .contender import Yardstick, with_flashkit
 SMALL = 128
 """Queries and keys up to which the overhead of a call over its kernel is measured."""
 
-SGEMM = 2048
-"""Rows, columns and depth of the matrix product that a float32 case is compared with."""
+SIZE = 2048
+"""Rows, columns and depth of the matrix product that long cases are compared with."""
 
 
 def yardsticks(
@@ -26,16 +26,17 @@ def yardsticks(
 ) -> dict[str, Yardstick]:
     """The yardsticks of a case, by name.
 
-    sgemm: PyTorch's float32 matrix product, for long float32 cases. dense: flashkit without the mask, for masked cases.
-    read: all threads read as many bytes as keys and values have, for decoding. kernel, planned: the compiled kernel
-    alone and the call of `flashkit.plan`, for small cases.
+    sgemm, bf16_gemm: PyTorch's matrix product in float32 and in bfloat16, for long cases of these dtypes. dense:
+    flashkit without the mask, for masked cases. read: all threads read as many bytes as keys and values have, for
+    decoding. kernel, planned: the compiled kernel alone and the call of `flashkit.plan`, for small cases.
     """
     found: dict[str, Yardstick] = {}
-    if "torch" in baselines and case.dtype == "float32" and case.n_q >= 2048 and not case.masked:
+    product = {"float32": "sgemm", "bfloat16": "bf16_gemm"}.get(case.dtype)
+    if product and "torch" in baselines and case.n_q >= SIZE and not case.masked:
         import torch
 
-        a, b, out = torch.randn(3, SGEMM, SGEMM).unbind()
-        found["sgemm"] = Yardstick(partial(torch.matmul, a, b, out=out), 2.0 * SGEMM**3)
+        a, b, out = torch.randn(3, SIZE, SIZE).to(getattr(torch, case.dtype)).unbind()
+        found[product] = Yardstick(partial(torch.matmul, a, b, out=out), 2.0 * SIZE**3)
     if case.masked:
         found["dense"] = Yardstick(with_flashkit(dense(case), arrays, direction, 0).call, dense_flops(case, direction))
     if max(case.n_q, case.keys) <= SMALL and direction == "forward" and not case.masked:
@@ -43,11 +44,11 @@ def yardsticks(
         found["planned"] = Yardstick(partial(plan(q, k, v, **case.options), q, k, v))
         found["kernel"] = Yardstick(_kernel(case, q, k, v))
     if case.n_q == 1:
-        found["read"] = Yardstick(_read(arrays[1:3], threads), float(arrays[1].nbytes + arrays[2].nbytes), "byte")
+        found["read"] = Yardstick(read(arrays[1:3], threads), float(arrays[1].nbytes + arrays[2].nbytes), "byte")
     return found
 
 
-def _read(arrays: Arrays, threads: int) -> Callable[[], object]:
+def read(arrays: Sequence[np.ndarray], threads: int) -> Callable[[], object]:
     """All threads together read these arrays, a part each."""
     from ...backends.cpu.peaks import reader
     from ...devices import host

@@ -30,28 +30,28 @@ def padded(n):
 
 
 @njit(**options)
-def load_tile(source, address):
-    """Rows as a left operand: in place, or widened into scratch memory at `address`."""
+def load_tile(args, source, address, loaded):
+    """Rows as a left operand: in place, or widened into scratch memory at `address`. loaded: they are there already."""
     count, width = source.shape
     if IN_PLACE:
         return accum_tile(source.ctypes.data, count, width, source.strides[0])
     target = accum_tile(address, count, width, width * ACCUM_SIZE)
-    for i in range(count):
+    for i in range(0 if loaded else count):
         for j in range(width):
             target[i, j] = widen(source[i, j])
     return target
 
 
 @njit(**options)
-def load_tile_t(args, source, address):
+def load_tile_t(args, source, address, loaded):
     """Rows as columns of a left operand."""
-    return load_tile(source, address).T
+    return load_tile(args, source, address, loaded).T
 
 
 @njit(**options)
 def pack_tile(args, source, address):
     """Rows as a right operand."""
-    return load_tile(source, address)
+    return load_tile(args, source, address, False)
 
 
 @njit(**options)

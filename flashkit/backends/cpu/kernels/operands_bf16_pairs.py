@@ -42,27 +42,31 @@ def padded(n):
 
 
 @njit(**options)
-def load_tile(source, address):
-    """Rows as words: in place, or, where a row ends within a word, copied to `address` with a zero after each."""
+def load_tile(args, source, address, loaded):
+    """Rows as words: in place, or, where a row has no multiple of LEFT_WORDS, copied to `address` with zeros after it.
+    The words of a right operand that these meet are zeros of its packing. loaded: they are there already.
+    """
     count, width = source.shape
-    words = (width + 1) // 2
-    if width % 2 == 0:
+    words = ((width + 1) // 2 + args[LEFT_WORDS] - 1) // args[LEFT_WORDS] * args[LEFT_WORDS]
+    if width == 2 * words:
         return accum_tile(source.ctypes.data, count, words, source.strides[0])
-    copy = matrix(address, count, width + 1, words * ACCUM_SIZE, STORAGE_SIZE, STORAGE)
-    for i in range(count):
+    copy = matrix(address, count, 2 * words, words * ACCUM_SIZE, STORAGE_SIZE, STORAGE)
+    for i in range(0 if loaded else count):
         for j in range(width):
             copy[i, j] = source[i, j]
-        copy[i, width] = 0
+        for j in range(width, 2 * words):
+            copy[i, j] = 0
     return accum_tile(address, count, words, words * ACCUM_SIZE)
 
 
 @njit(**options)
-def load_tile_t(args, source, address):
+def load_tile_t(args, source, address, loaded):
     """Rows as columns of a left operand: pairs of rows."""
     count, width = source.shape
     words = (count + 1) // 2
     target = accum_tile(address, width, words, padded(words) * ACCUM_SIZE)
-    call_pack_rows(args[PACK_ROWS_T], source, target)
+    if not loaded:
+        call_pack_rows(args[PACK_ROWS_T], source, target)
     return target
 
 
@@ -198,7 +202,7 @@ def _add_dkv(args, tile, rows, acc, address, nonfinite):
     count, n = tile.shape
     words, width = (count + 1) // 2, acc.shape[0]
     pairs = accum_tile(tile.ctypes.data, words, n, tile.strides[0])
-    source = matrix(rows.ctypes.data, count, 2 * rows.shape[1], rows.strides[0], STORAGE_SIZE, STORAGE)
+    source = matrix(rows.ctypes.data, count, width, rows.strides[0], STORAGE_SIZE, STORAGE)
     rows_t = accum_tile(address, width, words, padded(words) * ACCUM_SIZE)
     call_pack_rows(args[PACK_ROWS_T], source, rows_t)
     if nonfinite:
