@@ -22,6 +22,7 @@ from flashkit.backends.cupy_raw import specialise as cupy_raw
 from flashkit.call.arguments import prepare
 from flashkit.spec import AttentionSpec, Gradients
 
+from . import hardware
 from .calls import FEATURES, PLAIN, build, check, check_forward, features, generations
 
 if TYPE_CHECKING:
@@ -370,17 +371,27 @@ def test_keys_in_pages(backend: str, generation: str, n_q: int, device: Device, 
 
 
 @slow
-@pytest.mark.parametrize("generation", ["sm80"])
-@pytest.mark.parametrize("d", [64, 20])
-def test_a_table_that_ends_with_the_last_key(d: int, generation: str, launched: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("backend", "generation", "d", "page"),
+    [
+        ("cupy_raw", "sm80", 64, 1), ("cupy_raw", "sm80", 20, 1), ("cupy_raw", "sm90", 64, 16),
+        pytest.param("numba_cuda", "sm80", 64, 1, marks=exhaustive),
+    ],
+)  # fmt: skip
+def test_a_table_that_ends_with_the_last_key(
+    backend: str, generation: str, d: int, page: int, device: Device, launched: list[str]
+) -> None:
     """Rows of the last tile behind it have no entries; of rows that are whole vectors, and not."""
     import cupy
 
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((1, 2, n, d)).astype(np.float16) for n in (1, 1100, 1100))
-    pools = (cupy.asarray(np.ascontiguousarray(x[0].swapaxes(0, 1)[:, None])) for x in (k, v))
-    table = cupy.asarray(np.arange(1100)[None])
-    out = flashkit.attention(cupy.asarray(q), *pools, page_table=table, kv_lengths=[1100], backend="cupy_raw")
+    rng, n_k = np.random.default_rng(0), 1104
+    n_q = 1 if generation == "sm80" else 70
+    q, k, v = (rng.standard_normal((1, 2, n, d)).astype(np.float16) for n in (n_q, n_k, n_k))
+    pools = (cupy.asarray(np.ascontiguousarray(x[0].swapaxes(0, 1).reshape(-1, page, 2, d))) for x in (k, v))
+    table = cupy.asarray(np.arange(n_k // page)[None])
+    if isinstance(device, hardware.Hardware):
+        table = hardware.at_the_end_of_memory(table)
+    out = flashkit.attention(cupy.asarray(q), *pools, page_table=table, kv_lengths=[n_k], q_offset=0, backend=backend)
     right = flashkit.attention(*(x.astype(np.float64) for x in (q, k, v)))
     np.testing.assert_allclose(out.get().astype(np.float64), right, atol=2.0**-7)
     assert generations(launched) == {generation}
