@@ -146,16 +146,16 @@ def test_rows_that_tma_does_not_address(storage: str, generation: str, launched:
     assert generations(launched) == {"sm80"}
 
 
+@pytest.mark.parametrize(("backend", "generation", "older"), OLDER)
 @pytest.mark.parametrize("scale", ["-0.3", "0"])
-def test_scales_that_are_not_positive(scale: str, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_that_are_not_positive(
+    scale: str, backend: str, generation: str, older: str, launched: list[str]
+) -> None:
     """They turn the maximum of a row into its minimum, and -inf of a masked pair or of one past the end into inf."""
-    for backend, generation, older in OLDER:
-        monkeypatch.setenv(cuda_backend.VARIABLE, generation)
-        launched.clear()
-        check_forward({**FEATURES, "sizes": "140x170", "batch": "2", "scale": scale}, backend)
-        if backend == "cupy_raw":
-            check({**PLAIN, "sizes": "140x170", "scale": scale}, backend)
-        assert generations(launched) == {older}
+    check_forward({**FEATURES, "sizes": "140x170", "batch": "2", "scale": scale}, backend)
+    if backend == "cupy_raw":
+        check({**PLAIN, "sizes": "140x170", "scale": scale}, backend)
+    assert generations(launched) == {older}
 
 
 @pytest.mark.parametrize("generation", ["sm80"])
@@ -445,9 +445,7 @@ def test_shared_memory_on_the_device(part: Any, shares: bool, device: Device) ->
     assert not share_memory(x, cupy.zeros((9, 3), "float16"))
 
 
-@pytest.mark.parametrize(
-    "backend", ["cupy_raw", pytest.param("numba_cuda", marks=pytest.mark.exhaustive)]
-)  # fmt: skip
+@pytest.mark.parametrize("backend", ["cupy_raw", pytest.param("numba_cuda", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("generation", ["sm90"])
 def test_tile_counters_serve_again(
     backend: str, generation: str, launched: list[str], monkeypatch: pytest.MonkeyPatch

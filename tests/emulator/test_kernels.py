@@ -198,6 +198,27 @@ def test_packed_sequences_on_hopper(more: cases.Choice, backend: str, generation
     assert generations(launched) == {generation}
 
 
+@slow
+@pytest.mark.parametrize("backend", ["cupy_raw", pytest.param("numba_cuda", marks=exhaustive)])
+@pytest.mark.parametrize("generation", ["sm90"])
+def test_a_long_sequence_before_a_short_one(backend: str, generation: str, launched: list[str]) -> None:
+    """It ends later, and what its last tile would store behind its end would stay."""
+    import cupy
+
+    rng = np.random.default_rng(0)
+    for begins_q, begins_k in (([0, 70, 128], [0, 3000, 3010]), ([0, 1500, 1510], [0, 70, 128])):
+        q, dout = (rng.standard_normal((begins_q[-1], 1, 64)).astype(np.float16) for _ in range(2))
+        k, v = (rng.standard_normal((begins_k[-1], 1, 64)).astype(np.float16) for _ in range(2))
+        begins = np.array(begins_q), np.array(begins_k)
+        wide = (x.astype(np.float64) for x in (q, k, v))
+        found = flashkit.attention_vjp(*map(cupy.asarray, (q, k, v)), cu_seqlens=begins, backend=backend)
+        exact = flashkit.attention_vjp(*wide, cu_seqlens=begins, backend="reference")
+        results = found[0], *found[1](cupy.asarray(dout))
+        for got, right in zip(results, (exact[0], *exact[1](dout.astype(np.float64))), strict=True):
+            np.testing.assert_allclose(got.get().astype(np.float64), right, atol=2.0**-6)
+    assert generations(launched) == {generation}
+
+
 PAGED = {**PACKED, "sequences": "paged"}
 """Pages of five keys; those that no sequence has are NaN, and the table is -1 behind a sequence's last."""
 
@@ -527,6 +548,13 @@ def test_float32_on_tensor_cores(backend: str, generation: str, launched: list[s
 def test_wide_heads(backend: str, generation: str, launched: list[str]) -> None:
     """On Hopper, two CTAs of a cluster share the backward pass of a tile of keys."""
     check({**FEATURES, "dims": "192/128", "batch": "2", "heads": "2:2"}, backend)
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize("generation", ["sm90"])
+def test_values_that_are_wider_than_keys(generation: str, launched: list[str]) -> None:
+    check_forward({**PLAIN, "sizes": "70x130", "dims": "40/72"}, "cupy_raw")
     assert generations(launched) == {generation}
 
 
