@@ -685,6 +685,23 @@ def test_keys_that_are_far_apart(backend: str, generation: str, device: Device, 
     assert generations(launched) == {generation} and "combine" not in launched
 
 
+@slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("generation", ["simt"])
+def test_more_than_32_tiles_of_an_array_mask(backend: str, generation: str, launched: list[str]) -> None:
+    """They are classified 32 at a time; and exactly as many."""
+    import cupy
+
+    mask = np.random.default_rng(0).random(2200) < 0.5
+    for n_k in (1024, 2048, 2200):
+        call = build({**PLAIN, "heads": "1:1", "sizes": f"9x{n_k}", "dims": "8"})
+        out = flashkit.attention(call.q, call.k, call.v, mask=cupy.asarray(mask[:n_k]), backend=backend)
+        wide = (call.plain[name].astype(np.float64) for name in "qkv")
+        right = flashkit.attention(*wide, mask=mask[:n_k], backend="reference")
+        np.testing.assert_allclose(out.get().astype(np.float64), right, atol=2.0**-7)
+    assert generations(launched) == {generation}
+
+
 NARROW = {**PLAIN, "dtype": "float16", "heads": "2:1", "dims": "8", "sizes": "70x330"}
 
 

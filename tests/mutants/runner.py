@@ -114,11 +114,11 @@ class Judge:
 
         def next_job() -> Callable[[Tree], Trial | Record | tuple[Step, Plain]] | None:
             ready = [trial for trial in faults if all(step in self._plain for step in trial.steps)]
-            if step := to_measure(True) or (None if ready else to_measure(False)):
+            if not ready:
+                if (step := to_measure(True) or to_measure(False)) is None:
+                    return None
                 asked.add(step)
                 return lambda tree: (step, self._measure(tree, step, plain, workers))
-            if not ready:
-                return None
             seconds = [sum(self._plain[step].seconds for step in trial.steps) for trial in ready]
             chosen = ready[seconds.index(min(seconds) if tests == "device" else max(seconds))]
             faults.remove(chosen)
