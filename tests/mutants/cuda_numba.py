@@ -32,6 +32,16 @@ def on_device(generation: str, test: str) -> str:
 FAULTS = (
     # common
     Fault(
+        "lengths beyond the room", f"{ALL}/tiles.py",
+        "min(max(load(np.int64, p.kv_lengths, b), 0), p.n_k)", "max(load(np.int64, p.kv_lengths, b), 0)",
+        "tests/emulator/test_kernels.py -k 'test_features and numba_cuda-simt'",
+    ),
+    Fault(
+        "the sign of dlse", f"{ALL}/bwd_preprocess.py",
+        "total -= load(F, number_address(p.dlse,", "total += load(F, number_address(p.dlse,",
+        "tests/emulator/test_kernels.py -k 'test_features and numba_cuda-simt'",
+    ),
+    Fault(
         "a sink does not raise the maximum", f"{ALL}/epilogue.py",
         "greatest = greater(top, sink)", "greatest = top",
         "tests/emulator/test_kernels.py -k 'test_features and numba_cuda-sm90'",
@@ -233,6 +243,11 @@ FAULTS = (
         "sm90: packed: all sequences have as many query tiles", f"{SM90}/bwd_scheduler_warp.py",
         "seq_info(p, I(b)).n_q if IS_PACKED else max_n_q(p)", "max_n_q(p)", PACKED,
         device=NEXT,
+    ),
+    Fault(
+        "sm90: the sign of dlse", f"{SM90}/bwd_preprocess.py",
+        "total -= load(F, number_address(tensors.dlse,", "total += load(F, number_address(tensors.dlse,",
+        "tests/emulator/test_kernels.py -k 'test_features and numba_cuda-sm90'",
     ),
     Fault(
         "sm90: backward: masked pairs have gradients", f"{SM90}/bwd_ds.py",

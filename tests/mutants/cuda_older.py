@@ -176,6 +176,16 @@ FAULTS = (
         "row statistics: rows without a key", f"{ALL}/bwd_preprocess.cu",
         "= empty ? INFINITE : lse;", "= lse;", "tests/emulator/test_kernels.py -k 'test_features and cupy_raw-sm80'",
     ),
+    Fault(
+        "the sign of dlse", f"{ALL}/bwd_preprocess.cu",
+        "sum -= *q_row<const fk_float>(p, p.dlse,", "sum += *q_row<const fk_float>(p, p.dlse,",
+        "tests/emulator/test_kernels.py -k 'test_features and cupy_raw-sm80'",
+    ),
+    Fault(
+        "lengths beyond the room", f"{ALL}/params.cuh",
+        "return n < 0 ? 0 : n > p.n_k ? p.n_k : n;", "return n < 0 ? 0 : n;",
+        "tests/emulator/test_kernels.py -k 'test_features and cupy_raw-simt'",
+    ),
     # packed sequences
     Fault(
         "packed: row statistics of the first sequence", f"{ALL}/params.cuh",

@@ -118,6 +118,9 @@ FAULTS = (
     ),
     # backward: preprocess, postprocess
     Fault(
+        "the sign of dlse", f"{SM90}/bwd_preprocess.cuh", "total - given.dlse", "total + given.dlse", FEATURES,
+    ),
+    Fault(
         "dQ of tiles that nothing stored", f"{SM90}/bwd_postprocess.cuh",
         "const bool stored = !DETERMINISTIC || (__ldcg", "const bool stored = true || (__ldcg", FEATURES,
     ),
