@@ -17,9 +17,11 @@ FEATURES = "tests/emulator/test_kernels.py -k 'test_features and cupy_raw-sm90'"
 HARD = "tests/emulator/test_kernels.py -k 'test_hard_data and cupy_raw-sm90'"
 AFFINE = "tests/emulator/test_kernels.py -k '(test_affine_scores or slopes_through) and sm90'"
 PACKED = (
-    "tests/emulator/test_kernels.py -k '(next_sequence or do_not_exist or packed or before_a_short_one) and sm90 and "
-    "not numba_cuda and not modifications'"
+    "tests/emulator/test_kernels.py -k '(test_packed_sequences or before_a_short_one) and sm90 and not numba_cuda and "
+    "not many_keys'"
 )
+AWAITED = "tests/emulator/test_kernels.py -k '(do_not_exist or many_keys) and sm90'"
+NEXT = "tests/emulator/test_kernels.py -k 'next_sequence and sm90 and not numba_cuda'"
 PAGED = "tests/emulator/test_kernels.py -k '(pages_of or in_pages) and sm90 and not numba_cuda'"
 
 FAULTS = (
@@ -230,15 +232,15 @@ FAULTS = (
     ),
     Fault(
         "packed: a non-finite row of the next sequence", f"{SM90}/bwd_layout.cuh",
-        "CLEARS_ROWS = MAY_HIDE || IS_PACKED", "CLEARS_ROWS = MAY_HIDE", PACKED,
+        "CLEARS_ROWS = MAY_HIDE || IS_PACKED", "CLEARS_ROWS = MAY_HIDE", NEXT,
     ),
     Fault(
         "packed: rows of the next sequence are taken for finite", f"{SM90}/bwd_preprocess.cuh",
-        "return IS_PACKED ? q_token(p, b, row) < p.n_q : row <", "return row <", PACKED,
+        "return IS_PACKED ? q_token(p, b, row) < p.n_q : row <", "return row <", NEXT,
     ),
     Fault(
         "packed: a sink's row is taken for finite", f"{SM90}/bwd_preprocess.cuh",
-        "if (HAS_SINKS || !is_finite(given.lse)", "if (!is_finite(given.lse)", PACKED,
+        "if (HAS_SINKS || !is_finite(given.lse)", "if (!is_finite(given.lse)", NEXT,
     ),
     Fault(
         "packed: row statistics lie where the sequence's rows do", f"{SM90}/bwd_preprocess.cuh",
@@ -258,27 +260,27 @@ FAULTS = (
     ),
     Fault(
         "packed: work tiles without keys do not count as finished", f"{SM90}/bwd_scheduler_warp.cuh",
-        "if (!DETERMINISTIC) atomicAdd(", "if (false) atomicAdd(", PACKED,
+        "if (!DETERMINISTIC) atomicAdd(", "if (false) atomicAdd(", AWAITED,
     ),
     Fault(
         "packed: work tiles without keys clear no dQ", f"{SM90}/bwd_scheduler_warp.cuh",
-        "clear_dq_ahead(p, CLUSTER_SIZE * skipped);", "{}", PACKED,
+        "clear_dq_ahead(p, CLUSTER_SIZE * skipped);", "{}", AWAITED,
     ),
     Fault(
         "packed: work tiles without keys are not skipped", f"{SM90}/bwd_tile_scheduler.cuh",
-        "if (at.k0 < (int)seq_info(p, at.b).n_k) break;", "break;", PACKED,
+        "if (at.k0 < (int)seq_info(p, at.b).n_k) break;", "break;", AWAITED,
     ),
     Fault(
         "packed: key tiles of the longest are awaited", f"{SM90}/dq_semaphore.cuh",
-        "if constexpr (!IS_PACKED) return ceil_div", "return ceil_div", PACKED,
+        "if constexpr (!IS_PACKED) return ceil_div", "return ceil_div", AWAITED,
     ),
     Fault(
         "packed: words of key tiles that do not exist are awaited", f"{SM90}/bwd_postprocess.cuh",
-        "            if (IS_PACKED && left <= 0) continue;\n", "", PACKED,
+        "            if (IS_PACKED && left <= 0) continue;\n", "", AWAITED,
     ),
     Fault(
         "packed: query tiles that do not exist are awaited", f"{SM90}/bwd_postprocess.cuh",
-        "else if (!IS_PACKED || tile * BLOCK_Q < (int)seq_info(p, b).n_q) wait_for_dq", "else wait_for_dq", PACKED,
+        "else if (!IS_PACKED || tile * BLOCK_Q < (int)seq_info(p, b).n_q) wait_for_dq", "else wait_for_dq", AWAITED,
     ),
     Fault(
         "packed: TMA stores dK and dV behind the end", f"{SM90}/bwd_epilogue.cuh",

@@ -32,7 +32,7 @@ ON_DEVICE = "FLASHKIT_CUDA_WATCHDOG=1"
 """A barrier that waits for ever ends a kernel."""
 
 WORKERS = 4
-"""Of a step without a fault, where there are more jobs: few of these steps take long."""
+"""Of an area's step without a fault, where there are more jobs: few of these steps take long."""
 
 NEIGHBOURS = 6
 """Tests that are tried first, because they have found other faults. Most faults are found by the same few."""
@@ -115,10 +115,11 @@ class Judge:
         def next_job() -> Callable[[Tree], Trial | Record | tuple[Step, Plain]] | None:
             ready = [trial for trial in faults if all(step in self._plain for step in trial.steps)]
             if not ready:
-                if (step := to_measure(True) or to_measure(False)) is None:
+                own = to_measure(True)
+                if (step := own or to_measure(False)) is None:
                     return None
                 asked.add(step)
-                return lambda tree: (step, self._measure(tree, step, plain, workers))
+                return lambda tree: (step, self._measure(tree, step, plain, 1 if own else workers))
             seconds = [sum(self._plain[step].seconds for step in trial.steps) for trial in ready]
             chosen = ready[seconds.index(min(seconds) if tests == "device" else max(seconds))]
             faults.remove(chosen)
