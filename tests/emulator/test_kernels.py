@@ -199,6 +199,28 @@ def test_packed_sequences_on_hopper(more: cases.Choice, backend: str, generation
 
 
 @slow
+@pytest.mark.parametrize("generation", ["sm90"])
+def test_tokens_behind_the_last_sequence_have_no_slopes(generation: str, device: Device, launched: list[str]) -> None:
+    """They are a sequence to the kernels, of which arrays of the caller have no entry."""
+    import cupy
+
+    rng, begins = np.random.default_rng(0), np.array([0, 90, 150])
+    q, k, v, dout = (rng.standard_normal((200, 2, 64)).astype(np.float16) for _ in range(4))
+    slopes = rng.random((2, 2)).astype(np.float32)
+    given = cupy.asarray(slopes)
+    if isinstance(device, hardware.Hardware):
+        given = hardware.at_the_end_of_memory(given)
+    options = {"cu_seqlens": begins, "causal": True}
+    found = flashkit.attention_vjp(*map(cupy.asarray, (q, k, v)), alibi_slopes=given, backend="cupy_raw", **options)
+    wide = (x.astype(np.float64) for x in (q, k, v))
+    exact = flashkit.attention_vjp(*wide, alibi_slopes=slopes, backend="reference", **options)
+    results = found[0], *found[1](cupy.asarray(dout))
+    for got, right in zip(results, (exact[0], *exact[1](dout.astype(np.float64))), strict=True):
+        np.testing.assert_allclose(got.get().astype(np.float64), right, atol=2.0**-6)
+    assert generations(launched) == {generation}
+
+
+@slow
 @pytest.mark.parametrize("backend", ["cupy_raw", pytest.param("numba_cuda", marks=exhaustive)])
 @pytest.mark.parametrize("generation", ["sm90"])
 def test_a_long_sequence_before_a_short_one(backend: str, generation: str, launched: list[str]) -> None:

@@ -268,7 +268,8 @@ FAULTS = (
     ),
     Fault(
         "packed: work tiles without keys are not skipped", f"{SM90}/bwd_tile_scheduler.cuh",
-        "if (at.k0 < (int)seq_info(p, at.b).n_k) break;", "break;", AWAITED,
+        "if (at.k0 < (int)seq_info(p, at.b).n_k) break;", "break;",
+        "tests/emulator/test_kernels.py -k behind_the_last_sequence",
     ),
     Fault(
         "packed: key tiles of the longest are awaited", f"{SM90}/dq_semaphore.cuh",
