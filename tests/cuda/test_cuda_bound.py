@@ -36,7 +36,9 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     runtime = SimpleNamespace(getDevice=lambda: 0)
     cuda = SimpleNamespace(runtime=runtime, Event=lambda **_: SimpleNamespace(record=lambda: None, done=True))
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    cupy = SimpleNamespace(cuda=cuda)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(launch, "_cupy", lambda: cupy)  # which would remember it
     monkeypatch.setattr(arguments, "on_device", on_device)
     monkeypatch.setattr(backend, "_device_of", lambda operands: replace(MODELS["sm_90a"], ordinal=0))
     monkeypatch.setattr(launch, "stream", lambda: 7)

@@ -15,6 +15,7 @@ SM90 = "flashkit/backends/cupy_raw/kernels/sm90"
 
 FEATURES = "tests/emulator/test_kernels.py -k 'test_features and cupy_raw-sm90'"
 HARD = "tests/emulator/test_kernels.py -k 'test_hard_data and cupy_raw-sm90'"
+GROWING = "tests/emulator/test_kernels.py -k 'float16_does_not_hold and cupy_raw'"
 AFFINE = "tests/emulator/test_kernels.py -k '(test_affine_scores or slopes_through) and sm90'"
 PACKED = (
     "tests/emulator/test_kernels.py -k '(test_packed_sequences or before_a_short_one) and sm90 and not numba_cuda and "
@@ -28,11 +29,11 @@ FAULTS = (
     # forward: softmax
     Fault(
         "float16 takes row sums of bfloat16", f"{SM90}/softmax.cuh",
-        "MAX_SUM = P_IS_FLOAT16 ? 32768.0f : 1e18f", "MAX_SUM = 1e18f", HARD,
+        "MAX_SUM = P_IS_FLOAT16 ? 32768.0f : 1e18f", "MAX_SUM = 1e18f", GROWING,
     ),
     Fault(
         "the second row's misprediction is not seen", f"{SM90}/softmax.cuh",
-        "sum[0] <= MAX_SUM && sum[1] <= MAX_SUM && valid", "sum[0] <= MAX_SUM && valid", HARD,
+        "sum[0] <= MAX_SUM && sum[1] <= MAX_SUM && valid", "sum[0] <= MAX_SUM && valid", GROWING,
     ),
     Fault(
         "S again: the second half of 16 keys", f"{SM90}/softmax.cuh",
