@@ -21,7 +21,10 @@ from flashkit.backends.cuda_common import arguments, backend, launch
 from flashkit.backends.cuda_common.arguments import Arguments
 from flashkit.backends.cuda_common.device import MODELS
 from flashkit.backends.cuda_common.params import AT, VALUES
+from flashkit.backends.cuda_common.simt import Simt
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
+from flashkit.backends.numba_cuda import sm80 as numbas_sm80
+from flashkit.backends.numba_cuda.sm80_decode import Decode
 from flashkit.call import plan_cache
 from flashkit.call.arguments import prepare
 from flashkit.spec import Gradients
@@ -33,7 +36,9 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     runtime = SimpleNamespace(getDevice=lambda: 0)
     cuda = SimpleNamespace(runtime=runtime, Event=lambda **_: SimpleNamespace(record=lambda: None, done=True))
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    cupy = SimpleNamespace(cuda=cuda)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(launch, "_cupy", lambda: cupy)  # which would remember it
     monkeypatch.setattr(arguments, "on_device", on_device)
     monkeypatch.setattr(backend, "_device_of", lambda operands: replace(MODELS["sm_90a"], ordinal=0))
     monkeypatch.setattr(launch, "stream", lambda: 7)
@@ -136,6 +141,110 @@ def test_a_pull_back_finds_what_was_sent(kept: list[Any]) -> None:
     sent = operands.kv_lengths, operands.q_offset, *operands.arrays.values()
     assert len(sent) > 2 and all(isinstance(array, OnDevice) for array in sent)
     assert list(Arguments(problem.spec, operands).words) == list(first.words)
+
+
+def test_partial_results_of_splits_have_places_of_their_own(kept: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `combine` reads them: splits follow one another by batch entries."""
+    problem, operands = operands_of()
+    block, splits = Arguments(problem.spec, operands), 3
+    memory = np.zeros(0, np.float32)
+
+    def scratch(size: int, dtype: str) -> Any:
+        memory.resize(size, refcheck=False)
+        return OnDevice(memory)
+
+    monkeypatch.setattr(arguments, "scratch", scratch)
+    block.allocate_partials(splits)
+    at_o, at_lse = AT["o_partial"], AT["lse_partial"]
+    begin, *of_o, columns = *block.words[at_o : at_o + 4], SHAPE[3]
+    begin_lse, *of_lse = block.words[at_lse : at_lse + 4]
+    each = list(itertools.product(range(splits * SHAPE[0]), range(SHAPE[1]), range(SHAPE[2])))
+    places = [begin + 4 * (np.dot(where, of_o) + i) for where in each for i in range(columns)]
+    places += [begin_lse + 4 * np.dot(where, of_lse) for where in each]
+    assert len(set(places)) == len(places)
+    assert min(places) >= memory.ctypes.data and max(places) + 4 <= memory.ctypes.data + memory.nbytes
+
+
+def test_scales_that_are_positive(kept: list[Any]) -> None:
+    for scale, positive in ((2.0, True), (1e-6, True), (0.0, False), (1e-40, False), (-0.3, False)):
+        problem, operands = operands_of(scale=scale)
+        assert Arguments(problem.spec, operands).positive_scale is positive
+
+
+def test_offsets_that_differ_are_an_array(kept: list[Any]) -> None:
+    for offsets, one in (([3, 3], True), ([3, 5], False), ([5, 3], False)):
+        problem, operands = operands_of(causal=True, q_offset=np.array(offsets))
+        words = Arguments(problem.spec, operands).words
+        assert (words[AT["q_offsets"]] == 0) is one and words[AT["q_offset"]] == (3 if one else 0)
+
+
+def test_strides_of_a_modifications_arrays_are_of_elements(kept: list[Any]) -> None:
+    bias = np.zeros((1, 4, 128, 128), np.float32)
+    problem, operands = operands_of(bias=bias)
+    words = list(Arguments(problem.spec, operands).words[VALUES:])
+    assert words[1:] == [4 * 128 * 128, 128 * 128, 128, 1]
+
+
+class Recorded:
+    """A library of kernels that only records how many CTAs are launched."""
+
+    def __init__(self) -> None:
+        self.ctas: dict[str, int] = {}
+
+    def __call__(self, *_: Any) -> Any:
+        return self
+
+    def kernel(self, name: str, *_: Any) -> Any:
+        return SimpleNamespace(launch=lambda ctas, *_: self.ctas.update({name: ctas}))
+
+
+@pytest.mark.parametrize("n_q", [1, 12])
+def test_decoding_has_a_work_tile_for_each_16_rows(n_q: int, kept: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "scratch", lambda size, dtype: OnDevice(np.zeros(size, dtype)))
+    q, k, v = (np.zeros((2, heads, n, 64), np.float16) for heads, n in ((4, n_q), (2, 700), (2, 700)))
+    problem, operands, _ = prepare(q, k, v)
+    operands = replace(operands, **{name: on_device(getattr(operands, name)) for name in ("q", "k", "v", "out", "lse")})
+    kernels, block = Recorded(), Arguments(problem.spec, operands)
+    passed = Decode(kernels, Simt(kernels), problem, replace(MODELS["sm_90a"], ordinal=0), None, "")
+    passed.run(block, 0)
+    tiles = {1: 1, 12: 2}[n_q] * 2 * 2
+    assert kernels.ctas["sm80_decode"] * passed.tile.warps == tiles * block.words[AT["num_splits"]]
+    assert kernels.ctas["combine"] == 2 * 4 * n_q
+
+
+NAMES = "q", "k", "v", "out", "dout", "dq", "dk", "dv"
+
+
+def placed(first: str = "", stride: str = "", scale: float = 1.0) -> Arguments:
+    """The block of a backward pass; the tensor `first` begins on 8 bytes, rows of `stride` are apart by as many."""
+    problem, operands = operands_of(scale=scale)
+    block = Arguments(problem.spec, operands)
+    for name in NAMES:
+        row = SHAPE[3] + 4 * (name == stride)
+        strides = SHAPE[1] * SHAPE[2] * row, SHAPE[2] * row, row
+        block.words[AT[name] : AT[name] + 4] = [1 << 20 | 8 * (name == first), *strides]
+    return block
+
+
+def test_numbas_tensor_cores_take_rows_of_whole_vectors(kept: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each tensor that a pass reads or writes in vectors; the forward pass also a positive scale alone."""
+    monkeypatch.setattr(numbas_sm80.OrderedBackward, "shaped", lambda *_: "its own")
+    monkeypatch.setattr(numbas_sm80.OrderedBackward, "run", lambda *_: ran.append("sm80"))
+    older, ran = SimpleNamespace(run=lambda *_: ran.append("older")), list[str]()
+    passes: dict[str, Any] = {"forward": numbas_sm80.Forward, "backward": numbas_sm80.Backward}
+    for direction, kind in passes.items():
+        one = object.__new__(kind)
+        one._fallback, one._kernel = older, SimpleNamespace(launch=lambda *_: ran.append("sm80"))
+        one.tile = SimpleNamespace(block_q=128)
+        used = NAMES[:4] if direction == "forward" else [name for name in NAMES if name != "out"]
+        for name in NAMES:
+            for where in ("first", "stride"):
+                one.run(placed(**{where: name}), 0)
+                assert ran.pop() == ("older" if name in used else "sm80"), (direction, name, where)
+        if direction == "forward":
+            for scale in (0.0, -0.5):
+                one.run(placed(scale=scale), 0)
+                assert ran.pop() == "older"
 
 
 # --- the backward pass ------------------------------------------------------------------------------------------------

@@ -549,6 +549,32 @@ def test_gradients_on_two_streams_from_two_threads(n_q: int, generation: str) ->
         assert all(pool.map(work, (1, 2)))
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_other_streams_wait_for_what_a_plan_copies(captured: bool) -> None:
+    """Lengths on the host, whose copy is held up on the stream of the plan."""
+    import cupy
+
+    (q,) = tensors((2, 1, 20, 16))
+    lengths, held = np.array([7, 20]), threading.Event()
+    right = flashkit.attention(q.get(), q.get(), q.get(), kv_lengths=lengths, backend="cpu")
+    flashkit.attention(q, q, q, kv_lengths=np.array([20, 7]), backend=NAME)  # compiles
+    out = cupy.full_like(q, np.nan)
+    first, second = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    with first:
+        first.launch_host_func(lambda _: held.wait(1), None)
+        planned = flashkit.plan(q, q, q, kv_lengths=lengths, backend=NAME)
+        planned(q, q, q)
+    with second:
+        if captured:
+            second.begin_capture()
+        planned(q, q, q, out=out)
+        if captured:
+            second.end_capture().launch()
+        held.set()
+        second.synchronize()
+    np.testing.assert_allclose(out.get(), right, atol=1e-5)
+
+
 def test_a_call_on_another_device(generation: str) -> None:
     import cupy
 

@@ -776,6 +776,19 @@ def test_a_grid_has_an_end() -> None:
         launch.check_grid(1, launch.MAX_GRID + 1)
 
 
+def test_more_than_48_kib_of_shared_memory_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(launch, "call", lambda *arguments: asked.append(arguments) or 7)
+    library = object.__new__(launch.Library)
+    library.handle, library._ordinals = 0, set()
+    for size in (48 * 1024, 48 * 1024 + 16, 90 * 1024):
+        asked.clear()
+        assert library.kernel("any", HOPPER, size).shared == size
+        assert [size for function, *rest in asked if function == "cuKernelSetAttribute" for size in rest[1:2]] == [
+            size
+        ] * (size > 48 * 1024)
+
+
 def test_a_binary_depends_on_the_headers_that_it_includes() -> None:
     text = '#include "a.cuh"\nint x;'
 

@@ -46,7 +46,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(sm90_backward, "ORDERED_MAX_KEYS", 0)
     if on_hardware(request.node) and hardware.exists():
         monkeypatch.setattr(verify, "check", lambda *_: None)
-        yield hardware.Hardware(monkeypatch)
+        with hardware.fresh_memory_is_nan():
+            yield hardware.Hardware(monkeypatch)
         dispatch.forget()
         return
     if WHOLE_PROCESS not in os.environ and find_spec("cupy"):

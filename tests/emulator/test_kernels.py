@@ -24,6 +24,7 @@ from flashkit.call.arguments import prepare
 from flashkit.call.positions import read_in_place
 from flashkit.spec import AttentionSpec, Gradients
 
+from . import hardware
 from .calls import FEATURES, PLAIN, build, check, check_forward, features, generations
 
 if TYPE_CHECKING:
@@ -196,6 +197,49 @@ def test_offsets_that_change_in_a_graph(backend: str, generation: str, device: D
 def test_packed_sequences_on_hopper(more: cases.Choice, backend: str, generation: str, launched: list[str]) -> None:
     """The forward pass: TMA must not store rows behind the end of a sequence."""
     check_forward({**PACKED, "sizes": "300x260", **more}, backend)
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize("generation", ["sm90"])
+def test_tokens_behind_the_last_sequence_have_no_slopes(generation: str, device: Device, launched: list[str]) -> None:
+    """They are a sequence to the kernels, of which arrays of the caller have no entry."""
+    import cupy
+
+    rng, begins = np.random.default_rng(0), np.array([0, 90, 150])
+    q, k, v, dout = (rng.standard_normal((200, 2, 64)).astype(np.float16) for _ in range(4))
+    slopes = rng.random((2, 2)).astype(np.float32)
+    given = cupy.asarray(slopes)
+    if isinstance(device, hardware.Hardware):
+        given = hardware.at_the_end_of_memory(given)
+    options = {"cu_seqlens": begins, "causal": True}
+    found = flashkit.attention_vjp(*map(cupy.asarray, (q, k, v)), alibi_slopes=given, backend="cupy_raw", **options)
+    wide = (x.astype(np.float64) for x in (q, k, v))
+    exact = flashkit.attention_vjp(*wide, alibi_slopes=slopes, backend="reference", **options)
+    results = found[0], *found[1](cupy.asarray(dout))
+    for got, right in zip(results, (exact[0], *exact[1](dout.astype(np.float64))), strict=True):
+        np.testing.assert_allclose(got.get().astype(np.float64), right, atol=2.0**-6)
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize("backend", ["cupy_raw", pytest.param("numba_cuda", marks=exhaustive)])
+@pytest.mark.parametrize("generation", ["sm90"])
+def test_a_long_sequence_before_a_short_one(backend: str, generation: str, launched: list[str]) -> None:
+    """It ends later, and what its last tile would store behind its end would stay."""
+    import cupy
+
+    rng = np.random.default_rng(0)
+    for begins_q, begins_k in (([0, 70, 128], [0, 3000, 3010]), ([0, 1500, 1510], [0, 70, 128])):
+        q, dout = (rng.standard_normal((begins_q[-1], 1, 64)).astype(np.float16) for _ in range(2))
+        k, v = (rng.standard_normal((begins_k[-1], 1, 64)).astype(np.float16) for _ in range(2))
+        begins = np.array(begins_q), np.array(begins_k)
+        wide = (x.astype(np.float64) for x in (q, k, v))
+        found = flashkit.attention_vjp(*map(cupy.asarray, (q, k, v)), cu_seqlens=begins, backend=backend)
+        exact = flashkit.attention_vjp(*wide, cu_seqlens=begins, backend="reference")
+        results = found[0], *found[1](cupy.asarray(dout))
+        for got, right in zip(results, (exact[0], *exact[1](dout.astype(np.float64))), strict=True):
+            np.testing.assert_allclose(got.get().astype(np.float64), right, atol=2.0**-6)
     assert generations(launched) == {generation}
 
 
@@ -425,17 +469,27 @@ def test_keys_in_pages(backend: str, generation: str, n_q: int, device: Device, 
 
 
 @slow
-@pytest.mark.parametrize("generation", ["sm80"])
-@pytest.mark.parametrize("d", [64, 20])
-def test_a_table_that_ends_with_the_last_key(d: int, generation: str, launched: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("backend", "generation", "d", "page"),
+    [
+        ("cupy_raw", "sm80", 64, 1), ("cupy_raw", "sm80", 20, 1), ("cupy_raw", "sm90", 64, 16),
+        pytest.param("numba_cuda", "sm80", 64, 1, marks=exhaustive),
+    ],
+)  # fmt: skip
+def test_a_table_that_ends_with_the_last_key(
+    backend: str, generation: str, d: int, page: int, device: Device, launched: list[str]
+) -> None:
     """Rows of the last tile behind it have no entries; of rows that are whole vectors, and not."""
     import cupy
 
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((1, 2, n, d)).astype(np.float16) for n in (1, 1100, 1100))
-    pools = (cupy.asarray(np.ascontiguousarray(x[0].swapaxes(0, 1)[:, None])) for x in (k, v))
-    table = cupy.asarray(np.arange(1100)[None])
-    out = flashkit.attention(cupy.asarray(q), *pools, page_table=table, kv_lengths=[1100], backend="cupy_raw")
+    rng, n_k = np.random.default_rng(0), 1104
+    n_q = 1 if generation == "sm80" else 70
+    q, k, v = (rng.standard_normal((1, 2, n, d)).astype(np.float16) for n in (n_q, n_k, n_k))
+    pools = (cupy.asarray(np.ascontiguousarray(x[0].swapaxes(0, 1).reshape(-1, page, 2, d))) for x in (k, v))
+    table = cupy.asarray(np.arange(n_k // page)[None])
+    if isinstance(device, hardware.Hardware):
+        table = hardware.at_the_end_of_memory(table)
+    out = flashkit.attention(cupy.asarray(q), *pools, page_table=table, kv_lengths=[n_k], q_offset=0, backend=backend)
     right = flashkit.attention(*(x.astype(np.float64) for x in (q, k, v)))
     np.testing.assert_allclose(out.get().astype(np.float64), right, atol=2.0**-7)
     assert generations(launched) == {generation}
@@ -575,6 +629,13 @@ def test_wide_heads(backend: str, generation: str, launched: list[str]) -> None:
 
 
 @slow
+@pytest.mark.parametrize("generation", ["sm90"])
+def test_values_that_are_wider_than_keys(generation: str, launched: list[str]) -> None:
+    check_forward({**PLAIN, "sizes": "70x130", "dims": "40/72"}, "cupy_raw")
+    assert generations(launched) == {generation}
+
+
+@slow
 @pytest.mark.parametrize(("backend", "generation"), CUPY_OFTEN)
 def test_modifications(backend: str, generation: str, launched: list[str]) -> None:
     choice = cases.with_(
@@ -701,6 +762,23 @@ def test_keys_that_are_far_apart(backend: str, generation: str, device: Device, 
     assert generations(launched) == {generation} and "combine" not in launched
 
 
+@slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("generation", ["simt"])
+def test_more_than_32_tiles_of_an_array_mask(backend: str, generation: str, launched: list[str]) -> None:
+    """They are classified 32 at a time; and exactly as many."""
+    import cupy
+
+    mask = np.random.default_rng(0).random(2200) < 0.5
+    for n_k in (1024, 2048, 2200):
+        call = build({**PLAIN, "heads": "1:1", "sizes": f"9x{n_k}", "dims": "8"})
+        out = flashkit.attention(call.q, call.k, call.v, mask=cupy.asarray(mask[:n_k]), backend=backend)
+        wide = (call.plain[name].astype(np.float64) for name in "qkv")
+        right = flashkit.attention(*wide, mask=mask[:n_k], backend="reference")
+        np.testing.assert_allclose(out.get().astype(np.float64), right, atol=2.0**-7)
+    assert generations(launched) == {generation}
+
+
 NARROW = {**PLAIN, "dtype": "float16", "heads": "2:1", "dims": "8", "sizes": "70x330"}
 
 
@@ -716,7 +794,15 @@ def test_dq_in_order(generation: str, device: Device, launched: list[str]) -> No
         call.options["deterministic"] = True
         found.append(cases.run(call, "cupy_raw").dq)
     np.testing.assert_array_equal(*found)
-    check_forward(NARROW, "cupy_raw", "growing")  # weights that float16 does not hold, and no mask that allows for inf
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize("backend", ["cupy_raw", pytest.param("numba_cuda", marks=exhaustive)])
+@pytest.mark.parametrize("generation", ["sm90"])
+def test_weights_that_float16_does_not_hold(backend: str, generation: str, launched: list[str]) -> None:
+    """Of rows whose maximum grows, where no mask allows for infinity."""
+    check_forward(NARROW, backend, "growing")
     assert generations(launched) == {generation}
 
 

@@ -10,15 +10,18 @@ TESTS = (
     "tests/emulator/test_kernels.py -k 'numba_cuda and (sm80 or sm90)'",
 )
 DEVICE = (
+    "tests/emulator/test_kernels.py -k 'numba_cuda and test_features'",
     "tests/emulator/test_kernels.py -k 'numba_cuda and (simt or numbers)'",
-    "tests/emulator/test_kernels.py -k 'numba_cuda and (sm80 or sm90)'",
     "tests/cuda/test_cuda_devices.py -k 'numba_cuda and (hidden_nan or infinity)'",
 )
 
 ALL, SIMT, SM80, SM90 = (f"flashkit/backends/numba_cuda/kernels/{name}" for name in ("common", "simt", "sm80", "sm90"))
 
 PACKED = "FLASHKIT_TEST_ALL=1 tests/emulator/test_kernels.py -k 'test_packed_sequences and numba_cuda-sm90'"
-SEQUENCES = "tests/conformance/test_conformance.py -k 'numba_cuda and (sequences-packed or sequences-paged)'"
+SEQUENCES = "tests/emulator/test_kernels.py -k 'test_packed_sequences and numba_cuda-sm80'"
+MODIFIED = (
+    "FLASHKIT_TEST_ALL=1 tests/emulator/test_kernels.py -k 'test_modifications and numba_cuda-simt and not packed'"
+)
 NEXT = "FLASHKIT_TEST_ALL=1 tests/emulator/test_kernels.py -k 'next_sequence and numba_cuda'"
 
 
@@ -28,135 +31,168 @@ def on_device(generation: str, test: str) -> str:
 
 FAULTS = (
     # common
-    Fault("a sink does not raise the maximum", f"{ALL}/epilogue.py", "greatest = greater(top, sink)", "greatest = top"),
+    Fault(
+        "lengths beyond the room", f"{ALL}/tiles.py",
+        "min(max(load(np.int64, p.kv_lengths, b), 0), p.n_k)", "max(load(np.int64, p.kv_lengths, b), 0)",
+        "tests/emulator/test_kernels.py -k 'test_features and numba_cuda-simt'",
+    ),
+    Fault(
+        "the sign of dlse", f"{ALL}/bwd_preprocess.py",
+        "total -= load(F, number_address(p.dlse,", "total += load(F, number_address(p.dlse,",
+        "tests/emulator/test_kernels.py -k 'test_features and numba_cuda-simt'",
+    ),
+    Fault(
+        "a sink does not raise the maximum", f"{ALL}/epilogue.py",
+        "greatest = greater(top, sink)", "greatest = top",
+        "tests/emulator/test_kernels.py -k 'test_features and numba_cuda-sm90'",
+    ),
     Fault(
         "float16 takes row sums of bfloat16", f"{ALL}/softmax.py",
         '32768.0 if STORAGE == "float16" else 1e18', "1e18",
+        "FLASHKIT_TEST_ALL=1 tests/emulator/test_kernels.py -k 'float16_does_not_hold and numba_cuda'",
     ),
     Fault(
         "walk: a group of tiles too far", f"{ALL}/tiles.py",
         "chunk = (first_group + lowest_bit(groups)) * 32", "chunk = (first_group + lowest_bit(groups) + 1) * 32",
+        "tests/emulator/test_kernels.py -k 'test_features and numba_cuda-simt'",
     ),
     Fault(
-        "walk: a tile past the end", f"{ALL}/tiles.py",
-        "(BLOCK_K if walk.along_keys else BLOCK_Q) < walk.n", "(BLOCK_K if walk.along_keys else BLOCK_Q) <= walk.n",
+        "walk: a last tile of few elements does not exist", f"{ALL}/tiles.py",
+        "(BLOCK_K if walk.along_keys else BLOCK_Q) < walk.n", "(BLOCK_K if walk.along_keys else BLOCK_Q) + 31 < walk.n",
+        "FLASHKIT_TEST_ALL=1 tests/emulator/test_kernels.py -k 'test_unmasked and numba_cuda-simt'",
+    ),
+    Fault(
+        "walk: an array's mask has 32 tiles", f"{ALL}/tiles.py",
+        "over = not exists(walk, chunk)", "over = chunk > 0",
+        "tests/emulator/test_kernels.py -k 'more_than_32_tiles and numba_cuda'",
     ),
     Fault(
         "the modification of a masked score", f"{ALL}/tiles.py",
         "s = modified_score(s, b, h, row, q, k, p)", "s = s",
+        MODIFIED,
     ),
     Fault(
         "packed: row statistics of the first sequence", f"{ALL}/tiles.py",
         "return first_tile(p.cu_seqlens_q, I(b), p.row_block) * p.row_block + n if IS_PACKED else n", "return n",
-        device=SEQUENCES,
+        SEQUENCES,
     ),
     Fault(
         "packed: dQ is added to tiles of the first sequence", f"{ALL}/tiles.py",
         "return first_tile(p.cu_seqlens_q, I(b), block) + I(tile) if IS_PACKED else I(tile)", "return I(tile)",
-        device=SEQUENCES,
+        SEQUENCES,
     ),
     Fault(
         "packed: dK and dV of all keys are written", f"{ALL}/tiles.py",
-        "return seq_info(p, I(b)).n_k if IS_PACKED else p.n_k", "return p.n_k",
-        device=SEQUENCES,
+        "return seq_info(p, I(b)).n_k if IS_PACKED else p.n_k", "return p.n_k", SEQUENCES,
     ),
     Fault(
         "packed: no room for the tile that is not full", f"{ALL}/tiles.py",
         "return I(U(integer_at(cu_seqlens, b)) // U(block)) + b",
         "return I(U(integer_at(cu_seqlens, b)) // U(block))",
-        device=SEQUENCES,
+        SEQUENCES,
     ),
     Fault(
         "packed: keys of the sequence before", f"{ALL}/tiles.py",
-        "else integer_at(p.cu_seqlens_k, b)", "else integer_at(p.cu_seqlens_k, max(b - 1, 0))",
-        device=SEQUENCES,
+        "else integer_at(p.cu_seqlens_k, b)", "else integer_at(p.cu_seqlens_k, max(b - 1, 0))", SEQUENCES,
     ),
     Fault(
         "pages: any number is taken for a page", f"{ALL}/tiles.py",
         "return min(max(page, 0), table.pages - 1), n - at * table.page", "return page, n - at * table.page",
-        device=SEQUENCES,
+        "FLASHKIT_TEST_ALL=1 tests/emulator/test_kernels.py -k 'packed_queries_of_keys and numba_cuda-sm80'",
     ),
     Fault(
         "pages: all sequences have those of the first", f"{ALL}/tiles.py",
         "integer_at(table.data, I(b) * table.width + at)", "integer_at(table.data, at)",
-        device=SEQUENCES,
+        "FLASHKIT_TEST_ALL=1 tests/emulator/test_kernels.py -k 'test_keys_in_pages and numba_cuda-sm80'",
     ),
     Fault(
         "pages: the table is read behind its end", f"{ALL}/kv_source.py",
         "kv.b, I(min(n, kv.n_k - 1)))", "kv.b, I(n))",
-        device=SEQUENCES,
+        "FLASHKIT_TEST_ALL=1 tests/emulator/test_kernels.py -k 'table_that_ends and numba_cuda'",
     ),
     Fault(
         "simt: pages: rows of a tile are those of its first keys", f"{SIMT}/tile.py",
         "source.b, source.first + row)", "source.b, source.first)",
-        device=SEQUENCES,
+        "FLASHKIT_TEST_ALL=1 tests/emulator/test_kernels.py -k 'test_keys_in_pages and numba_cuda-simt'",
     ),
     Fault(
         "sm80: pages: a thread copies its first row", f"{SM80}/load.py",
         "kv_address(kv, tensor, k0 + own + row)", "kv_address(kv, tensor, k0 + own)",
-        device=SEQUENCES,
+        "FLASHKIT_TEST_ALL=1 tests/emulator/test_kernels.py -k 'test_keys_in_pages and numba_cuda-sm80'",
     ),
     # simt
     Fault(
         "simt: the sum is without its rescaling", f"{SIMT}/forward.py",
         "l[i] = l[i] * rescale + total", "l[i] = l[i] + total",
+        "tests/emulator/test_kernels.py -k 'test_features and numba_cuda-simt'",
     ),
     Fault(
         "simt: sinks do not raise the maximum", f"{SIMT}/forward.py",
         "old_max, row_max = row_max, larger(row_max, sink)", "old_max = row_max",
+        "tests/emulator/test_kernels.py -k 'test_features and numba_cuda-simt'",
     ),
-    Fault("simt: masked NaN counts", f"{SIMT}/tile.py", "if x != ZERO:", "if True:"),
     Fault(
-        "simt: the slope of the score is 1", f"{SIMT}/backward.py", "ds *= slope[i, j]", "pass",
-        device=on_device("simt", "soft_capping_of"),
+        "simt: masked NaN counts", f"{SIMT}/tile.py",
+        "if x != ZERO:", "if True:", "tests/emulator/test_kernels.py -k 'test_hard_data and numba_cuda-simt'",
+    ),
+    Fault(
+        "simt: the slope of the score is 1", f"{SIMT}/backward.py",
+        "ds *= slope[i, j]", "pass",
+        MODIFIED,
     ),
     Fault(
         "simt: unaligned rows: columns past the head dim", f"{SIMT}/tile.py",
         "if left > 1 else ZERO", "if left > 0 else ZERO",
+        "FLASHKIT_TEST_ALL=1 tests/emulator/test_kernels.py -k 'rows_that_are_not_aligned and numba_cuda'",
     ),
     # sm80
     Fault(
         "sm80: a ragged tile is full", f"{SM80}/forward.py",
         "full = walk.state == FULL and k0 + BLOCK_K <= n_k", "full = walk.state == FULL",
+        "tests/emulator/test_kernels.py -k 'test_features and numba_cuda-sm80'",
     ),
     Fault(
         "sm80: a wrong speculation stays", f"{SM80}/forward.py",
         "            if not near:  # the speculation failed, and the scores are overwritten\n                "
-        "s = scores(q, k)\n",
-        "            near = True\n",
-        device=on_device("sm80", "change_hugely"),
+        "s = scores(q, k)\n", "            near = True\n",
+        "tests/emulator/test_kernels.py -k 'test_hard_data and numba_cuda-sm80-growing'",
     ),
     Fault(
         "sm80: the order of additions is not kept", f"{SM80}/backward.py",
         "            semaphore_wait(semaphore, missing, add_after, add_end)\n", "",
-        device=on_device("sm80", "same_bits"),
+        "tests/emulator/test_kernels.py -k 'test_features and numba_cuda-sm80'", on_device("sm80",
+        "same_bits and float16"),
     ),
     Fault(
         "decode: a split has one tile too many", f"{SM80}/decode.py",
         "last = i32(min(tile + each_part, tiles))", "last = i32(min(tile + each_part + u32(1), tiles))",
+        "tests/emulator/test_kernels.py -k 'test_decode and sm80 and numba_cuda'",
     ),
     Fault(
         "decode: heads of a group have the first one's mask", f"{SM80}/decode.py",
         "state = state if found == state else I(PARTIAL)", "pass",
+        "tests/emulator/test_kernels.py -k 'test_decode and sm80 and numba_cuda'",
     ),
     Fault(
         "combine: O is without the sink's factor", f"{SM80}/combine.py",
         "factor = ZERO if empty else factor / total", "factor = ZERO if empty else ONE / total",
+        "tests/emulator/test_kernels.py -k 'test_decode and sm80 and numba_cuda'",
     ),
     Fault(
         "TF32x3 without the low part of the left", f"{SM80}/tf32x3.py",
         "x = mma_sync(zeros, part(left, 4, 4), b0, b1)", "x = zeros",
+        "tests/emulator/test_kernels.py -k 'float32_on_tensor_cores and numba_cuda'",
     ),
     # sm90
     Fault(
         "sm90: V behind the length is multiplied", f"{SM90}/mainloop.py",
         "if valid_keys < BLOCK_K:", "if valid_keys < 0:",
-        device=on_device("sm90", "lengths_on_the_device"),
+        "FLASHKIT_TEST_ALL=1 tests/emulator/test_kernels.py -k 'lengths_without_a_mask and numba_cuda'",
     ),
     Fault(
         "sm90: packed: TMA stores rows behind the end", f"{SM90}/epilogue.py",
         "if IS_PACKED and row0 < n_q and row0 + 64 > n_q:", "if False:",
-        device=NEXT,
+        "FLASHKIT_TEST_ALL=1 tests/emulator/test_kernels.py -k 'before_a_short_one and numba_cuda'",
     ),
     Fault(
         "sm90: packed: queries without keys get no output", f"{SM90}/tile_scheduler.py",
@@ -166,33 +202,38 @@ FAULTS = (
     Fault(
         "sm90: after a misprediction S is not masked", f"{SM90}/mainloop.py",
         "            s = modify_tile(p, work, unmasked or full, s, k0)\n", "",
+        "tests/emulator/test_kernels.py -k 'test_hard_data and numba_cuda-sm90-growing'",
     ),
     Fault(
         "sm90: a ragged tile is FULL", f"{SM90}/tile_scheduler.py",
         "return i32(PARTIAL) if state == FULL and whole > n_k else state", "return state",
+        "tests/emulator/test_kernels.py -k 'test_features and numba_cuda-sm90'",
     ),
     Fault(
         "sm90: warp groups without a key get no tile", f"{SM90}/tile_scheduler.py",
         "first_bits |= PARTIAL << 2 * wg", "first_bits |= 0",
+        "tests/emulator/test_kernels.py -k 'test_features and numba_cuda-sm90'",
     ),
     Fault(
         "sm90: packed heads share the first one's mask", f"{SM90}/tile_scheduler.py",
         "for other in range(1, PACK_GQA):", "for other in range(1, 1):",
+        "tests/emulator/test_kernels.py -k 'test_features and numba_cuda-sm90'",
     ),
     Fault(
         "sm90: tile counters are not reset", f"{SM90}/tile_scheduler.py",
         "        store(np.int32, p.tile_counter, 0, i32(0))\n", "",
-        device=on_device("sm90", "same_bits and float16"),
+        "FLASHKIT_TEST_ALL=1 tests/emulator/test_host.py -k 'serve_again and numba_cuda'",
     ),
     Fault(
         "sm90: backward: keys past the length are seen", f"{SM90}/bwd_softmax.py",
         "i32(row + coord.q_position), inside, coord)\n    return x if key < coord.n_k and",
         "i32(row + coord.q_position), inside, coord)\n    return x if",
+        "tests/emulator/test_kernels.py -k 'test_features and numba_cuda-sm90'",
     ),
     Fault(
         "sm90: packed: TMA stores dK and dV behind the end", f"{SM90}/bwd_epilogue.py",
-        "left = i32(seq_info(p, I(at[0])).n_k) - key if IS_PACKED else i32(16)", "left = i32(16)", PACKED,
-        device=NEXT,
+        "left = i32(seq_info(p, I(at[0])).n_k) - key if IS_PACKED else i32(16)", "left = i32(16)",
+        "FLASHKIT_TEST_ALL=1 tests/emulator/test_kernels.py -k 'before_a_short_one and numba_cuda'",
     ),
     Fault(
         "sm90: packed: row statistics lie where the sequence's rows do", f"{SM90}/bwd_preprocess.py",
@@ -204,7 +245,13 @@ FAULTS = (
         device=NEXT,
     ),
     Fault(
+        "sm90: the sign of dlse", f"{SM90}/bwd_preprocess.py",
+        "total -= load(F, number_address(tensors.dlse,", "total += load(F, number_address(tensors.dlse,",
+        "tests/emulator/test_kernels.py -k 'test_features and numba_cuda-sm90'",
+    ),
+    Fault(
         "sm90: backward: masked pairs have gradients", f"{SM90}/bwd_ds.py",
         "return ZERO if p_slope == ZERO else p_slope * x", "return p_slope * x",
+        "FLASHKIT_TEST_ALL=1 tests/emulator/test_kernels.py -k 'test_hard_data and numba_cuda-sm90-NaN'",
     ),
 )  # fmt: skip

@@ -32,7 +32,7 @@ ON_DEVICE = "FLASHKIT_CUDA_WATCHDOG=1"
 """A barrier that waits for ever ends a kernel."""
 
 WORKERS = 4
-"""Of a step without a fault, where there are more jobs: few of these steps take long."""
+"""Of an area's step without a fault, where there are more jobs: few of these steps take long."""
 
 NEIGHBOURS = 6
 """Tests that are tried first, because they have found other faults. Most faults are found by the same few."""
@@ -53,6 +53,19 @@ class Plain(NamedTuple):
     def longest(self) -> float:
         """A fault compiles kernels again and meets other loads of the machine, but no more than that."""
         return 60 + 3 * self.seconds
+
+
+class Trial(NamedTuple):
+    """A fault that is to be judged, by its own steps if there are any, or else by those of its area."""
+
+    area: Area
+    fault: Fault
+    own: tuple[Step, ...]
+    stages: tuple[Step, ...]
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        return self.own or self.stages
 
 
 class Judge:
@@ -81,33 +94,41 @@ class Judge:
     ) -> None:
         """Judge the faults of areas that results do not know, the longest tests first; on a device the shortest.
 
-        Steps without a fault come first of all, and a fault follows as soon as its own are known.
+        A fault is tried as soon as the steps that it takes are known without a fault: first with its own stage, and
+        with the area's, which take longer, if it survives that.
 
-        limit: seconds for a fault; plain: seconds for a step without one.
+        limit: seconds for a fault's own stage, and for the area's; plain: seconds for a step without a fault.
         """
         left = [
-            (area, fault, steps)
+            Trial(area, fault, *steps)
             for area in areas
             for fault in area.faults
-            if results.known(area.name, fault, tests) is None and (steps := _steps(area, fault, results, tests))
+            if results.known(area.name, fault, tests) is None and any(steps := _steps(area, fault, results, tests))
         ]
-        faults, done = list(left), 0
-        new = list(dict.fromkeys(step for *_, steps in left for step in steps if step not in self._plain))
+        faults, done, asked = list(left), 0, set(self._plain)
         workers = WORKERS if len(self.trees) > WORKERS and find_spec("xdist") else 1
 
-        def next_job() -> Callable[[Tree], Record | tuple[Step, Plain]] | None:
-            if new:
-                step = new.pop(0)
-                return lambda tree: (step, self._measure(tree, step, plain, workers))
-            ready = [one for one in faults if all(step in self._plain for step in one[2])]
+        def to_measure(by_own: bool) -> Step | None:
+            steps = (step for trial in faults if bool(trial.own) is by_own for step in trial.steps)
+            return next((step for step in steps if step not in asked), None)
+
+        def next_job() -> Callable[[Tree], Trial | Record | tuple[Step, Plain]] | None:
+            ready = [trial for trial in faults if all(step in self._plain for step in trial.steps)]
             if not ready:
-                return None
-            seconds = [sum(self._plain[step].seconds for step in one[2]) for one in ready]
+                own = to_measure(True)
+                if (step := own or to_measure(False)) is None:
+                    return None
+                asked.add(step)
+                return lambda tree: (step, self._measure(tree, step, plain, 1 if own else workers))
+            seconds = [sum(self._plain[step].seconds for step in trial.steps) for trial in ready]
             chosen = ready[seconds.index(min(seconds) if tests == "device" else max(seconds))]
             faults.remove(chosen)
-            return lambda tree: self._judge(tree, *chosen, results, tests, limit)
+            return lambda tree: self._judge(tree, chosen, results, tests, limit)
 
         for found in self._each(next_job, 2 * workers):
+            if isinstance(found, Trial):
+                faults.append(found)
+                continue
             if isinstance(found, tuple):
                 self._keep(*found)
                 continue
@@ -116,11 +137,12 @@ class Judge:
             by = f"{found['outcome'].upper()}: {found['by']}" if found["by"] else found["outcome"].upper()
             self.say(f"{done}/{len(left)} {found['area']}: {found['name']}: {by} ({found['seconds']:.0f} s)")
 
-    def _judge(
-        self, tree: Tree, area: Area, fault: Fault, steps: list[Step], results: Results, tests: str, limit: float
-    ) -> Record:
-        """Run the steps until one finds the fault, and first the tests that have found its neighbours."""
+    def _judge(self, tree: Tree, trial: Trial, results: Results, tests: str, limit: float) -> Trial | Record:
+        """Run the trial's steps until one finds the fault, and first the tests that have found its neighbours. The
+        result is a further trial where the fault's own stage does not find it.
+        """
         start, outcome, by, which = time.monotonic(), "survived", None, ("", None)
+        area, fault, steps = trial.area, trial.fault, trial.steps
         tree.refill_cache()
         first = [] if _own(fault, tests) else self._neighbours(area, fault, results, steps[0][1])
         with tree.fault(fault):
@@ -138,6 +160,8 @@ class Judge:
                 else:
                     outcome, by = "timeout" if found.kind == "endless" else "error", found.said
                 break
+        if outcome == "survived" and trial.own and trial.stages:
+            return trial._replace(own=())
         return {
             "area": area.name, "name": fault.name, "tests": tests,
             "outcome": outcome, "by": by, "stage": which[0], "selection": which[1],
@@ -221,15 +245,15 @@ def _take_cores(job: int, jobs: int, least: int) -> None:
         os.sched_setaffinity(0, {cores[(job * len(cores) // jobs + i) % len(cores)] for i in range(share)})
 
 
-def _steps(area: Area, fault: Fault, results: Results, tests: str) -> list[Step]:
-    """The steps that may find the fault, in the order in which they are tried."""
+def _steps(area: Area, fault: Fault, results: Results, tests: str) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    """The steps that may find the fault, its own and those of its area, in the order in which they are tried."""
     selections, own, stages = SELECTIONS[tests], _own(fault, tests), area.stages
     if tests == "device":
         stages = tuple(f"{ON_DEVICE} {text}" for text in area.device)
     elif tests == "all" and results.survived_fast(area.name, fault):
         selections = selections[1:]
-    chosen = [(own, selection) for selection in selections if own]
-    return chosen + [(text, selection) for selection in selections for text in stages]
+    of_own = tuple((own, selection) for selection in selections if own)
+    return of_own, tuple((text, selection) for selection in selections for text in stages)
 
 
 def _own(fault: Fault, tests: str) -> str:

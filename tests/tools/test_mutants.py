@@ -171,6 +171,19 @@ def test_on_a_device(checkout: Path, tmp_path: Path) -> None:
     assert not any("fails" in line for line in said)
 
 
+def test_an_areas_stages_wait_for_a_fault_that_its_own_does_not_find(checkout: Path, tmp_path: Path) -> None:
+    faults = tuple(
+        Fault(f"times {n}", "double.py", "2 *", f"{n} *", f"tests/test_double.py -k {own}")
+        for n, own in ((3, "two"), (4, "zero"))
+    )
+    area = Area("own", ("tests/test_double.py",), faults)
+    for chosen, stage in ((0, "tests/test_double.py -k two"), (1, "tests/test_double.py")):
+        results, said = judged(checkout, tmp_path, area._replace(faults=faults[: chosen + 1]))
+        record = results.known("own", faults[chosen], "all")
+        assert record is not None and (record["outcome"], record["stage"]) == ("killed", stage)
+        assert any("tests/test_double.py -m" in line for line in said) == (chosen == 1)
+
+
 def test_a_test_that_fails_anyway_judges_nothing(checkout: Path, tmp_path: Path) -> None:
     (checkout / "double.py").write_text("def double(x):\n    return 3 * x + 0\n")
     faults = Fault("one more", "double.py", "+ 0", "+ 1"), Fault("four times", "double.py", "3 *", "4 *")
