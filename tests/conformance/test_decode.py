@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import flashkit
-from flashkit import mods, reference
+from flashkit import dispatch, mods, reference
 from flashkit.backends.cpu import launch, plan, threads
 from flashkit.backends.cpu.backend import CpuBackend
 from flashkit.backends.cpu.micro import compile as micro
@@ -141,7 +141,7 @@ def test_gemv_softmax(block: RegisterBlock) -> None:
         m[-1], l[-1] = -np.inf, 0
         if rows > 3:
             s[2, :n], m[2], l[2] = -np.inf, -np.inf, 0  # no visible key, before or now
-            s[3, :1] = np.nan
+            s[3, :1] = s[3, block.lanes - 1 : n : block.lanes] = np.nan
         rescale = np.full(rows, 7, dtype)
         scores, m_old, l_old = s[:, :n].astype(np.float64), m.astype(np.float64), l.astype(np.float64)
         run(block, "gemv_softmax", at(s), s.strides[0], rows, n, at(m), at(l), at(rescale))
@@ -201,6 +201,13 @@ def test_every_feature_with_few_queries(choice: dict[str, str], monkeypatch: pyt
     cases.assert_conforms(cases.run(cases.build(choice), "cpu"), *cases.expected(cases.build(choice)))
 
 
+@pytest.fixture(autouse=True)
+def few_keys_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as they are enough for two splits."""
+    monkeypatch.setattr(threads, "SERIAL_FLOPS", 0)
+    dispatch.forget()
+
+
 def decoded(q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> tuple[np.ndarray, np.ndarray]:
     return flashkit.attention(q, k, v, return_lse=True, backend="cpu", **options)
 
@@ -229,8 +236,10 @@ def test_few_queries_decode_and_many_do_not() -> None:
 
 
 def test_one_key_has_its_value_as_gradient_too() -> None:
+    """Scores are large: if the passes summed them in different orders, the weight would not be 1 in both."""
     q, k, v = tensors(4, 2, 1, 1, 192)
-    out, vjp = flashkit.attention_vjp(q, k, v, backend="cpu")
+    q *= 1000
+    out, vjp = flashkit.attention_vjp(q, k, v, scale=2**-4, backend="cpu")
     dout = np.random.default_rng(3).standard_normal(out.shape).astype(np.float32)
     assert np.array_equal(out, np.repeat(v, 2, 1))
     _, _, dv = vjp(dout)
@@ -259,7 +268,6 @@ def test_splits_of_any_number_of_keys(n_k: int) -> None:
 @pytest.mark.parametrize("count", [1, 2])
 def test_heads_of_few_keys_share_work_tiles(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several sequences, and a last work tile with fewer heads than the others."""
-    monkeypatch.setattr(threads, "SERIAL_FLOPS", 0)
     monkeypatch.setenv("FLASHKIT_NUM_THREADS", str(count))
     q, k, v = tensors(22, 11, 1, 64, 24, batch=3)
     for lengths in ([64, 1, 30], [0, 16, 16], [0, 0, 0]):
@@ -323,6 +331,41 @@ def test_a_split_of_nan_scores_alone_shows() -> None:
     q, k, v = tensors(1, 1, 1, 2000, 8)
     k[0, 0, 1024:] = np.nan
     assert np.isnan(decoded(q, k, v)[0]).all()
+
+
+@pytest.mark.parametrize("low", [slice(512), slice(512, 1024)], ids=["the first", "the last"])
+def test_a_split_without_weight_is_left_out(low: slice) -> None:
+    """Within it all keys weigh the same, so its sum is infinite; that the other outweighs it is known at the end."""
+    q, k, v = tensors(1, 1, 1, 1024, 8)
+    q[..., 0], k[..., 0] = 1, 0
+    k[:, :, low, 0], v[:, :, low] = -1e6, np.inf
+    got = decoded(q, k, v)
+    assert np.isfinite(got[0]).all()
+    assert_near(got, exact(q, k, v))
+
+
+def test_a_sink_outweighs_infinite_values() -> None:
+    q, k, v = tensors(2, 1, 1, 70, 8)
+    v[:] = np.inf
+    out, lse = decoded(q, k, v, sinks=np.full(2, 1e6, np.float32))
+    assert (out == 0).all() and (lse == 1e6).all()
+
+
+def test_few_keys_stay_on_the_thread_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan for any lengths does not know how few a call has. The pool's loop does nothing here."""
+    calls = []
+    nothing = ctypes.CFUNCTYPE(None)(lambda: calls.append(1))
+    address = ctypes.cast(nothing, ctypes.c_void_p).value
+    monkeypatch.setattr(threads, "SERIAL_FLOPS", 2e5)
+    monkeypatch.setattr(threads, "count", lambda: 4)
+    monkeypatch.setattr(threads, "parallel_for", lambda: (address, 0))
+    q, k, v = tensors(4, 2, 1, 4000, 8)
+    planned = flashkit.plan(q, k, v, kv_lengths=[4000], return_lse=True, backend="cpu")
+    got = planned(q, k, v, kv_lengths=[100])
+    assert not calls
+    assert_near(got, exact(q, k, v, kv_lengths=[100]))
+    planned(q, k, v)
+    assert calls
 
 
 def test_two_runs_give_the_same_bits_on_any_thread() -> None:

@@ -398,9 +398,13 @@ def test_poison_in_keys_hidden_from_all(backend: str, hiding: str, poison: float
 @pytest.mark.parametrize("where", ["q", "dout", "dlse"])
 @pytest.mark.parametrize("hiding", ["causal", "bool mask", "lengths"])
 def test_poison_in_rows_that_see_nothing(backend: str, hiding: str, where: str, poison: float) -> None:
-    """Their results are those of any row without keys, and they have no part in the gradients of keys and values."""
+    """Their results are those of any row without keys, and they have no part in the gradients of keys and values.
+
+    One column is enough to harm, the first or the last.
+    """
     q, k, v = qkv(2, 2, N_Q, 50)
     blind = np.zeros((2, 2, N_Q), bool)
+    column = -1 if hiding == "causal" else 0
     options: dict[str, Any] = {"causal": True}
     if hiding == "causal":
         blind[:, :, : N_Q - 50] = True
@@ -416,11 +420,25 @@ def test_poison_in_rows_that_see_nothing(backend: str, hiding: str, where: str, 
     clean = everything(given["q"], k, v, dout=given["dout"], dlse=given["dlse"], **options)
     assert (clean["lse"][blind] == -np.inf).all() and np.isfinite(clean["lse"][~blind]).all()
     given[where] = given[where].copy()
-    given[where][blind] = poison
+    given[where][blind if where == "dlse" else (blind, column)] = poison
     with np.errstate(invalid="ignore"):
         got = everything(given["q"], k, v, dout=given["dout"], dlse=given["dlse"], **options)
     same(got, clean)
     assert (got["out"][blind] == 0).all() and (got["dq"][blind] == 0).all()
+
+
+def test_a_slope_of_nan_at_hidden_pairs(backend: str) -> None:
+    """The derivative by a score counts where the pair has a weight."""
+    q, k, v = qkv(1, 2, N_Q, N_K)
+    shown = np.random.default_rng(5).random((N_Q, N_K)) < 0.5
+    factor = np.random.default_rng(6).random((N_Q, N_K)).astype(np.float32)
+
+    def results(factor: np.ndarray) -> dict[str, np.ndarray]:
+        score = mods.score(lambda s, b, h, q, k, *, f: s * f[q - (N_K - N_Q), k], f=factor)
+        with np.errstate(invalid="ignore"):
+            return everything(q, k, v, score_mod=score, mask=shown)
+
+    same(results(np.where(shown, factor, np.float32(np.nan))), results(factor))
 
 
 def test_poison_behind_dropout_and_sinks(backend: str) -> None:

@@ -45,9 +45,10 @@ FAULTS = (
         "whole = scores_whole or bool(operands.dropout_p)",
     ),
     Fault(
-        "sinks of the caller's dtype", BLOCK,
-        "np.ascontiguousarray(operands.sinks, spec.lse_dtype)",
-        "np.ascontiguousarray(operands.sinks)",
+        "sinks of the caller's dtype", "flashkit/call/checks.py",
+        "return sinks.astype(dtype) if copied else sinks",
+        "return sinks",
+        "tests/conformance/test_edges.py -k 'cpu and sinks'",
     ),
     Fault("the seed's upper half", BLOCK, "operands.seed & (2**64 - 1)", "operands.seed & (2**32 - 1)"),
     Fault("dropped weights are not made up for", BLOCK, "1 / (1 - operands.dropout_p)", "1 / 1"),
@@ -252,6 +253,11 @@ FAULTS = (
         "best = load_min2(a[h], i0, i1, j0, j1)",
     ),
     Fault("functions: bounds of a row", f"{CPU}/functions.py", "_greatest(a[i0 : i1 + 1])", "_greatest(a[i0:i1])"),
+    Fault(
+        "functions: bounds of a contiguous row", f"{CPU}/functions.py",
+        "i0 * a.itemsize, i1 + 1 - i0, a.itemsize",
+        "i0 * a.itemsize, max(i1 - i0, 1), a.itemsize",
+    ),
     Fault(
         "scratch memory is too small", f"{CPU}/scratch_pool.py",
         "return scratch if scratch.size >= size else Scratch(size)",

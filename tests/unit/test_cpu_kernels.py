@@ -18,6 +18,7 @@ import flashkit
 from flashkit.backends.cpu import target
 from flashkit.backends.cpu.backend import CpuBackend
 from flashkit.backends.cpu.micro import compile as micro
+from flashkit.backends.cpu.micro import exponentials
 from flashkit.backends.cpu.micro.register_block import RegisterBlock
 from flashkit.backends.cpu.plan import CpuPlan
 from flashkit.backends.cpu.target import Target
@@ -101,6 +102,28 @@ def test_online_softmax_steps(block: RegisterBlock) -> None:
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_a_score_of_nan_is_no_maximum(block: RegisterBlock) -> None:
+    """In any row, before and after greater scores."""
+    s = padded(np.random.default_rng(5), 9, 16, block)
+    s[np.arange(9), np.arange(9)] = np.nan
+    m = np.full(s.shape[1], -1.0, s.dtype)
+    run(block, "column_max", at(s), s.strides[0], 9, 16, at(m))
+    assert np.array_equal(m, np.fmax.reduce(s, axis=0, initial=-1))
+
+
+def test_polynomials_have_the_errors_that_they_state() -> None:
+    """Relative, on the reduced range; that of double precision is two units in the last place."""
+    middle, above = np.linspace(-0.5, 0.5, 100_001), np.linspace(0, 1, 100_001)
+    for coefficients, x, error in (
+        (exponentials.EXP2_COEFFICIENTS["float"], middle, 3e-9),
+        (exponentials.EXP2_COEFFICIENTS["double"], middle, 4.4e-16),
+        (exponentials.EXP2_SHORT, middle, 3.5e-6),
+        (exponentials.EXP2_SHORT_OF_FLOOR, above, 2.9e-6),
+    ):
+        assert np.abs(np.polyval(coefficients[::-1], x) / np.exp2(x) - 1).max() <= error
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_exp_sum_at_the_edges(block: RegisterBlock) -> None:
     dtype = FLOATS[block.element]
     s = np.zeros((1, 16), dtype)
@@ -126,6 +149,9 @@ def test_softmax_backward(block: RegisterBlock) -> None:
     assert np.allclose(s[:, :37], p[:, :37], rtol=1e-5, atol=0)
     assert np.allclose(dp[:, :37], want[:, :37], rtol=1e-4, atol=1e-6)
 
+
+ALL_ONES = np.uint32(0x7FFFFFFF).view(np.float32)
+"""A NaN that rounding its bits up would make a number."""
 
 STORED = [(block, "") for block in BLOCKS] + [
     (RegisterBlock("float", 4, 2, lanes, storage), storage)
@@ -157,7 +183,7 @@ def test_pack_and_unpack_transposed(block: RegisterBlock, storage: str) -> None:
         assert np.array_equal(back[:, :n], stored((tile * factor).T[:m], block)) and (check == 0).all()
         assert (back[:, n:] == 7).all()
         if m and n:
-            for value, where in ((np.nan, (0, 0)), (np.inf, (n - 1, m - 1))):
+            for value, where in ((np.nan, (0, 0)), (ALL_ONES, (n // 2, 0)), (np.inf, (n - 1, m - 1))):
                 tile[where] = value
                 run(block, "unpack_transposed", *call)
                 assert np.isnan(check).any()

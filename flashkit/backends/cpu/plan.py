@@ -18,7 +18,7 @@ DECODE_QUERIES = 8
 
 DECODE_MIN_KEYS = 16
 """A power of two: the fewest keys for decoding. Below, the forward kernel sums scores in the order of the backward
-pass, so that P of a row that sees one key is exactly 1 in both.
+pass, so that P of a row that sees one key is 1 in both, but for the rounding of the scale.
 """
 
 DECODE_BLOCK_K = 64
