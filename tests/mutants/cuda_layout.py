@@ -56,14 +56,11 @@ FAULTS = (
         "tests/emulator/test_kernels.py -k 'test_wide_heads and cupy_raw-sm80'",
     ),
     # argument blocks
-<<<<<<< HEAD
-    Fault("CUDA C++ reads lengths of 32 bits", f"{COMMON}/params.py", "const bool is_int32 = ", "const bool is_int32 = true || "),
-=======
     Fault(
         "CUDA C++ reads lengths of 32 bits", f"{COMMON}/params.py",
-        '"const long long* "', '"const int* "', "tests/emulator/test_kernels.py -k 'test_features and cupy_raw-simt'",
+        "const bool is_int32 = ", "const bool is_int32 = true || ",
+        "tests/emulator/test_kernels.py -k 'test_features and cupy_raw-simt'",
     ),
->>>>>>> w-cuda35
     # tensor maps
     Fault(
         "TMA addresses rows on 8 bytes", f"{COMMON}/tensor_maps.py",

@@ -33,7 +33,7 @@ FAULTS = (
     # common
     Fault(
         "lengths beyond the room", f"{ALL}/tiles.py",
-        "min(max(load(np.int64, p.kv_lengths, b), 0), p.n_k)", "max(load(np.int64, p.kv_lengths, b), 0)",
+        "min(max(integer_at(p.kv_lengths, b), 0), p.n_k)", "max(integer_at(p.kv_lengths, b), 0)",
         "tests/emulator/test_kernels.py -k 'test_features and numba_cuda-simt'",
     ),
     Fault(
