@@ -68,6 +68,9 @@ class Slot(NamedTuple):
     dtype: str | None = None
 
 
+MAX_PAGE_RUN = 64
+
+
 @dataclass(frozen=True)
 class AttentionSpec:
     """What a kernel is compiled for. Calls with equal specs run the same code."""
@@ -89,6 +92,7 @@ class AttentionSpec:
     pe_dim: int = 0  # last columns of the keys, which lie in an array of their own
     fp8: Fp8 | None = None  # q, k and v are codes of e4m3 in uint8, with scales; dtype is that of the output
     kv_format: str = ""  # of keys and values of 8 bits, which have scales: "e4m3" or "int8"
+    page_run: int = 1  # the largest power of two, up to MAX_PAGE_RUN, that divides the tokens of a page
 
     @property
     def lse_dtype(self) -> str:
@@ -170,6 +174,11 @@ class Problem:
         """Queries, keys and pairs of a head over all batch entries, without any mask."""
         n_q, n_k = self.n_q, self.n_k
         return self.tokens or Tokens(self.batch * n_q, self.batch * n_k, self.batch * n_q * n_k)
+
+    @property
+    def mean_n_q(self) -> int:
+        """Queries of a batch entry or a sequence, on average. Packed ones are followed by one more."""
+        return self.all_tokens.q // max(self.batch - self.spec.packed, 1)
 
     @property
     def pairs(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import mods
-from ..spec import AttentionSpec, Fp8, Operands, Problem, name_of
+from ..spec import MAX_PAGE_RUN, AttentionSpec, Fp8, Operands, Problem, name_of
 from . import arrays, options
 from .checks import (
     block_mask_of,
@@ -167,7 +167,7 @@ def prepare(
         dtype, d, dv, heads // heads_kv if heads_kv else 1, score, hidden, slots, dropout_p > 0, sinks is not None,
         kv_lengths is not None or cu_seqlens is not None, is_deterministic(deterministic),
         None if precision == "highest" else precision, cu_seqlens is not None, page_table is not None, pe_dim,
-        fp8.per if fp8 else None, kv_format,
+        fp8.per if fp8 else None, kv_format, 1 if page_table is None else math.gcd(k.shape[1], MAX_PAGE_RUN),
     )  # fmt: skip
     problem = Problem(spec, batch + seqs.extra, heads, most_q, most_k, kind, seqs.tokens(n_q))
     read = [q, k, v, *values.values(), *([] if k_pe is None else [k_pe])]

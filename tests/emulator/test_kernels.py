@@ -406,6 +406,26 @@ def test_integers_of_the_caller_are_read_in_place(
 
 
 @slow
+@pytest.mark.parametrize("page, dim, queries", [(24, 128, 1), (32, 64, 1), (64, 128, 1), (64, 64, 70), (48, 80, 1)])
+@pytest.mark.parametrize("generation", ["sm80"])
+def test_runs_of_a_page(page: int, dim: int, queries: int, generation: str, launched: list[str]) -> None:
+    """A tile takes its rows from pages in runs, or one by one where a CTA's copies at a time are of two runs."""
+    import cupy
+
+    rng = np.random.default_rng(0)
+    width = -(-300 // page)
+    q = rng.standard_normal((2, queries, 4, dim)).astype(np.float16)
+    k, v = (rng.standard_normal((2 * width + 1, page, 1, dim)).astype(np.float16) for _ in range(2))
+    table, lengths = rng.permutation(2 * width + 1)[: 2 * width].reshape(2, width), np.array([300, 139])
+    given = {"page_table": table, "kv_lengths": lengths, "layout": "bnhd"}
+    on_device = {name: cupy.asarray(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
+    out = flashkit.attention(*map(cupy.asarray, (q, k, v)), **on_device, backend="cupy_raw")
+    right = flashkit.attention(*(x.astype(float) for x in (q, k, v)), **given, backend="reference")
+    np.testing.assert_allclose(out.get().astype(float), right, atol=2.0**-9)
+    assert generations(launched) == {generation}
+
+
+@slow
 @pytest.mark.parametrize("generation", ["sm90"])
 def test_a_captured_call_follows_its_offsets(generation: str, launched: list[str]) -> None:
     """A call of attention, whose offsets the caller changes between replays."""

@@ -23,6 +23,8 @@ SM80, SIMT, ALL = (f"flashkit/backends/cupy_raw/kernels/{name}" for name in ("sm
 UNALIGNED = "tests/emulator/test_kernels.py -k 'rows_that_are_not_aligned and cupy_raw'"
 DECODE = "tests/emulator/test_kernels.py -k 'test_decode and sm80 and cupy_raw'"
 PACKED = "tests/emulator/test_kernels.py -k 'test_packed_sequences and cupy_raw and (sm80 or simt)'"
+RUNS = "tests/emulator/test_kernels.py -k test_runs_of_a_page"
+SHORT = "tests/emulator/test_kernels.py -k 'test_many_short_sequences and cupy_raw'"
 PAGES = (
     "tests/emulator/test_kernels.py -k '(keys_in_pages and not queries or tiles_that_a_mask or pages_that_are_not) and "
     "not numba_cuda and not sm90'"
@@ -220,6 +222,30 @@ FAULTS = (
     Fault(
         "sm80: pages: a thread copies its first row", f"{SM80}/load.cuh",
         "|| row() + down < ROWS ? row() + down : 0;", "|| row() + down < ROWS ? row() : 0;", PAGES,
+    ),
+    Fault(
+        "sm80: pages: all runs of a tile are the first one", f"{SM80}/load.cuh",
+        "if (down % PAGE_RUN == 0)", "if (down == 0)", RUNS,
+    ),
+    Fault(
+        "sm80: pages: the rows of a run are the first one", f"{SM80}/load.cuh",
+        "(PAGE_RUN > 1 ? row()", "(PAGE_RUN > 1 ? 0", RUNS,
+    ),
+    Fault(
+        "sm80: pages: runs are as long as a row", f"{SM80}/kv_source.cuh",
+        "(threadIdx.x + j * THREADS) * PAGE_RUN", "(threadIdx.x + j * THREADS)", RUNS,
+    ),
+    Fault(
+        "sm80: pages: a run is shorter than what a CTA copies at a time", "flashkit/backends/cupy_raw/sm80.py",
+        "if threads % across or run % (threads // across):", "if threads % across:", RUNS,
+    ),
+    Fault(
+        "packed: a warp looks at the first 32 sequences", f"{ALL}/params.cuh",
+        "step = (high - low + 31) / 32, place", "step = 1, place", SHORT,
+    ),
+    Fault(
+        "packed: a warp's search ends a sequence early", f"{ALL}/params.cuh",
+        "(__popc(__ballot_sync(~0u, before)) - 1) * step", "__popc(__ballot_sync(~0u, before)) / 2 * step", SHORT,
     ),
     Fault(
         "sm80: pages: the table is read behind its end", f"{SM80}/kv_source.cuh",

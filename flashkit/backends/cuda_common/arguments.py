@@ -176,6 +176,9 @@ class Arguments(KernelArguments):
         """The table of pages, and where they lie."""
         if self.n_k >= 1 << 31:
             raise ValueError(f"page_table has room for {self.n_k} keys of a sequence; on a GPU less than 2^31 fit")
+        if operands.k.shape[2] % self.spec.page_run:
+            run, page = self.spec.page_run, operands.k.shape[2]
+            raise ValueError(f"k has pages of {page} tokens; a multiple of {run}, as planned, fits")
         operands.page_table = table = self._on_device(operands.page_table, np.int64)
         at = self._integers(table), table.shape[1], operands.k.shape[0], operands.k.shape[2]
         words[AT["page_table"] : AT["page"] + 1] = at

@@ -73,14 +73,16 @@ def sample_problem(spec: AttentionSpec) -> Operands:
     if spec.packed:
         cu_seqlens = np.array([0, 60, ROWS - 7, ROWS]), np.array([0, 100, KEYS - 7, KEYS - 7])
         rows, keys = map(np.diff, cu_seqlens)
-    q, k, v = random(spec.group, ROWS, spec.head_dim), random(1, KEYS, spec.head_dim), random(1, KEYS, spec.head_dim_v)
+    page = PAGE if PAGE % spec.page_run == 0 else spec.page_run
+    room = -(-KEYS // page) * page if spec.paged else KEYS
+    q, k, v = random(spec.group, ROWS, spec.head_dim), random(1, room, spec.head_dim), random(1, room, spec.head_dim_v)
     scales: Any = None
     if spec.fp8:
         scales = tuple(_scales(rng, x, spec.fp8 if x is not q else "token") for x in (q, k, v))
         q, k, v = (_codes(x / 2 / scale) for x, scale in zip((q, k, v), scales, strict=True))
     page_table = None
     if spec.paged:
-        k, v = (x.reshape(-1, 1, PAGE, x.shape[3]) for x in (k, v))
+        k, v = (x.reshape(-1, 1, page, x.shape[3]) for x in (k, v))
         page_table = (np.arange(len(k)) * 3 + np.arange(len(keys))[:, None]) % len(k)
         cu_seqlens = None if cu_seqlens is None else (cu_seqlens[0], None)
     return Operands(

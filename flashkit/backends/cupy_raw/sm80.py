@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +94,7 @@ class Sm80Tile:
         smem.add("Q", self.block_q * pitch(spec.head_dim, size, self.granule, size == 4))
         smem.add("KV", self.stages * self.stage(spec).bytes)
         smem.add("TILE_LIST", _TILE_LIST)
-        smem.add("TILE_ROWS", self.looked_up(spec) * self.block_k * 16)
+        smem.add("TILE_ROWS", self.looked_up(spec) * self.block_k // self.page_run(spec) * 16)
         smem.add("P", self.block_q * (self.block_k * size + 16) * shared_rows)
         smem.add("ROW_REDUCE", self.block_q * self.warps_k * 4 * shared_rows)
         smem.add("ROW_STATE", self.block_q * self.warps_k * 32)
@@ -102,6 +103,15 @@ class Sm80Tile:
     def looked_up(self, spec: AttentionSpec) -> int:
         """Key tiles whose rows are looked up at a time: two that are copied and the next, or as many as stages."""
         return max(3, self.stages) if spec.paged else 0
+
+    def page_run(self, spec: AttentionSpec) -> int:
+        """Keys of a page that are looked up at once: a CTA's copies at a time are of one run, or each is looked up."""
+        run, threads = math.gcd(spec.page_run, self.block_k), 32 * self.warps
+        for dim in (spec.head_dim, spec.head_dim_v):
+            across = min(padded(dim, self.granule) * ITEMSIZE[spec.dtype] // 16, threads)
+            if threads % across or run % (threads // across):
+                return 1
+        return run
 
     def shared_memory(self, spec: AttentionSpec) -> int:
         """Bytes of shared memory of a CTA."""
@@ -122,7 +132,7 @@ class Sm80Tile:
         return {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "WARPS": self.warps, "WARPS_K": self.warps_k,
             "STAGES": self.stages, "LOOKED_UP": self.looked_up(spec), "GRANULE": self.granule, "PACK_GQA": pack,
-            "SPLIT_KV": split,
+            "SPLIT_KV": split, "PAGE_RUN": self.page_run(spec),
             "TF32_TERMS": tf32_terms(spec), "PADDED": ITEMSIZE[spec.dtype] == 4, **_score_constants(spec),
             **self.smem(spec).constants(), **stage_constants(self.stage(spec)),
             "BLOCKS_PER_SM": max(1, min(self.resident(spec, device), 8 // self.warps)),
@@ -257,7 +267,7 @@ class Sm80BackwardTile:
         return {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "WARPS": self.warps, "WARPS_S": self.warps_s,
             "WARPS_KV": self.warps_kv, "WARPS_Q": self.warps_q, "GRANULE": self.granule, "ORDERED": ordered,
-            "TF32_TERMS": tf32_terms(spec), "PADDED": _pad_rows(spec), "BLOCKS_PER_SM": self.blocks,
+            "PAGE_RUN": 1, "TF32_TERMS": tf32_terms(spec), "PADDED": _pad_rows(spec), "BLOCKS_PER_SM": self.blocks,
             **_score_constants(spec), **self.smem(spec).constants(), **stage_constants(self.stage(spec)),
         }  # fmt: skip
 

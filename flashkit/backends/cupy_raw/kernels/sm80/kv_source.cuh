@@ -1,18 +1,18 @@
 // KvSource: K and V of one key/value head. The only code of the forward pass that knows where they lie.
 #pragma once
 
-// Keys in pages: where the rows of some tiles lie, in elements from row 0 of page 0. Each copy of 16 bytes would
-// look its page up otherwise. A tile is looked up one step before its copies are issued, in one of LOOKED_UP slots:
-// copies read the slots of two other tiles at most.
-constexpr int LOOK_UPS = (BLOCK_K + THREADS - 1) / THREADS;
+// Keys in pages: where each run of PAGE_RUN rows of some tiles lies, in elements from row 0 of page 0. Each copy of 16
+// bytes would look its page up otherwise. A tile is looked up one step before its copies are issued, in one of
+// LOOKED_UP slots: copies read the slots of two other tiles at most.
+constexpr int RUNS = BLOCK_K / PAGE_RUN, LOOK_UPS = (RUNS + THREADS - 1) / THREADS;
 struct TileRows {
-    long long k[BLOCK_K], v[BLOCK_K];
+    long long k[RUNS], v[RUNS];
 };
 
 struct KvSource {
     using CopyK = TileCopy<BLOCK_K, HEAD_DIM, THREADS, KeyRows>;
     using CopyV = TileCopy<BLOCK_K, HEAD_DIM_V, THREADS, KeyRows>;
-    // What the page table says of a thread's rows of a tile. It is used late, since it arrives late.
+    // What the page table says of a thread's runs of a tile. It is used late, since it arrives late.
     struct Pages {
         long long entry[larger(LOOK_UPS, 1)];
     };
@@ -31,32 +31,37 @@ struct KvSource {
         CopyV::load(v, tile * BLOCK_K, n_k, stage + AT_STAGE_V, rows(i).v);
     }
 
-    // Where the rows of the i-th tile lie.
+    // Where the runs of the i-th tile lie.
     static __device__ __forceinline__ TileRows& rows(int i) {
         return reinterpret_cast<TileRows*>(shared + AT_TILE_ROWS)[IS_PAGED ? i % larger(LOOKED_UP, 1) : 0];
     }
     __device__ __forceinline__ Pages look_up(int tile) const {
         Pages found;
 #pragma unroll
-        for (int j = 0; j < LOOK_UPS; ++j) found.entry[j] = table_entry(p, b, page_number(p, key(tile, j)));
+        for (int j = 0; j < LOOK_UPS; ++j) {
+            if (exists(j)) found.entry[j] = table_entry(p, b, page_number(p, key(tile, j)));
+        }
         return found;
     }
     __device__ __forceinline__ void keep(const Pages& found, int tile, int i) const {
 #pragma unroll
         for (int j = 0; j < LOOK_UPS; ++j) {
-            const int row = threadIdx.x + j * THREADS;
-            if (BLOCK_K % THREADS != 0 && row >= BLOCK_K) break;
+            if (!exists(j)) break;
+            const int run = threadIdx.x + j * THREADS;
             const unsigned n = key(tile, j), slot = n - page_number(p, n) * (unsigned)p.page;
             const long long page = existing_page(p, found.entry[j]);
-            rows(i).k[row] = page * p.k.batch + slot * p.k.token;
-            rows(i).v[row] = page * p.v.batch + slot * p.v.token;
+            rows(i).k[run] = page * p.k.batch + slot * p.k.token;
+            rows(i).v[run] = page * p.v.batch + slot * p.v.token;
         }
     }
 
 private:
-    // Key of the thread's j-th row. Past the last one it is the last one: the table may end there.
+    static __device__ __forceinline__ bool exists(int j) {
+        return RUNS % THREADS == 0 || threadIdx.x + j * THREADS < RUNS;
+    }
+    // First key of the thread's j-th run. Past the last one it is the last one: the table may end there.
     __device__ __forceinline__ unsigned key(int tile, int j) const {
-        const int n = tile * BLOCK_K + threadIdx.x + j * THREADS;
+        const int n = tile * BLOCK_K + (threadIdx.x + j * THREADS) * PAGE_RUN;
         return n < n_k ? n : n_k - 1;
     }
 };

@@ -74,8 +74,9 @@ struct TileCopy {
     static constexpr int DOWN = THREADS / ACROSS;
     static constexpr int COPIES_DOWN = up(ROWS, DOWN) / DOWN;
     static constexpr int COPIES = DIM % VEC_ELEMENTS != 0 ? 0 : up(ROW_VECS, ACROSS) / ACROSS * COPIES_DOWN;
-    const storage* from;    // source of the next copy; in pages of all
-    const long long* rows;  // in pages: elements from there to each row of the tile
+    const storage* from;    // source of the next copy; in pages of all, see `rows`
+    const long long* rows;  // in pages: elements to each run of PAGE_RUN rows of the tile
+    const storage* at;      // in pages: source of the next copy
     long long step;         // bytes from a copy to the one below
     unsigned to;            // the tile
     int left;               // rows that exist from the thread's first one on
@@ -98,7 +99,9 @@ struct TileCopy {
 
     __device__ __forceinline__ void start(const Source& source, int first, int count, unsigned target, bool wanted,
                                           const long long* rows = nullptr) {
-        from = (Source::PAGED ? source.data : source.at(first + row())) + vec() * VEC_ELEMENTS;
+        const storage* first_row = Source::PAGED ? source.data + (PAGE_RUN > 1 ? row() * source.tensor.token : 0)
+                                                 : source.at(first + row());
+        from = first_row + vec() * VEC_ELEMENTS;
         step = DOWN * source.tensor.token * (long long)sizeof(storage);
         this->rows = rows;
         to = target;
@@ -119,6 +122,13 @@ struct TileCopy {
             const unsigned target = (DOWN & (DOWN - 1)) != 0
                 ? vec_offset<DIM>(row() + down, vec() + column) + to
                 : ((to + vec_offset<DIM>(row(), vec())) ^ swizzle<DIM>(down) * 16) + down * pitch(DIM) + column * 16;
+            if constexpr (Source::PAGED && PAGE_RUN > 1) {
+                static_assert(PAGE_RUN % DOWN == 0 && THREADS % ACROSS == 0, "a copy has rows of one run");
+                if (down % PAGE_RUN == 0) at = from + rows[down / PAGE_RUN] + column * VEC_ELEMENTS;
+                cp_async(target, at, down, inside ? left : 0, wanted && exists);
+                asm volatile("add.s64 %0, %1, %2;" : "=l"(at) : "l"(at), "l"(step));
+                continue;
+            }
             if constexpr (Source::PAGED) {
                 const bool all_rows = ROWS % DOWN == 0 && THREADS % ACROSS == 0;
                 const int r = all_rows || row() + down < ROWS ? row() + down : 0;

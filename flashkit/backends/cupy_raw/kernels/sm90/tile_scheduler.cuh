@@ -19,8 +19,8 @@ struct TileScheduler {
         return tiles() * (int)(p.heads / PACK_GQA * num_entries(p));
     }
     __device__ __forceinline__ int initial() const { return blockIdx.x; }
-    __device__ __forceinline__ int next() const {  // by a warp
-        return uniform(threadIdx.x % 32 == 0 ? (int)(atomicAdd(p.tile_counter, 1) + gridDim.x) : 0);
+    __device__ __forceinline__ int claim() const {  // by a warp: the next index, in its first lane
+        return threadIdx.x % 32 == 0 ? (int)(atomicAdd(p.tile_counter, 1) + gridDim.x) : 0;
     }
     __device__ __forceinline__ void reset() const {  // by one thread of each CTA, at its end
         if (atomicAdd(p.tile_counter + 1, 1u) == gridDim.x - 1) p.tile_counter[0] = 0, p.tile_counter[1] = 0;
@@ -120,12 +120,15 @@ DEVICE void scheduler_warp(const Params& p, unsigned base, WorkTileList* lists) 
 #pragma unroll 1
     for (int index = scheduler.initial(); index < count;) {
         const WorkTile at = scheduler.work_tile(index);
-        if (IS_PACKED && (at.row0 >= (int)seq_info(p, at.b).n_q || seq_info(p, at.b).n_k == 0)) {
+        const int n_k = (int)seq_info(p, at.b).n_k, tiles = (n_k + BLOCK_K - 1) / BLOCK_K;
+        const bool skipped = IS_PACKED && (at.row0 >= (int)seq_info(p, at.b).n_q || n_k == 0);
+        const bool late = !skipped && claims_late(tiles);
+        int claimed = late ? 0 : scheduler.claim();  // it arrives while the tiles are listed
+        if (skipped) {
             store_without_keys(p, at);
-            index = scheduler.next();
+            index = uniform(claimed);
             continue;
         }
-        const int n_k = (int)seq_info(p, at.b).n_k, tiles = (n_k + BLOCK_K - 1) / BLOCK_K;
         int next = 0;
         unsigned seen;
         // The last keys come first.
@@ -146,8 +149,8 @@ DEVICE void scheduler_warp(const Params& p, unsigned base, WorkTileList* lists) 
             }
             commit();
         }
-        if (claims_late(tiles)) mbarrier_wait_backoff(base + AT_CLAIM, number++ & 1);
-        index = scheduler.next();
+        if (late) mbarrier_wait_backoff(base + AT_CLAIM, number++ & 1), claimed = scheduler.claim();
+        index = uniform(claimed);
     }
     WorkTileList& to = acquire();
     if (leader) to.b = END;

@@ -55,12 +55,17 @@ def initial_work_tile():
 
 
 @device
-def next_work_tile(p):
-    """Claim the next one, by a warp."""
+def claim_work_tile(p):
+    """Claim the next one, by a warp: its index less the number of CTAs, in the first lane."""
     taken = i32(0)
     if thread() % 32 == 0:
         taken = i32(fetch_add(p.tile_counter, 1))
-    return I(uniform(taken)) + blocks()
+    return taken
+
+
+@device
+def work_tile_index(claimed):
+    return I(uniform(claimed)) + blocks()
 
 
 @device
@@ -110,11 +115,15 @@ def scheduler_warp(p, base):
     while index < count:
         work = work_tile(p, index)
         n_k = i32(seq_info(p, work[0]).n_k)
-        if IS_PACKED and (work[2] >= seq_info(p, work[0]).n_q or n_k == 0):
-            store_without_keys(p, work)
-            index = next_work_tile(p)
-            continue
         tiles = i32((n_k + BLOCK_K - 1) // BLOCK_K)
+        skipped = IS_PACKED and (work[2] >= seq_info(p, work[0]).n_q or n_k == 0)
+        late, claimed = not skipped and claims_late(tiles), i32(0)
+        if not late:
+            claimed = claim_work_tile(p)  # it arrives while the tiles are listed
+        if skipped:
+            store_without_keys(p, work)
+            index = work_tile_index(claimed)
+            continue
         next_tile, first = i32(0), True
         while first or next_tile < tiles:
             to = acquire_list(base, c)
@@ -130,10 +139,11 @@ def scheduler_warp(p, base):
                 write_list(p, to, work, found, first_bits, tiles, next_tile >= tiles)
             commit_list(base, c)
             first, c = False, u32(c + 1)
-        if claims_late(tiles):
+        if late:
             mbarrier_wait_backoff(base + AT_CLAIM, number & 1, BACKOFF_NS)
             number = u32(number + 1)
-        index = next_work_tile(p)
+            claimed = claim_work_tile(p)
+        index = work_tile_index(claimed)
     to = acquire_list(base, c)
     if leader:
         store_word(to, END)
