@@ -106,6 +106,12 @@ FAULTS = (
         "tests/conformance/test_edges.py -k test_out_may",
     ),
     Fault(
+        "out over a bias", ARGUMENTS,
+        "read = [q, k, v, *values.values(), *([]",
+        "read = [q, k, v, *([]",
+        "tests/conformance/test_edges.py -k test_out_may",
+    ),
+    Fault(
         "out of one element many times", CHECKS,
         "or 0 in [s for s, n in zip(out.strides, out.shape, strict=True) if n > 1]:",
         "or False:",

@@ -99,6 +99,16 @@ FAULTS = (
         "identity = (op, tuple(map(id, args)), repr(value))",
     ),
     Fault(
+        "keys of graphs without a parameter's kind", GRAPH,
+        '"param": f"{node.value}:{node.kind}"}',
+        '"param": str(node.value)}',
+    ),
+    Fault(
+        "keys of graphs without an array's kind", GRAPH,
+        'f"{node.op}[{node.value}:{node.kind}]"',
+        'f"{node.op}[{node.value}]"',
+    ),
+    Fault(
         "greater is less", GRAPH,
         'def __gt__(self, other: Any) -> Expr: return comparison("lt", other, self)',
         'def __gt__(self, other: Any) -> Expr: return comparison("le", other, self)',
@@ -170,6 +180,11 @@ FAULTS = (
         "snapshot: integers are not copied", f"{MODS}/mod.py",
         'copied = whole or kind == "int" or',
         "copied = whole or",
+    ),
+    Fault(
+        "snapshot: unsigned integers are not copied", f"{MODS}/mod.py",
+        'copied = whole or kind == "int" or',
+        'copied = whole or (kind == "int" and "u" not in str(getattr(arrays.get(name), "dtype", ""))) or',
     ),
     Fault(
         "snapshot: bools of an index are not copied", f"{MODS}/mod.py",

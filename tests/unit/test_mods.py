@@ -175,6 +175,16 @@ def test_what_is_compiled_in_is_part_of_the_key():
     assert mods.mask(lambda b, h, q, k, *, n: k < n, n=1).key != mods.mask(lambda b, h, q, k, *, n: k < n, n=1.0).key
 
 
+@pytest.mark.parametrize(
+    ("compare", "one"),
+    [(lambda b, h, q, k, *, x, y: x < y, 1), (lambda b, h, q, k, *, x, y: x[k] < y[k], np.ones(2, int))],
+    ids=["scalars", "arrays"],
+)
+def test_the_kind_of_values_is_part_of_the_key(compare, one):
+    """Also where no conversion in the graph tells integers from floats."""
+    assert mods.mask(compare, x=one, y=one).key != mods.mask(compare, x=1.0 * one, y=1.0 * one).key
+
+
 def test_ready_made_mods_are_traced_once():
     assert mods.causal().expr is mods.causal().expr
     assert mods.sliding_window(1, 2).expr is mods.sliding_window(3, 4).expr
