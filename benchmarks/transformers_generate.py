@@ -47,13 +47,21 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
+def load(device: str = "cpu", dtype: str = "float32") -> tuple[Any, Any]:
+    """The model and its tokenizer."""
+    file = weights()
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=getattr(torch, dtype))
+    return model.eval().to(device), tokenizer
+
+
 @torch.no_grad()
-def generated(model: Any, tokenizer: Any, prompt: str, implementation: str) -> list[int]:
+def generated(model: Any, tokenizer: Any, prompt: str, implementation: str, new: int = TOKENS) -> list[int]:
     """The greedy continuation of a prompt."""
     model.set_attn_implementation(implementation)
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     tokens = model.generate(
-        **inputs, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, pad_token_id=tokenizer.eos_token_id
+        **inputs, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=tokenizer.eos_token_id
     )
     return tokens[0, inputs["input_ids"].shape[1] :].tolist()
 
@@ -83,10 +91,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="number of prompts to continue")
     given = parser.parse_args()
     flashkit.transformers.register()
-    file = weights()
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=getattr(torch, given.dtype))
-    model = model.eval().to(given.device)
+    model, tokenizer = load(given.device, given.dtype)
     equal = 0
     for prompt in PROMPTS[: given.prompts]:
         ours, theirs = (generated(model, tokenizer, prompt, name) for name in IMPLEMENTATIONS)

@@ -72,7 +72,7 @@ class View:
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> View:
         """New memory, C-contiguous, on the current device: in a `scope` that of the tensor."""
-        return View(_allocator()(shape, _strides(shape), _torch_dtype(dtype)))
+        return View(_allocator()(*_form(shape, dtype)))
 
 
 @cache
@@ -86,14 +86,10 @@ def _allocator() -> Any:
 
 
 @lru_cache(maxsize=256)
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a C-contiguous tensor, in elements."""
-    return tuple([math.prod(shape[axis + 1 :]) for axis in range(len(shape))])
-
-
-@cache
-def _torch_dtype(dtype: Any) -> Any:
-    return getattr(sys.modules["torch"], dtype.name)
+def _form(shape: tuple[int, ...], dtype: Any) -> tuple[Any, ...]:
+    """Shape, strides and dtype of a C-contiguous tensor."""
+    strides = tuple([math.prod(shape[axis + 1 :]) for axis in range(len(shape))])
+    return shape, strides, getattr(sys.modules["torch"], dtype.name)
 
 
 @cache

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -63,7 +64,15 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
     "class": lambda x: x.as_subclass(type("Subclass", (torch.Tensor,), {})),
     "requires grad": lambda x: x.clone().requires_grad_(),
     "no autograd": lambda x: torch.inference_mode()(x.clone)(),
+    "address": lambda x: moved_by_a_byte(x),
 }
+
+
+def moved_by_a_byte(x: Any) -> Any:
+    memory = np.frombuffer(bytearray(b"-" + x.numpy().tobytes()), np.uint8)[1:]
+    made = torch.from_numpy(memory.view(np.float32)).reshape(x.shape)
+    assert torch.equal(made, x) and made.data_ptr() % 4
+    return made
 
 
 @pytest.mark.parametrize("at", range(3))

