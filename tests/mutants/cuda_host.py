@@ -255,6 +255,7 @@ FAULTS = (
     Fault(
         "CUDA C++: unused values take no room", f"{CUPY}/modify.py",
         "        at += entries(slot)\n", "            at += entries(slot)\n",
+        "tests/emulator/test_kernels.py -k 'test_modifications and cupy_raw-simt and not packed'",
     ),
     # streams
     Fault(
