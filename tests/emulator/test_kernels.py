@@ -619,6 +619,14 @@ def test_affine_scores(choice: cases.Choice, generation: str, launched: list[str
     assert generations(launched) == {generation}
 
 
+@slow
+@pytest.mark.parametrize("generation", ["sm90"])
+def test_capped_scores_with_dropout(generation: str, launched: list[str]) -> None:
+    """Row sums are of all weights, those that dropout leaves out among them."""
+    check_forward({**CAPPED, "sizes": "70x130", "dropout": "yes"}, "cupy_raw")
+    assert generations(launched) == {generation}
+
+
 def by_key(s: object, b: object, h: int, q: object, k: int) -> object:
     return s + (0.15 - 0.25 * h) * k
 
