@@ -34,7 +34,7 @@ def fresh_memory_is_nan() -> AbstractContextManager[Any]:
 
     def allocate(size: int) -> Any:
         memory = cupy.get_default_memory_pool().malloc(size)
-        if size and not cupy.cuda.get_current_stream().is_capturing():
+        if size and not launch.capturing(launch.stream()):
             memory.memset_async(0xFF, size)  # on the current stream
         return memory
 
@@ -57,7 +57,7 @@ def at_the_end_of_memory(x: Any) -> Any:
     reserved = launch.call("cuMemAddressReserve", size + page, 0, 0, 0)  # the last page stays without memory
     launch.call("cuMemMap", reserved, size, 0, launch.call("cuMemCreate", size, where, 0), 0)
     launch.call("cuMemSetAccess", reserved, size, [how], 1)
-    memory = cupy.cuda.UnownedMemory(int(reserved) + size - x.nbytes, x.nbytes, None)
+    memory = cupy.cuda.UnownedMemory(int(reserved) + size - x.nbytes, x.nbytes, None, x.data.device_id)
     copy = cupy.ndarray(x.shape, x.dtype, cupy.cuda.MemoryPointer(memory, 0))
     copy[...] = x
     return copy

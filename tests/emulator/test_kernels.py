@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import flashkit
-from flashkit import dispatch
+from flashkit import dispatch, mods
 from flashkit.backends.cuda_common import arguments, compiler, sm90_bwd_launch
 from flashkit.backends.cuda_common import backend as cuda_backend
 from flashkit.backends.cuda_common.launch import KernelArguments, Library
@@ -230,7 +230,7 @@ def test_a_long_sequence_before_a_short_one(backend: str, generation: str, launc
     import cupy
 
     rng = np.random.default_rng(0)
-    for begins_q, begins_k in (([0, 70, 128], [0, 3000, 3010]), ([0, 1500, 1510], [0, 70, 128])):
+    for begins_q, begins_k in (([0, 70, 128], [0, 1000, 1010]), ([0, 700, 710], [0, 70, 128])):
         q, dout = (rng.standard_normal((begins_q[-1], 1, 64)).astype(np.float16) for _ in range(2))
         k, v = (rng.standard_normal((begins_k[-1], 1, 64)).astype(np.float16) for _ in range(2))
         begins = np.array(begins_q), np.array(begins_k)
@@ -694,6 +694,14 @@ def test_affine_scores(choice: cases.Choice, generation: str, launched: list[str
     assert generations(launched) == {generation}
 
 
+@slow
+@pytest.mark.parametrize("generation", ["sm90"])
+def test_capped_scores_with_dropout(generation: str, launched: list[str]) -> None:
+    """Row sums are of all weights, those that dropout leaves out among them."""
+    check_forward({**CAPPED, "sizes": "70x130", "dropout": "yes"}, "cupy_raw")
+    assert generations(launched) == {generation}
+
+
 def by_key(s: object, b: object, h: int, q: object, k: int) -> object:
     return s + (0.15 - 0.25 * h) * k
 
@@ -796,6 +804,24 @@ def test_more_than_32_tiles_of_an_array_mask(backend: str, generation: str, laun
         wide = (call.plain[name].astype(np.float64) for name in "qkv")
         right = flashkit.attention(*wide, mask=mask[:n_k], backend="reference")
         np.testing.assert_allclose(out.get().astype(np.float64), right, atol=2.0**-7)
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize(("backend", "generation"), CUPY_OFTEN)
+def test_a_document_that_begins_with_the_last_key_of_a_tile(
+    backend: str, generation: str, launched: list[str]
+) -> None:
+    """Of a power of two keys: the state of a tile follows from the least and the greatest number in it."""
+    call = build({**PLAIN, "heads": "1:1", "sizes": "70x512", "dims": "8"})
+    for key in (255, 511):  # the rows see the one, and not the other
+        call.v[:, :, key] = call.plain["v"][:, :, key] = 100
+    begins = 2 ** np.arange(4, 10) - 1
+    options = {"mask_mod": mods.document(np.searchsorted(begins, np.arange(512), side="right")), "q_offset": 290}
+    out = flashkit.attention(call.q, call.k, call.v, backend=backend, **options)
+    wide = (call.plain[name].astype(np.float64) for name in "qkv")
+    right = flashkit.attention(*wide, backend="reference", **options)
+    np.testing.assert_allclose(out.get().astype(np.float64), right, atol=2.0**-5)
     assert generations(launched) == {generation}
 
 

@@ -29,8 +29,8 @@ FAULTS = (
         '"K_PIPE", barriers * self.stages', '"K_PIPE", barriers * 2', HOPPER,
     ),
     Fault(
-        "sm90: room for one list", f"{COMMON}/sm90_launch.py",
-        "NUM_LISTS * (LIST_HEADER + 4 * LIST_CAPACITY)", "LIST_HEADER + 4 * LIST_CAPACITY", HOPPER,
+        "sm90: a tile descriptor for all stages", f"{COMMON}/sm90_launch.py",
+        '"TILE_DESCS", 4 * self.stages', '"TILE_DESCS", 4', HOPPER,
     ),
     Fault(
         "sm90: outputs of one warp group", f"{COMMON}/sm90_launch.py",

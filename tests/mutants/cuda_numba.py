@@ -197,7 +197,7 @@ FAULTS = (
     Fault(
         "sm90: packed: queries without keys get no output", f"{SM90}/tile_scheduler.py",
         "            store_without_keys(p, work)\n", "",
-        device=NEXT,
+        PACKED,
     ),
     Fault(
         "sm90: after a misprediction S is not masked", f"{SM90}/mainloop.py",

@@ -249,11 +249,11 @@ FAULTS = (
     ),
     Fault(
         "packed: rows of the next sequence are seen", f"{SM90}/bwd_softmax.cuh",
-        "(!IS_PACKED || own <= last) && ", "", PACKED,
+        "(!IS_PACKED || own <= last) && ", "", NEXT,
     ),
     Fault(
         "packed: a tile that reaches into the next sequence is FULL", f"{SM90}/bwd_scheduler_warp.cuh",
-        "(k1 > n_k || (IS_PACKED && end > n_q))", "k1 > n_k", PACKED,
+        "(k1 > n_k || (IS_PACKED && end > n_q))", "k1 > n_k", NEXT,
     ),
     Fault(
         "packed: all sequences have as many query tiles", f"{SM90}/bwd_scheduler_warp.cuh",
