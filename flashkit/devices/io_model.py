@@ -254,6 +254,35 @@ def _cpu_cost(tile: CpuTile, direction: Direction, d: int, dv: int, itemsize: in
     return (compute + calls + moves + l2 / _L2_BYTES_A_CYCLE + memory / _MEMORY_BYTES_A_CYCLE) * edges
 
 
+def amx_candidates(
+    memory: Mapping[str, int | None], head_dim: int, head_dim_v: int, direction: Direction = "forward"
+) -> list[CpuTile]:
+    """Tiles for products by AMX, ranked by the bytes that a query and a key move between L2 and L1, the fewest first.
+
+    These products take 2 x 2 tiles of 16 x 16 whatever the register block, which all else uses: 32 or 64 queries are a
+    panel. memory: "l1d" and "l2" in bytes.
+    """
+    l1, l2 = _numbers(memory, ("l1d", "l2"))
+    d, dv = head_dim, head_dim_v
+
+    def moved(tile: CpuTile) -> float:
+        if direction == "backward":  # sums of dK and dV, and of dQ, in and out
+            return 8 * (d + dv) / tile.block_q + 8 * d / tile.block_k
+        operands, sums = 2 * (d + dv) / tile.panel() + 2 * d / tile.block_k, 8 * dv / tile.block_k
+        scores = 14 if 4 * tile.block_k * tile.panel() > l1 // 2 else 0  # written, read twice, and P written and read
+        return operands + sums + scores + 16 * (d + dv) / tile.block_q  # packing
+
+    blocks_q = (64, 128, 256, 512) if direction == "backward" else (128, 256, 512)
+    panels = ((12, 2),) if direction == "backward" else ((12, 2), (6, 4))
+    tiles = [
+        CpuTile(block_q, block_k, 16, rows, vectors)
+        for block_q, block_k, (rows, vectors) in product(blocks_q, (64, 96, 128, 192, 256, 384, 512), panels)
+    ]
+    small = CpuTile(64, 64, 16, 12, 2)
+    fitting = [tile for tile in tiles if tile.working_set(direction, d, dv)[1] <= l2 * 3 // 4]
+    return sorted(fitting, key=lambda tile: (moved(tile), tile)) or [small]
+
+
 # --- a tile on a GPU --------------------------------------------------------------------------------------------------
 
 

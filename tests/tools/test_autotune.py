@@ -13,6 +13,7 @@ import pytest
 
 import flashkit
 from flashkit import dispatch
+from flashkit.backends.cpu import bf16
 from flashkit.devices import io_model, profiles, timing
 from flashkit.devices.io_model import CpuTile
 from flashkit.devices.timing import Timing
@@ -492,3 +493,19 @@ def test_autotune_end_to_end() -> None:
     row = profiles.load_file(file).tile("cpu.forward", "float32", 64, causal=False)
     assert row is not None
     assert str(file) in str(flashkit.explain(q, q, q))
+
+
+@pytest.mark.parametrize("method", ["amx", "avx512bf16"])
+def test_amx_has_tables_and_candidates_of_its_own(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bf16, "select", lambda: bf16.Method(method, "a test says so"))
+    runner = cpu.CpuRunner(cpu.FULL)
+    for dtype in ("bfloat16", "float32"):
+        for direction in ("forward", "backward"):
+            target, by_amx = Target(direction, dtype, 64), (dtype, method) == ("bfloat16", "amx")
+            assert cpu.TunableCpu().table(target) == f"{'cpu_amx' if by_amx else 'cpu'}.{direction}"
+            memory = io_model.cpu_memory(runner.profile)
+            assert (runner.candidates(target) == io_model.amx_candidates(memory, 64, 64, direction)) == by_amx
+    outcome = Outcome(Target("forward", "bfloat16", 64), IN_USE, IN_USE, 1.0, 100.0, 1, 0, True)
+    assert list(command.profile.profile_of([outcome], PEAKS, cpu.TunableCpu())["tiles"]) == [
+        "cpu_amx.forward" if method == "amx" else "cpu.forward"
+    ]

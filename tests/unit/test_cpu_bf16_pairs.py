@@ -159,11 +159,11 @@ def test_softmax_backward_bf16_pairs(method: str, lanes: int) -> None:
         s[:, 3], dp[:, 3] = -np.inf, np.nan  # a masked key
         lse[2:3] = np.inf  # a row that sees nothing
         lines = np.full((rows, columns + 2), 7, np.uint16)
-        p = np.exp(s.astype(np.float64) - lse[:, None])
+        p = np.exp(1.25 * s.astype(np.float64) - lse[:, None])
         ds = np.where(p == 0, 0, 0.3 * p * (dp - delta[:, None].astype(np.float64)))
         run(
             block(method, lanes), "softmax_backward_bf16_pairs", at(s), s.strides[0], rows, columns, at(dp), at(lse),
-            at(delta), bits(0.3), at(lines), lines.strides[0],
+            at(delta), bits(0.3), at(lines), lines.strides[0], at(s), at(dp), s.strides[0], bits(1.25),
         )  # fmt: skip
         for words, want in ((s, p), (dp, ds)):
             got = words[: -(-rows // 2)].view(BF16).astype(np.float64).reshape(-(-rows // 2), columns, 2)
@@ -173,6 +173,41 @@ def test_softmax_backward_bf16_pairs(method: str, lanes: int) -> None:
             assert np.abs(got[:rows] / np.where(want == 0, 1, want) - (want != 0)).max(initial=0) < 2.0**-8
         assert np.array_equal(lines[:, :columns].view(BF16), got[:rows].astype(BF16))
         assert (lines[:, columns:] == 7).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_attend_backward_bf16_pairs(method: str) -> None:
+    """The bits of products and softmax_backward one after the other, also where chunks are ragged."""
+    rng = np.random.default_rng(6)
+    for rows, keys, d, d_v in ((32, 128, 64, 64), (77, 300, 40, 16), (3, 5, 2, 34), (0, 16, 2, 2)):
+        wide = -(-keys // 16) * 16
+        q, do, k, v = (draw(rng, *shape) for shape in ((rows, d), (rows, d_v), (d, keys), (d_v, keys)))
+        lse, delta = (2 + rng.standard_normal((2, rows))).astype(np.float32)
+        right = [np.zeros((d // 2, wide), np.uint32) for d in (d, d_v)]
+        for target, x in zip(right, (k, v)):
+            target[:, :keys] = interleaved(x)
+        scales, chunk = (bits(0.3), bits(1.25)), np.empty(2 * 32 * 128, np.float32)
+        words = np.full((2, 2, rows + 1, wide), 7, np.uint32)
+        lines = np.full((2, rows, wide), 7, np.uint16)
+        s, dp = (x.view(np.float32) for x in words[0])
+        for x, width, y, c in zip((q, do), (d, d_v), right, (s, dp)):
+            product = at(x), x.strides[0], 4, at(y), y.strides[0], at(c), c.strides[0], rows, keys, width // 2
+            run(block(method), "gemm_bf16_pairs", *product)
+        of_rows = at(lse), at(delta), scales[0]
+        run(
+            block(method), "softmax_backward_bf16_pairs", at(s), s.strides[0], rows, keys, at(dp), *of_rows,
+            at(lines[0]), lines.strides[1], at(s), at(dp), s.strides[0], scales[1],
+        )  # fmt: skip
+        p_words, ds_words = words[1]
+        run(
+            block(method), "attend_backward_bf16_pairs", at(q), q.strides[0], at(right[0]), right[0].strides[0], d // 2,
+            at(do), do.strides[0], at(right[1]), right[1].strides[0], d_v // 2, at(p_words), at(ds_words),
+            words.strides[2], rows, keys, *of_rows, scales[1], at(lines[1]), lines.strides[1], at(chunk),
+        )  # fmt: skip
+        half = -(-rows // 2)
+        assert np.array_equal(words[0, :, :half, :keys], words[1, :, :half, :keys])
+        assert np.array_equal(lines[0, :, :keys], lines[1, :, :keys])
+        assert (words[1, :, half:] == 7).all()
 
 
 @pytest.mark.parametrize(("method", "lanes"), [("emulate", 4), ("emulate", 8), ("emulate", 16), NATIVE])

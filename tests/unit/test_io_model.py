@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from operands import make
 
 from flashkit import mods, reference
-from flashkit.devices import io_model
+from flashkit.devices import io_model, profiles
 from flashkit.devices.io_model import CpuTile, GpuTile
 from flashkit.reference import Traffic
 from flashkit.spec import AttentionSpec, Operands
@@ -255,6 +255,19 @@ def test_cpu_candidates(cpu: tuple[int, int, int], dtype: str, d: int, dv: int, 
         if direction == "forward":
             assert tile.block_k * tile.panel(itemsize) * itemsize <= l1
         assert tile.working_set(direction, d, dv, itemsize)[1] <= l2 or tile.block_k == 32
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(("d", "dv"), [(1, 1), (64, 64), (80, 80), (128, 128), (512, 512), (1024, 1024)])
+def test_amx_candidates(d: int, dv: int, direction: Any) -> None:
+    memory = {"l1d": 48 << 10, "l2": 2 << 20}
+    found = io_model.amx_candidates(memory, d, dv, direction)
+    assert found == io_model.amx_candidates(memory, d, dv, direction) and len(set(found)) == len(found) > 0
+    for tile in found:
+        assert tile.block_q % tile.panel() == 0 and tile.block_k % 32 == 0
+        assert tile.working_set(direction, d, dv)[1] <= 2 << 20 or tile == found[-1]
+    in_use = profiles.by_name("cpu_amx").tile(f"cpu_amx.{direction}", "bfloat16", d, False)
+    assert d > 128 or (in_use.block_q, in_use.block_k) in {(tile.block_q, tile.block_k) for tile in found}
 
 
 def test_more_cache_never_takes_a_candidate_away() -> None:

@@ -140,6 +140,7 @@ PACK_ROWS = word()
 PACK_ROWS_T = word()
 ROUND_BF16_PAIRS = word()
 ATTEND_BF16_PAIRS = word()
+ATTEND_BACKWARD_BF16_PAIRS = word()
 BEGIN_PRODUCTS = word()
 END_PRODUCTS = word()
 GEMV_QK = word()
@@ -171,6 +172,9 @@ LINE = np.int64(64)
 
 STRIP = np.int64(16)
 """Keys or rows that are classified together inside a PARTIAL tile; tiles begin at multiples of it."""
+
+CHUNK_ROWS, CHUNK_KEYS = map(np.int64, (32, 128))
+"""Rows and keys of which the backward pass of bf16 pairs has S and dP at a time. Both stay in L1."""
 
 PREFETCHED_LINES = np.int64(16)
 """Cache lines of a page that are read ahead; the hardware follows from there."""

@@ -260,10 +260,31 @@ def call_softmax_backward(typing: Any, function: Any, s: Any, dp: Any, lse: Any,
 
 @intrinsic
 def call_softmax_backward_bf16_pairs(
-    typing: Any, function: Any, s: Any, dp: Any, lse: Any, delta: Any, scale: Any, rows: Any, rows_row: Any
-) -> Any:
-    """S to P, dP to dS as bf16 pairs, and dS to rows at an address; `scale`: bits of a float64."""
-    return types.void(_INT64, s, dp, lse, delta, *[_INT64] * 3), _softmax_backward
+    typing: Any, function: Any, s: Any, dp: Any, lse: Any, delta: Any, scale: Any, rows: Any, rows_row: Any,
+    p_words: Any, ds_words: Any, words_row: Any, s_scale: Any,
+) -> Any:  # fmt: skip
+    """S to P, dP to dS as bf16 pairs, and dS to rows, at addresses; scales: bits of a float64."""
+    return types.void(_INT64, s, dp, lse, delta, *[_INT64] * 7), _softmax_backward
+
+
+@intrinsic
+def call_attend_backward_bf16_pairs(
+    typing: Any, function: Any, q: Any, k: Any, do: Any, v: Any, p_words: Any, ds_words: Any, lse: Any, delta: Any,
+    scale: Any, s_scale: Any, rows: Any, rows_row: Any, chunk: Any,
+) -> Any:  # fmt: skip
+    """P and dS of a tile as bf16 pairs, in place of scores, and dS as rows; all from `scale` on as numbers."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+        q_of, k_of, do_of, v_of, p_of, ds_of, lse_of, delta_of = (
+            _fields(context, builder, kind, value) for kind, value in zip(signature.args[1:9], values[1:9], strict=True)
+        )
+        arguments = [values[0]]
+        for left, right in ((q_of, k_of), (do_of, v_of)):
+            arguments += [left[0], left[2][0], right[0], right[2][0], left[1][1]]
+        arguments += [p_of[0], ds_of[0], p_of[2][0], *p_of[1], lse_of[0], delta_of[0], *values[9:]]
+        return _indirect_call(22, ir.VoidType())(context, builder, signature, arguments)
+
+    return types.void(_INT64, q, k, do, v, p_words, ds_words, lse, delta, *[_INT64] * 5), codegen
 
 
 @intrinsic

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...backends.cpu import objects, peaks, threads
+from ...backends.cpu import bf16, objects, peaks, threads
 from ...backends.cpu.backend import CpuBackend
 from ...call.arguments import prepare
 from ...call.explanation import visible_pairs
@@ -34,6 +34,11 @@ VERIFIED_TOKENS = 777
 """Tokens of the problem that is verified. No tile divides it, so the last tile of each row and column is ragged."""
 
 
+def by_amx(target: Target) -> bool:
+    """Whether AMX multiplies for this target, which has tables of its own."""
+    return target.dtype == "bfloat16" and bf16.select().name == "amx"
+
+
 class TunableCpu:
     """The CPU backend as a TunableBackend."""
 
@@ -54,6 +59,9 @@ class TunableCpu:
 
     def measure_peaks(self) -> MeasuredPeaks:
         return measure_peaks()
+
+    def table(self, target: Target) -> str:
+        return f"cpu_amx.{target.direction}" if by_amx(target) else f"cpu.{target.direction}"
 
     def conditions(self, target: Target) -> str:
         return f"{threads.count()} threads"
@@ -82,6 +90,8 @@ class CpuRunner:
         memory = io_model.cpu_memory(self.profile)
         lanes = host.lanes_of(self.profile.device.features)
         d = target.head_dim
+        if by_amx(target):
+            return io_model.amx_candidates(memory, d, d, target.direction)
         return io_model.candidates("cpu", memory, target.dtype, d, d, target.direction, lanes=lanes)
 
     def flops(self, target: Target) -> float:

@@ -121,6 +121,9 @@ class TunableCuda:
     def measure_peaks(self) -> MeasuredPeaks:
         return measure_peaks(device.current())
 
+    def table(self, target: Target) -> str:
+        return f"{self.backend}.{target.direction}"
+
     def conditions(self, target: Target) -> str:
         if target.few:
             return f"1 query, {DECODED_KEYS} keys, 32 heads on 8"

@@ -31,7 +31,7 @@ def profile_of(outcomes: Sequence[Outcome], peaks: MeasuredPeaks | None, tunable
         provenance = {**speed, "date": now()[:10], "versions": versions}
         why = f"{o.why}; {tunable.conditions(o.target)}"
         row = {**o.target.selector, **o.tile.row, "why": why, "measured": provenance}
-        tables.setdefault(f"{tunable.backend}.{o.target.direction}", []).append(row)
+        tables.setdefault(tunable.table(o.target), []).append(row)
     result["tiles"] = tables
     return result
 

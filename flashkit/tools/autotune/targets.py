@@ -140,6 +140,9 @@ class TunableBackend(Protocol):
 
     def measure_peaks(self) -> MeasuredPeaks: ...
 
+    def table(self, target: Target) -> str:
+        """The tile table of a profile that attention asks for this target."""
+
     def conditions(self, target: Target) -> str:
         """The conditions of the measurement, for the `why` of a profile's row."""
 

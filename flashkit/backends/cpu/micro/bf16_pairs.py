@@ -22,9 +22,15 @@ bfloat16 with contiguous rows, read as words. The right operand has rows 2k and 
                        scale_log2)
         a tile of keys of which each query sees all: s = k @ q, online_softmax, o += v @ s, panel by panel. A panel has
         up to `panel` of the columns; q_panel and o_panel are the bytes of one; s is memory for the scores of one
-    softmax_backward_bf16_pairs (s, s_row, rows, columns, dp, lse, delta, scale, ds_rows, ds_rows_row)
-        p[i, j] = exp(s[i, j] - lse[i]), ds[i, j] = scale * p * (dp[i, j] - delta[i]);
-        words [i][j] of s = p[2i, j], p[2i+1, j], of dp likewise ds; ds_rows: ds as it is, in bfloat16
+    softmax_backward_bf16_pairs (s, s_row, rows, columns, dp, lse, delta, scale, ds_rows, ds_rows_row, p_words,
+                                 ds_words, words_row, s_scale)
+        p[i, j] = exp(s_scale * s[i, j] - lse[i]), ds[i, j] = scale * p * (dp[i, j] - delta[i]);
+        words [i][j] of p_words = p[2i, j], p[2i+1, j], of ds_words likewise ds, which may be s and dp; ds_rows: ds as
+        it is, in bfloat16
+    attend_backward_bf16_pairs (q, q_row, k, k_row, words, do, do_row, v, v_row, words_v, p_words, ds_words, words_row,
+                                rows, keys, lse, delta, scale, s_scale, ds_rows, ds_rows_row, chunk)
+        s = q @ k, dp = do @ v, softmax_backward, for queries that see all keys. chunk: memory for s and dp of
+        CHUNK_ROWS and CHUNK_KEYS
     round_bf16_pairs (s, s_row, m, n, target, target_row, rows, rows_row)
         word [i][j] of target = s[2i, j], s[2i+1, j]; rows, unless 0: the same, rows as they are, in bfloat16
 
@@ -39,6 +45,7 @@ from typing import Any
 
 from llvmlite import ir
 
+from ..arguments import CHUNK_KEYS, CHUNK_ROWS
 from . import amx
 from .exponentials import LOG2E, exp2_short
 from .gemm import emit_gemm
@@ -261,10 +268,10 @@ def _emit_attend(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, sh
 
 
 def _emit_softmax_backward(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
-    s, row, count, columns, dp, lse, delta, scale_bits, ds_rows, ds_rows_row = args
+    s, row, count, columns, dp, lse, delta, scale_bits, ds_rows, ds_rows_row, *words_at, words_row, s_scale_bits = args
     lanes = shape.lanes
     memory, halves = Memory(b, element, lanes), Memory(b, I16, lanes)
-    scale = splat(b, from_bits(b, scale_bits, element), lanes)
+    scale, s_scale = (splat(b, from_bits(b, bits, element), lanes) for bits in (scale_bits, s_scale_bits))
     zero, log2e = (fill(memory.vector, x) for x in (0.0, LOG2E))
 
     def of_row(i: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -276,15 +283,16 @@ def _emit_softmax_backward(b: ir.IRBuilder, args: Sequence[ir.Value], element: i
         return exp2_short(b, b.fmul(x, log2e))
 
     def element_of(at: ir.Value, of: tuple[ir.Value, ir.Value]) -> tuple[ir.Value, ir.Value]:
-        return p_and_ds(b, memory.load(b.add(s, at)), memory.load(b.add(dp, at)), *of, scale, exp)
+        score = b.fmul(memory.load(b.add(s, at)), s_scale)
+        return p_and_ds(b, score, memory.load(b.add(dp, at)), *of, scale, exp)
 
     def pair(i: ir.Value, two: bool) -> None:
         of = [of_row(b.add(i, I64(x))) for x in range(1 + two)]
         with Loop(b, I64(0), columns, lanes) as (j, _, _):
             along = b.shl(j, I64(2))
             pairs = [element_of(b.add(b.mul(b.add(i, I64(x)), row), along), each) for x, each in enumerate(of)]
-            to = b.add(b.mul(b.lshr(i, I64(1)), row), along)
-            for target, values in zip((s, dp), zip(*pairs)):
+            to = b.add(b.mul(b.lshr(i, I64(1)), words_row), along)
+            for target, values in zip(words_at, zip(*pairs)):
                 words_of = rounded_pairs(b, values[0], values[1] if two else zero)
                 memory.store(b.bitcast(words_of, memory.vector), b.add(target, to))
             for x, (_, ds) in enumerate(pairs):
@@ -295,6 +303,36 @@ def _emit_softmax_backward(b: ir.IRBuilder, args: Sequence[ir.Value], element: i
         pair(i, True)
     with Loop(b, b.and_(count, I64(-2)), count, 1) as (i, _, _):
         pair(i, False)
+
+
+def _emit_attend_backward(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
+    (
+        q, q_row, k, k_row, words, do, do_row, v, v_row, words_v, p_words, ds_words, words_row,
+        rows, keys, lse, delta, scale, s_scale, ds_rows, ds_rows_row, chunk,
+    ) = args  # fmt: skip
+    gemm, softmax_backward = (b.module.globals[name] for name in ("gemm_bf16_pairs", "softmax_backward_bf16_pairs"))
+    most_rows, most_keys = int(CHUNK_ROWS), int(CHUNK_KEYS)
+    row, dp = I64(4 * most_keys), b.add(chunk, I64(4 * most_rows * most_keys))
+
+    def rest(count: ir.Value, done: ir.Value, most: int) -> ir.Value:
+        left = b.sub(count, done)
+        return b.select(b.icmp_signed("<", left, I64(most)), left, I64(most))
+
+    down = Loop(b, I64(0), rows, most_rows, [q, do, lse, delta, p_words, ds_words, ds_rows])
+    with down as (i, (q_at, do_at, lse_at, delta_at, *targets), advance):
+        m = rest(rows, i, most_rows)
+        with Loop(b, I64(0), keys, most_keys, [k, v, *targets]) as (j, (k_at, v_at, p_at, ds_at, line), advance_along):
+            n = rest(keys, j, most_keys)
+            b.call(gemm, [q_at, q_row, I64(4), k_at, k_row, chunk, row, m, n, words])
+            b.call(gemm, [do_at, do_row, I64(4), v_at, v_row, dp, row, m, n, words_v])
+            b.call(softmax_backward, [
+                chunk, row, m, n, dp, lse_at, delta_at, scale, line, ds_rows_row, p_at, ds_at, words_row, s_scale,
+            ])  # fmt: skip
+            steps = [4 * most_keys] * 4 + [2 * most_keys]
+            advance_along([b.add(x, I64(step)) for x, step in zip((k_at, v_at, p_at, ds_at, line), steps)])
+        strides = [q_row, do_row, I64(4), I64(4), b.lshr(words_row, I64(1)), b.lshr(words_row, I64(1)), ds_rows_row]
+        starts = q_at, do_at, lse_at, delta_at, *targets
+        advance([b.add(x, b.mul(stride, I64(most_rows))) for x, stride in zip(starts, strides)])
 
 
 def _emit_round_bf16_pairs(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
@@ -327,7 +365,7 @@ KERNELS: dict[str, tuple[int, Callable[..., None]]] = {
     "pack_rows": (6, _emit_pack_rows),
     "pack_rows_t": (6, _emit_pack_rows_t),
     "online_softmax_bf16_pairs": (10, _emit_online_softmax),
-    "softmax_backward_bf16_pairs": (10, _emit_softmax_backward),
+    "softmax_backward_bf16_pairs": (14, _emit_softmax_backward),
     "round_bf16_pairs": (8, _emit_round_bf16_pairs),
 }
 
@@ -350,4 +388,5 @@ def kernels(method: str) -> dict[str, tuple[int, Callable[..., None]]]:
         "gemm_bf16_pairs": (10, lambda *args: gemm(*args, accumulate=False)),
         "gemm_add_bf16_pairs": (10, lambda *args: gemm(*args, accumulate=True)),
         "attend_bf16_pairs": (17, _emit_attend),
+        "attend_backward_bf16_pairs": (22, _emit_attend_backward),
     }
