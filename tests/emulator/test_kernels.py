@@ -406,7 +406,9 @@ def test_integers_of_the_caller_are_read_in_place(
 
 
 @slow
-@pytest.mark.parametrize("page, dim, queries", [(24, 128, 1), (32, 64, 1), (64, 128, 1), (64, 64, 70), (48, 80, 1)])
+@pytest.mark.parametrize(
+    ("page", "dim", "queries"), [(24, 128, 1), (32, 64, 1), (64, 128, 1), (64, 64, 70), (48, 80, 1)]
+)
 @pytest.mark.parametrize("generation", ["sm80"])
 def test_runs_of_a_page(page: int, dim: int, queries: int, generation: str, launched: list[str]) -> None:
     """A tile takes its rows from pages in runs, or one by one where a CTA's copies at a time are of two runs."""
