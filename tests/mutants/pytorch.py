@@ -52,8 +52,6 @@ FAULTS = (
     Fault("plans of calls with tensors", OPERATORS, "return None if tensors or mods else torch_plans",
           "return torch_plans", FOUND),
     Fault("turned results", OPERATORS, "(q, k, v), (planned, turned))", "(q, k, v), (planned, False))", EMULATED),
-    Fault("compilers see no operators", OPERATORS, "torch.compiler.is_compiling()\n        or", "False\n        or",
-          TORCH),
     Fault("modes see no operators", OPERATORS, "or torch._C._len_torch_dispatch_stack()", "", TORCH),
     Fault("modes of functions see no operators", OPERATORS, "or torch._C._len_torch_function_stack()", "", FOUND),
     Fault("forward mode sees no operators", OPERATORS, "or forward_ad._current_level >= 0", "", FOUND),
