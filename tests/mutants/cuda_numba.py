@@ -207,4 +207,16 @@ FAULTS = (
         "sm90: backward: masked pairs have gradients", f"{SM90}/bwd_ds.py",
         "return ZERO if p_slope == ZERO else p_slope * x", "return p_slope * x",
     ),
+    Fault(
+        "sm80: O is not rescaled", f"{SM80}/forward.py",
+        "                output = rows_scaled(output, rescale)", "                pass",
+    ),
+    Fault(
+        "strides are swapped", f"{ALL}/tiles.py",
+        "h * tensor.head + n * tensor.token) * ITEMSIZE", "h * tensor.token + n * tensor.head) * ITEMSIZE",
+    ),
+    Fault(
+        "dlse is added", f"{ALL}/bwd_preprocess.py",
+        "total -= load(F, number_address(p.dlse", "total += load(F, number_address(p.dlse",
+    ),
 )  # fmt: skip
