@@ -83,7 +83,7 @@ def build(choice: cases.Choice, data: str = "random") -> cases.Call:
         call.plain["alibi_slopes"] = call.plain["alibi_slopes"] * np.float32(-1) ** np.arange(heads, dtype=np.float32)
         call.options["alibi_slopes"] = cupy.asarray(call.plain["alibi_slopes"])
     if choice["kv_lengths"] == "yes":
-        lengths = np.array([n_k - LESS, n_k + 40, 5])[:batch]
+        lengths = np.array([n_k - LESS, n_k + 40, 5], np.int32)[:batch]
         call.options["kv_lengths"], call.plain["kv_lengths"] = cupy.asarray(lengths), np.minimum(lengths, n_k)
         if choice["causal"] == "yes":
             offsets = np.array([n_k - LESS - n_q, n_k + 40, -(n_q // 2) - 1])[:batch]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 WIDTHS = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "b32": 4, "u32": 4, "s32": 4, "f32": 4}
 WIDTHS |= {"b64": 8, "u64": 8, "s64": 8, "f64": 8}
@@ -13,6 +14,7 @@ _IGNORED = {
 }  # fmt: skip
 
 
+@cache
 def normal(name: str) -> tuple[str, str, int, int]:
     """An operation's name in the interpreter, its operands' type, and two numbers of its own."""
     parts = name.split(".")

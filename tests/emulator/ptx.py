@@ -54,6 +54,12 @@ class Module:
 Number = Callable[[str], int]
 """The number of an operation; a new name gets the next one."""
 
+_BLANK, _LABEL, _TARGETS = map(re.compile, (r"\s*", r"([$\w]+):(?!:)\s*", r"\.branchtargets\s+([^;]+);"))
+_DECLARED, _COUNTED = re.compile(r"\.reg\s+\.\w+\s+(.*)", re.S), re.compile(r"(.*)<(\d+)>")
+_GUARDED = re.compile(r"@(!?)([%\w#]+)\s+(.*)", re.S)
+_NUMBER, _ADDRESS = re.compile(r"-?\d"), re.compile(r"([%$\w.#]+)(?:\s*\+\s*(-?\w+))?")
+_OPERAND = re.compile(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,])+")  # a comma in brackets ends none
+
 
 def _strip(text: str) -> str:
     return re.sub(r"//[^\n]*", "", re.sub(r"/\*.*?\*/", "", text, flags=re.S))
@@ -201,7 +207,7 @@ class _Body:
         at, count = 0, 0
         tables: dict[str, list[str]] = {}
         while True:
-            match = re.compile(r"\s*").match(body, at)
+            match = _BLANK.match(body, at)
             at = match.end() if match else at
             if at >= len(body):
                 break
@@ -216,10 +222,10 @@ class _Body:
                 numbers.pop()
                 at += 1
                 continue
-            label = re.compile(r"([$\w]+):(?!:)\s*").match(body, at)
+            label = _LABEL.match(body, at)
             if label:
                 at = label.end()
-                targets = re.compile(r"\.branchtargets\s+([^;]+);").match(body, at)
+                targets = _TARGETS.match(body, at)
                 if targets:
                     tables[label[1]] = [x.strip() for x in targets[1].split(",")]
                     at = targets.end()
@@ -229,15 +235,15 @@ class _Body:
             end = body.index(";", at)
             statement, at = body[at:end].strip(), end + 1
             if statement.startswith("."):
-                declared = re.match(r"\.reg\s+\.\w+\s+(.*)", statement, re.S)
+                declared = _DECLARED.match(statement)
                 if declared and len(scopes) > 1:
                     for name in declared[1].split(","):
                         name = name.strip()
-                        counted = re.fullmatch(r"(.*)<(\d+)>", name)
+                        counted = _COUNTED.fullmatch(name)
                         for each in [f"{counted[1]}{i}" for i in range(int(counted[2]))] if counted else [name]:
                             scopes[-1][each] = f"{each}#{numbers[-1]}"
                 continue
-            self._statement(statement, scopes, list(numbers))
+            self._statement(statement, scopes, numbers)
 
     def _register(self, name: str, scopes: list[dict[str, str]]) -> int:
         for scope in reversed(scopes):
@@ -257,6 +263,8 @@ class _Body:
 
     def _operand(self, text: str, kind: str, scopes: list[dict[str, str]]) -> list[int]:
         text = text.strip()
+        if text.startswith("%") and "|" not in text:  # as most are
+            return [self._register(text, scopes)]
         if text.startswith("{"):
             inner = text[1 : text.rindex("}")]
             return [each for part in inner.split(",") for each in self._operand(part, kind, scopes)]
@@ -274,7 +282,7 @@ class _Body:
             return [self._constant(self.places[text])]
         if text in self.parameters:
             return [self._place("PARAMETERS", self.parameters[text], scopes)]
-        if re.match(r"-?\d", text):
+        if _NUMBER.match(text):
             return [self._constant(_literal(text, kind))]
         return [self._register(text, scopes)]
 
@@ -290,7 +298,7 @@ class _Body:
         if "," in text:
             first, rest = text.split(",", 1)
             return self._address(first.strip(), scopes) + self._operand(rest.strip(), "s32", scopes)
-        match = re.fullmatch(r"([%$\w.#]+)(?:\s*\+\s*(-?\w+))?", text)
+        match = _ADDRESS.fullmatch(text)
         assert match, text
         base, offset = match[1], int(match[2] or "0", 0)
         zero = self._constant(0)
@@ -313,16 +321,14 @@ class _Body:
 
     def _statement(self, statement: str, scopes: list[dict[str, str]], numbers: list[int]) -> None:
         guard, rest = 0, statement
-        guarded = re.match(r"@(!?)([%\w#]+)\s+(.*)", statement, re.S)
-        if guarded:
+        if guarded := _GUARDED.match(statement):
             register = self._register(guarded[2], scopes) + 1
             guard, rest = -register if guarded[1] else register, guarded[3]
-        name, _, given = rest.partition(" ") if " " in rest or "\t" not in rest else rest.partition("\t")
         name, given = (rest.split(None, 1) + [""])[:2]
-        parts = _split(given)
+        parts = [part.strip() for part in _OPERAND.findall(given)]
         name, kind, x, y = normal(name)
         if name == "bra":
-            self.branches.append((len(self.rows), parts[0], numbers))
+            self.branches.append((len(self.rows), parts[0], list(numbers)))
             self._row("bra", guard, [], 0, 0, statement)
             return
         if name.startswith("mov") and any(part.startswith("{") for part in parts):
@@ -332,16 +338,3 @@ class _Body:
             x = 1 if re.fullmatch(r"%p\d+|q|p", parts[3]) else 2  # a predicate: nothing is read; or the bytes that are
         operands = [each for part in parts for each in self._operand(part, kind, scopes)]
         self._row(name, guard, operands, x, y, statement)
-
-
-def _split(text: str) -> list[str]:
-    """Operands, at commas outside of brackets."""
-    parts, depth, start = [], 0, 0
-    for i, c in enumerate(text):
-        depth += (c in "{[") - (c in "}]")
-        if c == "," and depth == 0:
-            parts.append(text[start:i].strip())
-            start = i + 1
-    if text[start:].strip():
-        parts.append(text[start:].strip())
-    return parts

@@ -254,4 +254,16 @@ FAULTS = (
         "return ZERO if p_slope == ZERO else p_slope * x", "return p_slope * x",
         "FLASHKIT_TEST_ALL=1 tests/emulator/test_kernels.py -k 'test_hard_data and numba_cuda-sm90-NaN'",
     ),
+    Fault(
+        "sm80: O is not rescaled", f"{SM80}/forward.py",
+        "                output = rows_scaled(output, rescale)", "                pass",
+    ),
+    Fault(
+        "strides are swapped", f"{ALL}/tiles.py",
+        "h * tensor.head + n * tensor.token) * ITEMSIZE", "h * tensor.token + n * tensor.head) * ITEMSIZE",
+    ),
+    Fault(
+        "dlse is added", f"{ALL}/bwd_preprocess.py",
+        "total -= load(F, number_address(p.dlse", "total += load(F, number_address(p.dlse",
+    ),
 )  # fmt: skip

@@ -266,4 +266,11 @@ FAULTS = (
         "sm80: pages: rows of V are as far apart as those of K", f"{SM80}/kv_source.cuh",
         "page * p.v.batch + slot * p.v.token", "page * p.v.batch + slot * p.k.token", PAGES,
     ),
+    Fault("sm80: O is not rescaled", f"{SM80}/softmax.cuh", "o[i][n][e] *= rescale[e / 2];", ";"),
+    Fault("sm80: one key too many", f"{SM80}/softmax.cuh", "? at.n_k : 0;", "? at.n_k + 1 : 0;"),
+    Fault("lengths are not clamped", f"{ALL}/params.cuh", "return n < 0 ? 0 : n > p.n_k ? p.n_k : n;", "return n;"),
+    Fault(
+        "dlse is added", f"{ALL}/bwd_preprocess.cu",
+        "sum -= *q_row<const fk_float>(p, p.dlse", "sum += *q_row<const fk_float>(p, p.dlse",
+    ),
 )  # fmt: skip

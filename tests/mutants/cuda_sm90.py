@@ -314,4 +314,9 @@ FAULTS = (
         "pages: a box for each lane", f"{SM90}/producer.cuh",
         "if (row < BLOCK_K)", "if (row < BLOCK_K / 2)", PAGED,
     ),
+    Fault(
+        "O is not rescaled", f"{SM90}/mainloop.cuh",
+        "acc.o[i] *= IS_FLOAT32 ? block.rescale[i / 2 % 2] * terms.change_factor : block.rescale[i / 2 % 2];", ";",
+    ),
+    Fault("dlse is added", f"{SM90}/bwd_preprocess.cuh", "total - given.dlse", "total + given.dlse"),
 )  # fmt: skip

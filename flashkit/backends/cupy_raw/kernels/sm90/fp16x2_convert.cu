@@ -14,7 +14,7 @@
 struct Conversion {
     // float32; float16, [high: 64 * chunks columns][low]; a float for each row or tile
     Tensor source, terms, scale;
-    const long long* lengths;          // (B,), or null
+    Integers lengths;                  // (B,), or none
     long long heads, tokens, by_row;   // by_row: a scale for each row
 };
 // Of q, k, v and perhaps dO; ctas: of the first tensor, of two ...
@@ -35,7 +35,7 @@ DEVICE void convert_tile(const Conversion& at, int index) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = lane % ACROSS * 4;
     const int tiles = (int)((at.tokens + ROWS - 1) / ROWS), bh = index / tiles, tile = index - bh * tiles;
     const int b = bh / (int)at.heads, h = bh - b * (int)at.heads;
-    const long long length = at.lengths == nullptr ? at.tokens : at.lengths[b];
+    const long long length = at.lengths.given() ? at.lengths[b] : at.tokens;
     const int tokens = (int)at.tokens, count = length < 0 ? 0 : length < tokens ? (int)length : tokens;
     const int first = tile * ROWS + warp * TOKENS + lane / ACROSS;  // and every DOWN-th after it
     const bool by_row = at.by_row;
