@@ -68,8 +68,8 @@ FAULTS = (
     ),
     Fault(
         "forward: scratch of one thread", LAUNCH,
-        "return _launch(args, int(args[at.SCRATCH_BYTES]) * thread_count, thread_count)",
-        "return _launch(args, int(args[at.SCRATCH_BYTES]), thread_count)",
+        "memory = int(args[at.SCRATCH_BYTES]) * thread_count",
+        "memory = int(args[at.SCRATCH_BYTES])",
     ),
     Fault(
         "decode: keys of the last split", CALL,

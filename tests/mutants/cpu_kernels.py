@@ -151,10 +151,10 @@ FAULTS = (
     ),
     Fault(
         "backward: P is dropped before dS", BACKWARD,
-        "    softmax_backward(args, s, ds, lse, delta, scratch + at.pairs)\n    visit_ds(args, seq, s, ds, scratch + "
-        "at.slopes, b, h, row0, k0)\n",
-        "    visit_ds(args, seq, s, ds, scratch + at.slopes, b, h, row0, k0)\n    softmax_backward(args, s, ds, "
-        "lse, delta, scratch + at.pairs)\n",
+        "        softmax_backward(args, s, ds, lse, delta, pairs)\n"
+        "        visit_ds(args, seq, s, ds, scratch + at.slopes, b, h, row0, k0)\n",
+        "        visit_ds(args, seq, s, ds, scratch + at.slopes, b, h, row0, k0)\n"
+        "        softmax_backward(args, s, ds, lse, delta, pairs)\n",
     ),
     Fault(
         "backward: the last key tile is left out", BACKWARD,
