@@ -351,8 +351,8 @@ FAULTS = (
     ),
     Fault(
         "bf16 pairs: the odd half is not cleared", PAIRS,
-        "            copy[i, j] = 0\n",
-        "            copy[i, j] = 32704\n",
+        "                copy[i, j] = 0\n",
+        "                copy[i, j] = 32704\n",
         "tests/unit/test_cpu_bf16_pairs.py",
     ),
     Fault(
