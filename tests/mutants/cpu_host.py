@@ -69,7 +69,8 @@ FAULTS = (
     ),
     Fault(
         "forward: scratch of one thread", LAUNCH,
-        "memory = int(args[at.SCRATCH_BYTES]) * thread_count", "memory = int(args[at.SCRATCH_BYTES])",
+        "memory = int(args[at.SCRATCH_BYTES]) * thread_count",
+        "memory = int(args[at.SCRATCH_BYTES])",
     ),
     Fault(
         "decode: keys of the last split", CALL,

@@ -357,8 +357,14 @@ FAULTS = (
     ),
     Fault(
         "bf16 pairs: the odd half is not cleared", PAIRS,
-        "            copy[i, j] = 0\n",
-        "            copy[i, j] = 32704\n",
+        "                copy[i, j] = 0\n",
+        "                copy[i, j] = 32704\n",
+        "tests/unit/test_cpu_bf16_pairs.py",
+    ),
+    Fault(
+        "bf16 pairs: rows are no whole tiles", PAIRS,
+        "words = ((width + 1) // 2 + args[LEFT_WORDS] - 1) // args[LEFT_WORDS] * args[LEFT_WORDS]",
+        "words = (width + 1) // 2",
         "tests/unit/test_cpu_bf16_pairs.py",
     ),
     Fault(

@@ -182,6 +182,16 @@ FAULTS = (
         "0.6960448432942442,",
     ),
     Fault(
+        "bf16 pairs: scores are not scaled", f"{MICRO}/bf16_pairs.py",
+        "score = b.fmul(memory.load(b.add(s, at)), s_scale)",
+        "score = memory.load(b.add(s, at))",
+    ),
+    Fault(
+        "bf16 pairs: delta of the first chunk", f"{MICRO}/bf16_pairs.py",
+        "strides = [q_row, do_row, I64(4), I64(4), b.lshr(words_row, I64(1))",
+        "strides = [q_row, do_row, I64(4), I64(0), b.lshr(words_row, I64(1))",
+    ),
+    Fault(
         "amx: the remainder of the terms replaces c", f"{MICRO}/amx.py",
         "before = b.select(used, I64(1), before)",
         "before = b.select(used, before, before)",

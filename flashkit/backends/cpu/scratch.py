@@ -11,6 +11,7 @@ from typing import NamedTuple
 from .arguments import CHUNK_KEYS, CHUNK_ROWS
 
 ALIGNMENT = 64
+CHUNK = int(CHUNK_ROWS * CHUNK_KEYS)
 
 
 def _end(start: int, elements: int, itemsize: int) -> int:
@@ -84,7 +85,7 @@ def backward_layout(block_q: int, block_k: int, d: int, dv: int, itemsize: int, 
     pairs = _end(slopes, block_q * block_k, itemsize)
     rows = (block_q + 15) // 16 * 16
     chunk = _end(pairs, (k_pack - 1) * rows * (block_k + max(d, dv)), itemsize)
-    dk = _end(chunk, (k_pack - 1) * 2 * CHUNK_ROWS * CHUNK_KEYS, itemsize)
+    dk = _end(chunk, (k_pack - 1) * 2 * CHUNK, itemsize)
     dv_acc = _end(dk, block_k * d, itemsize)
     total = _end(dv_acc, block_k * dv, itemsize)
     return BackwardLayout(v_t, k, q, do, scores, ds, slopes, pairs, chunk, dk, dv_acc, total)
