@@ -357,32 +357,14 @@ FAULTS = (
     ),
     Fault(
         "bf16 pairs: the odd half is not cleared", PAIRS,
-        "                copy[i, j] = 0\n",
-        "                copy[i, j] = 32704\n",
+        "            copy[i, j] = 0\n",
+        "            copy[i, j] = 32704\n",
         "tests/unit/test_cpu_bf16_pairs.py",
     ),
     Fault(
         "bf16 pairs: rows are no whole tiles", PAIRS,
         "words = ((width + 1) // 2 + args[LEFT_WORDS] - 1) // args[LEFT_WORDS] * args[LEFT_WORDS]",
         "words = (width + 1) // 2",
-        "tests/unit/test_cpu_bf16_pairs.py",
-    ),
-    Fault(
-        "packed tiles: another call's", f"{CPU}/kernels/launch.py",
-        "        is_packed[i] = 0\n",
-        "        pass\n",
-        "tests/unit/test_cpu_bf16_pairs.py",
-    ),
-    Fault(
-        "packed tiles: another head's", FORWARD,
-        "number = (tile * args[BATCH] + b) * (args[HEADS] // args[GROUP]) + head_kv",
-        "number = (tile * args[BATCH] + b) * (args[HEADS] // args[GROUP])",
-        "tests/unit/test_cpu_bf16_pairs.py",
-    ),
-    Fault(
-        "packed tiles: not used", FORWARD,
-        "loaded = args[PACKED_TILES] != 0 and atomic_integer_at(packed) != 0",
-        "loaded = False",
         "tests/unit/test_cpu_bf16_pairs.py",
     ),
     Fault(

@@ -17,7 +17,7 @@ from test_cpu_kernels import at, bits, run
 
 import flashkit
 from flashkit import dispatch, settings
-from flashkit.backends.cpu import argument_block, arguments, bf16, launch, plan, threads
+from flashkit.backends.cpu import argument_block, bf16, launch, plan
 from flashkit.backends.cpu.micro import amx
 from flashkit.backends.cpu.micro import compile as micro
 from flashkit.backends.cpu.micro.register_block import RegisterBlock
@@ -372,9 +372,9 @@ def test_masked_keys_may_hold_anything(methods: pytest.MonkeyPatch, method: str)
         assert np.allclose(a.astype(np.float32), b.astype(np.float32), rtol=2**-6, atol=1e-3)
 
 
-def record(methods: pytest.MonkeyPatch, **counts: int) -> dict[str, list[tuple[int, ...]]]:
+def record(methods: pytest.MonkeyPatch, **arguments: int) -> dict[str, list[tuple[int, ...]]]:
     """The arguments of each call of these micro-kernels, by name, which get so many; tiles are those of AVX-512."""
-    calls: dict[str, list[tuple[int, ...]]] = {name: [] for name in counts}
+    calls: dict[str, list[tuple[int, ...]]] = {name: [] for name in arguments}
     alive: list[Any] = []
     original = argument_block.addresses
 
@@ -384,7 +384,7 @@ def record(methods: pytest.MonkeyPatch, **counts: int) -> dict[str, list[tuple[i
 
     def addresses(registers: RegisterBlock) -> dict[str, int]:
         found = dict(original(registers))
-        for name, count in counts.items():
+        for name, count in arguments.items():
             kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * count)
             alive.append(kind(partial(call, name, kind(found[name]))))
             found[name] = ctypes.cast(alive[-1], ctypes.c_void_p).value or 0
@@ -435,18 +435,6 @@ def test_tiles_are_packed_once_for_all_queries(methods: pytest.MonkeyPatch, meth
         for got, want in zip(results[3], results[5], strict=True):
             assert np.array_equal(got, want)
         assert not np.array_equal(results[2][0], results[3][0])
-
-
-def test_a_call_finds_no_tile_of_the_last_one() -> None:
-    """A thread that is late would otherwise read keys of another call."""
-    args, memory = np.zeros(arguments.SIZE, np.int64), np.ones((3, 16), np.int64)
-    args[arguments.SCRATCH], args[arguments.PACKED] = at(memory) - 8, 8
-    args[arguments.PACKED_TILES], args[arguments.PACKED_BYTES] = len(memory), memory.strides[0]
-    seen = []
-    kernel = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(lambda *_: seen.append(memory[:, 0].tolist()))
-    args[arguments.KERNEL] = ctypes.cast(kernel, ctypes.c_void_p).value
-    threads.entry("launch")(at(args), 1)
-    assert seen == [[0, 0, 0]] and (memory[:, 1:] == 1).all()
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1.0, 1e30, 1e-30])

@@ -21,14 +21,6 @@ def accum_tile(address, rows, columns, row_bytes):
 
 
 @njit(**options)
-def contiguous(rows):
-    """The same rows of a tensor. Their elements follow each other, which LLVM sees here even where the function that
-    made the view is not inlined; or it would not vectorise loops over them.
-    """
-    return matrix(rows.ctypes.data, rows.shape[0], rows.shape[1], rows.strides[0], STORAGE_SIZE, STORAGE)
-
-
-@njit(**options)
 def accum_row(address, n):
     return vector(address, n, ACCUM_SIZE, ACCUM)
 

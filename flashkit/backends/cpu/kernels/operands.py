@@ -31,16 +31,14 @@ def padded(n):
 
 @njit(**options)
 def load_tile(args, source, address, loaded):
-    """Rows as a left operand: in place, or widened into scratch memory at `address`. loaded: False, for tiles that are
-    widened are not shared.
-    """
+    """Rows as a left operand: in place, or widened into scratch memory at `address`. loaded: they are there already."""
     count, width = source.shape
     if IN_PLACE:
         return accum_tile(source.ctypes.data, count, width, source.strides[0])
-    target, rows = accum_tile(address, count, width, width * ACCUM_SIZE), contiguous(source)
-    for i in range(count):
+    target = accum_tile(address, count, width, width * ACCUM_SIZE)
+    for i in range(0 if loaded else count):
         for j in range(width):
-            target[i, j] = widen(rows[i, j])
+            target[i, j] = widen(source[i, j])
     return target
 
 

@@ -52,13 +52,11 @@ def load_tile(args, source, address, loaded):
     if width == 2 * words:
         return accum_tile(source.ctypes.data, count, words, source.strides[0])
     copy = matrix(address, count, 2 * words, words * ACCUM_SIZE, STORAGE_SIZE, STORAGE)
-    rows = contiguous(source)
-    if not loaded:
-        for i in range(count):
-            for j in range(width):
-                copy[i, j] = rows[i, j]
-            for j in range(width, 2 * words):
-                copy[i, j] = 0
+    for i in range(0 if loaded else count):
+        for j in range(width):
+            copy[i, j] = source[i, j]
+        for j in range(width, 2 * words):
+            copy[i, j] = 0
     return accum_tile(address, count, words, words * ACCUM_SIZE)
 
 
