@@ -16,8 +16,8 @@ from cases import with_
 from test_cpu_kernels import at, bits, run
 
 import flashkit
-from flashkit import dispatch, settings
-from flashkit.backends.cpu import argument_block, bf16, launch, plan
+from flashkit import dispatch
+from flashkit.backends.cpu import argument_block, bf16, plan
 from flashkit.backends.cpu.micro import amx
 from flashkit.backends.cpu.micro import compile as micro
 from flashkit.backends.cpu.micro.register_block import RegisterBlock
@@ -372,69 +372,34 @@ def test_masked_keys_may_hold_anything(methods: pytest.MonkeyPatch, method: str)
         assert np.allclose(a.astype(np.float32), b.astype(np.float32), rtol=2**-6, atol=1e-3)
 
 
-def record(methods: pytest.MonkeyPatch, **arguments: int) -> dict[str, list[tuple[int, ...]]]:
-    """The arguments of each call of these micro-kernels, by name, which get so many; tiles are those of AVX-512."""
-    calls: dict[str, list[tuple[int, ...]]] = {name: [] for name in arguments}
-    alive: list[Any] = []
-    original = argument_block.addresses
-
-    def call(name: str, real: Callable[..., None], *values: int) -> None:
-        calls[name].append(values)
-        real(*values)
-
-    def addresses(registers: RegisterBlock) -> dict[str, int]:
-        found = dict(original(registers))
-        for name, count in arguments.items():
-            kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * count)
-            alive.append(kind(partial(call, name, kind(found[name]))))
-            found[name] = ctypes.cast(alive[-1], ctypes.c_void_p).value or 0
-        return found
-
-    methods.setattr(argument_block, "addresses", addresses)
-    methods.setattr(plan, "choose_tile", lambda *_, **__: (CpuTile(64, 64, 16, 6, 4), "of AVX-512, on any CPU"))
-    return calls
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_rows_of_head_dims_are_whole_tiles(methods: pytest.MonkeyPatch, method: str) -> None:
     """AMX multiplies by whole tiles along the head dim, also where it is no multiple of 32; vectors need no zeros."""
     methods.setenv(bf16.VARIABLE, method)
-    calls = record(methods, gemm_bf16_pairs=10, attend_bf16_pairs=17)
+    words: set[int] = set()
+    original = argument_block.addresses
+
+    def call(real: Callable[..., None], at_word: int, *values: int) -> None:
+        words.add(values[at_word])
+        real(*values)
+
+    def recorded(registers: RegisterBlock) -> dict[str, int]:
+        found = dict(original(registers))
+        for name, arguments, at_word in (("gemm_bf16_pairs", 10, 9), ("attend_bf16_pairs", 17, 14)):
+            kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * arguments)
+            alive.append(kind(partial(call, kind(found[name]), at_word)))
+            found[name] = ctypes.cast(alive[-1], ctypes.c_void_p).value or 0
+        return found
+
+    alive: list[Any] = []
+    methods.setattr(argument_block, "addresses", recorded)
+    methods.setattr(plan, "choose_tile", lambda *_, **__: (CpuTile(64, 64, 16, 6, 4), "of AVX-512, on any CPU"))
     for d, of_tiles, of_vectors in ((80, 48, 40), (8, 16, 4), (33, 32, 17), (64, 32, 32)):
-        for found in calls.values():
-            found.clear()
+        words.clear()
         q, k, v, dout = (draw(np.random.default_rng(i), 1, 1, 40, d) for i in range(4))
         for causal in (False, True):
             flashkit.attention_vjp(q, k, v, causal=causal, backend="cpu")[1](dout)
-        words = {x[9] for x in calls["gemm_bf16_pairs"]} | {x[14] for x in calls["attend_bf16_pairs"]}
         assert words == {of_vectors if method == "avx512bf16" else of_tiles}
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_tiles_are_packed_once_for_all_queries(methods: pytest.MonkeyPatch, method: str) -> None:
-    """Each tile of values is packed by one thread where several work tiles need it, with the bits of packing it in each
-    of them, and anew in each call.
-    """
-    methods.setenv(bf16.VARIABLE, method)
-    methods.setenv(settings.NUM_THREADS.name, "1")
-    calls = record(methods, pack_rows_t=6)["pack_rows_t"]
-    for (heads, heads_kv), d, options in (
-        ((4, 2), 24, {}), ((2, 2), 80, {"causal": True}), ((2, 1), 64, {"kv_lengths": [100, 0]}),
-    ):  # fmt: skip
-        results = []
-        for most, seed in ((256, 0), (256, 1), (0, 1)):
-            methods.setattr(launch, "MAX_SHARING_QUERIES", most)
-            dispatch.forget()
-            calls.clear()
-            for call in (0, seed):
-                rng = np.random.default_rng(call)
-                q, k, v = (draw(rng, 2, h, n, d) for h, n in ((heads, 200), (heads_kv, 150), (heads_kv, 150)))
-                results.append(flashkit.attention(q, k, v, return_lse=True, backend="cpu", **options))
-            tiles = sum(-(-n // 64) for n in options.get("kv_lengths", [150, 150])) * heads_kv
-            assert (len(calls) == 2 * tiles) if most else (len(calls) > 2 * tiles)
-        for got, want in zip(results[3], results[5], strict=True):
-            assert np.array_equal(got, want)
-        assert not np.array_equal(results[2][0], results[3][0])
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1.0, 1e30, 1e-30])

@@ -92,10 +92,6 @@ SCRATCH = word()  # address of the first thread's
 SCRATCH_BYTES = word()  # per thread
 PARTIALS = word()  # decoding: byte offset from SCRATCH of the splits' o_partial, m and l
 PARTIAL_BYTES = word()  # per split
-PACKED_TILES = word()  # forward: tiles of keys and values that are packed once for all work tiles; 0: by each of these
-PACKED = word()  # byte offset of these from SCRATCH; a cache line for a word, not 0 once the tile after it is packed
-PACKED_BYTES = word()  # per tile
-PACK_COUNTER = word()  # next tile to pack, shared by the threads
 
 # --- softmax ----------------------------------------------------------------------------------------------------------
 
@@ -166,9 +162,6 @@ HEADER = (int(SIZE) * 8 + 63) // 64 * 64
 
 EMPTY, PARTIAL, FULL = map(np.int64, range(3))
 """States of a tile: no pair visible, some, all."""
-
-LINE = np.int64(64)
-"""Bytes of a cache line, and so of the word before a packed tile."""
 
 STRIP = np.int64(16)
 """Keys or rows that are classified together inside a PARTIAL tile; tiles begin at multiples of it."""

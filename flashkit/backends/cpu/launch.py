@@ -17,11 +17,6 @@ from .plan import CpuPlan
 MIN_SPLIT_KEYS = 512
 """The fewest keys of a split in decoding on several threads."""
 
-MAX_SHARING_QUERIES = 256
-"""The most queries of a work tile for which keys and values are packed beforehand. To pack them costs as much as
-products with a dozen queries.
-"""
-
 SPLITS_PER_THREAD = 8
 """Work tiles per thread in decoding, about: enough for threads of unequal speed to share."""
 
@@ -82,13 +77,7 @@ def forward_launch(plan: CpuPlan, block: ArgumentBlock, thread_count: int) -> La
     args[at.Q_TILES], args[at.WORK_TILES] = sizes.q_tiles(block_q)
     args[at.KERNEL] = plan.forward["forward"]
     args[at.SCRATCH_BYTES] = per_thread(layout.total)
-    memory = int(args[at.SCRATCH_BYTES]) * thread_count
-    shared = sizes.q_tiles(block_q)[0] * spec.group > 1 and block_q <= MAX_SHARING_QUERIES
-    if plan.bf16_pairs and shared and not (spec.paged or spec.pe_dim or spec.packed):
-        args[at.PACKED], args[at.PACKED_BYTES] = memory, per_thread(int(at.LINE) + layout.m - layout.k)
-        args[at.PACKED_TILES] = sizes.batch * (sizes.heads // spec.group) * -(-sizes.n_k // block_k)
-        memory += int(args[at.PACKED_BYTES] * args[at.PACKED_TILES])
-    return _launch(args, memory, thread_count)
+    return _launch(args, int(args[at.SCRATCH_BYTES]) * thread_count, thread_count)
 
 
 def decode_launch(plan: CpuPlan, block: ArgumentBlock, thread_count: int) -> Launch:

@@ -82,10 +82,10 @@ def integer_at(typing: Any, address: Any) -> Any:
 
 @intrinsic
 def atomic_integer_at(typing: Any, address: Any) -> Any:
-    """The 64-bit integer at an address, which another thread may write. The caller sees what was written before it."""
+    """The 64-bit integer at an address, which another thread may write."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-        return builder.load_atomic(builder.inttoptr(values[0], ir.IntType(64).as_pointer()), "acquire", 8)
+        return builder.load_atomic(builder.inttoptr(values[0], ir.IntType(64).as_pointer()), "monotonic", 8)
 
     return _INT64(_INT64), codegen
 

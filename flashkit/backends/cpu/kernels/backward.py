@@ -51,8 +51,8 @@ def backward_q_tile(args, seq, b, h, split, row0, rows, k0, state, k_t, v_t, k, 
     dq = accum_tile(dq_accum_at(args, seq, split, b, h, row0), rows, d, d * ACCUM_SIZE)
     lse, delta = q_stats(args, BWD_LSE, seq, b, h, row0, rows), q_stats(args, DELTA, seq, b, h, row0, rows)
 
-    q = load_tile(args, q_rows(args, Q, seq, b, h, row0, rows, d), scratch + at.q, False)
-    do = load_tile(args, q_rows(args, DOUT, seq, b, h, row0, rows, d_v), scratch + at.do, False)
+    q = load_tile(args, q_rows(args, Q, seq, b, h, row0, rows, d), scratch + at.q)
+    do = load_tile(args, q_rows(args, DOUT, seq, b, h, row0, rows, d_v), scratch + at.do)
     pairs, chunk = scratch + at.pairs, scratch + at.chunk
     if state != FULL or not attend_backward_at_once(args, q, k_t, do, v_t, s, ds, lse, delta, pairs, chunk):
         scores(args, q, k_t, s)

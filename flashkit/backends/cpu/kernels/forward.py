@@ -27,13 +27,7 @@ from flashkit.backends.cpu.seq_info import seq_info
 from flashkit.backends.cpu.tile_ops import dropout, modify, scale_tile
 from flashkit.backends.cpu.tile_scheduler import next_q_tile, stopped
 from flashkit.backends.cpu.tiling import next_group, next_run
-from flashkit.backends.cpu.views import (
-    atomic_arrive,
-    atomic_increment,
-    atomic_integer_at,
-    double_from_bits,
-    vector,
-)
+from flashkit.backends.cpu.views import double_from_bits, vector
 
 
 @njit(**options)
@@ -124,32 +118,6 @@ def epilogue(args, seq, b, h, first, count, o_acc, m, l, check):
 
 
 @njit(**options)
-def packed_at(args, b, head_kv, tile):
-    """Address of the word and the tile of K and V that all work tiles of the head share."""
-    number = (tile * args[BATCH] + b) * (args[HEADS] // args[GROUP]) + head_kv
-    return args[SCRATCH] + args[PACKED] + number * args[PACKED_BYTES]
-
-
-@njit(**options)
-def pack_tiles(args):
-    """Pack the tiles of K and V for all work tiles; each thread claims some. No thread waits for another: a work tile
-    packs for itself what is not there yet.
-    """
-    d, dv, block_k, heads_kv = args[DIM], args[DIM_V], args[BLOCK_K], args[HEADS] // args[GROUP]
-    at = forward_layout(0, 0, block_k, padded(d), padded(dv), ACCUM_SIZE, 0, 0)
-    number = atomic_increment(args.ctypes.data + 8 * PACK_COUNTER)
-    while number < args[PACKED_TILES] and not stopped(args):
-        tile, b, head_kv = number // heads_kv // args[BATCH], number // heads_kv % args[BATCH], number % heads_kv
-        seq, k0 = seq_info(args, b, head_kv * args[GROUP]), tile * block_k
-        n, packed = min(block_k, seq.n_k - k0), packed_at(args, b, head_kv, tile)
-        if n > 0:
-            load_k(args, seq, b, head_kv, k0, n, packed + LINE, np.int64(0), False)
-            load_v_t(args, seq, b, head_kv, k0, n, packed + LINE + at.v - at.k, np.int64(0), False)
-            atomic_arrive(packed)
-        number = atomic_increment(args.ctypes.data + 8 * PACK_COUNTER)
-
-
-@njit(**options)
 def forward_work_tile(args, seq, b, h, first, count, scratch, nonfinite):
     """One block of queries against all keys that it sees. Returns whether all of O is finite."""
     # Tiles.
@@ -185,11 +153,8 @@ def forward_work_tile(args, seq, b, h, first, count, scratch, nonfinite):
         while state != EMPTY and tile < end and not stopped(args):
             k0 = tile * block_k
             n = min(block_k, seq.n_k - k0)
-            packed = packed_at(args, b, head_kv, tile)
-            loaded = args[PACKED_TILES] != 0 and atomic_integer_at(packed) != 0
-            k_at = packed + LINE if loaded else scratch + at.k
-            k = load_k(args, seq, b, head_kv, k0, n, k_at, scratch + at.k_pages, loaded)  # load_tile
-            v_t = load_v_t(args, seq, b, head_kv, k0, n, k_at + at.v - at.k, scratch + at.v_pages, loaded)
+            k = load_k(args, seq, b, head_kv, k0, n, scratch + at.k, scratch + at.k_pages)  # load_tile
+            v_t = load_v_t(args, seq, b, head_kv, k0, n, scratch + at.v, scratch + at.v_pages)
             at_once = state == FULL and not nonfinite and attends_at_once(args)
             if at_once:
                 attend_at_once(
@@ -244,7 +209,6 @@ def forward_work_tile(args, seq, b, h, first, count, scratch, nonfinite):
 def forward(address, thread):
     args = vector(address, SIZE, 8, np.int64)
     scratch = args[SCRATCH] + thread * args[SCRATCH_BYTES]
-    pack_tiles(args)
     begin_products(args)
     work_tile = next_q_tile(args)
     while work_tile.valid:

@@ -116,14 +116,14 @@ def v_tile(args, seq, b, head_kv, first, count, address):
 
 
 @njit(**options)
-def load_k(args, seq, b, head_kv, k0, n, address, pages, loaded):
-    """pages: scratch memory for rows that are gathered. loaded: the tile is at `address` already."""
-    return load_tile(args, k_tile(args, seq, b, head_kv, k0, n, pages), address, loaded)
+def load_k(args, seq, b, head_kv, k0, n, address, pages):
+    """pages: scratch memory for rows that are gathered."""
+    return load_tile(args, k_tile(args, seq, b, head_kv, k0, n, pages), address)
 
 
 @njit(**options)
-def load_v_t(args, seq, b, head_kv, k0, n, address, pages, loaded):
-    return load_tile_t(args, v_tile(args, seq, b, head_kv, k0, n, pages), address, loaded)
+def load_v_t(args, seq, b, head_kv, k0, n, address, pages):
+    return load_tile_t(args, v_tile(args, seq, b, head_kv, k0, n, pages), address)
 
 
 @njit(**options)

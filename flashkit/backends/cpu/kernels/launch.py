@@ -50,10 +50,7 @@ def split_keys(args, threads):
 
 @njit(**options)
 def start(args, block, threads):
-    args[TILE_COUNTER] = args[SPLITS_DONE] = args[PACK_COUNTER] = 0
-    is_packed = vector(args[SCRATCH] + args[PACKED], args[PACKED_TILES], args[PACKED_BYTES], np.int64)
-    for i in range(args[PACKED_TILES]):
-        is_packed[i] = 0
+    args[TILE_COUNTER] = args[SPLITS_DONE] = 0
     if args[MAX_SPLITS] != 0:
         threads = split_keys(args, threads)
     if threads == 1:

@@ -30,28 +30,28 @@ def padded(n):
 
 
 @njit(**options)
-def load_tile(args, source, address, loaded):
-    """Rows as a left operand: in place, or widened into scratch memory at `address`. loaded: they are there already."""
+def load_tile(args, source, address):
+    """Rows as a left operand: in place, or widened into scratch memory at `address`."""
     count, width = source.shape
     if IN_PLACE:
         return accum_tile(source.ctypes.data, count, width, source.strides[0])
     target = accum_tile(address, count, width, width * ACCUM_SIZE)
-    for i in range(0 if loaded else count):
+    for i in range(count):
         for j in range(width):
             target[i, j] = widen(source[i, j])
     return target
 
 
 @njit(**options)
-def load_tile_t(args, source, address, loaded):
+def load_tile_t(args, source, address):
     """Rows as columns of a left operand."""
-    return load_tile(args, source, address, loaded).T
+    return load_tile(args, source, address).T
 
 
 @njit(**options)
 def pack_tile(args, source, address):
     """Rows as a right operand."""
-    return load_tile(args, source, address, False)
+    return load_tile(args, source, address)
 
 
 @njit(**options)

@@ -43,16 +43,16 @@ def padded(n):
 
 
 @njit(**options)
-def load_tile(args, source, address, loaded):
+def load_tile(args, source, address):
     """Rows as words: in place, or, where a row has no multiple of LEFT_WORDS, copied to `address` with zeros after it.
-    The words of a right operand that these meet are zeros of its packing. loaded: they are there already.
+    The words of a right operand that these meet are zeros of its packing.
     """
     count, width = source.shape
     words = ((width + 1) // 2 + args[LEFT_WORDS] - 1) // args[LEFT_WORDS] * args[LEFT_WORDS]
     if width == 2 * words:
         return accum_tile(source.ctypes.data, count, words, source.strides[0])
     copy = matrix(address, count, 2 * words, words * ACCUM_SIZE, STORAGE_SIZE, STORAGE)
-    for i in range(0 if loaded else count):
+    for i in range(count):
         for j in range(width):
             copy[i, j] = source[i, j]
         for j in range(width, 2 * words):
@@ -61,13 +61,12 @@ def load_tile(args, source, address, loaded):
 
 
 @njit(**options)
-def load_tile_t(args, source, address, loaded):
+def load_tile_t(args, source, address):
     """Rows as columns of a left operand: pairs of rows."""
     count, width = source.shape
     words = (count + 1) // 2
     target = accum_tile(address, width, words, padded(words) * ACCUM_SIZE)
-    if not loaded:
-        call_pack_rows(args[PACK_ROWS_T], source, target)
+    call_pack_rows(args[PACK_ROWS_T], source, target)
     return target
 
 
