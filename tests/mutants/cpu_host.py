@@ -69,8 +69,8 @@ FAULTS = (
     ),
     Fault(
         "forward: scratch of one thread", LAUNCH,
-        "memory = int(args[at.SCRATCH_BYTES]) * thread_count",
-        "memory = int(args[at.SCRATCH_BYTES])",
+        "return _launch(args, int(args[at.SCRATCH_BYTES]) * thread_count, thread_count)",
+        "return _launch(args, int(args[at.SCRATCH_BYTES]), thread_count)",
     ),
     Fault(
         "decode: keys of the last split", CALL,
