@@ -250,7 +250,7 @@ class CudaArrays(Library):
             return native
         from numba import cuda
 
-        return cuda.asviews.cuda_array(native)
+        return cuda.as_cuda_array(native)
 
 
 class Views(Library):
