@@ -960,7 +960,7 @@ def test_lengths_below_the_queries_need_an_offset(device: Device, lengths_on_dev
     for options, first in (
         ({"causal": True, "q_offset": 0}, [0, 0]),
         ({"causal": True, "q_offset": lengths - 20 if lengths_on_device else [0, -8]}, [0, -8]),
-        ({}, [0, -8]),
+        ({}, [0, 0] if lengths_on_device else [0, -8]),  # nothing reads it, and it would cost the device two launches
     ):
         _, operands, _ = prepare(x, x, x, kv_lengths=lengths, **options)
         assert cupy.asarray(operands.q_offset).get().tolist() == first

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 from ... import settings
-from ...spec import ITEMSIZE, AttentionSpec, Problem, Verdict
+from ...spec import AttentionSpec, Problem, Verdict
 from . import modification
 from .arguments import ROW_TENSORS, Arguments, addresses, aligned
 from .device import MODELS, Device
@@ -33,7 +33,7 @@ SHORT_QUERIES, SHORT_KEYS = 512, 1024
 """Below these, tiles of 192 rows are mostly empty without a mask, or wait: few K/V tiles hide no latency. Powers of
 two, as a plan is for all sizes up to the next one.
 """
-_L2_BYTES = 12_000_000  # of 16-bit K and V that CTAs read at the same time; of FP16x2 as many heads, twice as much
+_L2_BYTES = 12_000_000  # of K and V that CTAs read at the same time, well within half of the L2 cache
 _L2_BYTES_ARRAY_MASK = 9_000_000  # the same where the mask is read from arrays, so that CTAs read different tiles
 _SHARED = MODELS["sm_90a"].shared_per_block
 _L2_GROUP, _TILE_COUNTER = AT["heads_per_l2_group"], AT["tile_counter"]
@@ -247,7 +247,7 @@ class Forward:
         work_tiles = arguments.q_tiles(self.tile.block_q, self.pack) * heads
         check_grid(work_tiles)
         maps = [(AT[box[0]], maps_of(arguments, *box)) for box in self.boxes(arguments) if box[0] in self._addressed]
-        l2_bytes = _L2_BYTES_ARRAY_MASK if modification.looks_at_ranges(spec) else _L2_BYTES * ITEMSIZE[spec.dtype] // 2
+        l2_bytes = _L2_BYTES_ARRAY_MASK if modification.looks_at_ranges(spec) else _L2_BYTES
         group = heads_per_l2_group(heads, l2_bytes // bytes_of_keys(arguments))
         return Shaped(min(work_tiles, self.device.sms), group, tuple(maps))
 
