@@ -222,8 +222,9 @@ class Operands:
     """The arrays and numbers of one call as backends get them: four axes, defaults filled in.
 
     q (B, Hq, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, Dv), out (B, Hq, Nq, Dv): any strides, the last axis
-    contiguous. lse (B, Hq, Nq). q_offset and kv_lengths: (B,), int64, or on a device int32, as page_table below. params
-    and arrays: the values of the spec's slots by name. sinks: (Hq,). blocks: the BlockMask, if it is the only mask.
+    contiguous. lse (B, Hq, Nq). q_offset: int64, (B,). kv_lengths: (B,), int64, or on a device int32, as page_table
+    below. params and arrays: the values of the spec's slots by name. sinks: (Hq,). blocks: the BlockMask, if it is the
+    only mask.
 
     Packed sequences: q, out and lse have one batch entry, and so have k and v unless they are paged. cu_seqlens: two
     int64 (B + 1,), where each sequence begins in the tokens of q, and in those of k. The last sequence is what follows

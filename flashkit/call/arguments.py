@@ -147,7 +147,7 @@ def prepare(
         reach = q_offset_range(offsets, q_offset is not None, batch, most_q, most_k)
         check_indices(mod, batch, heads, seqs.n_q if isinstance(seqs.n_q, np.ndarray) else most_q, most_k, *reach)
     score, hidden, slots, params, values = compose(scores, masks)
-    if later:  # two launches on a device, where mostly nobody reads the result
+    if later:  # two launches on a device, whose kernels mostly do not read the result
         offsets = find_offsets() if are_read(score, hidden) else np.zeros(batch, np.int64)
     if q_offset is q_lengths is page_table is None and kv_lengths is not None:
         check_default_offset(seqs.lengths, n_q, (score, hidden))

@@ -93,14 +93,12 @@ def q_offsets_of(
         if isinstance(lengths, np.ndarray) and isinstance(n_q, int | np.ndarray):
             return lengths - n_q if copied else _spread(arrays.without_repeats(lengths) - n_q, batch, copied)
         xp = arrays.namespace(kind)
-        dtype = None if isinstance(n_q, int) and n_k < 1 << 31 else np.int64
-        offsets = xp.clip(xp.asarray(lengths, dtype), 0, n_k)  # as kernels clamp them
+        offsets = xp.clip(xp.asarray(lengths, np.int64), 0, n_k)  # as kernels clamp them
         offsets -= n_q if isinstance(n_q, int) else xp.asarray(n_q)  # in place: a captured call allocates no more
         return offsets
     offsets = _per_entry("q_offset", value, kind, shape, batch, "an integer, or integers (B,),", copied)
     if not isinstance(offsets, np.ndarray):
-        if offsets.dtype == np.int32:
-            return offsets
+        offsets = offsets.astype(np.int64, copy=False)
         own = None if arrays.same_address(offsets, value) else offsets
         return arrays.namespace(kind).clip(offsets, -MAX_POSITION, MAX_POSITION, out=own)
     if offsets.size and not (offsets.min() >= -MAX_POSITION and offsets.max() <= MAX_POSITION):

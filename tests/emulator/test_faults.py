@@ -83,7 +83,7 @@ FAULTS = [
     ),
     Fault(
         "lengths are not clamped", _NUMBA, "simt", "common/tiles.py",
-        "min(max(load(np.int64, p.kv_lengths, b), 0), p.n_k)", "load(np.int64, p.kv_lengths, b)", "features forward",
+        "min(max(integer_at(p.kv_lengths, b), 0), p.n_k)", "integer_at(p.kv_lengths, b)", "features forward",
     ),
     # addresses
     Fault(

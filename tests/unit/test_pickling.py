@@ -191,7 +191,7 @@ def test_pickles_of_plans_know_every_part_of_a_call() -> None:
     """
     assert {field.name for field in fields(AttentionSpec)} == {
         "dtype", "head_dim", "head_dim_v", "group", "score", "mask", "slots", "dropout", "sinks", "kv_lengths",
-        "deterministic", "precision", "packed", "paged", "pe_dim", "fp8", "kv_format",
+        "deterministic", "precision", "packed", "paged", "pe_dim", "fp8", "kv_format", "page_run",
     }  # fmt: skip
     assert {field.name for field in fields(Operands)} == {
         "q", "k", "v", "scale", "q_offset", "kv_lengths", "params", "arrays", "sinks", "dropout_p", "seed", "out",

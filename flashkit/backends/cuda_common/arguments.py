@@ -60,7 +60,7 @@ class Arguments(KernelArguments):
             words[AT["q_offset"]] = int(offset[0])
         else:
             operands.q_offset = self._on_device(offset, np.int64)
-            words[AT["q_offsets"]] = self._integers(operands.q_offset)
+            words[AT["q_offsets"]] = self.address(operands.q_offset)
         if spec.kv_lengths:
             operands.kv_lengths = self._on_device(operands.kv_lengths, np.int64)
             words[AT["kv_lengths"]] = self._integers(operands.kv_lengths)

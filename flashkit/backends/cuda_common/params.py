@@ -10,7 +10,7 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 Kind = Literal["tensor", "int64", "float64", "uint64", "pointer to void", "pointer to const void",
-               "integers", "pointer to int32", "pointer to uint32"]  # fmt: skip
+               "pointer to const int64", "integers", "pointer to int32", "pointer to uint32"]  # fmt: skip
 
 WORDS_OF_TENSOR = 4
 """The address and the strides, in elements, of the batch, head and token axes."""
@@ -55,7 +55,7 @@ FIELDS = tuple(
         ("dout_scale", "tensor", "FP16x2: scale of each row of dout"),
         ("sinks", "pointer to const void", "(Hq,) in computing precision"),
         ("dsinks", "pointer to void", "(Hq,) in computing precision, or null"),
-        ("q_offsets", "integers", "(B,) position of row 0, or none: q_offset for all"),
+        ("q_offsets", "pointer to const int64", "(B,) position of row 0, or null: q_offset for all"),
         ("kv_lengths", "integers", "(B,), with HAS_LENGTHS; otherwise n_k for all"),
         ("cu_seqlens_q", "integers", "(B + 1,) where each packed sequence begins in q"),
         ("cu_seqlens_k", "integers", "(B + 1,) where it begins in k"),
@@ -102,7 +102,8 @@ VALUES = sum(field.words for field in FIELDS)
 _CUDA = {
     "tensor": "Tensor ", "int64": "long long ", "float64": "double ", "uint64": "unsigned long long ",
     "pointer to void": "void* ", "pointer to const void": "const void* ", "pointer to int32": "int* ",
-    "integers": "Integers ", "pointer to uint32": "unsigned* ",
+    "integers": "Integers ", "pointer to const int64": "const long long* ",
+    "pointer to uint32": "unsigned* ",
 }  # fmt: skip
 
 HEADER = "generated/params.cuh"

@@ -59,7 +59,7 @@ DEVICE SeqInfo seq_info(const Params& p, long long b) {
         const long long n = p.kv_lengths[b];
         return n < 0 ? 0 : n > p.n_k ? p.n_k : n;
     };
-    const long long q_position = p.q_offsets.given() ? p.q_offsets[b] : p.q_offset;
+    const long long q_position = p.q_offsets == nullptr ? p.q_offset : p.q_offsets[b];
     if constexpr (IS_PACKED) {
         const long long rows = p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b];
         return {p.cu_seqlens_q[b], rows < 0 ? 0 : rows, IS_PAGED ? 0 : p.cu_seqlens_k[b], length(), q_position};

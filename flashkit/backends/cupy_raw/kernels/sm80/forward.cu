@@ -14,8 +14,8 @@
 // columns of O, and P goes through shared memory: with a wide O a warp has registers for few rows, and each operand
 // that it loads should serve many.
 //
-// Constants of the head: BLOCK_Q, BLOCK_K, WARPS, WARPS_K, STAGES, LOOKED_UP, PAGE_RUN, PACK_GQA, SPLIT_KV, BLOCKS_PER_SM,
-// POSITIONS, FAR.
+// Constants of the head: BLOCK_Q, BLOCK_K, WARPS, WARPS_K, STAGES, LOOKED_UP, PAGE_RUN, PACK_GQA, SPLIT_KV,
+// BLOCKS_PER_SM, POSITIONS, FAR.
 // Shared memory (cupy_raw/sm80.py: Sm80Tile.smem): Q at 0, AT_KV, AT_TILE_LIST, AT_TILE_ROWS, AT_P, AT_ROW_REDUCE,
 // AT_ROW_STATE; within a stage of KV, of STAGE_BYTES bytes, K at 0 and AT_STAGE_V. Measurements: docs/notes/ampere.md.
 #include "sm80/layout.cuh"

@@ -39,7 +39,7 @@ def kv_length(p, b):
 @device
 def seq_info(p, b):
     """The only reader of the lengths and positions in Params, with the functions of SeqTile."""
-    q_position = p.q_offset if p.q_offsets == 0 else integer_at(p.q_offsets, b)
+    q_position = p.q_offset if p.q_offsets == 0 else load(np.int64, p.q_offsets, b)
     if IS_PACKED:
         start, end = integer_at(p.cu_seqlens_q, b), integer_at(p.cu_seqlens_q, b + 1)
         key_start = I(0) if IS_PAGED else integer_at(p.cu_seqlens_k, b)
