@@ -178,7 +178,7 @@ class Problem:
     @property
     def mean_n_q(self) -> int:
         """Queries of a batch entry or a sequence, on average. Packed ones are followed by one more."""
-        return self.all_tokens.q // max(self.batch - self.spec.packed, 1)
+        return min(self.n_q, self.all_tokens.q // max(self.batch - self.spec.packed, 1))
 
     @property
     def pairs(self) -> int:

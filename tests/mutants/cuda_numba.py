@@ -87,13 +87,13 @@ FAULTS = (
     ),
     Fault(
         "packed: no room for the tile that is not full", f"{ALL}/tiles.py",
-        "return I(U(integer_at(cu_seqlens, b)) // U(block)) + b",
-        "return I(U(integer_at(cu_seqlens, b)) // U(block))",
+        "return I(U(load(np.int64, cu_seqlens, b)) // U(block)) + b",
+        "return I(U(load(np.int64, cu_seqlens, b)) // U(block))",
         SEQUENCES,
     ),
     Fault(
         "packed: keys of the sequence before", f"{ALL}/tiles.py",
-        "else integer_at(p.cu_seqlens_k, b)", "else integer_at(p.cu_seqlens_k, max(b - 1, 0))", SEQUENCES,
+        "else load(np.int64, p.cu_seqlens_k, b)", "else load(np.int64, p.cu_seqlens_k, max(b - 1, 0))", SEQUENCES,
     ),
     Fault(
         "pages: any number is taken for a page", f"{ALL}/tiles.py",

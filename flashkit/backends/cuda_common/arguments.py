@@ -68,7 +68,7 @@ class Arguments(KernelArguments):
             given = (each for each in operands.cu_seqlens or () if each is not None)  # pages have no offsets of keys
             operands.cu_seqlens = tuple(self._on_device(offsets, np.int64) for offsets in given)
             for at, offsets in enumerate(operands.cu_seqlens, AT["cu_seqlens_q"]):
-                words[at] = self._integers(offsets)
+                words[at] = self.address(offsets)
         if spec.sinks:
             words[AT["sinks"]] = self.address(operands.sinks)
         if spec.dropout:

@@ -86,7 +86,7 @@ class CudaBackend:
 
     def rows_of(self, problem: Problem, profile: Any, direction: Direction) -> dict[str, Any]:
         """The profile's row for each generation, by its name."""
-        spec, rows = problem.spec, min(problem.n_q, problem.mean_n_q) * problem.spec.group
+        spec, rows = problem.spec, problem.mean_n_q * problem.spec.group
         found: dict[str, Any] = {}
         if spec.fp8:  # rows are of kernels for spec.dtype
             return found

@@ -142,7 +142,7 @@ def default_tile(kind: type[Tile], problem: Problem, device: Device, modified: b
     few = not is_float32 and not spec.packed and row_tiles(problem) <= device.sms
     if max(dim, dim_v) <= 64:
         # Offsets on a device do not say how long the sequences are, but how many there are.
-        short = min(problem.n_q, problem.mean_n_q) < SHORT_QUERIES or problem.n_k < SHORT_KEYS
+        short = problem.mean_n_q < SHORT_QUERIES or problem.n_k < SHORT_KEYS
         rows = 128 if modified or short or (spec.mask is not None and problem.n_q <= SHORT) else 192
         # Products are short, so that two stages do not hide the loads. FP16x2 leaves no room for three.
         return _buffered(kind(64 if few else rows, 128, 2 if is_float32 else 3), spec)

@@ -75,10 +75,10 @@ DEVICE long long max_n_k(const Params& p) { return p.n_k; }
 // b on, where start is its first token. That leaves room for the tiles of all sequences before it, and needs no sum
 // over them; at most one number for each sequence stands for no tile (is past the sequence's end).
 struct SeqTile { long long b, tile; };
-DEVICE long long first_tile(Integers cu_seqlens, long long b, long long block) {
+DEVICE long long first_tile(const long long* cu_seqlens, long long b, long long block) {
     return cu_seqlens[b] / block + b;
 }
-DEVICE SeqTile packed_tile(Integers cu_seqlens, long long batch, long long number, long long block) {
+DEVICE SeqTile packed_tile(const long long* cu_seqlens, long long batch, long long number, long long block) {
     long long low = 0, high = batch;
     while (high - low > 1) {
         const long long middle = (low + high) / 2;
@@ -87,7 +87,7 @@ DEVICE SeqTile packed_tile(Integers cu_seqlens, long long batch, long long numbe
     return {low, number - first_tile(cu_seqlens, low, block)};
 }
 // The same by all lanes of a warp, which look at 32 places at a time.
-DEVICE SeqTile packed_tile_of_warp(Integers cu_seqlens, long long batch, long long number, long long block) {
+DEVICE SeqTile packed_tile_of_warp(const long long* cu_seqlens, long long batch, long long number, long long block) {
     long long low = 0, high = batch;
 #pragma unroll 1
     while (high - low > 1) {

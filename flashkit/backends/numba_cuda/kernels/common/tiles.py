@@ -41,8 +41,8 @@ def seq_info(p, b):
     """The only reader of the lengths and positions in Params, with the functions of SeqTile."""
     q_position = p.q_offset if p.q_offsets == 0 else load(np.int64, p.q_offsets, b)
     if IS_PACKED:
-        start, end = integer_at(p.cu_seqlens_q, b), integer_at(p.cu_seqlens_q, b + 1)
-        key_start = I(0) if IS_PAGED else integer_at(p.cu_seqlens_k, b)
+        start, end = load(np.int64, p.cu_seqlens_q, b), load(np.int64, p.cu_seqlens_q, b + 1)
+        key_start = I(0) if IS_PAGED else load(np.int64, p.cu_seqlens_k, b)
         return SeqInfo(start, max(end - start, 0), key_start, kv_length(p, b), q_position)
     return SeqInfo(I(0), p.n_q, I(0), kv_length(p, b), q_position)
 
@@ -67,7 +67,7 @@ SeqTile = namedtuple("SeqTile", "b tile")
 
 @device
 def first_tile(cu_seqlens, b, block):
-    return I(U(integer_at(cu_seqlens, b)) // U(block)) + b
+    return I(U(load(np.int64, cu_seqlens, b)) // U(block)) + b
 
 
 @device
