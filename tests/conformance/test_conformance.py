@@ -98,6 +98,7 @@ def test_poison_between_the_elements() -> None:
 # --- conformance ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("backend", "row"),
     [

@@ -58,6 +58,7 @@ def call_of(dims: str, **changes: str) -> cases.Call:
 # --- one array for keys and values ------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES, indirect=True)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("form", FORM_CASES)
@@ -128,6 +129,7 @@ def parts(call: cases.Call, apart: bool) -> list[Any]:
     return [x.copy() for x in found] if apart else found
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES, indirect=True)
 @pytest.mark.parametrize("apart", [True, False], ids=["apart", "views"])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)

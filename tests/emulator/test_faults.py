@@ -128,6 +128,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Fault], None]]:
     forget()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "fault", [pytest.param(x, id=f"{x.backend}-{x.generation}-{x.name}", marks=x.marks) for x in FAULTS]
 )

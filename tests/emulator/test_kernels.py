@@ -119,7 +119,7 @@ def test_packed_sequences(backend: str, generation: str, launched: list[str]) ->
 
 
 @slow
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("backend", "generation"), CUPY_PACKED)
 @pytest.mark.parametrize(
     "more",
@@ -619,6 +619,7 @@ def test_unmasked(backend: str, generation: str, launched: list[str]) -> None:
 
 
 @slow
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("generation", ["sm80", "simt"])
 @pytest.mark.parametrize(("data", "n_q"), [("random", 7), ("growing", 9), ("NaN", 1)])

@@ -22,7 +22,10 @@ from flashkit import torch as ft  # noqa: E402
 from flashkit.call import plan_cache, torch_plans  # noqa: E402
 from flashkit.call.planned import Planned  # noqa: E402
 
-NAME = torch_plans.name_of("a test", (None, 1))
+
+def name() -> Any:
+    """It has the state of the dispatcher, which other tests may have changed."""
+    return torch_plans.name_of("a test", (None, 1))
 
 
 @pytest.fixture(autouse=True)
@@ -80,20 +83,20 @@ def moved_by_a_byte(x: Any) -> Any:
 def test_a_plan_is_of_tensors_like_these(change: str, at: int) -> None:
     """What is compared is PyTorch's affair, so that a new version may change it."""
     given = qkv()
-    torch_plans.keep(NAME, tuple(given), "plan")
-    assert torch_plans.find(NAME, tuple(x.clone() for x in given)) == "plan"
-    assert torch_plans.find(NAME, tuple(torch.stack([x, x])[1] for x in given)) == "plan", "memory may begin anywhere"
+    torch_plans.keep(name(), tuple(given), "plan")
+    assert torch_plans.find(name(), tuple(x.clone() for x in given)) == "plan"
+    assert torch_plans.find(name(), tuple(torch.stack([x, x])[1] for x in given)) == "plan", "memory may begin anywhere"
     given[at] = OTHERS[change](given[at])
-    assert torch_plans.find(NAME, tuple(given)) is None
+    assert torch_plans.find(name(), tuple(given)) is None
 
 
 def test_a_plan_is_of_threads_like_this() -> None:
     given = tuple(qkv())
-    torch_plans.keep(NAME, given, "plan")
+    torch_plans.keep(name(), given, "plan")
     inside: list[Any] = []
 
     def look(x: Any) -> Any:
-        inside.extend(torch_plans.find(NAME, each) for each in ((x, *given[1:]), given))
+        inside.extend(torch_plans.find(name(), each) for each in ((x, *given[1:]), given))
         return x.sum()
 
     torch.vmap(look)(torch.stack(given))
@@ -111,19 +114,19 @@ def test_a_plan_is_of_threads_like_this() -> None:
 
 def test_a_plan_is_of_a_name() -> None:
     given = tuple(qkv())
-    torch_plans.keep(NAME, given, "plan")
+    torch_plans.keep(name(), given, "plan")
     for call, options in (("another", (None, 1)), ("a test", (None, 2)), ("a test", (None, True)), ("a test", (0, 1))):
         assert torch_plans.find(torch_plans.name_of(call, options), given) is None
     with flashkit.use_backend("reference"):
-        assert torch_plans.find(torch_plans.name_of("a test", (None, 1)), given) is None
+        assert torch_plans.find(name(), given) is None
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLASHKIT_DETERMINISTIC", "1")
-        assert torch_plans.find(torch_plans.name_of("a test", (None, 1)), given) is None
-    assert torch_plans.find(torch_plans.name_of("a test", (None, 1)), given) == "plan"
+        assert torch_plans.find(name(), given) is None
+    assert torch_plans.find(name(), given) == "plan"
     for option in (torch.tensor(1.0), [1], (1, 2)):
-        name = torch_plans.name_of("a test", (option,))
-        torch_plans.keep(name, given, "plan")
-        assert torch_plans.find(name, given) is None, "what can change is no part of a name"
+        changing = torch_plans.name_of("a test", (option,))
+        torch_plans.keep(changing, given, "plan")
+        assert torch_plans.find(changing, given) is None, "what can change is no part of a name"
 
 
 def test_calls_find_their_plans(runs: list[str]) -> None:

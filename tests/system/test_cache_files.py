@@ -664,20 +664,20 @@ def test_modifications_are_unloaded(program: Callable[..., str], monkeypatch: py
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_distinct_modifications_do_not_fill_the_memory(program: Callable[..., str], tmp_path: Path) -> None:
-    """50 of them, in kB for each: compiled, where llvmlite keeps 1.5 kB for each of Numba's twenty pass builders, and
+    """25 of them, in kB for each: compiled, where llvmlite keeps 1.5 kB for each of Numba's twenty pass builders, and
     loaded, where nothing is kept. Without unloading it is 50 kB more, and with llvmlite's pass managers 400 kB.
     """
     text = """
-        for i in range(30):
+        for i in range(20):
             call(i)
         start = resident()
-        for i in range(30, 80):
+        for i in range(20, 45):
             call(i)
         compiled = resident()
-        for _ in range(4):
-            for i in range(30, 80):
+        for _ in range(8):
+            for i in range(20, 45):
                 call(i)
-        print((compiled - start) / 50, (resident() - compiled) / 200)
+        print((compiled - start) / 25, (resident() - compiled) / 200)
     """
     printed = program(textwrap.dedent(MODIFICATIONS) + textwrap.dedent(text), 600, FLASHKIT_CACHE_DIR=tmp_path)
     compiled, loaded = map(float, printed.split())

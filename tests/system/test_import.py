@@ -13,17 +13,26 @@ HEAVY = (
     "platformdirs", "matplotlib", "importlib.metadata",
 )  # fmt: skip
 
-IMPORT = """
-    import json, sys, time
-    import numpy
-    before, start = set(sys.modules), time.perf_counter()
-    import flashkit
-    seconds = time.perf_counter() - start
-    print(json.dumps({"seconds": seconds, "new": sorted(set(sys.modules) - before), "all": sorted(sys.modules)}))
+LOOP = """
+    import time
+
+    def loop():
+        start = time.process_time()
+        sum(i * i for i in range(2_000_000))
+        return time.process_time() - start
 """
 
-CALLS = """
-    import json, time
+IMPORT = LOOP + """
+    import json, sys
+    import numpy
+    before, start = set(sys.modules), time.process_time()
+    import flashkit
+    seconds = time.process_time() - start
+    print(json.dumps({"loops": seconds / min(loop() for _ in range(3)), "new": sorted(set(sys.modules) - before), "all": sorted(sys.modules)}))
+"""
+
+CALLS = LOOP + """
+    import json
     from pathlib import Path
     import numpy as np
     import flashkit
@@ -33,12 +42,12 @@ CALLS = """
     q, k, v = (rng.standard_normal((1, 2, 70, 16)).astype(np.float32) for _ in range(3))
     start = time.process_time()
     flashkit.attention(q, k, v, causal=True)
-    first = time.process_time() - start
+    first = (time.process_time() - start) / min(loop() for _ in range(3))
 
     from numba.core import event
     with event.install_recorder("numba:compile") as recorder:
         masked = {"mask": rng.random((70, 70)) < 0.5, "dropout_p": 0.5, "seed": 1}
-        for options in ({}, {"window": (9, 0), "softcap": 3.0}, masked):
+        for options in ({"window": (9, 0), "softcap": 3.0}, masked):
             out, vjp = flashkit.attention_vjp(q, k, v, score_mod=lambda s, b, h, q, k: s + 0.1 * h, **options)
             vjp(out)
     files = {str(p): p.stat().st_mtime_ns for p in kernel_cache.path().rglob("*") if p.is_file()}
@@ -47,9 +56,11 @@ CALLS = """
 
 
 def test_import_is_quick_and_light(program: Callable[..., str], tmp_path: Path) -> None:
-    """The best of several, for a busy machine takes longer; with bytecode, as every import but the first has it."""
+    """Less than 0.15 s of a core that takes 0.1 s for the loop. The best of several, with bytecode, as every import but
+    the first has it.
+    """
     runs = [json.loads(program(IMPORT, PYTHONPYCACHEPREFIX=tmp_path)) for _ in range(5)]
-    assert min(run["seconds"] for run in runs) < 0.15
+    assert min(run["loops"] for run in runs) < 1.5
     for module in HEAVY:
         assert module not in runs[0]["new"], f"import flashkit imports {module}"
 
@@ -75,18 +86,18 @@ def test_nothing_is_written_before_the_first_call(program: Callable[..., str], t
 
 @pytest.mark.slow
 def test_the_second_process_compiles_nothing(program: Callable[..., str], tmp_path: Path) -> None:
-    """A first call takes less than 4 s, and 0.3 s in a later process; here twice that, and of a core's time, for others
-    may be at work.
+    """A first call takes less than 4 s, and 0.3 s in a later process, of a core that takes 0.1 s for the loop. Here twice
+    that, in loops, for cores differ and others may be at work.
     """
     first = json.loads(program(CALLS, FLASHKIT_CACHE_DIR=tmp_path))
     assert first["compiled"] > 0 and first["files"]
-    assert first["first"] < 8
+    assert first["first"] < 80
     runs = [json.loads(program(CALLS, FLASHKIT_CACHE_DIR=tmp_path)) for _ in range(4)]
     for run in runs:
         assert run["compiled"] == 0
         assert run["files"] == first["files"]  # nothing new, nothing written again
         assert run["sum"] == first["sum"]
-    assert min(run["first"] for run in runs) < 0.6
+    assert min(run["first"] for run in runs) < 6
 
 
 @pytest.mark.slow
@@ -149,11 +160,13 @@ def test_a_damaged_cache_is_compiled_again(program: Callable[..., str], tmp_path
         print(flashkit.attention(q, q, q, causal=True).sum())
     """
     expected = program(text, FLASHKIT_CACHE_DIR=tmp_path)
-    for kept in (lambda x: b"", lambda x: x[:20], lambda x: x[: len(x) // 2], lambda x: x[:-9] + b"?" + x[-8:]):
+    kept = [lambda x: b"", lambda x: x[:20], lambda x: x[: len(x) // 2], lambda x: x[:-9] + b"?" + x[-8:]]
+    for turn in (0, 2):
         damaged = {path: path.read_bytes() for path in tmp_path.rglob("*.o")}
         assert {path.name.split("_")[0] for path in damaged} == {"classify", "modify", "forward", "launch", "micro"}
-        for path, whole in damaged.items():
-            if path.name.startswith(("classify", "micro")):
-                path.write_bytes(kept(whole))
+        small = [path for path in damaged if path.name.startswith(("classify", "micro"))]
+        assert len(small) > 1
+        for i, path in enumerate(sorted(small)):
+            path.write_bytes(kept[(turn + i) % 4](damaged[path]))
         assert program(text, FLASHKIT_CACHE_DIR=tmp_path) == expected
         assert {path: path.read_bytes() for path in damaged} == damaged

