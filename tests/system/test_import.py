@@ -28,7 +28,8 @@ IMPORT = LOOP + """
     before, start = set(sys.modules), time.process_time()
     import flashkit
     seconds = time.process_time() - start
-    print(json.dumps({"loops": seconds / min(loop() for _ in range(3)), "new": sorted(set(sys.modules) - before), "all": sorted(sys.modules)}))
+    loops = seconds / min(loop() for _ in range(3))
+    print(json.dumps({"loops": loops, "new": sorted(set(sys.modules) - before), "all": sorted(sys.modules)}))
 """
 
 CALLS = LOOP + """
@@ -86,8 +87,8 @@ def test_nothing_is_written_before_the_first_call(program: Callable[..., str], t
 
 @pytest.mark.slow
 def test_the_second_process_compiles_nothing(program: Callable[..., str], tmp_path: Path) -> None:
-    """A first call takes less than 4 s, and 0.3 s in a later process, of a core that takes 0.1 s for the loop. Here twice
-    that, in loops, for cores differ and others may be at work.
+    """A first call takes less than 4 s, and 0.3 s in a later process, of a core that takes 0.1 s for the loop. Here
+    twice that, in loops, for cores differ and others may be at work.
     """
     first = json.loads(program(CALLS, FLASHKIT_CACHE_DIR=tmp_path))
     assert first["compiled"] > 0 and first["files"]

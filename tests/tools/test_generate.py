@@ -4,6 +4,7 @@ command.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import re
@@ -48,9 +49,13 @@ def tokenizer(file: Any) -> Any:
 def theirs(file: Any) -> Any:
     for package in ("torch", "transformers", "accelerate"):
         pytest.importorskip(package, reason=f"{package} is not installed: nothing to compare with")
+    import gguf
     from generation import Theirs
 
-    return Theirs(checkpoint.find_model())
+    with pytest.MonkeyPatch.context() as patch:  # transformers parses the file three times, and a table for each tensor
+        for name in ("GGUFReader", "get_tensor_name_map"):
+            patch.setattr(gguf, name, functools.cache(getattr(gguf, name)))
+        return Theirs(checkpoint.find_model())
 
 
 # The model
