@@ -26,6 +26,7 @@ from .workspace import Workspace
 _L2_BYTES = 12_000_000  # of the heads in flight: well within half of the L2 cache, which also holds dq_accum
 _L2_BYTES_DETERMINISTIC = 34_000_000
 _MAX_HEADS_IN_FLIGHT = 8
+_ITEMSIZE = 2  # of what the kernels multiply
 _LEAD = 220  # work tiles whose heads bwd_preprocess completes before the backward kernel starts
 _CAUSAL = mods.causal().key
 _ADDRESSED = "q", "k", "v", "out", "dout", "dq", "dk", "dv"  # by TMA
@@ -347,9 +348,9 @@ class Backward:
         if spec.deterministic:
             tiles_q, tiles_k = arguments.q_tiles(tile.block_q), arguments.k_tiles(tile.block_k)
             work_tiles = (1 if tiles_q > tiles_k else 3) * self.device.sms // cluster_size(spec)
-            most = min(work_tiles // tiles_k, _L2_BYTES_DETERMINISTIC // bytes_of_queries(arguments))
+            most = min(work_tiles // tiles_k, _L2_BYTES_DETERMINISTIC // bytes_of_queries(arguments, _ITEMSIZE))
             return heads_per_l2_group(kv_heads, most)
         if spec.mask is None:
             return 1
-        in_l2 = heads_per_l2_group(kv_heads, _L2_BYTES // bytes_of_queries(arguments))
+        in_l2 = heads_per_l2_group(kv_heads, _L2_BYTES // bytes_of_queries(arguments, _ITEMSIZE))
         return min(kv_heads, in_l2, _MAX_HEADS_IN_FLIGHT)
