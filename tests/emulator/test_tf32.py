@@ -81,6 +81,7 @@ def test_features(alone: None, device: Any, launched: list[str]) -> None:
     16; dQ in order.
     """
     arrays, lengths = drawn(0, 2, (4, 2), 140, 330, (36, 52)), np.array([290, 5])
+    arrays["dout"][:, 1] *= 8  # the second head of a group
     behind = {name: x.copy() for name, x in arrays.items()}
     for b, n in enumerate(lengths):
         behind["k"][b, :, n:] = behind["v"][b, :, n:] = np.nan
@@ -122,8 +123,8 @@ def test_fallback(kind: str, device: Any, launched: list[str]) -> None:
         arrays["k"][..., 3] *= 2.0**-40
     elif kind == "opposite":  # a row of values and its opposite, and few keys
         arrays["k"] *= 0
-        arrays["v"][...] = np.where(np.arange(70) % 2, 1, -1)[:, None]
-        arrays["dout"][...] = 1.0
+        arrays["v"][...] = np.where(np.arange(70) % 2, 1.99, -1.99)[:, None]
+        arrays["dout"][...] = 1.99
     elif kind == "NaN":
         arrays["k"][..., 50, 1] = np.nan
     elif kind == "dlse":

@@ -1,5 +1,5 @@
 // TF32's backward pass: float32 gradients from float16 elements under a scale for each key/value head (tf32_convert.cu).
-// For 16-bit elements all of it is empty.
+// For 16-bit elements all of it is empty, and every scale is 1.
 //
 //     S         times scale_q scale_k                                in the factor of the scores
 //     P         2^P_LOG2 in the fragment, which keeps its bits       in the log-sum-exp
@@ -12,9 +12,10 @@
 #include "sm90/bwd_layout.cuh"
 
 constexpr int P_LOG2 = 14, DP_LOG2 = 31;
-constexpr float DP_UNIT = 4.6566129e-10f;                         // 2^-DP_LOG2
-constexpr float DS_BACK = 131072.0f, P_BACK = 6.1035156e-5f;      // 2^(DP_LOG2 - P_LOG2), 2^-P_LOG2
-constexpr float SCALE_RANGE = 1.2676506e30f;                      // 2^100
+constexpr float DP_UNIT = 1.0f / (1u << DP_LOG2);
+constexpr float P_BACK = IS_FLOAT32 ? 1.0f / (1 << P_LOG2) : 1.0f;                // what 1 in P stands for; in dS
+constexpr float DS_BACK = IS_FLOAT32 ? (float)(1 << (DP_LOG2 - P_LOG2)) : 1.0f;
+constexpr float SCALE_RANGE = 1.2676506e30f;                                      // 2^100
 static_assert(!IS_FLOAT32 || !(HAS_SCORE || HAS_DROPOUT || HAS_SINKS || IS_PACKED || CLUSTER_SIZE > 1), "sm90_tf32.py");
 
 struct HeadScales {
