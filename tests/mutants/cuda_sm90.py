@@ -250,7 +250,8 @@ FAULTS = (
     ),
     Fault(
         "TF32: all work tiles have the first one's scale of scores", f"{SM90}/bwd_mainloop.cuh",
-        "head_scales(p, load_word(slot), load_word(slot + 4)).of_scores());", "head_scales(p, 0, 0).of_scores());", TF32,
+        "head_scales(p, load_word(slot), load_word(slot + 4)).of_scores());",
+        "head_scales(p, 0, 0).of_scores());", TF32,
     ),
     Fault(
         "TF32: tiles with rows that see nothing have no scale", f"{SM90}/bwd_softmax.cuh",

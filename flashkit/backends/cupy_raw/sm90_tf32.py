@@ -103,11 +103,8 @@ class Sm90Tf32Backward(Sm90Backward):
     def run(self, arguments: Arguments, stream: int) -> None:
         arguments.set(fallback=0)
         shaped = arguments.known(self, self.shaped)
-        # delta may be of any magnitude where the log-sum-exp has a gradient.
-        if shaped is None or arguments.words[AT["dlse"]] or not aligned(arguments, addresses(self.addressed)):
+        if shaped is None or not (shaped.query_tiles and self.takes(arguments)):
             return self._fallback.run(arguments, stream)
-        if not shaped.query_tiles:
-            return None
         statistics = HeadStatistics(arguments, stream)
         terms, memory = self.conversion.terms(arguments, statistics, stream)
         self.launch(arguments, shaped, self.maps(terms), stream)
@@ -116,6 +113,10 @@ class Sm90Tf32Backward(Sm90Backward):
         arguments.set(fallback=0)
         del statistics  # kept until the kernels that read it are enqueued
         return None
+
+    def takes(self, arguments: Arguments) -> bool:
+        """delta may be of any magnitude where the log-sum-exp has a gradient."""
+        return not arguments.words[AT["dlse"]] and aligned(arguments, addresses(self.addressed))
 
     def maps(self, terms: Sequence[Terms]) -> list[TensorMap]:
         """Of each TMA box; gradients and O are not addressed by TMA."""

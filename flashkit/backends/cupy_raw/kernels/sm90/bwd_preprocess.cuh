@@ -63,7 +63,8 @@ DEVICE void init_semaphore(const Params& p, const QueryTile& at, bool nonfinite,
 
 // --- the kernel ------------------------------------------------------------------------------------------------------
 
-constexpr int ROW_VECS = HEAD_DIM_V * (int)sizeof(storage) / VEC_BYTES, LANES_PER_ROW = ROW_VECS > 16 ? 32 : ROW_VECS > 8 ? 16 : 8;
+constexpr int ROW_VECS = HEAD_DIM_V * (int)sizeof(storage) / VEC_BYTES;
+constexpr int LANES_PER_ROW = ROW_VECS > 16 ? 32 : ROW_VECS > 8 ? 16 : 8;
 
 // A CTA takes a query tile.
 extern "C" __global__ void __launch_bounds__(256) bwd_preprocess(KERNEL_PARAMS) {

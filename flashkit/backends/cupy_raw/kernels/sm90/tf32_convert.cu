@@ -103,7 +103,8 @@ DEVICE void convert_rows(const Conversion& all, int operand, int index) {
         is_wide |= row != 0 && row < (operand == OF_DOUT ? LEAST_DOUT : LEAST);
         uint2 packed, none;
         to_terms(x[i][0], x[i][1], packed.x, none.x), to_terms(x[i][2], x[i][3], packed.y, none.y);
-        if (at.first + i * P::DOWN < from.tokens) *reinterpret_cast<uint2*>(target + i * P::DOWN * 64 * P::CHUNKS) = packed;
+        if (at.first + i * P::DOWN < from.tokens)
+            *reinterpret_cast<uint2*>(target + i * P::DOWN * 64 * P::CHUNKS) = packed;
     }
     if (is_wide) *all.fallback = 1;
 }

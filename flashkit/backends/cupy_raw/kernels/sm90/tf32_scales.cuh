@@ -1,5 +1,5 @@
-// TF32's backward pass: float32 gradients from float16 elements under a scale for each key/value head (tf32_convert.cu).
-// For 16-bit elements all of it is empty, and every scale is 1.
+// TF32's backward pass: float32 gradients from float16 elements under a scale for each key/value head
+// (tf32_convert.cu). For 16-bit elements all of it is empty, and every scale is 1.
 //
 //     S         times scale_q scale_k                                in the factor of the scores
 //     P         2^P_LOG2 in the fragment, which keeps its bits       in the log-sum-exp
