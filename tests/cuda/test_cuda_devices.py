@@ -406,7 +406,8 @@ def test_tf32_gradients_have_eleven_bits(d: int, options: dict[str, Any], genera
 
 @pytest.mark.parametrize("kind", ["rows", "channels", "hidden", "opposite"])
 def test_tf32_gradients_of_mixed_magnitudes(kind: str, generation: str) -> None:
-    """Each row is as exact, where one scale does not suit a head or dS leaves the range of float16."""
+    """Each row, or channel, is as exact, where one scale does not suit a head or dS leaves the range of float16."""
+    axis = 2 if kind == "channels" else 3
     q, k, v, dout = tensors((1, 4, 600, 64), (1, 2, 700, 64), (1, 2, 700, 64), (1, 4, 600, 64))
     if kind == "rows":
         dout[:, :, ::2] *= np.float32(1e-12)
@@ -423,8 +424,8 @@ def test_tf32_gradients_of_mixed_magnitudes(kind: str, generation: str) -> None:
     vjp = flashkit.attention_vjp(q, k, v, causal=True, q_offset=0, precision="tf32", backend=NAME)[1]
     for name, one, other in zip(("dq", "dk", "dv"), vjp(dout), right):
         rows = slice(8, None) if name == "dq" else slice(500)  # few pairs may cancel
-        error = (np.abs(one.get() - other) / np.abs(other).max(-1, keepdims=True).clip(1e-300))[:, :, rows]
-        assert error.max() <= 8e-3, (name, error.max())
+        error, size = (np.sqrt((x**2)[:, :, rows].mean(axis)) for x in (one.get() - other, other))
+        assert (error <= 4e-3 * size).all(), (name, (error / size).max())
 
 
 def test_heads_in_groups(monkeypatch: pytest.MonkeyPatch, generation: str) -> None:
