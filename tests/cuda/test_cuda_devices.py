@@ -385,6 +385,49 @@ def test_tf32_of_uneven_values(kind: str, generation: str) -> None:
     assert np.sqrt(errors.mean()) <= 1e-3
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "deterministic": True}], ids=str)
+@pytest.mark.parametrize("d", [64, 128])
+def test_tf32_gradients_have_eleven_bits(d: int, options: dict[str, Any], generation: str) -> None:
+    """Of many tiles, in heads of very different magnitudes."""
+    q, k, v, dout = tensors((2, 8, 1500, d), (2, 4, 1700, d), (2, 4, 1700, d), (2, 8, 1500, d))
+    v[:, 1] *= np.float32(1e12)
+    dout[:, 4:] *= np.float32(1e-20)
+    masks = {name: x for name, x in options.items() if name == "causal"}
+    wide = [x.get().astype(np.float64) for x in (q, k, v, dout)]
+    right = flashkit.attention_vjp(*wide[:3], **masks, backend="cpu")[1](wide[3])
+    vjp = flashkit.attention_vjp(q, k, v, precision="tf32", **options, backend=NAME)[1]
+    first = [x.get() for x in vjp(dout)]
+    for _ in range(3):
+        for name, one, other, before in zip(("dq", "dk", "dv"), vjp(dout), right, first):
+            error = np.sqrt(((one.get() - other) ** 2).mean((2, 3)) / (other**2).mean((2, 3)))
+            assert error.max() <= (2e-6 if generation == "simt" else 1e-3), (name, error)
+            assert "deterministic" not in options or np.array_equal(one.get(), before)
+
+
+@pytest.mark.parametrize("kind", ["rows", "channels", "hidden", "opposite"])
+def test_tf32_gradients_of_mixed_magnitudes(kind: str, generation: str) -> None:
+    """Each row, or channel, is as exact, where one scale does not suit a head or dS leaves the range of float16."""
+    axis = 2 if kind == "channels" else 3
+    q, k, v, dout = tensors((1, 4, 600, 64), (1, 2, 700, 64), (1, 2, 700, 64), (1, 4, 600, 64))
+    if kind == "rows":
+        dout[:, :, ::2] *= np.float32(1e-12)
+    elif kind == "channels":
+        q[..., 3] *= np.float32(1e12)
+        k[..., 3] *= np.float32(1e-12)
+    elif kind == "hidden":
+        v[:, :, 650:] *= np.float32(1e12)
+    else:
+        k *= np.float32(0)
+        v[:, :, ::2], v[:, :, 1::2], dout[...] = 1.99, -1.99, 1.99
+    wide = [x.get().astype(np.float64) for x in (q, k, v, dout)]
+    right = flashkit.attention_vjp(*wide[:3], causal=True, q_offset=0, backend="cpu")[1](wide[3])
+    vjp = flashkit.attention_vjp(q, k, v, causal=True, q_offset=0, precision="tf32", backend=NAME)[1]
+    for name, one, other in zip(("dq", "dk", "dv"), vjp(dout), right):
+        rows = slice(8, None) if name == "dq" else slice(500)  # few pairs may cancel
+        error, size = (np.sqrt((x**2)[:, :, rows].mean(axis)) for x in (one.get() - other, other))
+        assert (error <= 4e-3 * size).all(), (name, (error / size).max())
+
+
 def test_heads_in_groups(monkeypatch: pytest.MonkeyPatch, generation: str) -> None:
     """Backward, a head at a time in the cache, the last one in the other order; odd tiles, rows that see nothing."""
     if generation != "sm80":

@@ -636,6 +636,51 @@ def test_sm90_gradients_have_an_affine_path(what: str, d: int) -> None:
     assert ("MUFU.TANH" in text) == (what == "softcap")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dims", ["64", "96", "128", "16", "100/36", "33/128"])
+@pytest.mark.one_in(3)
+def test_sm90_tf32_gradients_have_the_loop_of_16_bit_elements(dims: str, causal: bool, deterministic: bool) -> None:
+    d, dv = map(int, (dims.split("/") * 2)[:2])
+    mask = expr.K <= expr.Q if causal else None
+    spec = AttentionSpec("float32", d, dv, mask=mask, precision="tf32", deterministic=deterministic)
+    tile = sm90_backward.tile_of(spec)
+    found = sm90_backward_binary(spec)
+    assert found.resources["bwd_preprocess"].spills == found.resources["bwd_postprocess"].spills == 0
+    assert found.resources["sm90_backward"].spills <= 320  # once a work tile, or in the producer warp group
+    text = disassembled(found.path)
+    text = text[text.index(".text.sm90_backward:") :]
+    lines = text[: text.find(".section", 10)].splitlines()
+    products = [i for i, line in enumerate(lines) if "HGMMA" in line]
+    assert len(products) == 2 * -(-d // 16) + -(-dv // 16) + 2 * tile.block_q // 16 + 2 * tile.block_k // 16
+    assert sum("WARPGROUP.DEPBAR" in line for line in lines) == 6
+    assert spilled(lines[products[0] : products[-1]]) <= 4
+    scaled = [line for line in lines[products[0] : products[-1]] if re.search(r"FFMA .*, 4\.656612873\d+e-10,", line)]
+    assert len(scaled) >= tile.block_q // 2  # the unit of dP costs no instruction
+    conversion = compiler.binary(specialise.source("sm90/tf32_convert", spec, {"NUM_TERMS": 1}), "sm_90a")
+    assert [conversion.resources[name].spills for name in ("tf32_maxima", "tf32_convert")] == [0, 0]
+
+
+def test_sm90_tf32_gradients_by_either_pass() -> None:
+    """What is beyond the kernels of 16-bit elements keeps those of FP16x2, with one term."""
+
+    def planned(**features: Any) -> tuple[str, list[str]]:
+        spec = AttentionSpec(**{"dtype": "float32", "head_dim": 64, "head_dim_v": 64, "precision": "tf32"} | features)
+        with launch.listing() as found:
+            made = sm90.Sm90().plan(long(spec), None, HOPPER, "backward")
+        return type(made).__name__, [source.name for source, _ in found if isinstance(source, compiler.Source)]
+
+    fast, slow = "Sm90Tf32Backward", "Sm90Float32Backward"
+    name, kernels = planned()
+    assert name == fast and {"sm90_backward", "sm90_tf32_convert", "sm90_fp16x2_backward"} <= set(kernels)
+    assert planned(mask=expr.K <= expr.Q, group=4, kv_lengths=True, deterministic=True)[0] == fast
+    for features in ({"precision": None}, {"dropout": True}, {"sinks": True}, {"score": expr.S * 2}):
+        assert planned(**features)[0] == slow, features
+    tiles = sm90.Sm90().candidates(long(AttentionSpec("float32", 64, 64, precision="tf32")), HOPPER, "backward")
+    assert tiles[0] == sm90_bwd_launch.BackwardTile(128)
+
+
 def test_sm90_gradients_take_other_modifications_as_their_graphs_say() -> None:
     def modified(score: Any, **features: bool) -> AttentionSpec:
         return AttentionSpec("bfloat16", 64, 64, 1, score, **features)  # type: ignore[arg-type]

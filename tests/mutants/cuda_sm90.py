@@ -25,6 +25,8 @@ AWAITED = "tests/emulator/test_kernels.py -k '(do_not_exist or many_keys) and sm
 NEXT = "tests/emulator/test_kernels.py -k 'next_sequence and sm90 and not numba_cuda'"
 PAGED = "tests/emulator/test_kernels.py -k '(pages_of or in_pages) and sm90 and not numba_cuda'"
 
+TF32 = "tests/emulator/test_tf32.py"
+
 FAULTS = (
     # forward: softmax
     Fault(
@@ -217,6 +219,52 @@ FAULTS = (
         "FP16x2: deltas have no power", f"{SM90}/fp16x2_backward.cu",
         "p.delta, b, h, row) * reference.power", "p.delta, b, h, row)",
         "tests/emulator/test_kernels.py -k 'float32_on_tensor_cores and cupy_raw-sm90'",
+    ),
+    Fault(
+        "TF32: what one float16 scale does not hold is not found", f"{SM90}/tf32_convert.cu",
+        "if (is_wide) *all.fallback = 1;", "", TF32,
+    ),
+    Fault(
+        "TF32: a channel that is too small is not found", f"{SM90}/tf32_convert.cu",
+        "is_wide |= tops[c] != 0 && __uint_as_float(tops[c]) * inverse < LEAST;", ";", TF32,
+    ),
+    Fault(
+        "TF32: the other heads of a group have no part in the scale", f"{SM90}/tf32_convert.cu",
+        "if (top != 0) atomicMax", "if (top != 0 && at.h % (int)from.group == 0) atomicMax", TF32,
+    ),
+    Fault(
+        "TF32: the first length is that of all", f"{SM90}/tf32_convert.cu",
+        "? at.lengths[b] : at.tokens", "? at.lengths[0] : at.tokens", TF32,
+    ),
+    Fault(
+        "TF32: gradients that are not finite ask for nothing", f"{SM90}/tf32_scales.cuh",
+        "    ask_for_fallback(p, !(is_finite(x.x) &&", "    ask_for_fallback(p, false && !(is_finite(x.x) &&", TF32,
+    ),
+    Fault(
+        "TF32: dK has the scale of K", f"{SM90}/tf32_scales.cuh",
+        "of_dk() const { return of_ds() * q; }", "of_dk() const { return of_ds() * k; }", TF32,
+    ),
+    Fault(
+        "TF32: delta has no scale of dO", f"{SM90}/tf32_scales.cuh",
+        "(inverse_of(v) * DP_UNIT) * inverse_of(dout)", "(inverse_of(v) * DP_UNIT)", TF32,
+    ),
+    Fault(
+        "TF32: all work tiles have the first one's scale of scores", f"{SM90}/bwd_mainloop.cuh",
+        "head_scales(p, load_word(slot), load_word(slot + 4)).of_scores());",
+        "head_scales(p, 0, 0).of_scores());", TF32,
+    ),
+    Fault(
+        "TF32: tiles with rows that see nothing have no scale", f"{SM90}/bwd_softmax.cuh",
+        "IS_FLOAT32 ? scale_log2\n", "false ? scale_log2\n", TF32,
+    ),
+    Fault(
+        "TF32: the fallback's kernels always return", f"{SM90}/fp16x2_backward.cu",
+        "const __grid_constant__ TensorMap b2) {\n    if (is_skipped(p.fallback)) return;",
+        "const __grid_constant__ TensorMap b2) {\n    if (p.fallback != nullptr) return;", TF32,
+    ),
+    Fault(
+        "TF32: keys behind the last are stored", f"{SM90}/bwd_epilogue.cuh",
+        "if (key + row < (int)max_n_k(p))", "if (true)", TF32,
     ),
     # packed sequences
     Fault(

@@ -18,8 +18,10 @@ def bytes_of_keys(arguments: Arguments) -> int:
     return max(arguments.n_k, 1) * (spec.head_dim + spec.head_dim_v) * spec.operand_size
 
 
-def bytes_of_queries(arguments: Arguments) -> int:
-    """Bytes of Q, dO and the dQ accumulator of the query heads of a key/value head."""
+def bytes_of_queries(arguments: Arguments, itemsize: int = 0) -> int:
+    """Bytes of Q, dO and the dQ accumulator of the query heads of a key/value head. itemsize: of what is read of Q and
+    dO, where that is not the dtype.
+    """
     spec = arguments.spec
-    row = (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.dtype] + 4 * spec.head_dim
+    row = (spec.head_dim + spec.head_dim_v) * (itemsize or ITEMSIZE[spec.dtype]) + 4 * spec.head_dim
     return max(arguments.n_q, 1) * spec.group * row

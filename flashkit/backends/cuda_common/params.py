@@ -75,6 +75,8 @@ FIELDS = tuple(
         ("preprocess_counters", "pointer to int32", "fused preprocess: next query tile; ready tiles and finished work "
          "tiles of each key/value head"),
         ("tile_counter", "pointer to uint32", "work tiles claimed, CTAs that have finished"),
+        ("head_scales", "pointer to void", "(B * Hkv, 4) float32: TF32's backward pass: scales of q, k, v and dout"),
+        ("fallback", "pointer to int32", "a flag, or null: kernels of the fallback return at once where it is 0"),
         ("softmax_scale", "float64", "factor on q . k"),
         ("seed", "uint64", "dropout"),
         ("dropout_threshold", "uint64", "dropout: a pair is dropped if its random word is below"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -14,7 +15,7 @@ from .device import Device
 from .fallback import Fallback
 from .generation import Kernels
 from .l2_swizzle import bytes_of_queries, heads_per_l2_group
-from .launch import Library, check_grid
+from .launch import Library, TensorMap, check_grid
 from .modification import is_of_blocks, is_small, looks_at_ranges
 from .params import AT
 from .sm90_launch import WATCHDOG, chunks, padded
@@ -25,6 +26,7 @@ from .workspace import Workspace
 _L2_BYTES = 12_000_000  # of the heads in flight: well within half of the L2 cache, which also holds dq_accum
 _L2_BYTES_DETERMINISTIC = 34_000_000
 _MAX_HEADS_IN_FLIGHT = 8
+_ITEMSIZE = 2  # of what the kernels multiply
 _LEAD = 220  # work tiles whose heads bwd_preprocess completes before the backward kernel starts
 _CAUSAL = mods.causal().key
 _ADDRESSED = "q", "k", "v", "out", "dout", "dq", "dk", "dv"  # by TMA
@@ -252,6 +254,9 @@ class Backward:
         converts each query tile as soon as its dQ is complete.
     """
 
+    addressed: tuple[str, ...] = _ADDRESSED
+    """Tensors whose rows have to be multiples of 16 bytes."""
+
     def __init__(
         self, spec: AttentionSpec, device: Device, tile: BackwardTile, why: str, library: Library, kernels: Kernels,
         fallback: Fallback, fused_preprocess: bool = False, early: bool = False,
@@ -270,7 +275,7 @@ class Backward:
     def shaped(self, arguments: Arguments) -> Shaped | None:
         """What the launches derive from shapes and strides, or None where the fallback is needed."""
         spec, tile, cluster = self.spec, self.tile, cluster_size(self.spec)
-        if not (arguments.n_k and arguments.positive_scale and strides_fit(arguments, _ADDRESSED)):
+        if not (arguments.n_k and arguments.positive_scale and strides_fit(arguments, self.addressed)):
             return None
         heads, kv_heads = arguments.entries * arguments.heads, arguments.entries * arguments.heads_kv
         tiles_q, tiles_k = arguments.q_tiles(tile.block_q), arguments.k_tiles(tile.block_k)
@@ -309,11 +314,15 @@ class Backward:
             return self._fallback.run(arguments, stream)
         if not shaped.query_tiles:
             return None
+        return self.launch(arguments, shaped, [maps[arguments.words[at]] for at, maps in shaped.maps], stream)
+
+    def launch(self, arguments: Arguments, shaped: Shaped, maps: Sequence[TensorMap], stream: int) -> None:
+        """Enqueue the kernels. maps: of each of the boxes."""
         words = arguments.words
         held = shaped.workspace.allocate(arguments, stream)
         words[_TILE_COUNTER] = self._tickets.next(stream)
         self._preprocess.launch(shaped.preprocess_ctas, 256, arguments, stream)
-        arguments.with_maps([maps[words[at]] for at, maps in shaped.maps])
+        arguments.with_maps(maps)
         self._kernel.launch(shaped.ctas, _THREADS, arguments, stream, shaped.early)
         self._postprocess.launch(shaped.query_tiles, 256, arguments, stream, shaped.early)
         if self._sinks is not None:
@@ -322,7 +331,6 @@ class Backward:
             self._sinks.run(arguments, stream, ctas)
             self._sinks.sink_gradients(arguments, stream)
         del held
-        return None
 
     def boxes(self) -> list[tuple[str, int, int]]:
         """Of each TMA box, in the order of the kernel's parameters: the tensor, its columns, the rows of a box."""
@@ -340,9 +348,9 @@ class Backward:
         if spec.deterministic:
             tiles_q, tiles_k = arguments.q_tiles(tile.block_q), arguments.k_tiles(tile.block_k)
             work_tiles = (1 if tiles_q > tiles_k else 3) * self.device.sms // cluster_size(spec)
-            most = min(work_tiles // tiles_k, _L2_BYTES_DETERMINISTIC // bytes_of_queries(arguments))
+            most = min(work_tiles // tiles_k, _L2_BYTES_DETERMINISTIC // bytes_of_queries(arguments, _ITEMSIZE))
             return heads_per_l2_group(kv_heads, most)
         if spec.mask is None:
             return 1
-        in_l2 = heads_per_l2_group(kv_heads, _L2_BYTES // bytes_of_queries(arguments))
+        in_l2 = heads_per_l2_group(kv_heads, _L2_BYTES // bytes_of_queries(arguments, _ITEMSIZE))
         return min(kv_heads, in_l2, _MAX_HEADS_IN_FLIGHT)

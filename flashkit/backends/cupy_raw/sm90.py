@@ -33,7 +33,7 @@ from ..cuda_common.sm90_launch import (
     work_enough,
 )
 from ..cuda_common.smem import SmemLayout
-from . import sm90_backward, sm90_fp8, sm90_fp16x2, specialise
+from . import sm90_backward, sm90_fp8, sm90_fp16x2, sm90_tf32, specialise
 from .sm80 import MIN_TF32X3_DIM, Sm80Forward
 from .sm90_fp16x2 import Fp16x2Conversion, num_terms
 from .sm90_wgmma import text as wgmma_functions
@@ -189,7 +189,7 @@ class Sm90(Generation):
         return Verdict(True)
 
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
-        if direction == "backward" and problem.spec.dtype == "float32":
+        if direction == "backward" and problem.spec.dtype == "float32" and not sm90_tf32.takes(problem.spec):
             return list(sm90_fp16x2.backward_candidates(problem.spec, device))
         if direction == "backward":
             return list(backward_candidates(problem.spec, device, sm90_backward.tile_of(problem.spec)))
@@ -204,6 +204,8 @@ class Sm90(Generation):
             kind, made = sm90_fp8.Sm90Fp8Tile, sm90_fp8.Sm90Fp8Forward
         elif direction == "forward":
             kind, made = Sm90Tile, Sm90Forward
+        elif sm90_tf32.takes(problem.spec):
+            kind, made, row = BackwardTile, sm90_tf32.Sm90Tf32Backward, None  # a row's tile is of full precision
         elif problem.spec.dtype == "float32":
             kind, made = sm90_fp16x2.Sm90Float32BackwardTile, sm90_fp16x2.Sm90Float32Backward
         else:

@@ -21,9 +21,10 @@ from .sm90_wgmma import text as wgmma_functions
 def functions(spec: AttentionSpec, tile: BackwardTile) -> str:
     """Text that goes before the kernel: its wgmma shapes, and which main loop."""
     dim, dim_v, rows = padded(spec.head_dim), padded(spec.head_dim_v), tile.block_q
+    dtype = "float16" if spec.dtype == "float32" else spec.dtype
     if cluster_size(spec) > 1:
-        return "#define CLUSTER_MAINLOOP\n" + wgmma_functions(spec.dtype, [rows, dim], [dim_v])
-    return wgmma_functions(spec.dtype, [rows, rows if chunks(dim) == 2 else rows // 2], [dim, dim_v])
+        return "#define CLUSTER_MAINLOOP\n" + wgmma_functions(dtype, [rows, dim], [dim_v])
+    return wgmma_functions(dtype, [rows, rows if chunks(dim) == 2 else rows // 2], [dim, dim_v])
 
 
 def takes_affine_path(spec: AttentionSpec) -> bool:
@@ -62,12 +63,13 @@ def can_fuse_preprocess(spec: AttentionSpec, tile: BackwardTile) -> bool:
     few registers.
     """
     room = tile.key_buffers > 1 and cluster_size(spec) == 1 and chunks(spec.head_dim_v) <= chunks(spec.head_dim)
+    room &= spec.dtype != "float32"
     return room and not spec.deterministic and (spec.score is None or chunks(spec.head_dim) > 1)
 
 
 def source(spec: AttentionSpec, tile: BackwardTile, fused_preprocess: bool) -> tuple[dict[str, int], str]:
     """Constants and generated functions of kernels/sm90/backward.cu."""
-    return {**tile.constants(spec), "FUSED_PREPROCESS": fused_preprocess}, functions(spec, tile)
+    return {**tile.constants(spec), "FUSED_PREPROCESS": fused_preprocess, "NUM_TERMS": 1}, functions(spec, tile)
 
 
 class Sm90Backward(sm90_bwd_launch.Backward):

@@ -83,7 +83,8 @@ class Fp16x2Conversion:
             block += [*words[AT[name] : AT[name] + 4], *terms.place, *scale, lengths, terms.heads, terms.tokens]
             block.append(name == by_row)
         block += [0] * (len(block) // len(names) * (_MAX_TENSORS - len(names)))
-        self._kernel.launch(ctas, 32 * self.rows // _WARP_TOKENS, KernelArguments([*block, *ends]), stream)
+        block += [*ends, words[AT["fallback"]]]
+        self._kernel.launch(ctas, 32 * self.rows // _WARP_TOKENS, KernelArguments(block), stream)
         return [terms for terms, _, _ in found], memory
 
 

@@ -7,6 +7,7 @@ constexpr int VEC_ELEMENTS = 16 / sizeof(storage), ROW_VECS = (HEAD_DIM_V + VEC_
 constexpr int LANES = ROW_VECS > 16 ? 32 : ROW_VECS > 8 ? 16 : 8;
 constexpr float PADDING_LSE = 1e30f;
 extern "C" __global__ void __launch_bounds__(128) bwd_preprocess(KERNEL_PARAMS) {
+    if (is_skipped(p.fallback)) return;
     const long long index = ((long long)blockIdx.x * 128 + threadIdx.x) / LANES, rows = p.bwd_lse.head;
     const int lane = threadIdx.x % LANES;
     const bool exists = index < num_entries(p) * p.heads * rows;

@@ -44,6 +44,9 @@ enum TileState { EMPTY, PARTIAL, FULL };
 
 #define DEVICE static __device__ __forceinline__
 
+// Whether the kernels of a fallback that is launched in any case have nothing to compute (Params::fallback).
+DEVICE bool is_skipped(const int* fallback) { return fallback != nullptr && *fallback == 0; }
+
 // Where a batch entry's tokens lie and how many there are. Unused members cost nothing: the compiler drops their loads.
 struct SeqInfo {
     long long row_offset, n_q;  // first row in the tensors of queries, number of queries

@@ -1,6 +1,7 @@
 // dP to dS.
 #pragma once
 #include "sm90/bwd_dropout.cuh"
+#include "sm90/tf32_scales.cuh"
 
 // Deltas of a lane's rows. Shared memory answers late while wgmma reads it, so the first ones are loaded before they
 // are needed where registers allow.
@@ -45,7 +46,7 @@ DEVICE void compute_ds(const Params& p, const float (&p_slope)[S_REGS], float (&
             for (int c = 0; c < 2; ++c) {
                 const int i = 4 * n + 2 * half + c;
                 if (HAS_DROPOUT) dp[i] = dropout.kept(n, half, c) ? dp[i] * (float)p.dropout_scale : 0.0f;
-                x[c] = p_slope[i] * (dp[i] - delta[c]);
+                x[c] = p_slope[i] * minus_delta(dp[i], delta[c]);
                 if (!UNMASKED && p_slope[i] == 0) x[c] = 0;
                 visit_element(x[c], id, n, half, c, p);
             }

@@ -33,12 +33,14 @@
 //     AT_O_LOADED, AT_HEAD_READY, AT_BROADCAST, AT_ZEROS   FUSED_PREPROCESS
 #pragma once
 #include "common/tile_order.cuh"
+#include "sm90/fp16x2_terms.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/tile_lists.cuh"
 
 // --- tiles -----------------------------------------------------------------------------------------------------------
 
 constexpr int MMA_WARPGROUPS = 2, MMA_WARPS = 4 * MMA_WARPGROUPS, THREADS = 128 * (MMA_WARPGROUPS + 1);
+constexpr bool IS_FLOAT32 = STORAGE == FLOAT32;  // tf32_scales.cuh
 constexpr int ROLE_WARPS = MMA_WARPS / CLUSTER_SIZE;   // consumer warps with the same role
 constexpr int WARPGROUP_KEYS = 64, CTA_KEYS = BLOCK_K / CLUSTER_SIZE;
 constexpr int PADDED_DIM = padded(HEAD_DIM), PADDED_DIM_V = padded(HEAD_DIM_V);

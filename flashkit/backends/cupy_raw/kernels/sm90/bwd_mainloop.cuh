@@ -41,7 +41,7 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
     const auto pipe_k = k_pipe(base);
     const auto pipe_v = v_pipe(base);
     const auto pipe_ds = ds_pipe(base);
-    const float scale_log2 = uniform_float((float)(p.softmax_scale * 1.4426950408889634));
+    float scale_log2 = uniform_float((float)(p.softmax_scale * 1.4426950408889634));
     // Made once: reading the thread's index again would wait for all stores to shared memory before.
     const int lane = opaque(threadIdx.x % 32), warp = uniform(threadIdx.x / 32 - 4);
     const unsigned dq_of_warp = base + AT_DQ + warp * BYTES_DQ_WARP, dq_of_lane = dq_of_warp + lane * 16;
@@ -59,6 +59,9 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
         const unsigned slot = work_tile_slot(base, number), nonfinite_keys = nonfinite_keys_slot(base, number);
         if (uniform(load_word(slot)) == END) break;
         const unsigned k_tile = base + AT_K + number % KEY_BUFFERS * BYTES_K;
+        if constexpr (IS_FLOAT32)
+            scale_log2 = uniform_float((float)(p.softmax_scale * 1.4426950408889634) *
+                                       head_scales(p, load_word(slot), load_word(slot + 4)).of_scores());
         const bool keys_finite = !MAY_HIDE ||
             uniform(load_word(nonfinite_keys + 8 * wg) | load_word(nonfinite_keys + 8 * wg + 4)) == 0;
 
@@ -216,9 +219,11 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
         if (DETERMINISTIC) mbarrier_wait(dq_granted(base, n - 1), (n - 1) / 2 & 1);  // dQ has left shared memory
         constexpr int BUFFERS = BYTES_DQ_WARP / BYTES_PIECE;
         const int key = at.k0 + 16 * warp;
-        store_dkv<HEAD_DIM_V, 0, BUFFERS, BYTES_PIECE>(p, p.dv, dv_map, at, key, lane, dq_of_warp, dv_acc, 1.0f);
+        const HeadScales scales = head_scales(p, at.b, at.head);
+        store_dkv<HEAD_DIM_V, 0, BUFFERS, BYTES_PIECE>(p, p.dv, dv_map, at, key, lane, dq_of_warp, dv_acc,
+                                                              scales.of_dv());
         store_dkv<HEAD_DIM, CHUNKS_V, BUFFERS, BYTES_PIECE>(p, p.dk, dk_map, at, key, lane, dq_of_warp, dk_acc,
-                                                            (float)p.softmax_scale);
+                                                            (float)p.softmax_scale * scales.of_dk());
     }
     if (DETERMINISTIC && warp == 0 && lane == 0) end_dq_requests(base, n);
     bulk_wait();

@@ -15,7 +15,7 @@ DEVICE void clear_rows_where(unsigned tile, F cleared) {
 
 // Whether 16 bytes of elements are finite: the exponent of a non-finite one is all ones.
 DEVICE bool all_finite(const uint4& x) {
-    const unsigned words[4] = {x.x, x.y, x.z, x.w}, ones = STORAGE == FLOAT16 ? 0x7c00u : 0x7f80u;
+    const unsigned words[4] = {x.x, x.y, x.z, x.w}, ones = STORAGE == BFLOAT16 ? 0x7f80u : 0x7c00u;
     bool finite = true;
 #pragma unroll
     for (int e = 0; e < 4; ++e) finite &= (words[e] & ones) != ones && (words[e] >> 16 & ones) != ones;

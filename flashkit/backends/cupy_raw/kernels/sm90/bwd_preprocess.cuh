@@ -5,6 +5,7 @@
 // cleared by the backward kernel (dq_clear.cuh) or, if FUSED_PREPROCESS, preprocessed there (bwd_fused_preprocess.cuh).
 #pragma once
 #include "sm90/dq_clear.cuh"
+#include "sm90/tf32_scales.cuh"
 
 // --- row statistics --------------------------------------------------------------------------------------------------
 
@@ -12,7 +13,7 @@ DEVICE float dot(const uint4& x, const uint4& y) {
     const storage *a = reinterpret_cast<const storage*>(&x), *b = reinterpret_cast<const storage*>(&y);
     float total = 0;
 #pragma unroll
-    for (int e = 0; e < 8; ++e) total += widen(a[e]) * widen(b[e]);
+    for (int e = 0; e < VEC_BYTES / (int)sizeof(storage); ++e) total += widen(a[e]) * widen(b[e]);
     return total;
 }
 
@@ -41,6 +42,11 @@ DEVICE bool store_row_stats(const Params& p, int b, int h, int row, const RowSta
         if (HAS_SINKS || !is_finite(given.lse) || !is_finite(total)) lse_log2 = INFINITE;
         total = 0;
     }
+    if constexpr (IS_FLOAT32) {
+        const HeadScales scales = head_scales(p, b, h / GQA_GROUP);
+        ask_for_fallback(p, !scales.valid());
+        lse_log2 -= P_LOG2, total = scales.scaled_delta(total);
+    }
     const long long at = stats_row(p, b, row);
     *row_at<float>(p.delta, b, h, at) = total;
     *row_at<float>(p.bwd_lse, b, h, at) = lse_log2;
@@ -57,7 +63,8 @@ DEVICE void init_semaphore(const Params& p, const QueryTile& at, bool nonfinite,
 
 // --- the kernel ------------------------------------------------------------------------------------------------------
 
-constexpr int ROW_VECS = HEAD_DIM_V / 8, LANES_PER_ROW = ROW_VECS > 16 ? 32 : ROW_VECS > 8 ? 16 : 8;
+constexpr int ROW_VECS = HEAD_DIM_V * (int)sizeof(storage) / VEC_BYTES;
+constexpr int LANES_PER_ROW = ROW_VECS > 16 ? 32 : ROW_VECS > 8 ? 16 : 8;
 
 // A CTA takes a query tile.
 extern "C" __global__ void __launch_bounds__(256) bwd_preprocess(KERNEL_PARAMS) {

@@ -65,11 +65,13 @@ DEVICE float softmax_p_one(const Params& p, const FragmentCoord& at, float& x, i
 // lse: address of the log-sum-exps, in base 2.
 template <bool PARTIAL_TILE, typename POSITION>
 DEVICE void softmax_p_general(const Params& p, const FragmentCoord& at, float (&s)[S_REGS],
-                              unsigned (&p_frag)[S_REGS / 2], unsigned lse_address, const DropoutMask& dropout) {
+                              unsigned (&p_frag)[S_REGS / 2], unsigned lse_address, float scale_log2,
+                              const DropoutMask& dropout) {
     constexpr bool LOOPS = SMALL_SCORE && sizeof(POSITION) == 8;  // as in mask_scores()
     const int n_k = (int)seq_info(p, at.b).n_k;
     const long long offset = seq_info(p, at.b).q_position;
-    const float scale = (float)(HAS_SCORE ? p.softmax_scale : p.softmax_scale * 1.4426950408889634);
+    const float scale = IS_FLOAT32 ? scale_log2
+        : (float)(HAS_SCORE ? p.softmax_scale : p.softmax_scale * 1.4426950408889634);
     auto nonfinite_keys_from = [&](int half) {  // bits from that of lane_key(half) on
         const int bit = at.first_key + lane_key(half);
         return (unsigned)load_word(at.nonfinite_keys + bit / 32 * 4) >> bit % 32;
@@ -192,7 +194,7 @@ DEVICE bool softmax_p(const Params& p, const FragmentId& id, int tile_desc, bool
             softmax_p_plain(s, p_frag, early, lse_address, scale_log2);
             return full;
         }
-        softmax_p_general<false, int>(p, coord_of(id), s, p_frag, lse_address, dropout);
+        softmax_p_general<false, int>(p, coord_of(id), s, p_frag, lse_address, scale_log2, dropout);
         return false;
     }
     if constexpr (AFFINE_PATH) {
@@ -207,8 +209,8 @@ DEVICE bool softmax_p(const Params& p, const FragmentId& id, int tile_desc, bool
     const long long offset = seq_info(p, at.b).q_position;
     const bool near = SMALL_SCORE && positions_are_near(p, offset);
     if (HAS_SCORE && !AFFINE_PATH && full && near)
-        softmax_p_general<false, int>(p, at, s, p_frag, lse_address, dropout);
-    else if (near) softmax_p_general<true, int>(p, at, s, p_frag, lse_address, dropout);
-    else softmax_p_general<true, long long>(p, at, s, p_frag, lse_address, dropout);
+        softmax_p_general<false, int>(p, at, s, p_frag, lse_address, scale_log2, dropout);
+    else if (near) softmax_p_general<true, int>(p, at, s, p_frag, lse_address, scale_log2, dropout);
+    else softmax_p_general<true, long long>(p, at, s, p_frag, lse_address, scale_log2, dropout);
     return false;
 }

@@ -36,6 +36,7 @@ DEVICE SplitLse split_lse(float lse, float scale) {
 // For each query: the fraction of its log-sum-exp, delta, and the scale of dO, the latter two times power;
 // BLOCK_COLUMNS of each in a row. The array holds whole tiles.
 extern "C" __global__ void __launch_bounds__(256) fp16x2_row_factors(KERNEL_PARAMS) {
+    if (is_skipped(p.fallback)) return;
     const long long index = (long long)blockIdx.x * 256 + threadIdx.x, rows = p.bwd_lse.head;
     if (index >= p.batch * p.heads * rows) return;
     const long long row = index % rows, h = index / rows % p.heads, b = index / rows / p.heads;
@@ -190,6 +191,7 @@ DEVICE void consumer(const Params& p, unsigned base, int wg) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 fp16x2_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap a1, const __grid_constant__ TensorMap a2,
                 const __grid_constant__ TensorMap b1, const __grid_constant__ TensorMap b2) {
+    if (is_skipped(p.fallback)) return;
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = uniform(address_of(shared));
     if (threadIdx.x == 0) {

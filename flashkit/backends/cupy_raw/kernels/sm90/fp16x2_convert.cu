@@ -9,6 +9,7 @@
 // always below 2^-22 of the greatest of its row and of its column. Tokens past `kv_lengths` become zeros.
 //
 // Constants of the head: NUM_TERMS, 2 or 1 (high alone); ROWS.
+#include "sm90/float32_rows.cuh"
 #include "sm90/fp16x2_terms.cuh"
 
 struct Conversion {
@@ -17,8 +18,8 @@ struct Conversion {
     Integers lengths;                  // (B,), or none
     long long heads, tokens, by_row;   // by_row: a scale for each row
 };
-// Of q, k, v and perhaps dO; ctas: of the first tensor, of two ...
-struct Conversions { Conversion of[4]; long long ctas[4]; };
+// Of q, k, v and perhaps dO; ctas: of the first tensor, of two ...; fallback: as in Params.
+struct Conversions { Conversion of[4]; long long ctas[4]; const int* fallback; };
 
 constexpr int TOKENS = 8, WARPS = ROWS / TOKENS;  // tokens of a warp
 constexpr float SPREAD = 3.8146973e-6f;  // 2^-18
@@ -39,29 +40,8 @@ DEVICE void convert_tile(const Conversion& at, int index) {
     const int tokens = (int)at.tokens, count = length < 0 ? 0 : length < tokens ? (int)length : tokens;
     const int first = tile * ROWS + warp * TOKENS + lane / ACROSS;  // and every DOWN-th after it
     const bool by_row = at.by_row;
-    const bool aligned = DIM % 4 == 0 && (((unsigned long long)at.source.data >> 2 | at.source.batch | at.source.head |
-                                           at.source.token) & 3) == 0;
-
-    const float* source = row_at<const float>(at.source, b, h, first) + column;
-    const long long step = DOWN * at.source.token;
     float x[STEPS][4];
-#pragma unroll
-    for (int i = 0; i < STEPS; ++i) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) x[i][c] = 0;
-        if (first + DOWN * i < count) {
-            if (aligned) {
-                if (column < DIM) {
-                    const float4 four = *reinterpret_cast<const float4*>(source + i * step);
-                    x[i][0] = four.x, x[i][1] = four.y, x[i][2] = four.z, x[i][3] = four.w;
-                }
-            } else {
-#pragma unroll
-                for (int c = 0; c < 4; ++c)
-                    if (column + c < DIM) x[i][c] = source[i * step + c];
-            }
-        }
-    }
+    load_rows<DIM, DOWN>(x, at.source, b, h, first, count, column);
     // The greatest magnitude of the tile, and of each row, as bits: inf and NaN are the greatest of all.
     unsigned top = 0, top_of[STEPS];
 #pragma unroll
@@ -139,6 +119,7 @@ DEVICE void convert_tile(const Conversion& at, int index) {
 constexpr int MIN_CTAS = (HEAD_DIM > 64 || HEAD_DIM_V > 64 ? 1024 : 1536) / (32 * WARPS);
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS)
 fp16x2_convert(const __grid_constant__ Conversions conversions) {
+    if (is_skipped(conversions.fallback)) return;
     const int cta = blockIdx.x;
     if (cta < conversions.ctas[1]) {  // q, k
         const int i = cta >= conversions.ctas[0];

@@ -28,6 +28,8 @@ constexpr int padded(int dim) { return up(dim, 16); }  // columns of a product; 
 constexpr int chunks(int dim) { return up(dim, 64) / 64; }
 constexpr int CHUNK_ROW = 128, VEC_BYTES = 16;  // bytes
 
+template <bool, typename T, typename> struct conditional { using type = T; };
+template <typename T, typename U> struct conditional<false, T, U> { using type = U; };
 template <bool VALUE> struct Constant { static constexpr bool value = VALUE; };  // an argument of generic lambdas
 
 DEVICE bool is_finite(float x) { return fabsf(x) < INFINITE; }

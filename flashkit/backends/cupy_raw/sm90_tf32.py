@@ -1,0 +1,129 @@
+"""TF32 gradients on Hopper: float32 through the kernels of 16-bit elements, kernels/sm90/backward.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...spec import AttentionSpec, Problem
+from ..cuda_common import compiler
+from ..cuda_common.arguments import Arguments, addresses, aligned
+from ..cuda_common.device import Device
+from ..cuda_common.fallback import Fallback
+from ..cuda_common.launch import KernelArguments, TensorMap, check_grid, clear, scratch
+from ..cuda_common.params import AT
+from ..cuda_common.sm90_bwd_launch import BackwardTile
+from ..cuda_common.sm90_launch import CHOSEN, chunks
+from . import specialise
+from .sm90_backward import Sm90Backward
+from .sm90_fp16x2 import Sm90Float32Backward, Terms
+
+_OPERANDS = "q", "k", "v", "dout"
+_ROWS, _THREADS = 128, 512  # of a CTA of kernels/sm90/tf32_convert.cu
+_MAX_DIM = 128
+_ALIGNED = 256  # bytes
+
+
+def takes(spec: AttentionSpec) -> bool:
+    """Whether float32 gradients come from these kernels, not from those of `Sm90Float32Backward`."""
+    plain = spec.score is None and not (spec.dropout or spec.sinks)
+    return spec.dtype == "float32" and spec.precision == "tf32" and plain
+
+
+class HeadStatistics:
+    """Memory of what the conversion finds: scales of each key/value head, and whether the fallback is needed.
+
+    It is kept until the fallback is enqueued.
+    """
+
+    def __init__(self, arguments: Arguments, stream: int) -> None:
+        heads = arguments.batch * arguments.heads_kv
+        scales, maxima = 4 * 4 * heads, 4 * 4 * _MAX_DIM * heads
+        self._memory = scratch(_ALIGNED + maxima + scales, "int8")
+        self.fallback = int(self._memory.data.ptr)
+        self.maxima = self.fallback + _ALIGNED
+        self.scales = self.maxima + maxima
+        clear(self.fallback, _ALIGNED + maxima, stream)
+        arguments.set(head_scales=self.scales, fallback=self.fallback)
+
+
+class Tf32Conversion:
+    """Converts q, k, v and dout to float16 under a scale for each key/value head, in CuPy's memory pool."""
+
+    def __init__(self, spec: AttentionSpec, device: Device) -> None:
+        self.spec = spec
+        arch = compiler.target(device.capability)
+        self.library = specialise.library("sm90/tf32_convert", spec, (("NUM_TERMS", 1),), arch)
+        self._kernels = [self.library.kernel(name, device) for name in ("tf32_maxima", "tf32_convert")]
+
+    def terms(self, arguments: Arguments, statistics: HeadStatistics, stream: int) -> tuple[list[Terms], Any]:
+        """Enqueue the conversion. Returns the float16 tensors and the memory that holds them, to be kept until all
+        kernels that read it are enqueued.
+        """
+        spec, words, batch = self.spec, arguments.words, arguments.batch
+        terms, block, ends, at = list[Terms](), list[int](), list[int](), 0
+        for name in _OPERANDS:
+            of_queries = name in ("q", "dout")
+            heads, tokens = (arguments.heads, arguments.n_q) if of_queries else (arguments.heads_kv, arguments.n_k)
+            columns = 64 * chunks(spec.head_dim if name in ("q", "k") else spec.head_dim_v)
+            terms.append(Terms(at, columns, heads, tokens, batch))
+            at += -(-2 * batch * heads * tokens * columns // _ALIGNED) * _ALIGNED
+            ends.append((ends[-1] if ends else 0) + batch * heads * -(-tokens // _ROWS))
+        check_grid(ends[-1])
+        memory = scratch(at, "int8")
+        for name, each in zip(_OPERANDS, terms):
+            each.address += memory.data.ptr
+            lengths = words[AT["kv_lengths"]] if name in ("k", "v") else 0
+            group = each.heads // arguments.heads_kv
+            block += [*words[AT[name] : AT[name] + 4], *each.place, lengths, each.heads, each.tokens, group]
+        block += [*ends, statistics.maxima, statistics.scales, statistics.fallback]
+        for kernel in self._kernels:
+            kernel.launch(ends[-1], _THREADS, KernelArguments(block), stream)
+        return terms, memory
+
+
+class Sm90Tf32Backward(Sm90Backward):
+    """The backward pass of 16-bit elements on converted tensors, then that of `Sm90Float32Backward`.
+
+    The kernels of the latter return at once unless a flag is set: by the conversion, where magnitudes within a head are
+    too different for one scale, or where a gradient is not finite. The decision is the device's, as the host would have
+    to wait for it.
+    """
+
+    addressed = "out", "dout"
+
+    def __init__(self, problem: Problem, device: Device, tile: BackwardTile | None = None, why: str = CHOSEN) -> None:
+        super().__init__(problem, device, tile, why)
+        self.conversion = Tf32Conversion(problem.spec, device)
+        self.libraries.append(self.conversion.library)
+        # Compiled now, as it is part of every call; checked by itself, as a sample problem does not need it.
+        made = Sm90Float32Backward(problem, device)
+        self._fallback = Fallback(lambda: made, problem.spec, device, "backward")
+
+    def run(self, arguments: Arguments, stream: int) -> None:
+        arguments.set(fallback=0)
+        shaped = arguments.known(self, self.shaped)
+        if shaped is None or not (shaped.query_tiles and self.takes(arguments)):
+            return self._fallback.run(arguments, stream)
+        statistics = HeadStatistics(arguments, stream)
+        terms, memory = self.conversion.terms(arguments, statistics, stream)
+        self.launch(arguments, shaped, self.maps(terms), stream)
+        del memory  # for the fallback
+        self._fallback.run(arguments, stream)
+        arguments.set(fallback=0)
+        del statistics  # kept until the kernels that read it are enqueued
+        return None
+
+    def takes(self, arguments: Arguments) -> bool:
+        """delta may be of any magnitude where the log-sum-exp has a gradient."""
+        return not arguments.words[AT["dlse"]] and aligned(arguments, addresses(self.addressed))
+
+    def maps(self, terms: Sequence[Terms]) -> list[TensorMap]:
+        """Of each TMA box; gradients and O are not addressed by TMA."""
+        q, k, v, dout = terms
+        rows, keys = self.tile.block_q, self.tile.cta_keys(self.spec)
+        loaded = [q.map(rows), k.map(keys), v.map(keys), dout.map(rows)]
+        return [*loaded, *[loaded[0]] * 4]
+
+    def boxes(self) -> list[tuple[str, int, int]]:
+        return []
