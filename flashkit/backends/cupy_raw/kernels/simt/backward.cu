@@ -60,7 +60,8 @@ DEVICE void softmax_backward(const Params& p, int state, fk_float (&s)[ROWS_PER_
 
 // dK and dV of one key tile.
 DEVICE void dkdv_tile(const Params& p, fk_float* stages, fk_float* p_tile) {
-    const long long heads_kv = p.heads / GQA_GROUP, entries = num_entries(p), head_kv = blockIdx.x % heads_kv;
+    const int heads_kv = (int)p.heads / GQA_GROUP, head_kv = blockIdx.x % heads_kv;
+    const long long entries = num_entries(p);
     const SeqTile at = k_tile(p, blockIdx.x / heads_kv % entries, blockIdx.x / (heads_kv * entries), BLOCK_K);
     const long long b = at.b, k0 = at.tile * BLOCK_K, n_k = seq_info(p, b).n_k;
     const long long k1 = k0 + BLOCK_K < n_k ? k0 + BLOCK_K : n_k;
@@ -72,7 +73,7 @@ DEVICE void dkdv_tile(const Params& p, fk_float* stages, fk_float* p_tile) {
         fk_float dk[ROWS_PER_THREAD][K_COLUMNS], dv[ROWS_PER_THREAD][V_COLUMNS];
         clear(dk);
         clear(dv);
-        for (long long h = head_kv * GQA_GROUP; h < (head_kv + 1) * GQA_GROUP && k0 < n_k; ++h) {
+        for (int h = head_kv * GQA_GROUP; h < (head_kv + 1) * GQA_GROUP && k0 < n_k; ++h) {
             TileWalk<BLOCK_Q, false> walk(p, b, h, k0, k1, seq_info(p, b).n_q);
 #pragma unroll 1
             while (walk.next()) {
