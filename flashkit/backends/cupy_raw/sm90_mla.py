@@ -60,7 +60,7 @@ class Sm90MlaTile(ForwardTile):
         return 3 * 128
 
     def registers(self, classifies: bool) -> tuple[int, int]:
-        return (232, 40) if classifies else (240, 24)
+        return 232, 40
 
     def smem(self, spec: AttentionSpec) -> SmemLayout:
         smem, barriers, columns = SmemLayout(), 16, chunks(spec.head_dim)

@@ -44,11 +44,10 @@ struct MlaConsumer {
     // --- products ----------------------------------------------------------------------------------------------------
 
     template <int PART>
-    __device__ __forceinline__ void issue_qk_part(unsigned n) {
+    __device__ __forceinline__ void issue_qk_part(unsigned n, unsigned long long q, unsigned long long k) {
         constexpr int FROM = 4 * first_chunk(PART), ALL = padded(HEAD_DIM) / 16,
                       END_OF_PART = FROM + 4 * chunks_of_part(PART), TO = END_OF_PART < ALL ? END_OF_PART : ALL;
         if constexpr (chunks_of_part(PART) > 0) {
-            const unsigned long long q = descriptor(base + AT_Q), k = descriptor(base + at_k(n % STAGES));
             k_part(base, PART).consumer_wait(n);
 #pragma unroll
             for (int step = FROM; step < TO; ++step) {
@@ -59,12 +58,15 @@ struct MlaConsumer {
         }
     }
 
-    // S = Q K(n)^T, part by part as they arrive
+    // S = Q K(n)^T, part by part as they arrive. The base is read anew: descriptors of all steps, kept from tile to tile,
+    // would take more registers than there are.
     __device__ __forceinline__ void issue_qk(unsigned n) {
+        const unsigned base = uniform(this->base);
+        const unsigned long long q = descriptor(base + AT_Q), k = descriptor(base + at_k(n % STAGES));
         wgmma_fence();
-        issue_qk_part<REST>(n);
-        issue_qk_part<FIRST>(n);
-        issue_qk_part<SECOND>(n);
+        issue_qk_part<REST>(n, q, k);
+        issue_qk_part<FIRST>(n, q, k);
+        issue_qk_part<SECOND>(n, q, k);
         wgmma_commit();
     }
 
