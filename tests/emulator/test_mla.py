@@ -86,7 +86,7 @@ def check(q: np.ndarray, k: np.ndarray, dim_v: int, **options: Any) -> None:
 
 
 def splits(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(sm90_mla, "number_of_splits", lambda work_tiles, key_tiles, sms: min(count, key_tiles))
+    monkeypatch.setattr(sm90_mla, "number_of_splits", lambda work_tiles, key_tiles, *_: min(count, key_tiles))
 
 
 def paged(k: np.ndarray, lengths: np.ndarray, page: int, seed: int = 3) -> tuple[np.ndarray, np.ndarray]:
@@ -122,3 +122,193 @@ def test_dense(
 ) -> None:
     check(*inputs(2, heads, n_q, n_k, dims[0], dtype), dims[1], scale=dims[0] ** -0.5)
     assert set(launched) <= {KERNEL, COMBINE} and KERNEL in launched
+
+
+@pytest.mark.parametrize(
+    ("page", "heads", "n_q", "dims", "count", "options"),
+    [
+        (64, "16:1", 1, (576, 512), 1, {}),
+        (24, "20:1", 3, (320, 256), 3, {"causal": True}),
+        pytest.param(64, "128:1", 2, (576, 512), 4, {"causal": True}, marks=slow),
+        pytest.param(8, "4:2", 2, (576, 512), 2, {"window": (70, 0)}, marks=slow),
+        pytest.param(128, "16:1", 1, (320, 256), 9, {"softcap": 4.0}, marks=slow),
+    ],
+)
+def test_pages(
+    page: int, heads: str, n_q: int, dims: tuple[int, int], count: int, options: dict[str, Any],
+    device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Sequences of any length, also none. Fewer keys than there is room for: one split has none of them."""
+    import cupy
+
+    splits(monkeypatch, count)
+    lengths = np.array([200, 1, 0, 65])
+    q, k = inputs(4, heads, n_q, 200, dims[0])
+    options = {"kv_lengths": lengths, "scale": dims[0] ** -0.5, **options}
+    if "window" in options or "causal" in options:
+        options["q_offset"] = np.maximum(lengths - n_q, -1)
+    right = expected(q, k, dims[1], **options)
+    pages, table = paged(k, lengths, page)
+    on = {name: cupy.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    bnhd = cupy.asarray(np.ascontiguousarray(q.swapaxes(1, 2)))
+    memory = cupy.asarray(pages)
+    out, lse = flashkit.attention(
+        bnhd, memory, memory[..., : dims[1]], page_table=table, layout="bnhd", return_lse=True, backend="cupy_raw", **on
+    )
+    lse = lse if lse.shape == right[1][0].shape else lse.swapaxes(1, 2)
+    assert_close([out.swapaxes(1, 2), lse], right)
+    assert launched == [KERNEL] + [COMBINE] * (count > 1)
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(3, marks=slow), pytest.param(7, marks=slow)])
+def test_features(count: int, device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One CTA takes all units, of odd and even numbers of tiles. Keys behind the lengths, on the device, are NaN; some
+    rows see none; heads differ in their mask, so that a tile is FULL for one and EMPTY for another.
+    """
+    device.sms = 1
+    splits(monkeypatch, count)
+    q, k = inputs(3, "20:1", 7, 450, 320, FP16)
+    lengths = np.array([450 - 77, 5, 450])
+
+    def of_heads(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (h % 2 == 0) | (k >= 150)
+
+    options = {
+        "kv_lengths": lengths, "causal": True, "q_offset": np.array([450 - 77 - 7, -4, 200]), "mask_mod": of_heads,
+        "sinks": np.linspace(-2, 1, 20).astype(np.float32), "softcap": 6.0, "scale": 0.06,
+        "alibi_slopes": np.linspace(0.001, 0.1, 20).astype(np.float32),
+    }  # fmt: skip
+    right = expected(q, k, 256, **options)
+    for b, n in enumerate(lengths):
+        k[b, :, n:] = np.nan
+    assert_close(call(q, k, 256, **options), right)
+    assert launched == [KERNEL] + [COMBINE] * (count > 1)
+
+
+@pytest.mark.parametrize("growth", [40, -40])
+def test_a_row_maximum_that_grows(growth: int, device: Device, launched: list[str]) -> None:
+    """In half of the rows, from tile to tile in one direction: O of both warp groups is rescaled, or is not."""
+    q, k = inputs(1, "16:1", 1, 330, 576)
+    q[..., 0] = np.arange(16)[:, None] % 3 > 0
+    k[..., 0] = np.linspace(0, growth, 330)
+    check(q, k, 512, scale=1.0 / 24)
+    check(q, k, 512, scale=1.0)
+    assert launched.count(KERNEL) == 2
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_masked_nan(count: int, device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key that is NaN, which half of the queries do not see: theirs are as without it, and the others' are NaN."""
+    splits(monkeypatch, count)
+    q, k = inputs(1, "4:1", 6, 150, 320)
+    options = {"causal": True, "scale": 0.06}
+    right = expected(q, k, 256, **options)
+    k[0, 0, 147, 7] = np.nan
+    out, lse = call(q, k, 256, **options)
+    assert_close([out[:, :, :3], lse[:, :, :3]], [(exact[:, :, :3], allowed[:, :, :3]) for exact, allowed in right])
+    assert np.isnan(out.get()[:, :, 3:].astype(np.float64)).all() and np.isnan(lse.get()[:, :, 3:]).all()
+
+
+@slow
+def test_the_order_of_events(device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits in any, with more units than CTAs and with fewer."""
+    splits(monkeypatch, 3)
+    q, k = inputs(2, "16:1", 9, 400, 320)
+    found = []
+    for seed, sms in ((1, 1), (2, 5), (3, 16), (4, 2)):
+        device.sms = sms
+        device.seed(seed)
+        found.append([x.get() for x in call(q, k, 256, causal=True, scale=0.06)])
+    for out, lse in found[1:]:
+        np.testing.assert_array_equal(out, found[0][0])
+        np.testing.assert_array_equal(lse, found[0][1])
+
+
+@slow
+def test_lists_of_many_tiles(device: Device, launched: list[str]) -> None:
+    """A unit of more K tiles than a list holds; under a mask that leaves some of the first list and none of the last."""
+    q, k = inputs(1, "2:1", 1, 7000, 264)
+    device.sms = 1
+    check(q, k, 8, scale=0.06)
+    check(q, k, 8, scale=0.06, mask_mod=lambda b, h, q, k: (k > 3000) & (k % 640 < 500))
+    assert launched == [KERNEL] * 2
+
+
+@pytest.mark.parametrize("how", ["apart", "another view", "scale", "rows", "packed"])
+def test_calls_of_older_kernels(
+    how: str, device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Values that are not the first columns of the keys, and arrays that the kernel does not take."""
+    import cupy
+
+    monkeypatch.delenv(cuda_backend.VARIABLE)
+    q, k = inputs(1, "2:1", 2, 20, 264)
+    options: dict[str, Any] = {"scale": -0.1 if how == "scale" else 0.1}
+    on_device = cupy.asarray(k)
+    if how == "rows":  # not multiples of 16 bytes
+        on_device = cupy.asarray(np.concatenate([k, k[..., :3]], -1))[..., :264]
+    first = 8 if how == "another view" else 0
+    values = cupy.asarray(k[..., :64] * 2) if how == "apart" else on_device[..., first : first + 64]
+    v = k[..., :64] * 2 if how == "apart" else k[..., first : first + 64]
+    given = [cupy.asarray(q), on_device, values]
+    plain = [q, k, v]
+    if how == "packed":
+        given, plain = ([x[0].swapaxes(0, 1) for x in each] for each in (given, plain))
+        options["cu_seqlens"] = [0, 2], [0, 20]
+    out = flashkit.attention(*given, backend="cupy_raw", **options)
+    exact = flashkit.attention(*(x.astype(np.float64) for x in plain), **options)
+    np.testing.assert_allclose(out.get().astype(np.float64), exact, atol=2e-2)
+    assert launched == ["simt_forward"]
+
+
+def test_mla_on_the_device(device: Device, launched: list[str]) -> None:
+    """The two parts of the keys, as views of one array and apart."""
+    import cupy
+
+    q, k = inputs(2, "16:1", 1, 100, 576)
+    right = expected(q, k, 512, scale=0.07, causal=True)
+    keys = cupy.asarray(k[:, 0])
+    for ckv, k_pe in ((keys[..., :512], keys[..., 512:]), (keys[..., :512].copy(), keys[..., 512:].copy())):
+        given = cupy.asarray(q[..., :512].copy()), cupy.asarray(q[..., 512:].copy()), ckv, k_pe
+        assert_close(list(flashkit.mla(*given, scale=0.07, causal=True, return_lse=True)), right)
+    assert launched.count(KERNEL) == 2
+
+
+@slow
+def test_a_fresh_kernel_is_checked(device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a sample whose v is a view of k."""
+    monkeypatch.setattr(verify, "check", CHECK)
+    q, k = inputs(1, "4:1", 3, 70, 264)
+    k = k.copy()
+    monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(monkeypatch))  # no binary is known to be right
+    check(q, k, 136, scale=0.06)
+    assert launched == [KERNEL, COMBINE, KERNEL] or launched == [KERNEL, KERNEL]
+
+
+# --- on the host ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("work_tiles", "key_tiles", "found"),
+    [(256, 64, 1), (128, 64, 1), (64, 128, 2), (2, 512, 64), (1, 512, 128), (2, 1, 1), (0, 5, 1)],
+)
+def test_splits_fill_the_device(work_tiles: int, key_tiles: int, found: int) -> None:
+    assert sm90_mla.number_of_splits(work_tiles, key_tiles, 132) == found
+
+
+def test_what_is_refused(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    import cupy
+
+    for dims, reason in (
+        ((577, 64), "head dim 577 is over 576"), ((600, 512), "head dim 600 is over 576"),
+        ((560, 520), "head dim 520 is over 512"), ((500, 64), "not a multiple of 16 bytes"),
+        ((300, 300), "head dim 300 is over 256"),
+    ):  # fmt: skip
+        q, k, v = (cupy.zeros((1, 1, 70, dim), np.float16) for dim in (dims[0], *dims))
+        with pytest.raises(flashkit.UnsupportedError, match=reason):
+            flashkit.attention(q, k, v, backend="cupy_raw")
+    q, k = (cupy.zeros((1, 1, 70, 576), np.float16) for _ in range(2))
+    found = flashkit.explain(q, k, k[..., :512], backend="cupy_raw")
+    assert "sm90: latent attention" in str(found)
+    with pytest.raises(flashkit.UnsupportedError, match="dropout"):
+        flashkit.attention(q, k, k[..., :512], dropout_p=0.1, seed=1, backend="cupy_raw")

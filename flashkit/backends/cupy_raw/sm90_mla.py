@@ -39,6 +39,7 @@ _UNIT_COST, _SPLIT_COST, _COMBINE_COST = 3, 1, 4
 and the launch that combines them."""
 
 _MAX_WAVES = 2  # of units; more only write more partial results
+_MAX_RAGGED_TILES = 64  # of a unit, where sequences differ in length
 _TILE_COUNTER, _NUM_SPLITS = AT["tile_counter"], AT["num_splits"]
 
 
@@ -118,15 +119,18 @@ def supports(problem: Problem, direction: Direction) -> Verdict:
     return supports_packed(spec, "latent")
 
 
-def number_of_splits(work_tiles: int, key_tiles: int, sms: int) -> int:
-    """Parts that the keys are split into, so that units fill the device: the fewest of least time in the model."""
+def number_of_splits(work_tiles: int, key_tiles: int, sms: int, ragged: bool = False) -> int:
+    """Parts that the keys are split into, so that units fill the device: the fewest of least time in the model. ragged:
+    sequences may be shorter, so that units of whole sequences would be of very different sizes.
+    """
 
     def cost(splits: int) -> int:
         waves, apart = -(-work_tiles * splits // sms), splits > 1
         return waves * (-(-key_tiles // splits) + _UNIT_COST + _SPLIT_COST * apart) + _COMBINE_COST * apart
 
-    most = min(key_tiles, max(1, _MAX_WAVES * sms // max(work_tiles, 1)))
-    return min(range(1, most + 1), key=cost, default=1)
+    least = -(-key_tiles // _MAX_RAGGED_TILES) if ragged and work_tiles > 1 else 1
+    most = min(key_tiles, max(least, _MAX_WAVES * sms // max(work_tiles, 1)))
+    return min(range(max(least, 1), most + 1), key=cost, default=1)
 
 
 class Shaped(NamedTuple):
@@ -174,7 +178,7 @@ class Sm90MlaForward:
             return None
         spec, rows = arguments.spec, arguments.batch * arguments.heads * arguments.n_q
         work_tiles = -(-arguments.n_q * spec.group // ROWS) * arguments.heads_kv * arguments.batch
-        splits = number_of_splits(work_tiles, -(-arguments.n_k // KEYS), self.device.sms)
+        splits = number_of_splits(work_tiles, -(-arguments.n_k // KEYS), self.device.sms, spec.kv_lengths)
         check_grid(work_tiles * splits, rows)
         keys = keys_of_a_box(arguments.words[AT["page"]], KEYS) if spec.paged else KEYS
         return Shaped(work_tiles * splits, splits, maps_of(arguments, "k", spec.head_dim, 1, keys))

@@ -39,10 +39,10 @@ DEVICE void unit_nonfinite(const Params& p, const Unit& unit, const float (&lse)
     constexpr int OWN = HALF_COLUMNS / 32;  // columns of a lane
     const WorkTile& at = unit.at;
     const int lane = threadIdx.x % 32, row0 = uniform(threadIdx.x % 128 / 32) * 16;
-    const long long n_k = seq_info(p, at.b).n_k, all = (n_k + BLOCK_K - 1) / BLOCK_K;
-    const int first = (int)(all * unit.split / p.num_splits) * BLOCK_K;
-    const long long end_tile = all * (unit.split + 1) / p.num_splits;
-    const int end = (int)(end_tile * BLOCK_K < n_k ? end_tile * BLOCK_K : n_k);
+    const int n_k = (int)seq_info(p, at.b).n_k;
+    const TileRange range = tile_range(p, n_k, unit.split);
+    const int first = range.first * BLOCK_K, end = n_k - first < (range.end - range.first) * BLOCK_K
+                                                       ? n_k : range.end * BLOCK_K;
     const long long offset = seq_info(p, at.b).q_position;
 #pragma unroll 1
     for (int r = 0; r < 16; ++r) {

@@ -159,9 +159,11 @@ struct MlaConsumer {
     // S of this warp group's tile to P, beside whatever products with V are in flight.
     __device__ __forceinline__ void softmax(unsigned n, int desc, float (&rescale)[2], float (&sum)[2]) {
         fence_operand(s);
-        if constexpr (REST_CHUNKS > 0) k_part(base, REST).consumer_release(n);
         modify_tile(params, unit.at, (desc & 3) == FULL, s, first_key(desc), scale);
         online_softmax(rescale, sum);
+        // The dependence keeps exponentials from being scheduled behind the next wait.
+        if constexpr (REST_CHUNKS > 0)
+            k_part(base, REST).consumer_release(n + depends_on(sum[0]) + depends_on(sum[1]));
     }
 
     // O += P(n) V(n), of this warp group's P.

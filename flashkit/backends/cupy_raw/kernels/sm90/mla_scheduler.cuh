@@ -24,6 +24,15 @@ struct UnitScheduler : TileScheduler {
     }
 };
 
+// K tiles first ... end - 1 of a split. Splits of all sequences are of one length, that of the longest sequence, so that
+// units are of one size; a shorter sequence has fewer.
+struct TileRange { int first, end; };
+DEVICE TileRange tile_range(const Params& p, int n_k, int split) {
+    const long long most = (max_n_k(p) + BLOCK_K - 1) / BLOCK_K, each = (most + p.num_splits - 1) / p.num_splits;
+    const long long all = (n_k + BLOCK_K - 1) / BLOCK_K, first = split * each;
+    return {(int)(first < all ? first : all), (int)(first + each < all ? first + each : all)};
+}
+
 // The State of K tiles tile ... tile + count - 1 for the rows of a work tile. A ragged tile is PARTIAL.
 DEVICE unsigned unit_tile_state(const Params& p, const WorkTile& at, int n_k, int tile, int count) {
     const int rows = (int)max_n_q(p) * PACK_GQA, row1 = at.row0 + BLOCK_Q < rows ? at.row0 + BLOCK_Q : rows;
@@ -39,19 +48,21 @@ DEVICE unsigned unit_tile_state(const Params& p, const WorkTile& at, int n_k, in
 
 // The results of a unit without keys, by a warp. The combine kernel does not read O of such a split.
 DEVICE void store_unit_without_keys(const Params& p, const Unit& unit) {
+    constexpr int VECS = HEAD_DIM_V * (int)sizeof(storage) / VEC_BYTES;
     const WorkTile& at = unit.at;
-    const int rows = (int)max_n_q(p) * PACK_GQA, lane = threadIdx.x % 32;
+    const int rows = (int)max_n_q(p) * PACK_GQA, lane = threadIdx.x % 32,
+              end = at.row0 + BLOCK_Q < rows ? at.row0 + BLOCK_Q : rows;
 #pragma unroll 1
-    for (int index = at.row0; index < rows && index < at.row0 + BLOCK_Q; ++index) {
+    for (int index = at.row0 + lane; index < end; index += 32) {
         const int h = at.h + index % PACK_GQA, row = index / PACK_GQA;
-        if (p.num_splits > 1) {
-            if (lane == 0) *row_at<float>(p.lse_partial, unit.split * p.batch + at.b, h, row) = HIDDEN;
-            continue;
-        }
-        uint4* out = reinterpret_cast<uint4*>(q_row<storage>(p, p.out, at.b, h, row));
-        for (int vec = lane; vec < HEAD_DIM_V * (int)sizeof(storage) / VEC_BYTES; vec += 32) out[vec] = uint4{};
         const float lse = HAS_SINKS ? static_cast<const float*>(p.sinks)[h] : HIDDEN;
-        if (lane == 0) *q_row<float>(p, p.lse, at.b, h, row) = lse;
+        if (p.num_splits > 1) *row_at<float>(p.lse_partial, unit.split * p.batch + at.b, h, row) = HIDDEN;
+        else *q_row<float>(p, p.lse, at.b, h, row) = lse;
+    }
+#pragma unroll 1
+    for (int i = lane; p.num_splits == 1 && i < (end - at.row0) * VECS; i += 32) {
+        const int index = at.row0 + i / VECS, h = at.h + index % PACK_GQA, row = index / PACK_GQA;
+        reinterpret_cast<uint4*>(q_row<storage>(p, p.out, at.b, h, row))[i % VECS] = uint4{};
     }
 }
 
@@ -75,10 +86,9 @@ DEVICE void unit_scheduler_warp(const Params& p, unsigned base, UnitList* lists)
     for (int index = scheduler.initial(); index < count;) {
         const Unit unit = scheduler.unit(index);
         const WorkTile& at = unit.at;
-        const int n_k = (int)seq_info(p, at.b).n_k, all = (n_k + BLOCK_K - 1) / BLOCK_K;
-        const long long splits = p.num_splits;
-        const int first = (int)(all * (long long)unit.split / splits), end = (int)(all * (unit.split + 1ll) / splits);
-        const int tiles = end - first;
+        const int n_k = (int)seq_info(p, at.b).n_k;
+        const TileRange range = tile_range(p, n_k, unit.split);
+        const int end = range.end, tiles = end - range.first;
         const bool late = claims_late(tiles);
         int claimed = late ? 0 : scheduler.claim();  // it arrives while the tiles are listed
         if (tiles == 0) {
