@@ -81,7 +81,7 @@ def test_simt_float32_does_not_spill(d: int, part: simt.Part, arch: str) -> None
     ("dims", "dtype", "part"),
     [
         pytest.param(dims, dtype, part, marks=[pytest.mark.exhaustive] * ((i + j + k) % 3 > 0))  # each pair runs
-        for i, dims in enumerate(("3/300", "192/128", "512/512"))
+        for i, dims in enumerate(("3/300", "192/128", "512/512", "576/512"))
         for j, dtype in enumerate(("float32", "float64", "bfloat16"))
         for k, part in enumerate(("forward", "dkdv", "dq"))
     ],

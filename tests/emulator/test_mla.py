@@ -15,6 +15,7 @@ import pytest
 import flashkit
 from flashkit import reference
 from flashkit.backends.cuda_common import backend as cuda_backend
+from flashkit.backends.cuda_common import compiler, verify
 from flashkit.backends.cupy_raw import sm90_mla
 from flashkit.call.arguments import prepare
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 KERNEL, COMBINE = "sm90_mla_forward", "combine"
 BF16, FP16 = ml_dtypes.bfloat16, np.float16
+CHECK = verify.check
 
 slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
 
@@ -209,11 +211,22 @@ def test_masked_nan(count: int, device: Device, launched: list[str], monkeypatch
     assert np.isnan(out.get()[:, :, 3:].astype(np.float64)).all() and np.isnan(lse.get()[:, :, 3:]).all()
 
 
+def test_a_nan_stays_in_its_sequence(device: Device, launched: list[str]) -> None:
+    """One CTA computes them all, one after another."""
+    device.sms = 1
+    q, k = inputs(4, "4:1", 6, 70, 320)
+    right = expected(q, k, 256, scale=0.06)
+    k[1, 0, 3, 5], k[2, 0, 4, 300] = np.inf, np.nan
+    out, lse = call(q, k, 256, scale=0.06)
+    assert_close([out[::3], lse[::3]], [(exact[::3], allowed[::3]) for exact, allowed in right])
+    assert not np.isfinite(out.get()[1, ..., 5].astype(np.float64)).any() and np.isnan(lse.get()[2]).all()
+
+
 @slow
 def test_the_order_of_events(device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits in any, with more units than CTAs and with fewer."""
     splits(monkeypatch, 3)
-    q, k = inputs(2, "16:1", 9, 400, 320)
+    q, k = inputs(2, "16:1", 5, 330, 320)
     found = []
     for seed, sms in ((1, 1), (2, 5), (3, 16), (4, 2)):
         device.sms = sms
@@ -234,7 +247,13 @@ def test_lists_of_many_tiles(device: Device, launched: list[str]) -> None:
     assert launched == [KERNEL] * 2
 
 
-@pytest.mark.parametrize("how", ["apart", "another view", "scale", "rows", "packed"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("apart", marks=slow), "another view", pytest.param("scale", marks=slow),
+        pytest.param("rows", marks=slow), pytest.param("packed", marks=exhaustive),
+    ],
+)  # fmt: skip
 def test_calls_of_older_kernels(
     how: str, device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
@@ -244,12 +263,12 @@ def test_calls_of_older_kernels(
     monkeypatch.delenv(cuda_backend.VARIABLE)
     q, k = inputs(1, "2:1", 2, 20, 264)
     options: dict[str, Any] = {"scale": -0.1 if how == "scale" else 0.1}
-    on_device = cupy.asarray(k)
+    on_device, width = cupy.asarray(k), 8
     if how == "rows":  # not multiples of 16 bytes
         on_device = cupy.asarray(np.concatenate([k, k[..., :3]], -1))[..., :264]
     first = 8 if how == "another view" else 0
-    values = cupy.asarray(k[..., :64] * 2) if how == "apart" else on_device[..., first : first + 64]
-    v = k[..., :64] * 2 if how == "apart" else k[..., first : first + 64]
+    values = cupy.asarray(k[..., :width] * 2) if how == "apart" else on_device[..., first : first + width]
+    v = k[..., :width] * 2 if how == "apart" else k[..., first : first + width]
     given = [cupy.asarray(q), on_device, values]
     plain = [q, k, v]
     if how == "packed":
@@ -275,14 +294,16 @@ def test_mla_on_the_device(device: Device, launched: list[str]) -> None:
 
 
 @slow
-def test_a_fresh_kernel_is_checked(device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a sample whose v is a view of k."""
+@pytest.mark.parametrize("options", [{}, {"kv_lengths": np.array([70])}], ids=["all", "lengths"])
+def test_a_fresh_kernel_is_checked(
+    options: dict[str, Any], device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a sample whose v is a view of k, so that it is this kernel which computes it."""
     monkeypatch.setattr(verify, "check", CHECK)
-    q, k = inputs(1, "4:1", 3, 70, 264)
-    k = k.copy()
-    monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(monkeypatch))  # no binary is known to be right
-    check(q, k, 136, scale=0.06)
-    assert launched == [KERNEL, COMBINE, KERNEL] or launched == [KERNEL, KERNEL]
+    monkeypatch.setattr(compiler.Binary, "checked", False)
+    monkeypatch.setattr(compiler.Binary, "mark_checked", lambda self: None)
+    check(*inputs(1, "4:1", 3, 70, 264), 136, scale=0.06, **options)
+    assert launched.count(KERNEL) == 2 and set(launched) <= {KERNEL, COMBINE}
 
 
 # --- on the host ------------------------------------------------------------------------------------------------------
