@@ -34,7 +34,7 @@ from flashkit.backends.cuda_common import (
 from flashkit.backends.cuda_common.arguments import addresses, aligned
 from flashkit.backends.cuda_common.backend import VARIABLE
 from flashkit.backends.cuda_common.device import MODELS, Device
-from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward, sm90_fp16x2, sm90_wgmma, specialise
+from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward, sm90_fp16x2, sm90_mla, sm90_wgmma, specialise
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
 from flashkit.call import arguments
 from flashkit.call.compose import compose
@@ -356,6 +356,31 @@ def test_sm90_rows_of_a_tile(heads: int, n_q: int, n_k: int, d: int, rows: int) 
     """Few where they would be empty, where few key tiles hide no latency, and where tiles do not fill the device."""
     tile = sm90.forward_tile(Problem(AttentionSpec("bfloat16", d, d), 1, heads, n_q, n_k), HOPPER)
     assert tile.block_q == rows and tile.fits(AttentionSpec("bfloat16", d, d), HOPPER)
+
+
+LATENT = AttentionSpec("bfloat16", 576, 512, 128, kv_lengths=True, paged=True, page_run=64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["", "causal", "softcap", "smaller"])
+@pytest.mark.one_in(2)
+def test_sm90_latent_keys_are_values(what: str) -> None:
+    """Nothing spills. S of both warp groups' tiles, and products with V, read transposed, of P in registers and in shared
+    memory.
+    """
+    mod = spec_of([SCORES["softcap"]] if what == "softcap" else [], [MASKS["causal"]] if what == "causal" else [])
+    spec = replace(LATENT, score=mod.score, mask=mod.mask, slots=mod.slots)
+    if what == "smaller":
+        spec = replace(spec, dtype="float16", head_dim=328, head_dim_v=264, group=20, paged=False)
+    tile = sm90_mla.Sm90MlaTile()
+    assert tile.fits(spec, HOPPER)
+    found = compiler.binary(specialise.source("sm90/mla_forward", spec, *tile.source(spec)), "sm_90a")
+    assert all(kernel.spills == 0 for kernel in found.resources.values())
+    sass, half, steps = disassembled(found.path), 64 * -(-(spec.head_dim_v // 2) // 64), -(-spec.head_dim // 16)
+    assert len(re.findall(r"HGMMA\.64x64x16", sass)) == 2 * steps
+    of_registers = re.findall(rf"HGMMA\.64x{half}x16\S* R\d+, R\d+, gdesc\[\S+\.tnspB", sass)
+    of_memory = re.findall(rf"HGMMA\.64x{half}x16\S* R\d+, gdesc\[\S+\.tnspB", sass)
+    assert len(of_registers) == 2 * 4 and len(of_memory) == 3 * 4
 
 
 @pytest.mark.slow

@@ -1,10 +1,9 @@
-"""Latent attention by Hopper's kernel: values that are the first columns of the keys. Against the definition in float64;
-the error is at most twice that of the plain computation in the same precision, and a rounding.
+"""Latent attention by Hopper's kernel, whose values are the first columns of the keys, against the definition in
+float64: the error is at most twice that of the plain computation in the same precision, and a rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import cases
@@ -18,6 +17,7 @@ from flashkit.backends.cuda_common import backend as cuda_backend
 from flashkit.backends.cuda_common import compiler, verify
 from flashkit.backends.cupy_raw import sm90_mla
 from flashkit.call.arguments import prepare
+from flashkit.spec import AttentionSpec, Problem
 
 if TYPE_CHECKING:
     from .device import Device
@@ -30,9 +30,8 @@ slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
 
 
 @pytest.fixture(autouse=True)
-def only_sm90(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def only_sm90(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cuda_backend.VARIABLE, "sm90")
-    yield
 
 
 def inputs(
@@ -205,7 +204,7 @@ def test_masked_nan(count: int, device: Device, launched: list[str], monkeypatch
     q, k = inputs(1, "4:1", 6, 150, 320)
     options = {"causal": True, "scale": 0.06}
     right = expected(q, k, 256, **options)
-    k[0, 0, 147, 7] = np.nan
+    k[0, 0, 147, [7, 200]] = np.nan  # values of both warp groups
     out, lse = call(q, k, 256, **options)
     assert_close([out[:, :, :3], lse[:, :, :3]], [(exact[:, :, :3], allowed[:, :, :3]) for exact, allowed in right])
     assert np.isnan(out.get()[:, :, 3:].astype(np.float64)).all() and np.isnan(lse.get()[:, :, 3:]).all()
@@ -239,7 +238,7 @@ def test_the_order_of_events(device: Device, launched: list[str], monkeypatch: p
 
 @slow
 def test_lists_of_many_tiles(device: Device, launched: list[str]) -> None:
-    """A unit of more K tiles than a list holds; under a mask that leaves some of the first list and none of the last."""
+    """A unit of more K tiles than a list holds; and under a mask, none of the last list's."""
     q, k = inputs(1, "2:1", 1, 7000, 264)
     device.sms = 1
     check(q, k, 8, scale=0.06)
@@ -333,3 +332,5 @@ def test_what_is_refused(device: Device, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "sm90: latent attention" in str(found)
     with pytest.raises(flashkit.UnsupportedError, match="dropout"):
         flashkit.attention(q, k, k[..., :512], dropout_p=0.1, seed=1, backend="cupy_raw")
+    packed = Problem(AttentionSpec("float16", 576, 512, 16, packed=True), 2, 16, 1, 100)
+    assert "packed sequences have no latent kernels" in sm90_mla.supports(packed, "forward").reason

@@ -61,8 +61,9 @@ def check(made: Pass, spec: AttentionSpec, device: Device, direction: Direction)
 
 
 def sample_problem(spec: AttentionSpec, values_in_keys: bool = False) -> Operands:
-    """NumPy operands of a small problem. Arrays of a modification have the same value everywhere. values_in_keys: v is a
-    view of k.
+    """NumPy operands of a small problem. Arrays of a modification have the same value everywhere.
+
+    values_in_keys: v is a view of k.
     """
     rng = np.random.default_rng(0)
     dtype = _numpy_dtype(spec.dtype)
