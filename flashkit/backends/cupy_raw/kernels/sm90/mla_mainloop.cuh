@@ -58,8 +58,8 @@ struct MlaConsumer {
         }
     }
 
-    // S = Q K(n)^T, part by part as they arrive. The base is read anew: descriptors of all steps, kept from tile to tile,
-    // would take more registers than there are.
+    // S = Q K(n)^T, part by part as they arrive. The base is read anew: descriptors of all steps, kept from tile to
+    // tile, would take more registers than there are.
     __device__ __forceinline__ void issue_qk(unsigned n) {
         const unsigned base = uniform(this->base);
         const unsigned long long q = descriptor(base + AT_Q), k = descriptor(base + at_k(n % STAGES));
@@ -133,8 +133,10 @@ struct MlaConsumer {
                                p[i + 3]);
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-            if (threadIdx.x % 4 == 0)
-                store_float(row_slot(AT_ROW_REF, half), m[half]), store_float(row_slot(AT_RESCALE, half), rescale[half]);
+            if (threadIdx.x % 4 == 0) {
+                store_float(row_slot(AT_ROW_REF, half), m[half]);
+                store_float(row_slot(AT_RESCALE, half), rescale[half]);
+            }
         fence_proxy_async();
         named_barrier_arrive(P_READY + WG, CONSUMERS);
     }
@@ -211,7 +213,8 @@ struct MlaConsumer {
         return desc;
     }
 
-    // A part is waited for by the warp groups that release it alone: any other might miss a phase of its barrier.
+    // A part is waited for by the warp groups that release it, and by the owner of the tile, on whose P its release
+    // depends: any other might miss a phase of its barrier.
     __device__ __forceinline__ void mma_loop() {
 #pragma unroll 1
         for (bool more = true; more;) {
@@ -233,7 +236,7 @@ struct MlaConsumer {
 
     // --- units -------------------------------------------------------------------------------------------------------
 
-    // Waits for a unit, and begins to load its rows of Q. Rows and columns behind the last are zeros. END: none is left.
+    // Waits for a unit, and begins to load its rows of Q. END: none is left.
     __device__ __forceinline__ Unit begin_unit(unsigned number) {
         const Pipeline<UNIT_SLOTS> pipe = unit_pipe(base);
         const unsigned slot = unit_slot(base, number);
