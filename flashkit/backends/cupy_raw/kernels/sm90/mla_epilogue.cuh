@@ -11,7 +11,8 @@ DEVICE void cp_async(unsigned target, const void* source, bool exists) {
 }
 DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }  // this thread's
 
-// 64 rows of Q, by all consumers; rows and columns behind the last are zeros. TMA takes no group of heads that 64 is no multiple of.
+// 64 rows of Q, by all consumers; rows and columns behind the last are zeros. TMA takes no group of heads that 64 is
+// no multiple of.
 DEVICE void load_q(const Params& p, unsigned target, int b, int h, int row0) {
     constexpr int VECS = padded(HEAD_DIM) / 8;
     const int rows = (int)max_n_q(p) * PACK_GQA;
