@@ -316,6 +316,14 @@ def test_splits_fill_the_device(work_tiles: int, key_tiles: int, found: int) -> 
     assert sm90_mla.number_of_splits(work_tiles, key_tiles, 132) == found
 
 
+@pytest.mark.parametrize(
+    ("work_tiles", "key_tiles", "found"), [(256, 256, 4), (128, 64, 1), (2, 512, 64), (10000, 2048, 1), (400, 2048, 2)]
+)
+def test_sequences_that_differ_in_length(work_tiles: int, key_tiles: int, found: int) -> None:
+    """Units of one size, unless these are so many that all together take the same time, and much memory."""
+    assert sm90_mla.number_of_splits(work_tiles, key_tiles, 132, True) == found
+
+
 def test_what_is_refused(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     import cupy
 

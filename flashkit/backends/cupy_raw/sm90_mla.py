@@ -39,7 +39,9 @@ _UNIT_COST, _SPLIT_COST, _COMBINE_COST = 3, 1, 4
 and the launch that combines them."""
 
 _MAX_WAVES = 2  # of units; more only write more partial results
-_MAX_RAGGED_TILES = 64  # of a unit, where sequences differ in length
+_MAX_RAGGED_TILES, _MAX_RAGGED_WAVES = 64, 8
+"""Of a unit, where sequences differ in length; and waves up to which units are made that small, for their memory."""
+
 _TILE_COUNTER, _NUM_SPLITS = AT["tile_counter"], AT["num_splits"]
 
 
@@ -128,9 +130,10 @@ def number_of_splits(work_tiles: int, key_tiles: int, sms: int, ragged: bool = F
         waves, apart = -(-work_tiles * splits // sms), splits > 1
         return waves * (-(-key_tiles // splits) + _UNIT_COST + _SPLIT_COST * apart) + _COMBINE_COST * apart
 
-    least = -(-key_tiles // _MAX_RAGGED_TILES) if ragged and work_tiles > 1 else 1
-    most = min(key_tiles, max(least, _MAX_WAVES * sms // max(work_tiles, 1)))
-    return min(range(max(least, 1), most + 1), key=cost, default=1)
+    least, most = 1, max(1, _MAX_WAVES * sms // max(work_tiles, 1))
+    if ragged and work_tiles > 1:
+        least = max(1, min(-(-key_tiles // _MAX_RAGGED_TILES), _MAX_RAGGED_WAVES * sms // work_tiles))
+    return min(range(least, min(key_tiles, max(least, most)) + 1), key=cost, default=1)
 
 
 class Shaped(NamedTuple):
