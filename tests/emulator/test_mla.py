@@ -340,5 +340,9 @@ def test_what_is_refused(device: Device, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "sm90: latent attention" in str(found)
     with pytest.raises(flashkit.UnsupportedError, match="dropout"):
         flashkit.attention(q, k, k[..., :512], dropout_p=0.1, seed=1, backend="cupy_raw")
+    for dim, reason in (576, ""), (584, "584/512 are over 576/512"):
+        assert sm90_mla.supports(Problem(AttentionSpec("float16", dim, 512, 16), 2, 16, 1, 100), "forward").reason == (
+            reason and f"head dims {reason}"
+        )
     packed = Problem(AttentionSpec("float16", 576, 512, 16, packed=True), 2, 16, 1, 100)
     assert "packed sequences have no latent kernels" in sm90_mla.supports(packed, "forward").reason
