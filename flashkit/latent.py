@@ -50,7 +50,7 @@ def mla(
     TypeError, ValueError
         An argument does not fit. The message names it, what came and what would fit.
     flashkit.UnsupportedError
-        No backend can compute it: those on GPUs have head dims up to 512, which C + R exceeds in DeepSeek's models.
+        No backend can compute it. On GPUs C is at most 512 and C + R at most 576, as in DeepSeek's models.
 
     Notes
     -----

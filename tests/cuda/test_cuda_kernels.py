@@ -34,7 +34,7 @@ from flashkit.backends.cuda_common import (
 from flashkit.backends.cuda_common.arguments import addresses, aligned
 from flashkit.backends.cuda_common.backend import VARIABLE
 from flashkit.backends.cuda_common.device import MODELS, Device
-from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward, sm90_fp16x2, sm90_wgmma, specialise
+from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward, sm90_fp16x2, sm90_mla, sm90_wgmma, specialise
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
 from flashkit.call import arguments
 from flashkit.call.compose import compose
@@ -80,7 +80,7 @@ def test_simt_float32_does_not_spill(d: int, part: simt.Part, arch: str) -> None
     ("dims", "dtype", "part"),
     [
         pytest.param(dims, dtype, part, marks=[pytest.mark.exhaustive] * ((i + j + k) % 3 > 0))  # each pair runs
-        for i, dims in enumerate(("3/300", "192/128", "512/512"))
+        for i, dims in enumerate(("3/300", "192/128", "512/512", "576/512"))
         for j, dtype in enumerate(("float32", "float64", "bfloat16"))
         for k, part in enumerate(("forward", "dkdv", "dq"))
     ],
@@ -357,6 +357,29 @@ def test_sm90_rows_of_a_tile(heads: int, n_q: int, n_k: int, d: int, rows: int) 
     assert tile.block_q == rows and tile.fits(AttentionSpec("bfloat16", d, d), HOPPER)
 
 
+LATENT = AttentionSpec("bfloat16", 576, 512, 128, kv_lengths=True, paged=True, page_run=64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["", "causal", "softcap", "smaller"])
+@pytest.mark.one_in(2)
+def test_sm90_latent_keys_are_values(what: str) -> None:
+    """Nothing spills. S of both warp groups' tiles, and products with V, transposed, of both kinds of P."""
+    mod = spec_of([SCORES["softcap"]] if what == "softcap" else [], [MASKS["causal"]] if what == "causal" else [])
+    spec = replace(LATENT, score=mod.score, mask=mod.mask, slots=mod.slots)
+    if what == "smaller":
+        spec = replace(spec, dtype="float16", head_dim=328, head_dim_v=264, group=20, paged=False)
+    tile = sm90_mla.Sm90MlaTile()
+    assert tile.fits(spec, HOPPER)
+    found = compiler.binary(specialise.source("sm90/mla_forward", spec, *tile.source(spec)), "sm_90a")
+    assert all(kernel.spills == 0 for kernel in found.resources.values())
+    sass, half, steps = disassembled(found.path), 64 * -(-(spec.head_dim_v // 2) // 64), -(-spec.head_dim // 16)
+    assert len(re.findall(r"HGMMA\.64x64x16", sass)) == 2 * steps
+    of_registers = re.findall(rf"HGMMA\.64x{half}x16\S* R\d+, R\d+, gdesc\[\S+\.tnspB", sass)
+    of_memory = re.findall(rf"HGMMA\.64x{half}x16\S* R\d+, gdesc\[\S+\.tnspB", sass)
+    assert len(of_registers) == 2 * 4 and len(of_memory) == 3 * 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "d"), [("bfloat16", 128), ("bfloat16", 64), ("bfloat16", 96), ("float16", 128)])
 @pytest.mark.one_in(3)
@@ -490,7 +513,7 @@ def test_an_impossible_sm90_tile_is_refused() -> None:
         ({"dtype": "float32", "head_dim": 8}, "more accurate without FP16x2"),
         ({"dtype": "float32", "head_dim_v": 30}, "not a multiple of 16 bytes"),
         ({"head_dim": 20}, "not a multiple of 16 bytes"),
-        ({"head_dim": 264}, "over 256"),
+        ({"head_dim": 264, "head_dim_v": 264}, "over 256"),
         ({"n_q": 16}, "16 rows share keys"),
         ({"batch": 1, "heads": 1}, "the keys should be split"),
         ({}, ""),

@@ -111,7 +111,7 @@ FAULTS = (
     ),
     Fault(
         "a fresh kernel is not checked", "flashkit/backends/cuda_common/verify.py",
-        "    try:\n        problem = sample_problem(spec)",
-        "    if spec.fp8:\n        return\n    try:\n        problem = sample_problem(spec)",
+        "    try:\n        problem = sample_problem(spec,",
+        "    if spec.fp8:\n        return\n    try:\n        problem = sample_problem(spec,",
     ),
 )  # fmt: skip

@@ -29,7 +29,7 @@ VARIABLE = settings.CUDA_GENERATION.name
 _ELSEWHERE = "q lies on CUDA device {}, the current one is {}; `with q.device:` fits"
 
 MAX_HEAD_DIM = 512
-"""Of the kernels of any generation."""
+"""Of v, and of k unless a backend has kernels for wider ones."""
 
 MANY_ROWS = 64
 """With at most so many query rows that share keys, only rows of a profile with `max_rows` apply: tiles of others are
@@ -62,6 +62,9 @@ class CudaBackend:
 
     array_kinds = ("cupy",)
     device_kind = "cuda"
+    max_head_dim = MAX_HEAD_DIM
+    """Of k in the forward pass."""
+
     efficiency = 0.5
     spares_lse = takes_arrays = True
 
@@ -136,8 +139,9 @@ class CudaBackend:
 
     def supports(self, problem: Problem) -> Verdict:
         spec = problem.spec
-        if max(spec.head_dim, spec.head_dim_v) > MAX_HEAD_DIM:
-            return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {MAX_HEAD_DIM}")
+        for dim, most in (spec.head_dim, self.max_head_dim), (spec.head_dim_v, MAX_HEAD_DIM):
+            if dim > most:
+                return Verdict(False, f"head dim {dim} is over {most}")
         if reason := modification.unsupported(spec):
             return Verdict(False, reason)
         able = [asked(generation, problem, device.current(), "forward") for generation in self.allowed()]

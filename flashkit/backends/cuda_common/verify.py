@@ -39,7 +39,7 @@ def check(made: Pass, spec: AttentionSpec, device: Device, direction: Direction)
     if not unchecked:
         return
     try:
-        problem = sample_problem(spec)
+        problem = sample_problem(spec, getattr(made, "values_in_keys", False))
         expected = _expected(spec, problem, direction)
     except (IndexError, ValueError):
         return  # the modification indexes arrays in ways that the sample problem does not support
@@ -60,8 +60,11 @@ def check(made: Pass, spec: AttentionSpec, device: Device, direction: Direction)
         binary.mark_checked()
 
 
-def sample_problem(spec: AttentionSpec) -> Operands:
-    """NumPy operands of a small problem. Arrays of a modification have the same value everywhere."""
+def sample_problem(spec: AttentionSpec, values_in_keys: bool = False) -> Operands:
+    """NumPy operands of a small problem. Arrays of a modification have the same value everywhere.
+
+    values_in_keys: v is a view of k.
+    """
     rng = np.random.default_rng(0)
     dtype = _numpy_dtype(spec.dtype)
 
@@ -76,6 +79,7 @@ def sample_problem(spec: AttentionSpec) -> Operands:
     page = PAGE if PAGE % spec.page_run == 0 else spec.page_run
     room = -(-KEYS // page) * page if spec.paged else KEYS
     q, k, v = random(spec.group, ROWS, spec.head_dim), random(1, room, spec.head_dim), random(1, room, spec.head_dim_v)
+    v = k[..., : spec.head_dim_v] if values_in_keys else v
     scales: Any = None
     if spec.fp8:
         scales = tuple(_scales(rng, x, spec.fp8 if x is not q else "token") for x in (q, k, v))
@@ -152,6 +156,8 @@ def _computed(made: Pass, spec: AttentionSpec, problem: Operands, direction: Dir
         # One element each, with strides of 0, so that every index reads it.
         arrays = {name: _OneElement(cupy.asarray(x[(0,) * x.ndim]), x.ndim) for name, x in problem.arrays.items()}
         q, k, v = (cupy.asarray(x) for x in (problem.q, problem.k, problem.v))
+        if getattr(made, "values_in_keys", False):
+            v = k[..., : spec.head_dim_v]
         out = cupy.empty((*q.shape[:3], spec.head_dim_v), _numpy_dtype(spec.dtype))
         lse = cupy.empty(q.shape[:3], spec.lse_dtype)
         operands = Operands(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..cuda_common import compiler
 from ..cuda_common.backend import CudaBackend
 from ..cuda_common.simt import Simt
-from . import specialise
+from . import sm90_mla, specialise
 from .sm80 import Sm80
 from .sm90 import Sm90
 
@@ -16,6 +16,7 @@ class CupyRawBackend(CudaBackend):
     """Attention on CuPy arrays by kernels in CUDA C++ that NVRTC compiles."""
 
     name = "cupy_raw"
+    max_head_dim = sm90_mla.MAX_DIM  # simt has any
     generations = (Sm90(), Sm80(), Simt(specialise.library))
     needs = dict.fromkeys(("cupy", "cuda.bindings"), _HINT)
 

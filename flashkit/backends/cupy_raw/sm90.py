@@ -33,7 +33,7 @@ from ..cuda_common.sm90_launch import (
     work_enough,
 )
 from ..cuda_common.smem import SmemLayout
-from . import sm90_backward, sm90_fp8, sm90_fp16x2, sm90_tf32, specialise
+from . import sm90_backward, sm90_fp8, sm90_fp16x2, sm90_mla, sm90_tf32, specialise
 from .sm80 import MIN_TF32X3_DIM, Sm80Forward
 from .sm90_fp16x2 import Fp16x2Conversion, num_terms
 from .sm90_wgmma import text as wgmma_functions
@@ -161,6 +161,8 @@ class Sm90(Generation):
             return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, not sm_90")
         if spec.dtype == "float64":
             return Verdict(False, "these tensor cores do not support float64")
+        if sm90_mla.is_latent(spec):
+            return sm90_mla.supports(problem, direction)
         is_float32 = spec.dtype == "float32"
         most = sm90_fp16x2.MAX_DIM if is_float32 else MAX_DIM
         if max(spec.head_dim, spec.head_dim_v) > most:
@@ -195,9 +197,13 @@ class Sm90(Generation):
             return list(backward_candidates(problem.spec, device, sm90_backward.tile_of(problem.spec)))
         if problem.spec.fp8:
             return list(sm90_fp8.forward_candidates(problem, device))
+        if sm90_mla.is_latent(problem.spec):
+            return [sm90_mla.Sm90MlaTile()]
         return list(forward_candidates(problem, device))
 
     def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Pass:
+        if direction == "forward" and sm90_mla.is_latent(problem.spec):  # profiles have no rows for its only tile
+            return sm90_mla.Sm90MlaForward(problem, device)
         kind: Any
         made: Callable[..., Pass]
         if problem.spec.fp8:

@@ -1,0 +1,153 @@
+// Q to shared memory, and the epilogue of latent attention: a warp group's columns of O, of all keys or of a split.
+#pragma once
+#include "sm90/softmax.cuh"
+#include "sm90/mla_scheduler.cuh"
+
+// Copies 16 bytes, or writes zeros; then `source` need not be a valid address.
+DEVICE void cp_async(unsigned target, const void* source, bool exists) {
+    asm volatile("{ .reg .pred p; setp.eq.s32 p, %2, 0;"
+                 "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, p; }"
+                 ::"r"(target), "l"(source), "r"((int)exists) : "memory");
+}
+DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }  // this thread's
+
+// 64 rows of Q, by all consumers; rows and columns behind the last are zeros. TMA takes no group of heads that 64 is
+// no multiple of.
+DEVICE void load_q(const Params& p, unsigned target, int b, int h, int row0) {
+    constexpr int VECS = padded(HEAD_DIM) / 8;
+    const int rows = (int)max_n_q(p) * PACK_GQA;
+#pragma unroll 2
+    for (int i = threadIdx.x - 128; i < 64 * VECS; i += CONSUMERS) {
+        const int row = i / VECS, vec = i % VECS, index = row0 + row;
+        const bool exists = index < rows && vec * 8 < HEAD_DIM;
+        const HeadRow at = clamped_row(p, b, h, index);
+        const storage* source = q_row<const storage>(p, p.q, b, at.h, at.row) + (exists ? vec * 8 : 0);
+        cp_async(target + vec / 8 * 64 * CHUNK_ROW + swizzled(row, vec % 8), source, exists);
+    }
+}
+
+// Column `column` of a row of O, of a split or of the output.
+DEVICE void store_element(const Params& p, const Unit& unit, int h, int row, int column, float x) {
+    if (p.num_splits > 1)
+        row_at<float>(p.o_partial, unit.split * p.batch + unit.at.b, h, row)[column] = x;
+    else q_row<storage>(p, p.out, unit.at.b, h, row)[column] = narrow(x);
+}
+
+// The non-finite fallback: those of a warp's 16 rows that `wanted` has bits for, again from global memory, pair by
+// pair, as a masked pair has met infinity or NaN in V. lse: of the unit's keys, in base 2.
+template <int WG>
+DEVICE void unit_nonfinite(const Params& p, const Unit& unit, const float (&lse)[2], unsigned wanted) {
+    constexpr int OWN = HALF_COLUMNS / 32;  // columns of a lane
+    const WorkTile& at = unit.at;
+    const int lane = threadIdx.x % 32, row0 = uniform(threadIdx.x % 128 / 32) * 16;
+    const int n_k = (int)seq_info(p, at.b).n_k;
+    const TileRange range = tile_range(p, n_k, unit.split);
+    const int first = range.first * BLOCK_K, end = n_k - first < (range.end - range.first) * BLOCK_K
+                                                       ? n_k : range.end * BLOCK_K;
+    const long long offset = seq_info(p, at.b).q_position;
+#pragma unroll 1
+    for (int r = 0; r < 16; ++r) {
+        if (!(wanted >> r & 1)) continue;
+        const HeadRow of = clamped_row(p, at.b, at.h, at.row0 + row0 + r);
+        const float reference = __shfl_sync(~0u, r < 8 ? lse[0] : lse[1], r % 8 * 4);
+        const storage* q = q_row<const storage>(p, p.q, at.b, of.h, of.row);
+        float sums[OWN] = {};
+#pragma unroll 1
+        for (int k0 = first; k0 < end; k0 += 32) {
+            const int k = k0 + lane < end ? k0 + lane : end - 1;
+            const storage* key = kv_row<const storage>(p, p.k, at.b, of.h / GQA_GROUP, k);
+            float x = 0;
+#pragma unroll 1
+            for (int d = 0; d < HEAD_DIM; ++d) x += widen(q[d]) * widen(key[d]);
+            x = modify<true>(x * (float)p.softmax_scale, at.b, of.h, of.row, of.row + offset, k, p);
+            x = exp2_fast(fmaf(x, LOG2E, -reference));
+#pragma unroll 1
+            for (int other = 0; other < 32; ++other) {
+                const float weight = __shfl_sync(~0u, k0 + lane < end ? x : 0.0f, other);
+                const storage* value =
+                    kv_row<const storage>(p, p.v, at.b, of.h / GQA_GROUP, k0 + other < end ? k0 + other : end - 1);
+#pragma unroll
+                for (int i = 0; i < OWN; ++i) {
+                    const int column = WG * HALF_COLUMNS + lane + 32 * i;
+                    const float v = widen(value[column < HEAD_DIM_V ? column : 0]);
+                    sums[i] += weight == 0 ? 0.0f : weight * v;
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {
+            const int column = WG * HALF_COLUMNS + lane + 32 * i;
+            if (column < HEAD_DIM_V) store_element(p, unit, of.h, of.row, column, sums[i]);
+        }
+    }
+}
+
+// O / l and the log-sum-exp of a unit. l: row sums of all its keys.
+template <int WG>
+DEVICE void mla_epilogue(const Params& p, const Unit& unit, const float (&m)[2], const float (&l)[2],
+                         float (&o)[HALF_REGS]) {
+    const WorkTile& at = unit.at;
+    const bool is_split = p.num_splits > 1;
+    const int t = threadIdx.x % 4, rows = (int)max_n_q(p) * PACK_GQA;
+    float lse[2];  // in base 2
+    unsigned nonfinite = 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int index = at.row0 + row_of_lane(half), row = index / PACK_GQA, h = at.h + index % PACK_GQA;
+        const bool exists = index < rows;
+        float top = m[half], sum = l[half], factor = 1;
+        if (HAS_SINKS && exists && !is_split) {  // one more logit in the sum, without a value
+            const float sink = static_cast<const float*>(p.sinks)[h] * LOG2E;
+            if (sink != HIDDEN) {
+                top = fmaxf(top, sink);
+                factor = exp2_fast(m[half] - top);
+                sum = sum * factor + exp2_fast(sink - top);
+            }
+        }
+        const bool empty = sum == 0;  // no key is visible
+        factor = empty ? 0.0f : factor * reciprocal(sum);
+        lse[half] = empty ? HIDDEN : top + log2_fast(sum);
+        float zero = 0;  // NaN if an element is not finite
+#pragma unroll
+        for (int n = 0; n < HALF_COLUMNS / 8; ++n)
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                float& x = o[4 * n + 2 * half + c];
+                if (MAY_HIDE && WG * HALF_COLUMNS + 8 * n < HEAD_DIM_V) zero = fmaf(x, 0.0f, zero);
+                x = empty ? 0.0f : x * factor;
+            }
+        if (MAY_HIDE) {
+            const unsigned found = __ballot_sync(~0u, zero != 0 && is_finite(sum) && exists && !empty);
+#pragma unroll
+            for (int r = 0; r < 8; ++r) nonfinite |= (found >> 4 * r & 15) != 0 ? 1u << (r + 8 * half) : 0u;
+        }
+        if (WG == 0 && exists && t == 0) {
+            if (is_split) *row_at<float>(p.lse_partial, unit.split * p.batch + at.b, h, row) = LN2 * lse[half];
+            else *q_row<float>(p, p.lse, at.b, h, row) = LN2 * lse[half];
+        }
+        if (is_split) {
+            float* target = row_at<float>(p.o_partial, unit.split * p.batch + at.b, h, row);
+#pragma unroll
+            for (int n = 0; n < HALF_COLUMNS / 8; ++n) {
+                const int column = WG * HALF_COLUMNS + 8 * n;
+                if (exists && column < HEAD_DIM_V)
+                    *reinterpret_cast<float2*>(target + column + 2 * t) =
+                        float2{o[4 * n + 2 * half], o[4 * n + 2 * half + 1]};
+            }
+        } else {
+            storage* target = q_row<storage>(p, p.out, at.b, h, row);
+            // Two lanes exchange, so that each has four columns in a row: of the first eight, or of the second.
+#pragma unroll
+            for (int n = 0; n < HALF_COLUMNS / 8; n += 2) {
+                const float *x = o + 4 * n + 2 * half, *y = x + 4;
+                const unsigned first = pack(x[0], x[1]), second = pack(y[0], y[1]);
+                const unsigned other = __shfl_xor_sync(~0u, t % 2 ? first : second, 1);
+                const int column = WG * HALF_COLUMNS + 8 * (n + t % 2);
+                if (exists && column < HEAD_DIM_V)
+                    *reinterpret_cast<uint2*>(target + column + 4 * (t / 2)) =
+                        t % 2 ? uint2{other, second} : uint2{first, other};
+            }
+        }
+    }
+    if (MAY_HIDE && nonfinite != 0) unit_nonfinite<WG>(p, unit, lse, nonfinite);
+}

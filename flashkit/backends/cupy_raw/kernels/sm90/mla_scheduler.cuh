@@ -1,0 +1,124 @@
+// The tile scheduler of latent attention: units from an atomic counter, and the K tiles that the mask leaves of each.
+#pragma once
+#include "sm90/tile_scheduler.cuh"
+#include "sm90/mla_layout.cuh"
+
+// K tiles of a unit, all or some, from the scheduler warp to the producer.
+struct UnitList {
+    struct { int entry[96]; } list;  // index << 8 | State
+    int b, h, row0, split;           // b: END behind the last one
+    int count, tiles, last_tile;     // entries; K tiles of the unit, and the last one, from which indices count down
+    int begins, ends;                // whether these are the first, the last ones of the unit
+};
+static_assert(sizeof(UnitList) * NUM_LISTS == LIST_BYTES, "sm90_mla.py and UnitList differ");
+
+struct UnitScheduler : TileScheduler {
+    __device__ __forceinline__ int count() const {
+        return tiles() * (int)(p.heads / PACK_GQA * p.batch * p.num_splits);
+    }
+    // Row tiles of the same keys follow each other, so that CTAs read these keys from L2 together.
+    __device__ __forceinline__ Unit unit(int index) const {
+        const int tiles = this->tiles(), heads = (int)p.heads / PACK_GQA, splits = (int)p.num_splits;
+        const int rest = index / tiles, bh = rest / splits, tile = tiles - 1 - index % tiles;
+        return {{bh / heads, bh % heads * PACK_GQA, tile * BLOCK_Q, 0}, rest % splits};
+    }
+};
+
+// K tiles first ... end - 1 of a split. Splits of all sequences are of one length, a part of the longest sequence, so
+// that units are of one size; a shorter sequence has fewer.
+struct TileRange { int first, end; };
+DEVICE TileRange tile_range(const Params& p, int n_k, int split) {
+    const long long most = (max_n_k(p) + BLOCK_K - 1) / BLOCK_K, each = (most + p.num_splits - 1) / p.num_splits;
+    const long long all = (n_k + BLOCK_K - 1) / BLOCK_K, first = split * each;
+    return {(int)(first < all ? first : all), (int)(first + each < all ? first + each : all)};
+}
+
+// The State of K tiles tile ... tile + count - 1 for the rows of a work tile. A ragged tile is PARTIAL.
+DEVICE unsigned unit_tile_state(const Params& p, const WorkTile& at, int n_k, int tile, int count) {
+    const int rows = (int)max_n_q(p) * PACK_GQA, row1 = at.row0 + BLOCK_Q < rows ? at.row0 + BLOCK_Q : rows;
+    const int k0 = tile * BLOCK_K, whole = k0 + count * BLOCK_K, k1 = whole < n_k ? whole : n_k;
+    const int from = at.row0 / PACK_GQA, to = (row1 + PACK_GQA - 1) / PACK_GQA;
+    const long long offset = seq_info(p, at.b).q_position;
+    int state = tile_state(p, at.b, at.h, offset, from, to, k0, k1);
+#pragma unroll 1
+    for (int other = 1; MASK_OF_HEADS && other < PACK_GQA; ++other)
+        if (state != tile_state(p, at.b, at.h + other, offset, from, to, k0, k1)) state = PARTIAL;
+    return state == FULL && whole > n_k ? (int)PARTIAL : state;
+}
+
+// The results of a unit without keys, by a warp. The combine kernel does not read O of such a split.
+DEVICE void store_unit_without_keys(const Params& p, const Unit& unit) {
+    constexpr int VECS = HEAD_DIM_V * (int)sizeof(storage) / VEC_BYTES;
+    const WorkTile& at = unit.at;
+    const int rows = (int)max_n_q(p) * PACK_GQA, lane = threadIdx.x % 32,
+              end = at.row0 + BLOCK_Q < rows ? at.row0 + BLOCK_Q : rows;
+#pragma unroll 1
+    for (int index = at.row0 + lane; index < end; index += 32) {
+        const int h = at.h + index % PACK_GQA, row = index / PACK_GQA;
+        const float lse = HAS_SINKS ? static_cast<const float*>(p.sinks)[h] : HIDDEN;
+        if (p.num_splits > 1) *row_at<float>(p.lse_partial, unit.split * p.batch + at.b, h, row) = HIDDEN;
+        else *q_row<float>(p, p.lse, at.b, h, row) = lse;
+    }
+#pragma unroll 1
+    for (int i = lane; p.num_splits == 1 && i < (end - at.row0) * VECS; i += 32) {
+        const int index = at.row0 + i / VECS, h = at.h + index % PACK_GQA, row = index / PACK_GQA;
+        reinterpret_cast<uint4*>(q_row<storage>(p, p.out, at.b, h, row))[i % VECS] = uint4{};
+    }
+}
+
+// As scheduler_warp(): it runs ahead of the producer.
+DEVICE void unit_scheduler_warp(const Params& p, unsigned base, UnitList* lists) {
+    const Pipeline<2> pipe = list_pipe(base);
+    const UnitScheduler scheduler{p};
+    const bool leader = threadIdx.x % 32 == 0;
+    const int count = scheduler.count();
+    unsigned n = 0, number = 0;  // lists, late claims so far
+    auto acquire = [&]() -> UnitList& {
+        pipe.producer_acquire_backoff(n);
+        return lists[n % 2];
+    };
+    auto commit = [&]() {
+        __syncwarp();
+        if (leader) mbarrier_arrive(pipe.full_barrier(n));
+        ++n;
+    };
+#pragma unroll 1
+    for (int index = scheduler.initial(); index < count;) {
+        const Unit unit = scheduler.unit(index);
+        const WorkTile& at = unit.at;
+        const int n_k = (int)seq_info(p, at.b).n_k;
+        const TileRange range = tile_range(p, n_k, unit.split);
+        const int end = range.end, tiles = end - range.first;
+        const bool late = claims_late(tiles);
+        int claimed = late ? 0 : scheduler.claim();  // it arrives while the tiles are listed
+        if (tiles == 0) {
+            store_unit_without_keys(p, unit);
+            index = uniform(claimed);
+            continue;
+        }
+        int next = 0;
+        unsigned seen;
+        // The last keys come first.
+        auto states_of = [&](int i, int many) { return unit_tile_state(p, at, n_k, end - i - many, many); };
+#pragma unroll 1
+        for (bool begins = true; begins || next < tiles; begins = false) {
+            UnitList& to = acquire();
+            const int found = fill(to.list, next, tiles, seen, states_of, n == 0);
+            // No list is empty, as the last tile of a unit says that it is the last: where the mask leaves none of
+            // the tiles up to the last, that one comes as PARTIAL, with every pair masked.
+            if (leader) {
+                if (found == 0) to.list.entry[0] = (tiles - 1) << 8 | PARTIAL;
+                to.b = at.b, to.h = at.h, to.row0 = at.row0, to.split = unit.split;
+                to.count = found == 0 ? 1 : found, to.tiles = tiles, to.last_tile = end - 1;
+                to.begins = begins, to.ends = next >= tiles;
+            }
+            commit();
+        }
+        if (late) mbarrier_wait_backoff(base + AT_CLAIM, number++ & 1), claimed = scheduler.claim();
+        index = uniform(claimed);
+    }
+    UnitList& to = acquire();
+    if (leader) to.b = END;
+    commit();
+    if (leader) scheduler.reset();
+}

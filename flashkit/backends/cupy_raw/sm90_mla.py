@@ -1,0 +1,206 @@
+"""Multi-head latent attention on Hopper: keys of up to 576 columns, the first of which are the values, by
+kernels/sm90/mla_forward.cu.
+
+Whether v is a view of k is known for each call by its arrays. Calls with other values go to the kernels of `simt`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from ...mods import expr
+from ...spec import AttentionSpec, Direction, Problem, Verdict
+from ..cuda_common import compiler, modification
+from ..cuda_common.arguments import Arguments, addresses, aligned
+from ..cuda_common.device import Device
+from ..cuda_common.fallback import Fallback
+from ..cuda_common.generation import supports_packed
+from ..cuda_common.launch import check_grid
+from ..cuda_common.params import AT
+from ..cuda_common.simt import SimtForward
+from ..cuda_common.sm90_launch import NUM_LISTS, SWIZZLE_ROWS, ForwardTile, chunks, keys_of_a_box
+from ..cuda_common.smem import SmemLayout
+from ..cuda_common.tensor_maps import Maps, TileCounters, maps_of, strides_fit
+from . import specialise
+from .sm90_wgmma import text as wgmma_functions
+
+MAX_DIM, MAX_DIM_V = 576, 512
+ROWS, KEYS = 64, 64
+"""Rows of Q and keys of a tile. A tile of P is a chunk, and half of O fits the registers of a warp group."""
+
+WHY = "latent attention, not timed yet; where v is no view of k, simt"
+
+_LIST_BYTES = 4 * (96 + 9)  # UnitList of kernels/sm90/mla_scheduler.cuh
+_OLD_PARTS = "V", "ONES", "Q_PIPE", "V_PIPE", "OUT_READY", "WORK_TILES", "V_TILES", "SCALES", "AFFINE"
+_UNIT_COST, _SPLIT_COST, _COMBINE_COST = 3, 1, 4
+"""In the time of a K tile: what a unit takes besides its tiles, what it takes more where it is one of several splits,
+and the launch that combines them."""
+
+_MAX_WAVES = 2  # of units; more only write more partial results
+_MAX_RAGGED_TILES, _MAX_RAGGED_WAVES = 64, 8
+"""Of a unit, where sequences differ in length; and waves up to which units are made that small, for their memory."""
+
+_TILE_COUNTER, _NUM_SPLITS = AT["tile_counter"], AT["num_splits"]
+
+
+@dataclass(frozen=True)
+class Sm90MlaTile(ForwardTile):
+    """The tile of kernels/sm90/mla_forward.cu."""
+
+    block_q: int = ROWS
+    block_k: int = KEYS
+    q_buffers: int = 1
+    turns: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.block_q, self.block_k, self.stages, self.q_buffers, self.turns) != (ROWS, KEYS, 2, 1, 0):
+            raise ValueError(f"{self=}: the kernel has no other tile than {ROWS} x {KEYS} with two stages")
+
+    @property
+    def threads(self) -> int:
+        return 3 * 128
+
+    def registers(self, classifies: bool) -> tuple[int, int]:
+        return 232, 40
+
+    def smem(self, spec: AttentionSpec) -> SmemLayout:
+        smem, barriers, columns = SmemLayout(), 16, chunks(spec.head_dim)
+        smem.add("K", self.stages * KEYS * 128 * columns)
+        smem.add("Q", ROWS * 128 * columns)
+        smem.add("P", ROWS * 128)
+        smem.add("K_PIPE", 3 * barriers * self.stages)
+        smem.add("LIST_PIPE", barriers * NUM_LISTS)
+        smem.add("UNIT_PIPE", barriers * 2)
+        smem.add("CLAIM", 8)
+        smem.add("TILE_DESCS", 4 * 4)
+        smem.add("UNITS", 16 * 2)
+        smem.add("ROW_REF", 4 * ROWS)
+        smem.add("RESCALE", 4 * ROWS)
+        smem.add("ROW_SUMS", 2 * 4 * ROWS)
+        smem.add("LISTS", NUM_LISTS * _LIST_BYTES)
+        for name in _OLD_PARTS:
+            smem.add(name, 0)
+        return smem
+
+    def fits(self, spec: AttentionSpec, device: Device) -> bool:
+        return self.shared_memory(spec) <= device.shared_per_block
+
+    def source(self, spec: AttentionSpec) -> tuple[dict[str, int], str]:
+        """Constants and generated functions of the kernel."""
+        classifies = spec.mask is not None
+        constants = {
+            **self.common(spec, spec.group, classifies), "ROW_SUM_BY_MMA": False, "FAST_MATH": True, "NUM_TERMS": 1,
+            "FP8": False, "LIST_BYTES": NUM_LISTS * _LIST_BYTES,
+            "MASK_OF_HEADS": spec.mask is not None and expr.uses(spec.mask, expr.H),
+            **modification.forward_constants(spec),
+        }  # fmt: skip
+        half = 64 * (-(-chunks(spec.head_dim_v) // 2))
+        return constants, wgmma_functions(spec.dtype, [KEYS, half], [half])
+
+
+def is_latent(spec: AttentionSpec) -> bool:
+    """Whether head dims and dtype are those of the kernel: too large for the others, with v no wider than k."""
+    return spec.fp8 is None and spec.dtype in ("float16", "bfloat16") and 256 < spec.head_dim > spec.head_dim_v
+
+
+def supports(problem: Problem, direction: Direction) -> Verdict:
+    """Whether the kernel can take them, of specs that are latent."""
+    spec = problem.spec
+    if direction == "backward":
+        return Verdict(False, f"head dim {spec.head_dim} has no backward kernels here")
+    if spec.head_dim > MAX_DIM or spec.head_dim_v > MAX_DIM_V:
+        dims = f"{spec.head_dim}/{spec.head_dim_v}"
+        return Verdict(False, f"head dims {dims} are over {MAX_DIM}/{MAX_DIM_V}")
+    if spec.head_dim % 8 or spec.head_dim_v % 8:
+        dims = f"head dims {spec.head_dim} and {spec.head_dim_v}"
+        return Verdict(False, f"rows of {dims} are not a multiple of 16 bytes")
+    if spec.dropout:
+        return Verdict(False, "the kernel of latent attention has no dropout")
+    return supports_packed(spec, "latent")
+
+
+def number_of_splits(work_tiles: int, key_tiles: int, sms: int, ragged: bool = False) -> int:
+    """Parts that the keys are split into, so that units fill the device: the fewest of least time in the model. ragged:
+    sequences may be shorter, so that units of whole sequences would be of very different sizes.
+    """
+
+    def cost(splits: int) -> int:
+        waves, apart = -(-work_tiles * splits // sms), splits > 1
+        return waves * (-(-key_tiles // splits) + _UNIT_COST + _SPLIT_COST * apart) + _COMBINE_COST * apart
+
+    least, most = 1, max(1, _MAX_WAVES * sms // max(work_tiles, 1))
+    if ragged and work_tiles > 1:
+        least = max(1, min(-(-key_tiles // _MAX_RAGGED_TILES), _MAX_RAGGED_WAVES * sms // work_tiles))
+    return min(range(least, min(key_tiles, max(least, most)) + 1), key=cost, default=1)
+
+
+class Shaped(NamedTuple):
+    """What a launch derives from the shapes and strides of its arrays."""
+
+    units: int
+    splits: int
+    maps: Maps
+
+
+class Sm90MlaForward:
+    """The forward pass."""
+
+    values_in_keys = True
+    """Whether the sample problem of a fresh kernel has a v that is a view of k: verify.py."""
+
+    def __init__(self, problem: Problem, device: Device) -> None:
+        spec, self.device, self.tile, self.why = problem.spec, device, Sm90MlaTile(), WHY
+        constants, functions = self.tile.source(spec)
+        arch = compiler.target(device.capability)
+        library = specialise.library("sm90/mla_forward", spec, tuple(constants.items()), arch, functions)
+        self.libraries = [library]
+        self._kernel = library.kernel("sm90_mla_forward", device, self.tile.shared_memory(spec))
+        self._combine = library.kernel("combine", device)
+        self._counters = TileCounters.of(device)
+        self.fallback = Fallback(partial(SimtForward, specialise.library, spec, device), spec, device, "forward")
+
+    def takes(self, arguments: Arguments) -> bool:
+        """Whether the kernel supports arrays of these shapes and strides."""
+        spec, words = arguments.spec, arguments.words
+        # A scale that is not positive would change the sign of a masked pair's -inf.
+        rows = not spec.paged or words[AT["page"]] % SWIZZLE_ROWS == 0
+        most = max(arguments.n_q, arguments.n_k, arguments.batch, arguments.heads)
+        extents = (words[AT["pages"]] if spec.paged else arguments.entries), arguments.heads_kv, arguments.n_k
+        strides = (words[AT[name] + 1 : AT[name] + 4] for name in ("k", "v"))
+        one_array = all(of_k == of_v or n == 1 for n, of_k, of_v in zip(extents, *strides, strict=True))
+        return (
+            bool(arguments.n_k) and arguments.positive_scale and rows and one_array
+            and (spec.score is None or most < modification.NEAR) and strides_fit(arguments, ("q", "k", "out"))
+        )  # fmt: skip
+
+    def shaped(self, arguments: Arguments) -> Shaped | None:
+        """What the launch derives from shapes and strides, or None where the fallback is needed."""
+        if not self.takes(arguments):
+            return None
+        spec, rows = arguments.spec, arguments.batch * arguments.heads * arguments.n_q
+        work_tiles = -(-arguments.n_q * spec.group // ROWS) * arguments.heads_kv * arguments.batch
+        splits = number_of_splits(work_tiles, -(-arguments.n_k // KEYS), self.device.sms, spec.kv_lengths)
+        check_grid(work_tiles * splits, rows)
+        keys = keys_of_a_box(arguments.words[AT["page"]], KEYS) if spec.paged else KEYS
+        return Shaped(work_tiles * splits, splits, maps_of(arguments, "k", spec.head_dim, 1, keys))
+
+    def run(self, arguments: Arguments, stream: int) -> None:
+        shaped, words = arguments.known(self, self.shaped), arguments.words
+        views = words[AT["k"]] == words[AT["v"]]
+        if shaped is None or not views or not aligned(arguments, addresses(("q", "k", "out"))):
+            return self.fallback.run(arguments, stream)
+        units, splits, maps = shaped
+        if not units:
+            return None
+        held = arguments.allocate_partials(splits) if splits > 1 else None
+        words[_NUM_SPLITS], words[_TILE_COUNTER] = splits, self._counters.next(stream)
+        ctas, block = min(units, self.device.sms), arguments.with_maps([maps[words[AT["k"]]]])
+        self._kernel.launch(ctas, self.tile.threads, block, stream, pdl=True)
+        if splits > 1:
+            rows, columns = arguments.batch * arguments.heads * arguments.n_q, -(-arguments.spec.head_dim_v // 32) * 32
+            groups = 8 if columns <= 64 else 512 // columns
+            self._combine.launch(rows, columns * groups, arguments, stream, pdl=True)
+        del held
+        return None
