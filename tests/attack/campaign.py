@@ -135,6 +135,17 @@ def numbered(
         at = number + 1  # before `end` where the child ended early
 
 
+def check(settings: Settings, seed: int, calls: int, first: int = 0) -> Tally:
+    """The calls; the test fails with the first findings and the commands that repeat them."""
+    tally = Tally()
+    for found in numbered(settings, seed, first, first + calls, tally):
+        found["repeat"] = command(settings, found["choice"])
+        tally.findings.append(found)
+    assert not tally.findings, json.dumps(tally.findings[:3], indent=1)
+    assert tally.calls == calls
+    return tally
+
+
 def problems_of(settings: Settings, choice: draw.Choice) -> list[str]:
     """What is wrong with one call, in a child of its own."""
     found: list[str] = []

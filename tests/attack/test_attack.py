@@ -11,7 +11,6 @@ import shlex
 import subprocess
 import sys
 import types
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from . import campaign, draw
 
 TODAY = datetime.date.today().toordinal()
 CALLS, GRAPHS = 40, 2
-EMULATED = 3
 ON_DEVICE = int(os.environ.get("FLASHKIT_ATTACK") or 100)
 
 
@@ -35,18 +33,8 @@ def lanes_here() -> int:
     return host.lanes_of(host.cpu_features())
 
 
-def attack(settings: campaign.Settings, seed: int, calls: int, first: int = 0) -> campaign.Tally:
-    """The calls; the test fails with the first findings and the commands that repeat them."""
-    tally = campaign.Tally()
-    for found in campaign.numbered(settings, seed, first, first + calls, tally):
-        found["repeat"] = campaign.command(settings, found["choice"])
-        tally.findings.append(found)
-    assert not tally.findings, json.dumps(tally.findings[:3], indent=1)
-    assert tally.calls == calls
-    return tally
-
-
 @pytest.mark.slow
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("lanes", "bf16", "dtype"),
     [(4, "", "float16"), (8, "", "float64"), (16, "", "float32"), (16, "emulate", "bfloat16")],
@@ -56,30 +44,14 @@ def test_random_calls(lanes: int, bf16: str, dtype: str) -> None:
     if lanes > lanes_here():
         pytest.skip(f"this CPU has no vectors of {lanes} float32")
     settings = campaign.Settings(lanes=str(lanes), bf16=bf16, graphs=GRAPHS, fixed={"dtype": dtype})
-    assert attack(settings, 1, CALLS, first=1000 * lanes + 500 * bool(bf16)).refused == 0
+    assert campaign.check(settings, 1, CALLS, first=1000 * lanes + 500 * bool(bf16)).refused == 0
 
 
 @pytest.mark.slow
 def test_random_calls_of_the_day() -> None:
     lanes = [n for n in (4, 8, 16) if n <= lanes_here()]
     fixed = {"dtype": list(DTYPES)[TODAY % len(DTYPES)]}
-    attack(campaign.Settings(lanes=str(lanes[TODAY % len(lanes)]), graphs=GRAPHS, fixed=fixed), TODAY, CALLS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("backend", "generation"), [("cupy_raw", "simt"), ("cupy_raw", "sm80"), ("cupy_raw", "sm90")])
-def test_random_calls_on_the_emulated_device(backend: str, generation: str) -> None:
-    if not find_spec("cuda") or find_spec("cupy"):
-        pytest.skip("for machines with cuda-bindings and without CuPy")
-    tensor_cores = {} if generation == "simt" else {"dtype": "float16", "dims": "64"}
-    if generation == "sm90":
-        tensor_cores["sequences"] = "batch"  # it refuses most others
-    settings = campaign.Settings(
-        backend, generation=generation, emulated="3", graphs=1,
-        fixed={"sizes": "70x90", "heads": "2:1", "batch": "1", **tensor_cores},
-    )  # fmt: skip
-    tally = attack(settings, 2, EMULATED)
-    assert tally.refused < EMULATED
+    campaign.check(campaign.Settings(lanes=str(lanes[TODAY % len(lanes)]), graphs=GRAPHS, fixed=fixed), TODAY, CALLS)
 
 
 @pytest.mark.gpu
@@ -95,7 +67,7 @@ def test_random_calls_on_a_device(backend: str, generation: str) -> None:
     if generation not in [each.name for each in found.generations]:  # type: ignore[attr-defined]
         pytest.skip(f"the device has no {generation}")
     graphs = 20 if backend == "cupy_raw" else 4
-    attack(campaign.Settings(backend, generation=generation, graphs=graphs), TODAY, ON_DEVICE)
+    campaign.check(campaign.Settings(backend, generation=generation, graphs=graphs), TODAY, ON_DEVICE)
 
 
 # --- the fuzzer itself ------------------------------------------------------------------------------------------------

@@ -122,6 +122,10 @@ class State(NamedTuple):
     scratch: np.ndarray
 
 
+BUFFERS: list[np.ndarray] = []
+"""Those of CTAs that have ended: their memory is written before it is read."""
+
+
 class Block:
     """A CTA, resident on an SM."""
 
@@ -150,7 +154,8 @@ class Block:
             state=np.zeros((warps, 8), np.int64), wgmmas=np.zeros((warps, 96, 8), np.int64),
             local=np.full((warps, 32, max(8, entry.local)), 0xFF, np.uint8), shared=shared, rank=rank,
             barriers=np.zeros((16, 4), np.int64), cluster=cluster, queue=np.zeros((512, 16), np.int64),
-            buffers=np.zeros((512, 32768), np.uint8), groups=np.zeros((warps, 32), np.int64), flags=self.flags,
+            buffers=BUFFERS.pop() if BUFFERS else np.zeros((512, 32768), np.uint8),
+            groups=np.zeros((warps, 32), np.int64), flags=self.flags,
             memory=device.memory.bytes, base=BASE, allowed=device.memory.allowed, halves=HALVES, rng=device.rng,
             info=device.info, left=device.left, right=device.right, scratch=device.scratch,
         )  # fmt: skip
@@ -265,6 +270,7 @@ class Device:
             if found == DONE:
                 last = time.monotonic()
                 resident.remove(block)
+                BUFFERS.append(block.state.buffers)
                 block.sm.room(block.launch, 1)
                 block.launch.ended += 1
                 block.launch.allowed.add(block.number)
