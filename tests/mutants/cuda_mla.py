@@ -73,7 +73,7 @@ FAULTS = (
     Fault("tiles are not rounded up", SCHEDULER, "all = (n_k + BLOCK_K - 1) / BLOCK_K", "all = n_k / BLOCK_K"),
     Fault("a split without keys", SCHEDULER, "unit.split * p.batch + at.b, h, row) = HIDDEN", "at.b, h, row) = 0.0f"),
     Fault("sequences without keys", SCHEDULER, "            store_unit_without_keys(p, unit);\n", ""),
-    Fault("the mask of the first head", SCHEDULER, "MASK_OF_HEADS && other", "false && other"),
+    Fault("the mask of the first head", SCHEDULER, "tile_state_of_rows<MASK_OF_HEADS>", "tile_state_of_rows<false>"),
     Fault("the only tile of rows without keys", SCHEDULER, "(tiles - 1) << 8 | PARTIAL;", "(tiles - 1) << 8 | FULL;"),
     Fault("columns of a page's box", PRODUCER, "barrier, COLUMN, CHUNK_BYTES)", "barrier, 0, CHUNK_BYTES)"),
     Fault("columns of a box", PRODUCER, "barrier, COLUMN);", "barrier, 0);"),

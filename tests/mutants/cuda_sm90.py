@@ -68,8 +68,8 @@ FAULTS = (
         "if (PARTIAL_TILE && HAS_MASK && n_k - k0 < BLOCK_K)", "if (false)", FEATURES,
     ),
     Fault(
-        "a sink does not lower O", f"{SM90}/epilogue.cuh",
-        "factor[half] = exp2_fast(m[half] - top);", ";", FEATURES,
+        "a sink does not lower O", f"{SM90}/sinks.cuh",
+        "factor = exp2_fast(before - reference);", ";", FEATURES,
     ),
     Fault(
         "non-finite rows: a masked NaN counts", f"{SM90}/nonfinite.cuh",
@@ -86,11 +86,11 @@ FAULTS = (
     # forward: work tiles
     Fault(
         "packed heads share the first one's mask", f"{SM90}/tile_scheduler.cuh",
-        "other = 1; HAS_MASK && other < PACK_GQA", "other = 1; HAS_MASK && other < 1", FEATURES,
+        "other = 1; MASK_OF_HEADS && other < PACK_GQA", "other = 1; MASK_OF_HEADS && other < 1", FEATURES,
     ),
     Fault(
         "a ragged tile is FULL", f"{SM90}/tile_scheduler.cuh",
-        "state == FULL && whole > n_k ? (int)PARTIAL : state", "state", FEATURES,
+        "state == FULL && is_ragged ? (int)PARTIAL : state", "state", FEATURES,
     ),
     Fault(
         "warp groups without a key get no tile", f"{SM90}/tile_scheduler.cuh",

@@ -13,7 +13,7 @@ from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Generation, tile_of
 from ..cuda_common.l2_swizzle import bytes_of_keys, heads_per_l2_group
-from ..cuda_common.launch import check_grid
+from ..cuda_common.launch import Kernel, check_grid
 from ..cuda_common.params import AT
 from ..cuda_common.sm80_bwd_launch import OrderedBackward
 from ..cuda_common.smem import SmemLayout, stage_constants
@@ -158,6 +158,13 @@ def forward_tile(spec: AttentionSpec, rows: int, device: Device) -> Sm80Tile:
     return fitting[0]
 
 
+def launch_combine(kernel: Kernel, arguments: Arguments, stream: int, early: bool) -> None:
+    """Enqueue kernels/sm80/combine.cuh: a CTA for each row, a thread for each column of some of the splits."""
+    rows, columns = arguments.batch * arguments.heads * arguments.n_q, padded(arguments.spec.head_dim_v, 32)
+    groups = 8 if columns <= 64 else 512 // columns
+    kernel.launch(rows, columns * groups, arguments, stream, early)
+
+
 class Sm80Forward:
     """The forward pass; with few query rows by split-KV and a combine kernel."""
 
@@ -199,9 +206,7 @@ class Sm80Forward:
             return
         held = arguments.allocate_partials(count)
         self._kernel.launch(blocks, self._threads, arguments, stream, self._early_launch)
-        rows, columns = arguments.batch * arguments.heads * arguments.n_q, padded(arguments.spec.head_dim_v, 32)
-        groups = 8 if columns <= 64 else 512 // columns
-        self._combine.launch(rows, columns * groups, arguments, stream, self._early_launch)
+        launch_combine(self._combine, arguments, stream, self._early_launch)
         del held
 
 

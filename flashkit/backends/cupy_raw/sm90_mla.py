@@ -24,6 +24,7 @@ from ..cuda_common.sm90_launch import NUM_LISTS, SWIZZLE_ROWS, ForwardTile, chun
 from ..cuda_common.smem import SmemLayout
 from ..cuda_common.tensor_maps import Maps, TileCounters, maps_of, strides_fit
 from . import specialise
+from .sm80 import launch_combine
 from .sm90_wgmma import text as wgmma_functions
 
 MAX_DIM, MAX_DIM_V = 576, 512
@@ -199,8 +200,6 @@ class Sm90MlaForward:
         ctas, block = min(units, self.device.sms), arguments.with_maps([maps[words[AT["k"]]]])
         self._kernel.launch(ctas, self.tile.threads, block, stream, pdl=True)
         if splits > 1:
-            rows, columns = arguments.batch * arguments.heads * arguments.n_q, -(-arguments.spec.head_dim_v // 32) * 32
-            groups = 8 if columns <= 64 else 512 // columns
-            self._combine.launch(rows, columns * groups, arguments, stream, pdl=True)
+            launch_combine(self._combine, arguments, stream, early=True)
         del held
         return None

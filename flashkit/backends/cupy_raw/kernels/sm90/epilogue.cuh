@@ -1,6 +1,7 @@
 // The forward epilogue: consumers normalise O and write it to shared memory, the store warp sends it to global memory.
 #pragma once
 #include "sm90/nonfinite.cuh"
+#include "sm90/sinks.cuh"
 
 // O of a warp to its warp group's rows in shared memory.
 DEVICE void stage_output(const float (&o)[O_REGS], unsigned staged) {
@@ -40,14 +41,7 @@ DEVICE void epilogue(const Params& p, const WorkTile& at, unsigned base, int num
         float sum = ROW_SUM_BY_MMA ? o[COLUMNS / 2 + 2 * half] : across_lanes(l[half], add);
         factor[half] = 1;
         const bool exists = index < (int)seq_info(p, at.b).n_q * PACK_GQA;
-        if (HAS_SINKS && exists) {  // one more logit in the sum, without a value
-            const float sink = static_cast<const float*>(p.sinks)[h] * LOG2E;
-            if (sink != HIDDEN) {
-                top = fmaxf(top, sink);
-                factor[half] = exp2_fast(m[half] - top);
-                sum = sum * factor[half] + exp2_fast(sink - top);
-            }
-        }
+        if (HAS_SINKS && exists) add_sink(p, h, top, sum, factor[half]);
         const bool empty = sum == 0;  // no key is visible
         factor[half] = empty ? 0.0f : FP16X2 ? factor[half] / sum : factor[half] * reciprocal(sum);
         lse[half] = empty ? HIDDEN : top + log2_fast(sum);

@@ -1,5 +1,6 @@
 // Q to shared memory, and the epilogue of latent attention: a warp group's columns of O, of all keys or of a split.
 #pragma once
+#include "sm90/sinks.cuh"
 #include "sm90/softmax.cuh"
 #include "sm90/mla_scheduler.cuh"
 
@@ -96,14 +97,7 @@ DEVICE void mla_epilogue(const Params& p, const Unit& unit, const float (&m)[2],
         const int index = at.row0 + row_of_lane(half), row = index / PACK_GQA, h = at.h + index % PACK_GQA;
         const bool exists = index < rows;
         float top = m[half], sum = l[half], factor = 1;
-        if (HAS_SINKS && exists && !is_split) {  // one more logit in the sum, without a value
-            const float sink = static_cast<const float*>(p.sinks)[h] * LOG2E;
-            if (sink != HIDDEN) {
-                top = fmaxf(top, sink);
-                factor = exp2_fast(m[half] - top);
-                sum = sum * factor + exp2_fast(sink - top);
-            }
-        }
+        if (HAS_SINKS && exists && !is_split) add_sink(p, h, top, sum, factor);
         const bool empty = sum == 0;  // no key is visible
         factor = empty ? 0.0f : factor * reciprocal(sum);
         lse[half] = empty ? HIDDEN : top + log2_fast(sum);

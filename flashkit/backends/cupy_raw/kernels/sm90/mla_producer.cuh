@@ -44,8 +44,7 @@ DEVICE void mla_producer(const Params& p, const TensorMap& k_map, unsigned base,
         const int b = work.b, count = work.count, head = work.h / GQA_GROUP;
         if (b == END) break;
         const auto tile_of = [&](int entry) { return work.last_tile - (entry >> 8); };
-        const bool late = work.ends && claims_late(work.tiles);
-        const int claim_at = !late ? -1 : count > CLAIM_AHEAD ? count - CLAIM_AHEAD : 0;
+        const int claim_at = claim_before(work.ends && claims_late(work.tiles), count);
         if (work.begins) {
             if (leader) announce(b, work.h, work.row0, work.split);
             ++number;

@@ -33,17 +33,12 @@ DEVICE TileRange tile_range(const Params& p, int n_k, int split) {
     return {(int)(first < all ? first : all), (int)(first + each < all ? first + each : all)};
 }
 
-// The State of K tiles tile ... tile + count - 1 for the rows of a work tile. A ragged tile is PARTIAL.
+// The State of K tiles tile ... tile + count - 1 for the rows of a work tile.
 DEVICE unsigned unit_tile_state(const Params& p, const WorkTile& at, int n_k, int tile, int count) {
     const int rows = (int)max_n_q(p) * PACK_GQA, row1 = at.row0 + BLOCK_Q < rows ? at.row0 + BLOCK_Q : rows;
     const int k0 = tile * BLOCK_K, whole = k0 + count * BLOCK_K, k1 = whole < n_k ? whole : n_k;
-    const int from = at.row0 / PACK_GQA, to = (row1 + PACK_GQA - 1) / PACK_GQA;
     const long long offset = seq_info(p, at.b).q_position;
-    int state = tile_state(p, at.b, at.h, offset, from, to, k0, k1);
-#pragma unroll 1
-    for (int other = 1; MASK_OF_HEADS && other < PACK_GQA; ++other)
-        if (state != tile_state(p, at.b, at.h + other, offset, from, to, k0, k1)) state = PARTIAL;
-    return state == FULL && whole > n_k ? (int)PARTIAL : state;
+    return tile_state_of_rows<MASK_OF_HEADS>(p, at, offset, at.row0, row1, k0, k1, whole > n_k);
 }
 
 // The results of a unit without keys, by a warp. The combine kernel does not read O of such a split.
@@ -68,20 +63,11 @@ DEVICE void store_unit_without_keys(const Params& p, const Unit& unit) {
 
 // As scheduler_warp(): it runs ahead of the producer.
 DEVICE void unit_scheduler_warp(const Params& p, unsigned base, UnitList* lists) {
-    const Pipeline<2> pipe = list_pipe(base);
+    ListWriter<UnitList> writer{list_pipe(base), lists};
     const UnitScheduler scheduler{p};
     const bool leader = threadIdx.x % 32 == 0;
     const int count = scheduler.count();
-    unsigned n = 0, number = 0;  // lists, late claims so far
-    auto acquire = [&]() -> UnitList& {
-        pipe.producer_acquire_backoff(n);
-        return lists[n % 2];
-    };
-    auto commit = [&]() {
-        __syncwarp();
-        if (leader) mbarrier_arrive(pipe.full_barrier(n));
-        ++n;
-    };
+    unsigned number = 0;  // late claims so far
 #pragma unroll 1
     for (int index = scheduler.initial(); index < count;) {
         const Unit unit = scheduler.unit(index);
@@ -102,8 +88,8 @@ DEVICE void unit_scheduler_warp(const Params& p, unsigned base, UnitList* lists)
         auto states_of = [&](int i, int many) { return unit_tile_state(p, at, n_k, end - i - many, many); };
 #pragma unroll 1
         for (bool begins = true; begins || next < tiles; begins = false) {
-            UnitList& to = acquire();
-            const int found = fill(to.list, next, tiles, seen, states_of, n == 0);
+            UnitList& to = writer.acquire();
+            const int found = fill(to.list, next, tiles, seen, states_of, writer.n == 0);
             // No list is empty, as the last tile of a unit says that it is the last: where the mask leaves none of
             // the tiles up to the last, that one comes as PARTIAL, with every pair masked.
             if (leader) {
@@ -112,13 +98,13 @@ DEVICE void unit_scheduler_warp(const Params& p, unsigned base, UnitList* lists)
                 to.count = found == 0 ? 1 : found, to.tiles = tiles, to.last_tile = end - 1;
                 to.begins = begins, to.ends = next >= tiles;
             }
-            commit();
+            writer.commit();
         }
         if (late) mbarrier_wait_backoff(base + AT_CLAIM, number++ & 1), claimed = scheduler.claim();
         index = uniform(claimed);
     }
-    UnitList& to = acquire();
+    UnitList& to = writer.acquire();
     if (leader) to.b = END;
-    commit();
+    writer.commit();
     if (leader) scheduler.reset();
 }

@@ -98,8 +98,7 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
         const int b = work.b, count = work.count, head = work.h / GQA_GROUP;
         if (b == END) break;
         const auto tile_of = [&](int entry) { return work.last_tile - (entry >> 8); };
-        const bool late = work.ends && claims_late(work.last_tile + 1);
-        const int claim_at = !late ? -1 : count > CLAIM_AHEAD ? count - CLAIM_AHEAD : 0;
+        const int claim_at = claim_before(work.ends && claims_late(work.last_tile + 1), count);
         if (leader && claim_at == count) mbarrier_arrive(base + AT_CLAIM);
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {

@@ -46,18 +46,26 @@ struct TileScheduler {
     }
 };
 
-// States of the warp groups' rows in K/V tiles tile ... tile + count - 1, two bits each. A ragged tile is PARTIAL.
+// State of rows row0 ... row1 - 1 of a work tile and of keys k0 ... k1 - 1. A ragged tile is PARTIAL. MASK_OF_HEADS:
+// the mask may differ from head to head.
+template <bool MASK_OF_HEADS>
+DEVICE int tile_state_of_rows(const Params& p, const WorkTile& at, long long q_position, int row0, int row1, int k0,
+                              int k1, bool is_ragged) {
+    const int from = row0 / PACK_GQA, to = (row1 + PACK_GQA - 1) / PACK_GQA;
+    int state = tile_state(p, at.b, at.h, q_position, from, to, k0, k1);
+#pragma unroll 1
+    for (int other = 1; MASK_OF_HEADS && other < PACK_GQA; ++other)
+        if (state != tile_state(p, at.b, at.h + other, q_position, from, to, k0, k1)) state = PARTIAL;
+    return state == FULL && is_ragged ? (int)PARTIAL : state;
+}
+
+// States of the warp groups' rows in K/V tiles tile ... tile + count - 1, two bits each.
 DEVICE unsigned kv_tile_states(const Params& p, const WorkTile& at, int n_k, int tile, int count) {
     const int rows = (int)seq_info(p, at.b).n_q * PACK_GQA, k0 = tile * BLOCK_K, whole = k0 + count * BLOCK_K,
         k1 = whole < n_k ? whole : n_k;
     const long long offset = seq_info(p, at.b).q_position;
     auto state_of = [&](int row0, int row1) {
-        const int from = row0 / PACK_GQA, to = (row1 + PACK_GQA - 1) / PACK_GQA;
-        int state = tile_state(p, at.b, at.h, offset, from, to, k0, k1);
-#pragma unroll 1
-        for (int other = 1; HAS_MASK && other < PACK_GQA; ++other)
-            if (state != tile_state(p, at.b, at.h + other, offset, from, to, k0, k1)) state = PARTIAL;
-        return state == FULL && whole > n_k ? (int)PARTIAL : state;
+        return tile_state_of_rows<HAS_MASK>(p, at, offset, row0, row1, k0, k1, whole > n_k);
     };
     const int end = at.row0 + BLOCK_Q < rows ? at.row0 + BLOCK_Q : rows;
     const int all = state_of(at.row0, end);
@@ -86,6 +94,26 @@ static_assert(sizeof(WorkTileList) == LIST_HEADER + 4 * LIST_CAPACITY, "sm90_lau
 // Short ones, of so many K/V tiles, leave no time for that.
 DEVICE bool claims_late(int tiles) { return tiles > 16; }
 constexpr int CLAIM_AHEAD = MASK_READS_ARRAYS ? 12 : 4;  // K/V tiles before the end
+// For the producer: the entry of a list of `count` before which the next work tile is claimed, -1 for none.
+DEVICE int claim_before(bool late, int count) { return !late ? -1 : count > CLAIM_AHEAD ? count - CLAIM_AHEAD : 0; }
+
+// The scheduler warp's side of the lists.
+template <typename List>
+struct ListWriter {
+    Pipeline<2> pipe;
+    List* lists;
+    unsigned n = 0;  // lists so far
+
+    __device__ __forceinline__ List& acquire() const {
+        pipe.producer_acquire_backoff(n);
+        return lists[n % 2];
+    }
+    __device__ __forceinline__ void commit() {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(pipe.full_barrier(n));
+        ++n;
+    }
+};
 
 // O and the log-sum-exp of a packed sequence without keys. A modification must not be asked about it: those queries
 // that follow the last sequence are of no batch entry.
@@ -103,20 +131,11 @@ DEVICE void store_without_keys(const Params& p, const WorkTile& at) {
 // The scheduler warp. It runs ahead of the producer: classifying tiles is a latency-bound chain, and may take as long
 // as the products of a tile.
 DEVICE void scheduler_warp(const Params& p, unsigned base, WorkTileList* lists) {
-    const Pipeline<2> pipe = list_pipe(base);
+    ListWriter<WorkTileList> writer{list_pipe(base), lists};
     const TileScheduler scheduler{p};
     const bool leader = threadIdx.x % 32 == 0;
     const int count = scheduler.count();
-    unsigned n = 0, number = 0;  // lists, late claims so far
-    auto acquire = [&]() -> WorkTileList& {
-        pipe.producer_acquire_backoff(n);
-        return lists[n % 2];
-    };
-    auto commit = [&]() {
-        __syncwarp();
-        if (leader) mbarrier_arrive(pipe.full_barrier(n));
-        ++n;
-    };
+    unsigned number = 0;  // late claims so far
 #pragma unroll 1
     for (int index = scheduler.initial(); index < count;) {
         const WorkTile at = scheduler.work_tile(index);
@@ -135,8 +154,8 @@ DEVICE void scheduler_warp(const Params& p, unsigned base, WorkTileList* lists) 
         auto states_of = [&](int i, int many) { return kv_tile_states(p, at, n_k, tiles - i - many, many); };
 #pragma unroll 1
         for (bool first = true; first || next < tiles; first = false) {
-            WorkTileList& to = acquire();
-            const int found = fill(to.list, next, tiles, seen, states_of, n == 0);
+            WorkTileList& to = writer.acquire();
+            const int found = fill(to.list, next, tiles, seen, states_of, writer.n == 0);
             // A warp group without any visible key still gets one tile, as PARTIAL with every pair masked: rows without
             // keys need no code of their own.
             unsigned blind = 0;
@@ -147,13 +166,13 @@ DEVICE void scheduler_warp(const Params& p, unsigned base, WorkTileList* lists) 
                 to.b = at.b, to.h = at.h, to.row0 = at.row0, to.last_tile = tiles - 1, to.ends = next >= tiles;
                 to.count = first && found == 0 ? 1 : found, to.first_bits = first ? FIRST_TILE | blind : 0;
             }
-            commit();
+            writer.commit();
         }
         if (late) mbarrier_wait_backoff(base + AT_CLAIM, number++ & 1), claimed = scheduler.claim();
         index = uniform(claimed);
     }
-    WorkTileList& to = acquire();
+    WorkTileList& to = writer.acquire();
     if (leader) to.b = END;
-    commit();
+    writer.commit();
     if (leader) scheduler.reset();
 }
