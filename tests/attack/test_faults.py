@@ -138,12 +138,13 @@ def check_found(fault: Fault, package: Path, calls: int) -> None:
     assert any(word in problem for word in fault.says for problem in found["problems"]), found
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.name) for fault in FAULTS])
+@pytest.mark.one_in(8)
 def test_a_planted_fault_is_found(fault: Fault, tmp_path: Path) -> None:
     check_found(fault, planted([fault], tmp_path), CALLS)
 
 
+@pytest.mark.exhaustive
 def test_faults_of_each_form_and_function_are_found(tmp_path: Path) -> None:
     package = planted(APART, tmp_path)
     for fault in APART:

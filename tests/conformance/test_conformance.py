@@ -98,7 +98,6 @@ def test_poison_between_the_elements() -> None:
 # --- conformance ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("backend", "row"),
     [
@@ -112,6 +111,7 @@ def test_poison_between_the_elements() -> None:
         if backend.values[0] != "reference" or i % 4 == 0  # test_reference.py holds it against the definition
     ],
 )
+@pytest.mark.one_in(6)
 def test_pairs_of_features(row: int, backend: str) -> None:
     """Rows of a pairwise design over all factors; cases.name(DESIGN[row]) says which."""
     check(backend, DESIGN[row])
@@ -122,6 +122,7 @@ def test_pairs_of_features(row: int, backend: str) -> None:
 @pytest.mark.parametrize(
     ("factor", "level"), [pytest.param(f, x, marks=slow_if(x not in FACTORS[f][1:3])) for f, x in ALONE]
 )
+@pytest.mark.one_in(3)
 def test_a_feature_alone(factor: str, level: str, dtype: str, backend: str) -> None:
     choice = {**PLAIN, "sizes": "45x107", "dims": "40", "heads": "4:2", "dtype": dtype, factor: level}
     if choice["layout"] in ("three axes", "two axes"):
@@ -163,6 +164,7 @@ MANY_TILES = {
 @pytest.mark.parametrize("backend", COMPILED)
 @pytest.mark.parametrize("sizes", ["700x900", "3x2500", "1500x2"])
 @pytest.mark.parametrize("what", MANY_TILES)
+@pytest.mark.one_in(2)
 def test_many_tiles(what: str, sizes: str, backend: str) -> None:
     """Sizes beyond a tile in both axes, in one and in the other; these take the threaded paths."""
     check(backend, {**with_(batch="1", dims="64", sizes=sizes, heads="1:1"), **MANY_TILES[what]})

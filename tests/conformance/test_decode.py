@@ -188,7 +188,7 @@ FACTORS = {
 DESIGN = cases.pairwise(FACTORS, seed=5, tries=2)
 
 
-OFTEN = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.exhaustive]
+OFTEN = [pytest.mark.slow, *[pytest.mark.exhaustive] * 5]
 """Each takes seconds; test_steps.py has calls with few queries that are fast."""
 
 

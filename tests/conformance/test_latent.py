@@ -58,10 +58,10 @@ def call_of(dims: str, xp: Any = np, **changes: str) -> cases.Call:
 # --- one array for keys and values ------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES, indirect=True)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("form", FORM_CASES)
+@pytest.mark.one_in(4)
 def test_values_in_the_keys(form: dict[str, str], sizes: str, dtype: str) -> None:
     call = call_of("24/16", heads="4:1", sizes=sizes, dtype=dtype, **form)
     cases.assert_conforms(cases.run(call, "cpu"), *cases.expected(call))
@@ -70,6 +70,7 @@ def test_values_in_the_keys(form: dict[str, str], sizes: str, dtype: str) -> Non
 @pytest.mark.parametrize("backend", [b for b in cases.backends() if b.values[0] != "reference"])
 @pytest.mark.parametrize("dtype", DTYPES, indirect=True)
 @pytest.mark.parametrize("dims", ["576/512", pytest.param("1024", marks=pytest.mark.slow), "513/7"])
+@pytest.mark.one_in(3)
 def test_head_dims_above_512(dims: str, dtype: str, backend: str) -> None:
     for sizes in ("2x70", "17x30"):
         cases.skip_unless(backend)

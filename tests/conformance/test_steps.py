@@ -69,6 +69,7 @@ SIZES = {"rows": (77, 301), "panels": (9, 150), "few": (3, 1500), "one": (1, 700
 )
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("step", STEPS)
+@pytest.mark.one_in(2)
 def test_steps(step: str, size: str, dtype: str, backend: str) -> None:
     n_q, n_k = SIZES[size]
     options = STEPS[step](n_q, n_k)

@@ -79,7 +79,7 @@ def test_simt_float32_does_not_spill(d: int, part: simt.Part, arch: str) -> None
 @pytest.mark.parametrize(
     ("dims", "dtype", "part"),
     [
-        pytest.param(dims, dtype, part, marks=[pytest.mark.exhaustive] * ((i + j + k) % 3 > 0))  # each pair runs
+        pytest.param(dims, dtype, part, marks=[pytest.mark.exhaustive] * ((i + j + k) % 3 > 0 or i % 2))
         for i, dims in enumerate(("3/300", "192/128", "512/512", "576/512"))
         for j, dtype in enumerate(("float32", "float64", "bfloat16"))
         for k, part in enumerate(("forward", "dkdv", "dq"))
@@ -94,7 +94,7 @@ def test_simt_compiles_for_every_dtype_and_head_dim(dims: str, dtype: str, part:
 @pytest.mark.slow
 @pytest.mark.parametrize("device", [OLD, SMALL], ids=lambda device: device.name)
 @pytest.mark.parametrize("d", [8, 128, 512])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_simt_fits_small_devices(d: int, device: Device) -> None:
     for part in ("forward", "dkdv", "dq"):
         simt_kernel(part, AttentionSpec("float32", d, d), device)
@@ -157,6 +157,7 @@ def test_a_modification_compiles(what: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_all_modifications_together_compile_in_both_passes() -> None:
     """To PTX: the text is what may be wrong, and ptxas takes most of the time of a kernel that long."""
     spec = spec_of(list(SCORES.values()), list(MASKS.values()))
@@ -259,7 +260,7 @@ SM80 = [("bfloat16", 64), ("bfloat16", 128), ("float32", 64), ("float32", 128), 
 @pytest.mark.parametrize("name", ["sm80_forward", "sm80_backward"])
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize(("dtype", "d"), SM80)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(10)
 def test_sm80_products_are_matrix_instructions(dtype: str, d: int, causal: bool, name: str, arch: str) -> None:
     """Both passes: their tiles fit, operands come 16 bytes at a time, and what is spilled is less than one of the
     smallest sums, some addresses and bounds.
@@ -282,7 +283,7 @@ def test_sm80_products_are_matrix_instructions(dtype: str, d: int, causal: bool,
 @pytest.mark.parametrize("name", ["sm80_forward", "sm80_backward"])
 @pytest.mark.parametrize("what", ["softcap", "alibi"])
 @pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(8)
 def test_sm80_takes_scores_by_form(d: int, what: str, name: str) -> None:
     """What a lane knows of its rows leaves room for the sums; what spills is where pairs are looked at one by one."""
     spec, device = spec_of([SCORES[what]], [], d, "bfloat16"), MODELS["sm_80"]
@@ -318,7 +319,7 @@ def sm90_binary(spec: AttentionSpec, tile: sm90.Sm90Tile | None = None, pack: in
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_sm90_products_run_beside_the_softmax(d: int, causal: bool) -> None:
     """Warp-group products, copies by the engine, registers handed over; no spills to speak of where tiles are usual."""
     found = sm90_binary(spec_of([], [mods.causal()] if causal else [], d, "bfloat16"))
@@ -362,7 +363,7 @@ LATENT = AttentionSpec("bfloat16", 576, 512, 128, kv_lengths=True, paged=True, p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["", "causal", "softcap", "smaller"])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 def test_sm90_latent_keys_are_values(what: str) -> None:
     """Nothing spills. S of both warp groups' tiles, and products with V, transposed, of both kinds of P."""
     mod = spec_of([SCORES["softcap"]] if what == "softcap" else [], [MASKS["causal"]] if what == "causal" else [])
@@ -382,7 +383,7 @@ def test_sm90_latent_keys_are_values(what: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "d"), [("bfloat16", 128), ("bfloat16", 64), ("bfloat16", 96), ("float16", 128)])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_sm90_sums_capped_weights_with_the_values(dtype: str, d: int) -> None:
     """By eight columns more of a product with values, where these fill their chunks and weights may be of any size."""
     spec = spec_of([SCORES["softcap"]], [MASKS["causal"]], d, dtype)
@@ -399,7 +400,7 @@ def test_sm90_sums_capped_weights_with_the_values(dtype: str, d: int) -> None:
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("precision", [None, "tf32"])
 @pytest.mark.parametrize("d", [64, 96, 128])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 def test_sm90_multiplies_float32_as_terms(d: int, precision: str | None, causal: bool) -> None:
     """Three products for one, of a tile into sums of its own: none waits for another. With "tf32" one product, and the
     steps of 16-bit elements, of three kinds.
@@ -429,7 +430,7 @@ def test_sm90_multiplies_float32_as_terms(d: int, precision: str | None, causal:
     ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_sm90_gradients_in_float32(spec: AttentionSpec, dq_kernel: bool) -> None:
     """The sums of a tile and of all tiles lie in registers; what spills is what finds and loads tiles."""
     tile = sm90_fp16x2.backward_tile(spec)
@@ -453,7 +454,7 @@ SM90_MODIFIED = [  # the dilated mask takes as long as four others
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "dims"), SM90_MODIFIED)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(10)
 def test_sm90_compiles_with_every_modification(what: str, dims: str) -> None:
     """Head dims in turn."""
     d, dv = map(int, (dims.split("/") * 2)[:2])
@@ -463,6 +464,7 @@ def test_sm90_compiles_with_every_modification(what: str, dims: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("feature", ["dropout", "sinks", "kv_lengths", "group"])
+@pytest.mark.one_in(5)
 def test_sm90_compiles_with_every_feature(feature: str) -> None:
     for dtype in ("bfloat16", "float32"):
         spec = AttentionSpec(dtype, 64, 64, **{feature: 4 if feature == "group" else True})
@@ -597,7 +599,7 @@ def spilled(lines: list[str]) -> int:
     ],
 )
 @pytest.mark.parametrize("dims", ["64", "96", "128", "192/128", "256"])
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(15)
 def test_sm90_gradients_are_warp_group_products(dims: str, causal: bool, way: str) -> None:
     """No serialised wgmma and few spills within the loop over query tiles; the rest is in code that runs once a work
     tile, or in the producer warp group.
@@ -635,7 +637,7 @@ def test_sm90_gradients_are_warp_group_products(dims: str, causal: bool, way: st
 @pytest.mark.slow
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("what", ["softcap", "alibi"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_sm90_gradients_have_an_affine_path(what: str, d: int) -> None:
     """In tiles as large as without one, and hardly anything is spilled within the loop, least on the way of tiles whose
     pairs are all visible: that is the text between products, up to where it joins another way.
@@ -662,7 +664,7 @@ def test_sm90_gradients_have_an_affine_path(what: str, d: int) -> None:
 @pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dims", ["64", "96", "128", "16", "100/36", "33/128"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(10)
 def test_sm90_tf32_gradients_have_the_loop_of_16_bit_elements(dims: str, causal: bool, deterministic: bool) -> None:
     d, dv = map(int, (dims.split("/") * 2)[:2])
     mask = expr.K <= expr.Q if causal else None
@@ -717,7 +719,7 @@ def test_sm90_gradients_take_other_modifications_as_their_graphs_say() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "dims"), SM90_MODIFIED)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(10)
 def test_sm90_gradients_compile_with_every_modification(what: str, dims: str) -> None:
     """Head dims in turn."""
     d, dv = map(int, (dims.split("/") * 2)[:2])
@@ -728,7 +730,7 @@ def test_sm90_gradients_compile_with_every_modification(what: str, dims: str) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("feature", ["dropout", "sinks", "kv_lengths", "group"])
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(12)
 def test_sm90_gradients_compile_with_every_feature(feature: str, d: int) -> None:
     sm90_backward_binary(AttentionSpec("bfloat16", d, d, **{feature: 4 if feature == "group" else True}))
 
@@ -893,6 +895,7 @@ def test_integers_of_small_score_modifications() -> None:
     [("forward", mods.causal(), 128), ("forward", mods.sliding_window(300), 128), ("backward", mods.causal(), 64)],
     ids=["forward, causal", "forward, window", "backward, causal"],
 )
+@pytest.mark.one_in(4)
 def test_sm90_compares_hidden_pairs_with_numbers(direction: Direction, mask: mods.Mod, tile: int) -> None:
     """Which of a lane's pairs of a tile are hidden takes no instruction to find out where each of them is."""
     spec = spec_of([], [mask], 128, "bfloat16")

@@ -42,7 +42,7 @@ def spec_of(dtype: str, d: int, **options: object) -> AttentionSpec:
         pytest.param("bfloat16", 80, {"softcap": 5.0, "dropout_p": 0.1, "seed": 1}, 512, marks=pytest.mark.exhaustive),
     ],
 )  # fmt: skip
-@pytest.mark.one_in(2)
+@pytest.mark.exhaustive
 def test_hoppers_forward_pass(dtype: str, d: int, options: dict, spilled: int) -> None:
     """Products are not serialised (or `binary` raises); little is spilled, in code that runs once an item."""
     spec = spec_of(dtype, d, **options)
@@ -114,7 +114,7 @@ ARCHS = "sm_80", pytest.param("sm_90a", marks=pytest.mark.exhaustive)
         pytest.param("bfloat16", 256, {}, marks=pytest.mark.exhaustive),
     ],
 )
-@pytest.mark.one_in(2)
+@pytest.mark.exhaustive
 def test_the_forward_pass_by_mma(dtype: str, d: int, options: dict, arch: str) -> None:
     spec, device = spec_of(dtype, d, **options), MODELS[arch]
     tile, *_ = sm80.forward_tiles(spec, device)
@@ -134,7 +134,7 @@ def test_the_forward_pass_by_mma(dtype: str, d: int, options: dict, arch: str) -
         pytest.param("float16", 128, {"causal": True}, marks=pytest.mark.exhaustive),
     ],
 )  # fmt: skip
-@pytest.mark.one_in(2)
+@pytest.mark.exhaustive
 def test_few_queries_by_mma(dtype: str, d: int, options: dict, arch: str) -> None:
     spec, device = spec_of(dtype, d, **options), MODELS[arch]
     tile, *_ = sm80_decode.decode_tiles(spec, device)

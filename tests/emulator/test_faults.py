@@ -128,10 +128,10 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Fault], None]]:
     forget()
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "fault", [pytest.param(x, id=f"{x.backend}-{x.generation}-{x.name}", marks=x.marks) for x in FAULTS]
 )
+@pytest.mark.one_in(6)
 def test_a_fault_is_found(
     fault: Fault, plant: Callable[[Fault], None], device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,17 +95,13 @@ PACKED = {**FEATURES, "sizes": "100x140", "sequences": "packed", "q_offset": "de
 EACH_PACKED = [
     pytest.param(
         backend, generation, id=f"{backend}-{generation}",
-        marks=exhaustive if backend == "numba_cuda" and generation != "sm80" else [],
+        marks=exhaustive if backend == "numba_cuda" else [],
     )
     for backend in BACKENDS
     for generation in GENERATIONS
 ]
 
-CUPY_PACKED = [
-    pytest.param(*each.values, id=each.id, marks=exhaustive if each.values[0] == "numba_cuda" else [])
-    for each in EACH_PACKED
-]
-OLDER_PAGED = [each for each in CUPY_PACKED if each.values[1] != "sm90"]
+OLDER_PAGED = [each for each in EACH_PACKED if each.values[1] != "sm90"]
 """Pages of any number of keys, and few queries."""
 
 
@@ -119,8 +115,8 @@ def test_packed_sequences(backend: str, generation: str, launched: list[str]) ->
 
 
 @slow
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize(("backend", "generation"), CUPY_PACKED)
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize(("backend", "generation"), EACH_PACKED)
 @pytest.mark.parametrize(
     "more",
     [
@@ -141,6 +137,7 @@ def test_modifications_of_packed_sequences(
 
 
 @slow
+@exhaustive
 @pytest.mark.parametrize("generation", ["sm80"])
 def test_packed_float32_on_tensor_cores(generation: str, launched: list[str]) -> None:
     check({**PACKED, "dtype": "float32", "storage": "packed"}, "cupy_raw")
@@ -148,7 +145,8 @@ def test_packed_float32_on_tensor_cores(generation: str, launched: list[str]) ->
 
 
 @slow
-@pytest.mark.parametrize(("backend", "generation"), CUPY_PACKED)
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(("backend", "generation"), EACH_PACKED)
 def test_offsets_that_change_in_a_graph(backend: str, generation: str, device: Device, launched: list[str]) -> None:
     """Kernels read where sequences begin when they run."""
     import cupy
@@ -310,6 +308,7 @@ def test_rows_of_the_next_sequence_are_not_finite(
 @pytest.mark.parametrize("generation", ["sm90"])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.one_in(2)
 def test_packed_sequences_of_many_keys(
     causal: bool, deterministic: bool, generation: str, device: Device, launched: list[str]
 ) -> None:
@@ -375,9 +374,12 @@ def test_many_short_sequences(backend: str, generation: str, device: Device, lau
 @slow
 @pytest.mark.parametrize(
     ("backend", "dtype"),
-    [("cupy_raw", np.int32), ("numba_cuda", np.int32), ("cupy_raw", np.int64),
-     pytest.param("numba_cuda", np.int64, marks=exhaustive)],
-)  # fmt: skip
+    [
+        pytest.param(backend, dtype, marks=exhaustive if backend == "numba_cuda" else [])
+        for backend in BACKENDS
+        for dtype in (np.int32, np.int64)
+    ],
+)
 @pytest.mark.parametrize("generation", ["sm80"])
 def test_integers_of_the_caller_are_read_in_place(
     dtype: type, backend: str, generation: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
@@ -551,7 +553,7 @@ def test_pages_that_are_not_aligned(generation: str, dims: str, launched: list[s
 
 
 @slow
-@pytest.mark.parametrize(("backend", "generation"), CUPY_PACKED)
+@pytest.mark.parametrize(("backend", "generation"), EACH_PACKED)
 def test_packed_queries_of_keys_in_pages(backend: str, generation: str, launched: list[str]) -> None:
     """With a table on the device, which host code cannot check: a page that does not exist is the first or the last."""
     import cupy
@@ -666,7 +668,10 @@ def test_values_that_are_wider_than_keys(generation: str, launched: list[str]) -
 
 
 @slow
-@pytest.mark.parametrize(("backend", "generation"), CUPY_OFTEN)
+@pytest.mark.parametrize(
+    ("backend", "generation"),
+    [each if each.values[1] != "sm80" else pytest.param(*each.values, marks=exhaustive) for each in CUPY_OFTEN],
+)
 def test_modifications(backend: str, generation: str, launched: list[str]) -> None:
     choice = cases.with_(
         dtype="bfloat16", batch="1", heads="4:2", sizes="70x130", dims="64", window="both", softcap="yes",
@@ -695,7 +700,7 @@ CAPPED = {
 
 
 @slow
-@pytest.mark.parametrize("generation", ["sm90", "sm80"])
+@pytest.mark.parametrize("generation", ["sm90", pytest.param("sm80", marks=exhaustive)])
 @pytest.mark.parametrize("choice", [SLOPED, CAPPED], ids=["sloped", "capped"])
 def test_affine_scores(choice: cases.Choice, generation: str, launched: list[str]) -> None:
     """In kernels that have code for them; and head dims that are no multiple of 64."""
@@ -783,7 +788,7 @@ def test_more_tiles_than_a_list_holds(backend: str, generation: str, launched: l
 
 @slow
 @pytest.mark.parametrize(
-    ("backend", "generation"), [*(("cupy_raw", generation) for generation in GENERATIONS), ("numba_cuda", "simt")]
+    ("backend", "generation"), [*CUPY_OFTEN[:3], pytest.param("numba_cuda", "simt", marks=exhaustive)]
 )
 def test_keys_that_are_far_apart(backend: str, generation: str, device: Device, launched: list[str]) -> None:
     """More than 1,024 tiles without a pair, after less than 32 with some; then a few."""
@@ -856,7 +861,7 @@ def test_dq_in_order(generation: str, device: Device, launched: list[str]) -> No
 @slow
 @pytest.mark.parametrize(
     ("backend", "generation"),
-    [("cupy_raw", "sm90"), ("numba_cuda", "sm80"), pytest.param("numba_cuda", "sm90", marks=exhaustive)],
+    [("cupy_raw", "sm90"), *(pytest.param("numba_cuda", each, marks=exhaustive) for each in ("sm80", "sm90"))],
 )
 def test_weights_that_float16_does_not_hold(backend: str, generation: str, launched: list[str]) -> None:
     """Of rows whose maximum grows, in either direction along the keys, where no mask allows for infinity."""

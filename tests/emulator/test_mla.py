@@ -118,6 +118,7 @@ def paged(k: np.ndarray, lengths: np.ndarray, page: int, seed: int = 3) -> tuple
         pytest.param("6:2", 9, 300, (392, 328), FP16, marks=slow),
     ],
 )
+@pytest.mark.one_in(2)
 def test_dense(
     heads: str, n_q: int, n_k: int, dims: tuple[int, int], dtype: Any, device: Device, launched: list[str]
 ) -> None:
@@ -135,6 +136,7 @@ def test_dense(
         pytest.param(128, "16:1", 1, (320, 256), 9, {"softcap": 4.0}, marks=slow),
     ],
 )
+@pytest.mark.one_in(2)
 def test_pages(
     page: int, heads: str, n_q: int, dims: tuple[int, int], count: int, options: dict[str, Any],
     device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch,

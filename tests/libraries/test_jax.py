@@ -294,6 +294,7 @@ DOT_PRODUCT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", DOT_PRODUCT)
+@pytest.mark.one_in(2)
 def test_the_arguments_of_jax_nn(name: str) -> None:
     query, key, value = (x.swapaxes(1, 2) for x in tensors())
     options = DOT_PRODUCT[name]

@@ -18,7 +18,7 @@ DEVICE = (
 ALL, SIMT, SM80, SM90 = (f"flashkit/backends/numba_cuda/kernels/{name}" for name in ("common", "simt", "sm80", "sm90"))
 
 PACKED = "FLASHKIT_TEST_ALL=1 tests/emulator/test_kernels.py -k 'test_packed_sequences and numba_cuda-sm90'"
-SEQUENCES = "tests/emulator/test_kernels.py -k 'test_packed_sequences and numba_cuda-sm80'"
+SEQUENCES = "FLASHKIT_TEST_ALL=1 tests/emulator/test_kernels.py -k 'test_packed_sequences and numba_cuda-sm80'"
 MODIFIED = (
     "FLASHKIT_TEST_ALL=1 tests/emulator/test_kernels.py -k 'test_modifications and numba_cuda-simt and not packed'"
 )
@@ -155,7 +155,7 @@ FAULTS = (
         "sm80: a wrong speculation stays", f"{SM80}/forward.py",
         "            if not near:  # the speculation failed, and the scores are overwritten\n                "
         "s = scores(q, k)\n", "            near = True\n",
-        "tests/emulator/test_kernels.py -k 'float16_does_not_hold and numba_cuda-sm80'",
+        "FLASHKIT_TEST_ALL=1 tests/emulator/test_kernels.py -k 'float16_does_not_hold and numba_cuda-sm80'",
     ),
     Fault(
         "sm80: the order of additions is not kept", f"{SM80}/backward.py",

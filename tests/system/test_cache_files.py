@@ -663,6 +663,7 @@ def test_modifications_are_unloaded(program: Callable[..., str], monkeypatch: py
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+@pytest.mark.exhaustive
 def test_distinct_modifications_do_not_fill_the_memory(program: Callable[..., str], tmp_path: Path) -> None:
     """25 of them, in kB for each: compiled, where llvmlite keeps 1.5 kB for each of Numba's twenty pass builders, and
     loaded, where nothing is kept. Without unloading it is 50 kB more, and with llvmlite's pass managers 400 kB.

@@ -240,6 +240,7 @@ COMPILING_FORK = """
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.exhaustive
 def test_a_child_forked_while_threads_compile(program: Callable[..., str]) -> None:
     """It compiles a kernel of its own: no lock is left to a thread that the child does not have."""
     constant = int.from_bytes(os.urandom(5), "big")  # kernels that no cache has
@@ -276,6 +277,7 @@ POOLS = """
 @pytest.mark.slow
 @pytest.mark.parametrize("futures", [False, True], ids=["multiprocessing", "futures"])
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.one_in(2)
 def test_pools_of_processes(program: Callable[..., str], method: str, futures: bool) -> None:
     import multiprocessing
 

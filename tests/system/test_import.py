@@ -41,19 +41,26 @@ CALLS = LOOP + """
 
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 2, 70, 16)).astype(np.float32) for _ in range(3))
-    start = time.process_time()
-    flashkit.attention(q, k, v, causal=True)
-    first = (time.process_time() - start) / min(loop() for _ in range(3))
-
     from numba.core import event
+    start = time.process_time()
+    with event.install_recorder("numba:compile") as recorder:
+        flashkit.attention(q, k, v, causal=True)
+    first = len(recorder.buffer)
+    loops = (time.process_time() - start) / min(loop() for _ in range(3))
     with event.install_recorder("numba:compile") as recorder:
         masked = {"mask": rng.random((70, 70)) < 0.5, "dropout_p": 0.5, "seed": 1}
         for options in ({"window": (9, 0), "softcap": 3.0}, masked):
             out, vjp = flashkit.attention_vjp(q, k, v, score_mod=lambda s, b, h, q, k: s + 0.1 * h, **options)
             vjp(out)
     files = {str(p): p.stat().st_mtime_ns for p in kernel_cache.path().rglob("*") if p.is_file()}
-    print(json.dumps({"first": first, "compiled": len(recorder.buffer), "files": files, "sum": float(out.sum())}))
+    compiled = first + len(recorder.buffer)
+    total = float(out.sum())
+    print(json.dumps({"first": first, "loops": loops, "compiled": compiled, "files": files, "sum": total}))
 """
+
+
+FIRST_COMPILED = 160
+"""Two events for each function, of which a forward call has 58."""
 
 
 def test_import_is_quick_and_light(program: Callable[..., str], tmp_path: Path) -> None:
@@ -87,18 +94,18 @@ def test_nothing_is_written_before_the_first_call(program: Callable[..., str], t
 
 @pytest.mark.slow
 def test_the_second_process_compiles_nothing(program: Callable[..., str], tmp_path: Path) -> None:
-    """A first call takes less than 4 s, and 0.3 s in a later process, of a core that takes 0.1 s for the loop. Here
-    twice that, in loops, for cores differ and others may be at work.
+    """A first call compiles few functions. In a later process it takes 0.3 s of a core that takes 0.1 s for the loop;
+    here four times that, in loops, for cores differ and others may be at work.
     """
     first = json.loads(program(CALLS, FLASHKIT_CACHE_DIR=tmp_path))
-    assert first["compiled"] > 0 and first["files"]
-    assert first["first"] < 80
-    runs = [json.loads(program(CALLS, FLASHKIT_CACHE_DIR=tmp_path)) for _ in range(4)]
+    assert first["files"]
+    assert 0 < first["first"] < FIRST_COMPILED < first["compiled"]
+    runs = [json.loads(program(CALLS, FLASHKIT_CACHE_DIR=tmp_path)) for _ in range(3)]
     for run in runs:
         assert run["compiled"] == 0
         assert run["files"] == first["files"]  # nothing new, nothing written again
         assert run["sum"] == first["sum"]
-    assert min(run["first"] for run in runs) < 6
+    assert min(run["loops"] for run in runs) < 12
 
 
 @pytest.mark.slow
@@ -153,6 +160,7 @@ def test_a_later_process_does_without_numba(program: Callable[..., str]) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_damaged_cache_is_compiled_again(program: Callable[..., str], tmp_path: Path) -> None:
     """What a full disk or a killed process leaves behind does not stop attention()."""
     text = """

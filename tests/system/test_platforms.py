@@ -58,6 +58,7 @@ ELSEWHERE = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("system", ["win32", "darwin"])
+@pytest.mark.one_in(2)
 def test_without_what_only_linux_has(system: str, program: Callable[..., str], tmp_path: Path) -> None:
     printed = program(ELSEWHERE.format(system=system).replace("{{", "{").replace("}}", "}")).splitlines()
     here = sorted(host.cpu_features() & {"avx2", "fma", "avx512f", "asimd"})

@@ -86,6 +86,7 @@ INTERRUPTED = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.one_in(2)
 def test_ctrl_c_ends_a_long_call(program: Callable[..., str], kind: str) -> None:
     """Without looking for signals, what is left of the call, nine tenths, would go by first."""
     assert float(program(text_of(kind, 1, INTERRUPTED))) < 0.4
@@ -100,6 +101,7 @@ def test_ctrl_c_ends_a_long_work_tile(program: Callable[..., str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", ["workqueue", "omp"])
+@pytest.mark.one_in(2)
 def test_ctrl_c_on_each_layer(program: Callable[..., str], layer: str) -> None:
     from test_concurrency import has_layer
 
@@ -126,6 +128,7 @@ HANDLER = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", ["workqueue", "omp"])
+@pytest.mark.one_in(2)
 def test_a_handler_runs_during_a_long_call(program: Callable[..., str], layer: str) -> None:
     from test_concurrency import has_layer
 
@@ -149,6 +152,7 @@ FORKS = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.one_in(2)
 def test_a_handler_that_forks(program: Callable[..., str], kind: str) -> None:
     """The call goes on in both processes. The child has only one of the threads that were computing."""
     assert program(text_of(kind, 1, FORKS), FLASHKIT_NUM_THREADS=1).split() == ["7"]

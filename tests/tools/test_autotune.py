@@ -487,7 +487,7 @@ def test_measured_peaks_of_this_machine() -> None:
 
 @pytest.mark.slow
 def test_autotune_end_to_end() -> None:
-    assert cli.run(["autotune", "--quick", "--budget", "20", "--backend", "cpu"]) == 0
+    assert cli.run(["autotune", "--quick", "--budget", "8", "--backend", "cpu"]) == 0
     (file,) = profiles.user_dir().glob("*.yaml")
     q = np.ones((1, 4, 256, 64), np.float32)
     row = profiles.load_file(file).tile("cpu.forward", "float32", 64, causal=False)

@@ -86,6 +86,7 @@ def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> R
 
 
 @pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.one_in(2)
 def test_a_value_that_does_not_fit_is_one_error(run: Run, option: str) -> None:
     words = option.split()
     for value in OPTIONS[option]:

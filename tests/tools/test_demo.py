@@ -172,6 +172,7 @@ Too short.
 
 
 @pytest.mark.slow  # parses the whole library
+@pytest.mark.exhaustive
 def test_the_corpus_is_large_and_has_no_repeats() -> None:
     passages = corpus.gather()
     texts = [p.text for p in passages]

@@ -200,6 +200,7 @@ def test_tests_that_cannot_be_imported(checkout: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_fault_without_an_end(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found where the tests take much longer than without it; where the limit ran out first, not judged."""
     endless = Fault("hangs", "double.py", "    return", "    while x: pass\n    return")

@@ -72,6 +72,7 @@ def test_numpy_text_means_what_python_says(kind, r):
 @pytest.mark.parametrize("kind", random_.MAKERS)
 @thorough
 @given(r=randoms)
+@pytest.mark.exhaustive
 def test_numpy_text_means_what_python_says_more(kind, r):
     check_numpy(kind, r)
 
@@ -134,8 +135,8 @@ def test_numba_text_means_the_same():
 
 
 @pytest.mark.slow
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", range(1, 6))
+@pytest.mark.one_in(5)
 def test_numba_text_means_the_same_more(seed):
     check_numba(seed, count=25)
 
@@ -219,8 +220,8 @@ def test_cuda_text_means_the_same(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", range(20, 24))
+@pytest.mark.one_in(4)
 def test_cuda_text_means_the_same_more(tmp_path, seed):
     cases = some_cases(seed, count=100, depth=4)
     check_compiled(compile_cpp(tmp_path, cases), seed, cases)

@@ -57,6 +57,7 @@ def cache_of(kv_format: str, sequences: int, dtype: Any = np.float32, **options:
         ("int8", ml_dtypes.bfloat16, {"cascade": True}), ("e4m3", np.float64, {"cascade": True}),
     ],
 )  # fmt: skip
+@pytest.mark.one_in(3)
 def test_random_traces_equal_quantised_lists(kv_format: Any, dtype: Any, options: dict[str, Any]) -> None:
     rng = np.random.default_rng(3)
     cache = cache_of(kv_format, 4, dtype, pages=120, layers=1, **options)

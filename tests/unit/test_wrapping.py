@@ -356,6 +356,7 @@ def inputs(n_q: int = 150, n_k: int = 210) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("name", HASHES)
+@pytest.mark.one_in(2)
 def test_attention_with_a_hash_mask(name: str, backend: str) -> None:
     if backend == "cpu":
         pytest.importorskip("numba")

@@ -70,7 +70,7 @@ def participants(op, s, count, live, mask, operands, U):
 NOWHERE = 1 << 40
 
 
-@njit(inline='always', error_model='numpy', _nrt=False)
+@njit
 def step(w, budget, block):
     """Run a warp for so many instructions, or until it waits. DONE, WAITS, GOES_ON or an error."""
     code, operands, counter, state, info = block.code, block.operands, block.counters[w], block.state, block.info
