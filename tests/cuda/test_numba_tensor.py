@@ -37,9 +37,9 @@ def spec_of(dtype: str, d: int, **options: object) -> AttentionSpec:
     ("dtype", "d", "options", "spilled"),
     [
         ("bfloat16", 128, {}, 64),
-        pytest.param("float16", 64, {"causal": True, "sinks": np.zeros(2)}, 1024, marks=pytest.mark.exhaustive),
-        pytest.param("bfloat16", 256, {"kv_lengths": np.array([9])}, 512, marks=pytest.mark.exhaustive),
-        pytest.param("bfloat16", 80, {"softcap": 5.0, "dropout_p": 0.1, "seed": 1}, 512, marks=pytest.mark.exhaustive),
+        ("float16", 64, {"causal": True, "sinks": np.zeros(2)}, 1024),
+        ("bfloat16", 256, {"kv_lengths": np.array([9])}, 512),
+        ("bfloat16", 80, {"softcap": 5.0, "dropout_p": 0.1, "seed": 1}, 512),
     ],
 )  # fmt: skip
 @pytest.mark.exhaustive
@@ -70,7 +70,6 @@ def test_hoppers_forward_pass(dtype: str, d: int, options: dict, spilled: int) -
         pytest.param("float16", 192, {"causal": True, "deterministic": True}, marks=pytest.mark.exhaustive),
     ],
 )  # fmt: skip
-@pytest.mark.one_in(2)
 def test_hoppers_backward_pass(dtype: str, d: int, options: dict) -> None:
     """The wgmmas that the text asks for and no more, none serialised (or `binary` raises), no wait added by ptxas, and
     few spills in the loop over query tiles; the rest is in code that runs once a work tile, or in the producer warp
@@ -110,8 +109,8 @@ ARCHS = "sm_80", pytest.param("sm_90a", marks=pytest.mark.exhaustive)
     ("dtype", "d", "options"),
     [
         ("bfloat16", 64, {}),
-        pytest.param("float16", 128, {"causal": True}, marks=pytest.mark.exhaustive),
-        pytest.param("bfloat16", 256, {}, marks=pytest.mark.exhaustive),
+        ("float16", 128, {"causal": True}),
+        ("bfloat16", 256, {}),
     ],
 )
 @pytest.mark.exhaustive
@@ -131,7 +130,7 @@ def test_the_forward_pass_by_mma(dtype: str, d: int, options: dict, arch: str) -
     ("dtype", "d", "options"),
     [
         ("bfloat16", 64, {}),
-        pytest.param("float16", 128, {"causal": True}, marks=pytest.mark.exhaustive),
+        ("float16", 128, {"causal": True}),
     ],
 )  # fmt: skip
 @pytest.mark.exhaustive
@@ -151,13 +150,13 @@ def test_few_queries_by_mma(dtype: str, d: int, options: dict, arch: str) -> Non
     ("dtype", "d", "options", "spilled"),
     [
         ("bfloat16", 128, {}, 96),
-        pytest.param("float16", 128, {"causal": True}, 128, marks=pytest.mark.exhaustive),
-        pytest.param("float16", 64, {"causal": True, "sinks": np.zeros(2)}, 96, marks=pytest.mark.exhaustive),
-        pytest.param("bfloat16", 80, {"softcap": 5.0, "dropout_p": 0.1, "seed": 1}, 1200, marks=pytest.mark.exhaustive),
-        pytest.param("bfloat16", 256, {}, 64, marks=pytest.mark.exhaustive),
+        ("float16", 128, {"causal": True}, 128),
+        ("float16", 64, {"causal": True, "sinks": np.zeros(2)}, 96),
+        ("bfloat16", 80, {"softcap": 5.0, "dropout_p": 0.1, "seed": 1}, 1200),
+        ("bfloat16", 256, {}, 64),
     ],
 )  # fmt: skip
-@pytest.mark.one_in(2)
+@pytest.mark.exhaustive
 def test_the_backward_pass_by_mma(dtype: str, d: int, options: dict, spilled: int, arch: str) -> None:
     if d > 128 and arch == "sm_80":
         pytest.skip("its shared memory holds a small tile alone, whose sums are spilled")

@@ -102,6 +102,7 @@ CONFORM = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("lanes", "layer"), [(4, "workqueue"), (8, "tbb"), (16, "omp")])
+@pytest.mark.exhaustive
 def test_each_width_and_layer_conforms(program: Callable[..., str], lanes: int, layer: str) -> None:
     """A sample of the conformance suite from four threads at once; `make matrix` runs all of it."""
     if lanes > host.lanes_of(host.cpu_features()):

@@ -109,6 +109,7 @@ def test_the_second_process_compiles_nothing(program: Callable[..., str], tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_numba_beside_works_as_ever(program: Callable[..., str], tmp_path: Path) -> None:
     """Parts of kernels are not finished each alone; what they share with other compiled functions is."""
     text = """
