@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 from .api import attention as _attention
 from .api import entry_of, vjp_of
 from .call import foreign, torch_plans
+from .call.plan_cache import Entry
 from .call.planned import Planned
 from .call.quantized import Quantized
 from .call.torch_bias import bias_gradient
@@ -160,7 +161,7 @@ def _number(x: Any) -> Any:
 
 def _bhnd_in_bnhd_memory(q: Any, layout: str) -> bool:
     """Whether q is a transposed view of (B, N, H, D), as models make it: the result becomes one, too."""
-    return layout == "bhnd" and q.dim() == 4 and q.stride(1) < q.stride(2)
+    return layout == "bhnd" and q.dim() == 4 and q.stride(1) < q.stride(2) and q.shape[2] != 1
 
 
 def _known(call: Any, given: tuple[Any, ...], tensors: Tensors, options: tuple[Any, ...], mods: Any) -> Any:
@@ -184,9 +185,17 @@ def _forward(
             if turned:
                 given = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
                 own_options = (*options[:LAYOUT], "bnhd", *options[LAYOUT + 1 :])
-            lent = foreign.Loan(foreign.TORCH, q).lend(*given, **_keywords(tensors, own_options, mods))
-            found = _attention(**lent, return_lse=with_lse)
-            planned = None if tensors or mods else _cached_plan(return_lse=with_lse, recorded=False, **lent)
+            keywords = _keywords(tensors, own_options, mods)
+            entry = None
+            if not tensors and not mods and _PLAIN_ON_CPU.issuperset([(type(x), x.is_cpu) for x in given]):
+                of_q, of_k, of_v = map(foreign.TORCH.memory, given)
+                entry = entry_of(of_q, of_k, of_v, return_lse=with_lse, recorded=False, **keywords)
+            if entry is not None and entry.planned is not None:
+                found, planned = entry.run(of_q, of_k, of_v, None), _fixed_plan(entry)
+            else:
+                borrowed = foreign.Loan(foreign.TORCH, q).lend(*given, **keywords)
+                found = _attention(**borrowed, return_lse=with_lse)
+                planned = None if tensors or mods else _cached_plan(return_lse=with_lse, recorded=False, **borrowed)
             if planned is not None:
                 torch_plans.keep(torch_plans.name_of(with_lse, options), (q, k, v), (planned, turned))
     out, lse = found if with_lse else (found, None)
@@ -238,8 +247,12 @@ def _cached_plan(q: Any, k: Any, v: Any, out: Any = None, **keywords: Any) -> Pl
     if type(q) is not View and not isinstance(q, np.ndarray):
         return None
     entry = entry_of(q, k, v, **keywords)
-    planned = entry.planned if entry is not None and entry.fixed else None
-    return planned if planned is not None and planned.reads_addresses else None
+    return None if entry is None else _fixed_plan(entry)
+
+
+def _fixed_plan(entry: Entry) -> Planned | None:
+    """The plan of an entry, if it is for any call of its layouts and reads addresses."""
+    return entry.planned if entry.fixed and entry.planned is not None and entry.planned.reads_addresses else None
 
 
 # --- the operators ----------------------------------------------------------------------------------------------------
@@ -344,6 +357,7 @@ def _is_plain(tensors: tuple[Any, ...]) -> bool:
 
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_PLAIN_ON_CPU = frozenset((kind, True) for kind in _PLAIN)
 _BATCHED_GRADIENTS = torch._C._parse_dispatch_key("VmapMode")  # torch.autograd.grad(..., is_grads_batched=True)
 
 

@@ -252,3 +252,21 @@ def test_a_plan_is_kept_with_what_it_is_of(monkeypatch: pytest.MonkeyPatch) -> N
         torch.testing.assert_close(plain, torch.nn.functional.scaled_dot_product_attention(q, k, v))
         torch.testing.assert_close(biased, torch.nn.functional.scaled_dot_product_attention(q, k, v, bias))
     assert len(set(map(id, ran))) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_of_decoding_share_a_plan(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has one key more, and views of a cache as models keep it: nothing is prepared and checked anew."""
+    from flashkit.call import foreign
+
+    lent, lend = list[Any](), foreign.Loan.lend
+    monkeypatch.setattr(foreign.Loan, "lend", lambda *given, **options: lent.append(1) or lend(*given, **options))
+    keys, values = torch.randn(2, 2, 2, 100, 16, dtype=dtype)
+    for n in range(65, 100):
+        q = torch.randn(2, 1, 4, 16, dtype=dtype).transpose(1, 2)
+        out = ft.attention(q, keys[:, :, :n], values[:, :, :n], causal=True)
+        right = flashkit.attention(
+            *(x.double().numpy() for x in (q, keys[:, :, :n], values[:, :, :n])), backend="reference"
+        )
+        np.testing.assert_allclose(out.double().numpy(), right, atol=1e-5 if dtype is torch.float32 else 2.0**-6)
+    assert len(lent) == 1
