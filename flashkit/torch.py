@@ -22,7 +22,6 @@ from torch.autograd import forward_ad
 from .api import attention as _attention
 from .api import entry_of, vjp_of
 from .call import foreign, torch_plans
-from .call.plan_cache import Entry
 from .call.planned import Planned
 from .call.quantized import Quantized
 from .call.torch_bias import bias_gradient
@@ -186,16 +185,13 @@ def _forward(
                 given = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
                 own_options = (*options[:LAYOUT], "bnhd", *options[LAYOUT + 1 :])
             keywords = _keywords(tensors, own_options, mods)
-            entry = None
-            if not tensors and not mods and _PLAIN_ON_CPU.issuperset([(type(x), x.is_cpu) for x in given]):
-                of_q, of_k, of_v = map(foreign.TORCH.memory, given)
-                entry = entry_of(of_q, of_k, of_v, return_lse=with_lse, recorded=False, **keywords)
-            if entry is not None and entry.planned is not None:
-                found, planned = entry.run(of_q, of_k, of_v, None), _fixed_plan(entry)
+            by_plan = None if tensors or mods else _by_cached_plan(with_lse, given, keywords)
+            if by_plan is not None:
+                found, planned = by_plan
             else:
-                borrowed = foreign.Loan(foreign.TORCH, q).lend(*given, **keywords)
-                found = _attention(**borrowed, return_lse=with_lse)
-                planned = None if tensors or mods else _cached_plan(return_lse=with_lse, recorded=False, **borrowed)
+                lent = foreign.Loan(foreign.TORCH, q).lend(*given, **keywords)
+                found = _attention(**lent, return_lse=with_lse)
+                planned = None if tensors or mods else _cached_plan(return_lse=with_lse, recorded=False, **lent)
             if planned is not None:
                 torch_plans.keep(torch_plans.name_of(with_lse, options), (q, k, v), (planned, turned))
     out, lse = found if with_lse else (found, None)
@@ -247,12 +243,20 @@ def _cached_plan(q: Any, k: Any, v: Any, out: Any = None, **keywords: Any) -> Pl
     if type(q) is not View and not isinstance(q, np.ndarray):
         return None
     entry = entry_of(q, k, v, **keywords)
-    return None if entry is None else _fixed_plan(entry)
+    return None if entry is None else entry.repeated
 
 
-def _fixed_plan(entry: Entry) -> Planned | None:
-    """The plan of an entry, if it is for any call of its layouts and reads addresses."""
-    return entry.planned if entry.fixed and entry.planned is not None and entry.planned.reads_addresses else None
+def _by_cached_plan(
+    with_lse: bool, given: tuple[Any, Any, Any], keywords: dict[str, Any]
+) -> tuple[Any, Planned | None] | None:
+    """The results of plain tensors on a CPU by the plan that `attention` has cached for such a call, and that plan, if
+    it is for any call of these layouts. None without such a plan.
+    """
+    if not (_PLAIN.issuperset(map(type, given)) and all(x.is_cpu for x in given)):
+        return None
+    q, k, v = map(foreign.TORCH.memory, given)
+    entry = entry_of(q, k, v, return_lse=with_lse, recorded=False, **keywords)
+    return None if entry is None or entry.planned is None else (entry.run(q, k, v, None), entry.repeated)
 
 
 # --- the operators ----------------------------------------------------------------------------------------------------
@@ -357,8 +361,13 @@ def _is_plain(tensors: tuple[Any, ...]) -> bool:
 
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-_PLAIN_ON_CPU = frozenset((kind, True) for kind in _PLAIN)
 _BATCHED_GRADIENTS = torch._C._parse_dispatch_key("VmapMode")  # torch.autograd.grad(..., is_grads_batched=True)
+
+
+def _refuse_tangents(tensors: tuple[Any, ...]) -> None:
+    """NotImplementedError where forward mode differentiates: operators without a rule for it would drop tangents."""
+    if not torch.compiler.is_compiling() and any(map(foreign.is_dual, tensors)):
+        raise NotImplementedError("flashkit has no forward mode AD of attention; torch.autograd and torch.func.vjp fit")
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
@@ -402,6 +411,8 @@ class _Function(torch.autograd.Function):
         arguments, all_tensors = (dout, dlse, out, lse, of_bias, q, k, v), (q, k, v, *_results(dout, dlse, out, lse))
         watched = _is_watched()
         known = None if watched else _known(len(all_tensors) - 3, all_tensors, tensors, options, mods)
+        if watched:
+            _refuse_tangents(all_tensors)
         if known is not None or (not watched and _is_plain((*all_tensors, *given))):
             found = _backward(known, *arguments, tensors, options, {} if mods is None else _mods[mods.number])
         else:
@@ -440,6 +451,8 @@ def _call(
     known = None if watched else _known(with_lse, (q, k, v), tensors, options, mods)
     if known is not None or (not watched and _is_plain((q, k, v, *tensors.values()))):
         return _forward(known, with_lse, q, k, v, tensors, options, {} if mods is None else _mods[mods.number])
+    if watched:
+        _refuse_tangents((q, k, v, *tensors.values()))
     found: tuple[Any, Any] = _forward_op(with_lse, q, k, v, *_flat(tensors, options, mods))
     return found
 

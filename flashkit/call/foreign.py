@@ -111,7 +111,7 @@ class Torch(Library):
         kind = type(array)
         if kind is not torch.Tensor and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             raise TypeError(f"{name} is a {full_name(array)}, which is more than its memory; a plain torch.Tensor fits")
-        if torch._C._functorch.is_functorch_wrapped_tensor(array) or _is_dual(array):
+        if torch._C._functorch.is_functorch_wrapped_tensor(array) or is_dual(array):
             raise TypeError(f"{name} belongs to a transform of torch.func or forward mode; a plain tensor fits")
         if array.requires_grad and torch.is_grad_enabled():
             raise TypeError(
@@ -314,7 +314,7 @@ def full_name(array: Any) -> str:
     return f"{type(array).__module__}.{type(array).__qualname__}"
 
 
-def _is_dual(array: Any) -> bool:
+def is_dual(array: Any) -> bool:
     """Whether a tensor carries a tangent of forward-mode differentiation."""
     forward = sys.modules.get("torch.autograd.forward_ad")
     if forward is None or forward._current_level < 0:

@@ -46,9 +46,11 @@ class Entry:
     __slots__ = "_anew", "_follows", "_keys_axis", "_kv_lengths", "_name", "_offsets", "planned"
 
     @property
-    def fixed(self) -> bool:
-        """Whether the calls pass nothing anew but q, k and v, of one layout."""
-        return not self._anew and self._keys_axis == 0 and self._kv_lengths is None and not self._offsets
+    def repeated(self) -> Planned | None:
+        """The plan, if it reads addresses and its calls pass nothing anew but q, k and v, of one layout."""
+        if self._anew or self._keys_axis != 0 or self._kv_lengths is not None or self._offsets:
+            return None
+        return self.planned if self.planned is not None and self.planned.reads_addresses else None
 
     def __init__(
         self, name: Any, anew: tuple[Any, ...], keys_axis: int, kv_lengths: Any, offsets: tuple[Any, ...], follows: bool

@@ -222,6 +222,29 @@ def test_what_looks_at_operators_sees_them() -> None:
     same(list(batched), [torch.stack(x) for x in zip(*each, strict=True)])
 
 
+@pytest.mark.parametrize("n", [1, 21], ids=["decoding", "several queries"])
+def test_tangents_are_refused(n: int) -> None:
+    """Also where the call without them has a plan: a tangent that is dropped would pass for one that is zero."""
+    q, k, v, sinks = torch.randn(2, 4, n, 16), *torch.randn(2, 2, 4, 21, 16), torch.randn(4)
+    plain = q, k, v
+    for _ in range(2):
+        ft.attention(*plain)
+    with torch.autograd.forward_ad.dual_level():
+        for i, x in enumerate(plain):
+            dual = torch.autograd.forward_ad.make_dual(x, x)
+            with pytest.raises(NotImplementedError, match="forward mode AD"):
+                ft.attention(*plain[:i], dual, *plain[i + 1 :])
+        with pytest.raises(NotImplementedError, match="forward mode AD"):
+            ft.attention(*plain, sinks=torch.autograd.forward_ad.make_dual(sinks, sinks))
+        grown = [x.clone().requires_grad_() for x in plain]
+        out = ft.attention(*grown)
+        with pytest.raises(NotImplementedError, match="forward mode AD"):
+            torch.autograd.grad(out, grown, torch.autograd.forward_ad.make_dual(torch.ones_like(out), out.detach()))
+        assert torch.equal(ft.attention(*plain), out)
+    with pytest.raises(NotImplementedError, match="forward mode AD"):
+        torch.func.jvp(lambda q: ft.attention(q, k, v), (q,), (q,))
+
+
 def test_a_plan_takes_no_other_layout() -> None:
     """Each call differs from the one before in one property of the key of its plan."""
     q, k, v = (x.detach().float() for x in qkv())

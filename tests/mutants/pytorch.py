@@ -16,7 +16,7 @@ FOREIGN, VIEWS, TRACING, PLANS, BIAS, OPERATORS, MASKS = (
 
 FAULTS = (
     Fault("gradients are cut", FOREIGN, "if array.requires_grad and torch.is_grad_enabled():", "if False:", ARRAYS),
-    Fault("tangents are cut", FOREIGN, " or _is_dual(array):", ":", ARRAYS),
+    Fault("tangents are cut", FOREIGN, " or is_dual(array):", ":", ARRAYS),
     Fault("bfloat16 goes back as int16", FOREIGN, "torch.from_numpy(native.view(np.int16)).view(torch.bfloat16)",
           "torch.from_numpy(native.view(np.int16))", ARRAYS),
     Fault("subclasses of tensors", FOREIGN,
@@ -34,6 +34,8 @@ FAULTS = (
     Fault("the fake result is contiguous", OPERATORS,
           "out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[-1])).transpose(1, 2)",
           "out = q.new_empty((*q.shape[:-1], v.shape[-1]))", TORCH),
+    Fault("tangents are dropped", OPERATORS, "_refuse_tangents((q, k, v, *tensors.values()))", "pass", TORCH),
+    Fault("tangents of dO are dropped", OPERATORS, "_refuse_tangents(all_tensors)", "pass", TORCH),
     Fault("no dlse", OPERATORS, "None if dlse is None else memory(dlse)", "None", TORCH),
     Fault("plans for any tensors", PLANS, "if fits(*tensors):", "if True:", FOUND),
     Fault("plans for any of several tensors", PLANS, "lambda *others: all(map(operator.call, apart, others))",
