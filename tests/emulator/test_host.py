@@ -150,10 +150,9 @@ def test_rows_that_tma_does_not_address(storage: str, generation: str, launched:
 @pytest.mark.parametrize(("backend", "generation", "older"), CUPY_OFTEN)
 @pytest.mark.parametrize("scale", [pytest.param("-0.3", marks=pytest.mark.exhaustive), "0"])
 def test_scales_that_are_not_positive(
-    scale: str, backend: str, generation: str, older: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
+    scale: str, backend: str, generation: str, older: str, launched: list[str]
 ) -> None:
     """They turn the maximum of a row into its minimum, and -inf of a masked pair or of one past the end into inf."""
-    monkeypatch.setenv(cuda_backend.VARIABLE, generation)
     choice = FEATURES if backend == "cupy_raw" else SIMT_FEATURES
     check_forward({**choice, "sizes": "140x170", "batch": "2", "scale": scale}, backend)
     if backend == "cupy_raw":

@@ -92,21 +92,12 @@ def test_hard_data(backend: str, generation: str, data: str, launched: list[str]
 PACKED = {**FEATURES, "sizes": "100x140", "sequences": "packed", "q_offset": "default", "kv_lengths": "no"}
 """Three sequences, one of them empty, and tokens behind the last."""
 
-EACH_PACKED = [
-    pytest.param(
-        backend, generation, id=f"{backend}-{generation}",
-        marks=exhaustive if backend == "numba_cuda" else [],
-    )
-    for backend in BACKENDS
-    for generation in GENERATIONS
-]
-
-OLDER_PAGED = [each for each in EACH_PACKED if each.values[1] != "sm90"]
+OLDER_PAGED = [each for each in CUPY_OFTEN if each.values[1] != "sm90"]
 """Pages of any number of keys, and few queries."""
 
 
 @slow
-@pytest.mark.parametrize(("backend", "generation"), EACH_PACKED)
+@pytest.mark.parametrize(("backend", "generation"), CUPY_OFTEN)
 def test_packed_sequences(backend: str, generation: str, launched: list[str]) -> None:
     choice = {**PACKED, "dtype": features(generation)["dtype"], "alibi": "(B, Hq)"}
     check(choice, backend, deterministic=True)
@@ -116,7 +107,7 @@ def test_packed_sequences(backend: str, generation: str, launched: list[str]) ->
 
 @slow
 @pytest.mark.one_in(8)
-@pytest.mark.parametrize(("backend", "generation"), EACH_PACKED)
+@pytest.mark.parametrize(("backend", "generation"), CUPY_OFTEN)
 @pytest.mark.parametrize(
     "more",
     [
@@ -146,7 +137,7 @@ def test_packed_float32_on_tensor_cores(generation: str, launched: list[str]) ->
 
 @slow
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize(("backend", "generation"), EACH_PACKED)
+@pytest.mark.parametrize(("backend", "generation"), CUPY_OFTEN)
 def test_offsets_that_change_in_a_graph(backend: str, generation: str, device: Device, launched: list[str]) -> None:
     """Kernels read where sequences begin when they run."""
     import cupy
@@ -553,7 +544,7 @@ def test_pages_that_are_not_aligned(generation: str, dims: str, launched: list[s
 
 
 @slow
-@pytest.mark.parametrize(("backend", "generation"), EACH_PACKED)
+@pytest.mark.parametrize(("backend", "generation"), CUPY_OFTEN)
 def test_packed_queries_of_keys_in_pages(backend: str, generation: str, launched: list[str]) -> None:
     """With a table on the device, which host code cannot check: a page that does not exist is the first or the last."""
     import cupy

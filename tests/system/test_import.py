@@ -95,17 +95,17 @@ def test_nothing_is_written_before_the_first_call(program: Callable[..., str], t
 @pytest.mark.slow
 def test_the_second_process_compiles_nothing(program: Callable[..., str], tmp_path: Path) -> None:
     """A first call compiles few functions. In a later process it takes 0.3 s of a core that takes 0.1 s for the loop;
-    here four times that, in loops, for cores differ and others may be at work.
+    here twice that, in loops, for cores differ and others may be at work.
     """
     first = json.loads(program(CALLS, FLASHKIT_CACHE_DIR=tmp_path))
     assert first["files"]
     assert 0 < first["first"] < FIRST_COMPILED < first["compiled"]
-    runs = [json.loads(program(CALLS, FLASHKIT_CACHE_DIR=tmp_path)) for _ in range(3)]
+    runs = [json.loads(program(CALLS, FLASHKIT_CACHE_DIR=tmp_path)) for _ in range(4)]
     for run in runs:
         assert run["compiled"] == 0
         assert run["files"] == first["files"]  # nothing new, nothing written again
         assert run["sum"] == first["sum"]
-    assert min(run["loops"] for run in runs) < 12
+    assert min(run["loops"] for run in runs) < 6
 
 
 @pytest.mark.slow
