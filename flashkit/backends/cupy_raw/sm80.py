@@ -24,6 +24,7 @@ MIN_TF32X3_DIM = 16  # terms of a sum that average out what TF32x3 leaves out
 _TILE_LIST = 4 * 512  # bytes of TileList: kernels/sm80/tile_scheduler.cuh
 _L2_BYTES = 24_000_000  # of K and V of the heads that CTAs work on at the same time
 _NUM_SPLITS, _HEADS_PER_L2_GROUP = AT["num_splits"], AT["heads_per_l2_group"]
+_COMBINE_PREFETCH, _COMBINE_THREADS = 8, 1024  # kernels/sm80/combine.cuh
 _WHY = "measured on an H200"
 
 
@@ -159,10 +160,12 @@ def forward_tile(spec: AttentionSpec, rows: int, device: Device) -> Sm80Tile:
 
 
 def launch_combine(kernel: Kernel, arguments: Arguments, stream: int, early: bool) -> None:
-    """Enqueue kernels/sm80/combine.cuh: a CTA for each row, a thread for each column of some of the splits."""
-    rows, columns = arguments.batch * arguments.heads * arguments.n_q, padded(arguments.spec.head_dim_v, 32)
-    groups = 8 if columns <= 64 else 512 // columns
-    kernel.launch(rows, columns * groups, arguments, stream, early)
+    """Enqueue kernels/sm80/combine.cuh: a CTA for each row, with as many groups of threads as make few rounds."""
+    rows, dim_v = arguments.batch * arguments.heads * arguments.n_q, arguments.spec.head_dim_v
+    columns = 4 if dim_v % 4 == 0 and dim_v > 64 else 2 if dim_v % 2 == 0 else 1  # COMBINE_VEC
+    lanes = padded(-(-dim_v // columns), 32)
+    groups = min(-(-arguments.words[_NUM_SPLITS] // _COMBINE_PREFETCH), _COMBINE_THREADS // lanes)
+    kernel.launch(rows, lanes * groups, arguments, stream, early)
 
 
 class Sm80Forward:

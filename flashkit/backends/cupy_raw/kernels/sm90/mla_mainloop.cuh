@@ -49,6 +49,7 @@ struct MlaConsumer {
                       END_OF_PART = FROM + 4 * chunks_of_part(PART), TO = END_OF_PART < ALL ? END_OF_PART : ALL;
         if constexpr (chunks_of_part(PART) > 0) {
             k_part(base, PART).consumer_wait(n);
+            wgmma_fence();  // ptxas wants one behind every wait that may branch
 #pragma unroll
             for (int step = FROM; step < TO; ++step) {
                 if (PART == OLDEST_PART && step == FROM)
@@ -63,7 +64,6 @@ struct MlaConsumer {
     __device__ __forceinline__ void issue_qk(unsigned n) {
         const unsigned base = uniform(this->base);
         const unsigned long long q = descriptor(base + AT_Q), k = descriptor(base + at_k(n % STAGES));
-        wgmma_fence();
         issue_qk_part<REST>(n, q, k);
         issue_qk_part<FIRST>(n, q, k);
         issue_qk_part<SECOND>(n, q, k);
