@@ -39,7 +39,8 @@ GROUPS = {
         "copies": """
             cp.async.bulk.commit_group cp.async.bulk.global.shared.bulk_group cp.async.bulk.shared.global.mbarrier
             cp.async.bulk.shared.shared.mbarrier cp.async.bulk.tensor.5d.global.shared.bulk_group
-            cp.async.bulk.tensor.5d.shared.global.mbarrier cp.reduce.async.bulk.global.shared.bulk_group.add.f32
+            cp.async.bulk.tensor.5d.shared.global.mbarrier cp.async.bulk.tensor.5d.shared.global.mbarrier.multicast
+            cp.reduce.async.bulk.global.shared.bulk_group.add.f32
         """,
         "store_waits": "cp.async.bulk.wait_group cp.async.bulk.wait_group.read",
         "lanewise": "cp.async.shared.global st.async",

@@ -75,6 +75,7 @@ class Sm90MlaTile(ForwardTile):
         smem.add("LIST_PIPE", barriers * NUM_LISTS)
         smem.add("UNIT_PIPE", barriers * 2)
         smem.add("CLAIM", 8)
+        smem.add("CLAIMED", barriers + 8)
         smem.add("TILE_DESCS", 4 * 4)
         smem.add("UNITS", 16 * 2)
         smem.add("ROW_REF", 4 * ROWS)
@@ -88,12 +89,12 @@ class Sm90MlaTile(ForwardTile):
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         return self.shared_memory(spec) <= device.shared_per_block
 
-    def source(self, spec: AttentionSpec) -> tuple[dict[str, int], str]:
+    def source(self, spec: AttentionSpec, cluster: int = 1) -> tuple[dict[str, int], str]:
         """Constants and generated functions of the kernel."""
         classifies = spec.mask is not None
         constants = {
             **self.common(spec, spec.group, classifies), "ROW_SUM_BY_MMA": False, "FAST_MATH": True, "NUM_TERMS": 1,
-            "FP8": False, "LIST_BYTES": NUM_LISTS * _LIST_BYTES,
+            "FP8": False, "CLUSTER_SIZE": cluster, "LIST_BYTES": NUM_LISTS * _LIST_BYTES,
             "MASK_OF_HEADS": spec.mask is not None and expr.uses(spec.mask, expr.H),
             **modification.forward_constants(spec),
         }  # fmt: skip
@@ -123,8 +124,8 @@ def supports(problem: Problem, direction: Direction) -> Verdict:
 
 
 def number_of_splits(work_tiles: int, key_tiles: int, sms: int, ragged: bool = False) -> int:
-    """Parts that the keys are split into, so that units fill the device: the fewest of least time in the model. ragged:
-    sequences may be shorter, so that units of whole sequences would be of very different sizes.
+    """Parts that the keys are split into, so that units fill the device's SMs, or clusters: the fewest of least time in
+    the model. ragged: sequences may be shorter, so that units of whole sequences would be of very different sizes.
     """
 
     def cost(splits: int) -> int:
@@ -137,10 +138,21 @@ def number_of_splits(work_tiles: int, key_tiles: int, sms: int, ragged: bool = F
     return min(range(least, min(key_tiles, max(least, most)) + 1), key=cost, default=1)
 
 
+def row_tiles(group: int, n_q: int) -> int:
+    """Of the rows that share a key."""
+    return -(-n_q * group // ROWS)
+
+
+def cluster_size(group: int, n_q: int) -> int:
+    """CTAs that load a key once for neighbouring rows: 1, or 2 where hardly any of them has no rows."""
+    tiles = row_tiles(group, n_q)
+    return 2 if tiles % 2 == 0 or tiles > 4 else 1
+
+
 class Shaped(NamedTuple):
     """What a launch derives from the shapes and strides of its arrays."""
 
-    units: int
+    units: int  # of clusters
     splits: int
     maps: Maps
 
@@ -153,7 +165,9 @@ class Sm90MlaForward:
 
     def __init__(self, problem: Problem, device: Device) -> None:
         spec, self.device, self.tile, self.why = problem.spec, device, Sm90MlaTile(), WHY
-        constants, functions = self.tile.source(spec)
+        self._cluster = cluster_size(spec.group, problem.n_q)
+        constants, functions = self.tile.source(spec, self._cluster)
+        self._clusters = max(1, device.sms // self._cluster)  # at a time
         arch = compiler.target(device.capability)
         library = specialise.library("sm90/mla_forward", spec, tuple(constants.items()), arch, functions)
         self.libraries = [library]
@@ -181,9 +195,10 @@ class Sm90MlaForward:
         if not self.takes(arguments):
             return None
         spec, rows = arguments.spec, arguments.batch * arguments.heads * arguments.n_q
-        work_tiles = -(-arguments.n_q * spec.group // ROWS) * arguments.heads_kv * arguments.batch
-        splits = number_of_splits(work_tiles, -(-arguments.n_k // KEYS), self.device.sms, spec.kv_lengths)
-        check_grid(work_tiles * splits, rows)
+        groups = -(-row_tiles(spec.group, arguments.n_q) // self._cluster)
+        work_tiles, clusters = groups * arguments.heads_kv * arguments.batch, self._clusters
+        splits = number_of_splits(work_tiles, -(-arguments.n_k // KEYS), clusters, spec.kv_lengths)
+        check_grid(work_tiles * splits * self._cluster, rows)
         keys = keys_of_a_box(arguments.words[AT["page"]], KEYS) if spec.paged else KEYS
         return Shaped(work_tiles * splits, splits, maps_of(arguments, "k", spec.head_dim, 1, keys))
 
@@ -197,7 +212,7 @@ class Sm90MlaForward:
             return None
         held = arguments.allocate_partials(splits) if splits > 1 else None
         words[_NUM_SPLITS], words[_TILE_COUNTER] = splits, self._counters.next(stream)
-        ctas, block = min(units, self.device.sms), arguments.with_maps([maps[words[AT["k"]]]])
+        ctas, block = self._cluster * min(units, self._clusters), arguments.with_maps([maps[words[AT["k"]]]])
         self._kernel.launch(ctas, self.tile.threads, block, stream, pdl=True)
         if splits > 1:
             launch_combine(self._combine, arguments, stream, early=True)

@@ -46,6 +46,22 @@ def issue(op, p, m, w, s, operands, R, queue, groups):
                 source = L[operands[s + 2], l] + operands[s + 3]
                 complete, box = np.int64(U[operands[s + 9], 2 * l]) + operands[s + 10], s + 4
                 i = enqueue(queue, LOAD_BOX, target, source, 0, complete, w, l, -1, p)
+            elif op == CP_ASYNC_BULK_TENSOR_5D_SHARED_GLOBAL_MBARRIER_MULTICAST:
+                target = np.int64(U[operands[s], 2 * l]) + operands[s + 1]
+                source = L[operands[s + 2], l] + operands[s + 3]
+                complete = np.int64(U[operands[s + 9], 2 * l]) + operands[s + 10]
+                ctas = np.int64(U[operands[s + 11], 2 * l]) & 0xFFFF
+                for cta in range(16):
+                    if ctas >> cta & 1:
+                        there = np.int64(cta) << 24
+                        i = enqueue(
+                            queue, LOAD_BOX, target & 0xFFFFFF | there, source, 0, complete & 0xFFFFFF | there, w, l,
+                            -1, p,
+                        )
+                        if i < 0:
+                            return i
+                        for j in range(5):
+                            queue[i, BOX_AT + j] = np.int64(I[operands[s + 4 + j], 2 * l])
             elif op == CP_ASYNC_BULK_TENSOR_5D_GLOBAL_SHARED_BULK_GROUP:
                 target = L[operands[s], l] + operands[s + 1]
                 source, box = np.int64(U[operands[s + 7], 2 * l]) + operands[s + 8], s + 2

@@ -3,7 +3,8 @@
 // at all. docs/hopper.md walks through it.
 //
 // The grid is persistent: one CTA per SM takes units, one of p.num_splits parts of the keys of 64 rows, until none is
-// left. A row is one of the PACK_GQA query heads that share a K/V head, at one token. `combine` reduces the splits.
+// left. Where a key has more rows than that, the two CTAs of a cluster take neighbouring rows and load each key once. A
+// row is one of the PACK_GQA query heads that share a K/V head, at one token. `combine` reduces the splits.
 //
 //     Q                 [64][HEAD_DIM]             shared memory
 //     K, V              [STAGES][64][HEAD_DIM]     shared memory, a pipeline for each part (mla_layout.cuh)
@@ -18,19 +19,21 @@
 #include "sm90/mla_producer.cuh"
 #include "sm90/mla_mainloop.cuh"
 
-extern "C" __global__ void __launch_bounds__(MLA_THREADS, 1)
+extern "C" __global__ void __cluster_dims__(CLUSTER_SIZE, 1, 1) __launch_bounds__(MLA_THREADS, 1)
 sm90_mla_forward(KERNEL_PARAMS, const __grid_constant__ TensorMap k_map) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = uniform(address_of(shared));
     if (threadIdx.x == 0) {
-        for (int part = 0; part < 3; ++part) k_part(base, part).init(1, 4);
+        for (int part = 0; part < 3; ++part) k_part(base, part).init(1, 4 * CLUSTER_SIZE);
         list_pipe(base).init(1, 1);
         unit_pipe(base).init(1, CONSUMERS / 32);
         mbarrier_init(base + AT_CLAIM, 1);
+        claimed_pipe(base).init(1, 1);
         fence_mbarrier_init();
     }
     griddepcontrol_wait(), griddepcontrol_launch_dependents();
     __syncthreads();
+    if (CLUSTER_SIZE > 1) cluster_sync();
     const int role = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32);
     if (role == 0) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
@@ -42,6 +45,8 @@ sm90_mla_forward(KERNEL_PARAMS, const __grid_constant__ TensorMap k_map) {
         if (role == 1) MlaConsumer<0>(p, base).run();
         else MlaConsumer<1>(p, base).run();
     }
+    __syncwarp();
+    if (CLUSTER_SIZE > 1) cluster_sync();  // the peer's arrivals and copies have come
 }
 
 #include "sm80/combine.cuh"

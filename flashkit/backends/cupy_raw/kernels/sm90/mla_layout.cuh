@@ -1,6 +1,6 @@
 // Tile shape and shared memory of the forward pass of latent attention, beyond layout.cuh.
 //
-// From the head: MASK_OF_HEADS, whether the mask differs from head to head, and the offsets of
+// From the head: MASK_OF_HEADS, whether the mask differs from head to head, CLUSTER_SIZE, and the offsets of
 //
 //     AT_K                [STAGES][BLOCK_K][HEAD_DIM]; the first HEAD_DIM_V columns are V
 //     AT_Q                [64][HEAD_DIM]
@@ -8,6 +8,7 @@
 //     AT_K_PIPE           full and empty barriers of each part of K
 //     AT_LIST_PIPE, AT_UNIT_PIPE                        full and empty barriers
 //     AT_CLAIM            as in layout.cuh
+//     AT_CLAIMED          in a cluster, from its first CTA to the second: full and empty barrier, index of a unit
 //     AT_TILE_DESCS       [DESC_SLOTS]
 //     AT_UNITS            [UNIT_SLOTS] of four words: b, h, row0, split
 //     AT_ROW_REF, AT_RESCALE                            [64] floats, of the newest P
@@ -51,6 +52,10 @@ DEVICE Pipeline<STAGES> k_part(unsigned base, int part) {
 DEVICE Pipeline<UNIT_SLOTS> unit_pipe(unsigned base) { return Pipeline<UNIT_SLOTS>::at(base + AT_UNIT_PIPE); }
 DEVICE unsigned mla_desc_slot(unsigned base, unsigned n) { return base + AT_TILE_DESCS + 4 * (n % DESC_SLOTS); }
 DEVICE unsigned unit_slot(unsigned base, unsigned number) { return base + AT_UNITS + 16 * (number % UNIT_SLOTS); }
+
+// In a cluster of two the stages of both CTAs fill together, so both free them.
+DEVICE int peer_rank() { return 1 - cluster_ctarank(); }
+DEVICE Pipeline<1> claimed_pipe(unsigned base) { return Pipeline<1>::at(base + AT_CLAIMED); }
 
 // What a CTA takes at a time: one of p.num_splits parts of the keys of a work tile.
 struct Unit {

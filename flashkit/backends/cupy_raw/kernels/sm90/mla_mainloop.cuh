@@ -41,6 +41,13 @@ struct MlaConsumer {
     // Where a value of a lane's row lies, in an array with one for each row.
     __device__ __forceinline__ unsigned row_slot(int at, int half) const { return base + at + 4 * row_of_lane(half); }
 
+    // A warp's part of stage n, in each CTA that has it.
+    __device__ __forceinline__ void release(int part, unsigned n) const {
+        const Pipeline<STAGES> pipe = k_part(base, part);
+        pipe.consumer_release(n);
+        if constexpr (CLUSTER_SIZE > 1) dsmem_arrive(mapa(pipe.empty_barrier(n), peer_rank()), threadIdx.x % 32);
+    }
+
     // --- products ----------------------------------------------------------------------------------------------------
 
     template <int PART>
@@ -93,7 +100,7 @@ struct MlaConsumer {
     __device__ __forceinline__ void finish_pv(unsigned n) {
         wgmma_wait<0>();
         fence_operand(o), fence_operand(p);
-        k_part(base, WG).consumer_release(n);
+        release(WG, n);
     }
 
     // --- softmax -----------------------------------------------------------------------------------------------------
@@ -164,8 +171,7 @@ struct MlaConsumer {
         modify_tile(params, unit.at, (desc & 3) == FULL, s, first_key(desc), scale);
         online_softmax(rescale, sum);
         // The dependence keeps exponentials from being scheduled behind the next wait.
-        if constexpr (REST_CHUNKS > 0)
-            k_part(base, REST).consumer_release(n + depends_on(sum[0]) + depends_on(sum[1]));
+        if constexpr (REST_CHUNKS > 0) release(REST, n + depends_on(sum[0]) + depends_on(sum[1]));
     }
 
     // O += P(n) V(n), of this warp group's P.

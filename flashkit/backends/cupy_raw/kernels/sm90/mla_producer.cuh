@@ -1,11 +1,26 @@
-// The producer of latent attention: TMA loads of K, part by part. V is a part of K. Consumers load Q.
+// The producer of latent attention: TMA loads of K, part by part. V is a part of K. Consumers load Q. The CTAs of a
+// cluster share their keys: each loads every other chunk, for both.
 #pragma once
 #include "sm90/producer.cuh"
 #include "sm90/mla_scheduler.cuh"
 
+// Chunks of a part, at `box`: in a cluster those of this CTA.
+template <int PART>
+DEVICE void load_chunks(const TensorMap& k_map, const Box& box, unsigned target, unsigned barrier) {
+    constexpr int FIRST_OF_PART = first_chunk(PART);
+#pragma unroll
+    for (int c = 0; c < chunks_of_part(PART); ++c) {
+        const unsigned chunk = target + c * CHUNK_BYTES;
+        const Box of_chunk = at_column(box, 64 * (FIRST_OF_PART + c));
+        if constexpr (CLUSTER_SIZE == 1) tma_load<1>(chunk, k_map, of_chunk, barrier);
+        else if ((FIRST_OF_PART + c) % CLUSTER_SIZE == cluster_ctarank())
+            tma_load_multicast<1>(chunk, k_map, of_chunk, barrier, (1 << CLUSTER_SIZE) - 1);
+    }
+}
+
 template <int PART>
 DEVICE void load_k_part(const KvSource& kv, const KvTile& at, unsigned base, unsigned n) {
-    constexpr int CHUNKS = chunks_of_part(PART), COLUMN = 64 * first_chunk(PART);
+    constexpr int CHUNKS = chunks_of_part(PART);
     if constexpr (CHUNKS == 0) return;
     const Pipeline<STAGES> pipe = k_part(base, PART);
     const unsigned target = base + at_k(n % STAGES) + first_chunk(PART) * CHUNK_BYTES, barrier = pipe.full_barrier(n);
@@ -14,12 +29,10 @@ DEVICE void load_k_part(const KvSource& kv, const KvTile& at, unsigned base, uns
     if constexpr (IS_PAGED) {
         const unsigned row = threadIdx.x % 32 * kv.box_rows();
         const Box box{0, at.row, at.head, (int)existing_page(kv.p, at.page)};
-        if (row < BLOCK_K)
-            load_tile<1, CHUNKS, BLOCK_K>(target + row * CHUNK_ROW, kv.k_map, box, barrier, COLUMN, CHUNK_BYTES);
+        if (row < BLOCK_K) load_chunks<PART>(kv.k_map, box, target + row * CHUNK_ROW, barrier);
         __syncwarp();  // a lane that fell behind would wait for a phase of the pipeline that is over
     } else {
-        const Box box = kv_box(kv.p, at.b, at.head, at.tile * BLOCK_K);
-        load_tile<1, CHUNKS, BLOCK_K>(target, kv.k_map, box, barrier, COLUMN);
+        load_chunks<PART>(kv.k_map, kv_box(kv.p, at.b, at.head, at.tile * BLOCK_K), target, barrier);
     }
 }
 

@@ -13,14 +13,42 @@ struct UnitList {
 static_assert(sizeof(UnitList) * NUM_LISTS == LIST_BYTES, "sm90_mla.py and UnitList differ");
 
 struct UnitScheduler : TileScheduler {
+    // Row tiles of the CTAs of a cluster, which take them together.
+    __device__ __forceinline__ int groups() const { return (tiles() + CLUSTER_SIZE - 1) / CLUSTER_SIZE; }
     __device__ __forceinline__ int count() const {
-        return tiles() * (int)(p.heads / PACK_GQA * p.batch * p.num_splits);
+        return groups() * (int)(p.heads / PACK_GQA * p.batch * p.num_splits);
     }
-    // Row tiles of the same keys follow each other, so that CTAs read these keys from L2 together.
+    // Row tiles of the same keys follow each other, so that CTAs read these keys from L2 together. Where no tile is
+    // left for a cluster's second CTA, it takes the first's.
     __device__ __forceinline__ Unit unit(int index) const {
-        const int tiles = this->tiles(), heads = (int)p.heads / PACK_GQA, splits = (int)p.num_splits;
-        const int rest = index / tiles, bh = rest / splits, tile = tiles - 1 - index % tiles;
+        const int groups = this->groups(), heads = (int)p.heads / PACK_GQA, splits = (int)p.num_splits;
+        const int rest = index / groups, bh = rest / splits, group = groups - 1 - index % groups;
+        int tile = group * CLUSTER_SIZE;
+        if (CLUSTER_SIZE > 1 && tile + 1 < tiles()) tile += cluster_ctarank();
         return {{bh / heads, bh % heads * PACK_GQA, tile * BLOCK_Q, 0}, rest % splits};
+    }
+    __device__ __forceinline__ int initial() const { return blockIdx.x / CLUSTER_SIZE; }
+    // By a warp: the next index, in its first lane. The first CTA of a cluster claims for both.
+    __device__ __forceinline__ int claim() const {
+        if (threadIdx.x % 32 != 0 || (CLUSTER_SIZE > 1 && cluster_ctarank() > 0)) return 0;
+        return (int)(atomicAdd(p.tile_counter, 1) + gridDim.x / CLUSTER_SIZE);
+    }
+    // Claim number `n`, in all lanes of the warps of both CTAs.
+    __device__ __forceinline__ int agreed(int claimed, unsigned base, unsigned n) const {
+        if constexpr (CLUSTER_SIZE == 1) return uniform(claimed);
+        const Pipeline<1> pipe = claimed_pipe(base);
+        const unsigned word = base + AT_CLAIMED + 16, lane = threadIdx.x % 32;
+        if (cluster_ctarank() == 0) {
+            pipe.producer_acquire_backoff(n);
+            if (lane == 0) dsmem_store(mapa(word, 1), claimed, mapa(pipe.full, 1));
+            return uniform(claimed);
+        }
+        if (lane == 0) mbarrier_arrive_expect_tx(pipe.full, 4);
+        mbarrier_wait_backoff(pipe.full, n & 1);
+        const int index = load_word(word);
+        __syncwarp();
+        dsmem_arrive(mapa(pipe.empty, 0), lane);
+        return uniform(index);
     }
 };
 
@@ -33,12 +61,15 @@ DEVICE TileRange tile_range(const Params& p, int n_k, int split) {
     return {(int)(first < all ? first : all), (int)(first + each < all ? first + each : all)};
 }
 
-// The State of K tiles tile ... tile + count - 1 for the rows of a work tile.
+// The State of K tiles tile ... tile + count - 1 for the rows of a work tile, and of the other CTAs of its cluster: they
+// have one list.
 DEVICE unsigned unit_tile_state(const Params& p, const WorkTile& at, int n_k, int tile, int count) {
-    const int rows = (int)max_n_q(p) * PACK_GQA, row1 = at.row0 + BLOCK_Q < rows ? at.row0 + BLOCK_Q : rows;
+    constexpr int GROUP_ROWS = CLUSTER_SIZE * BLOCK_Q;
+    const int rows = (int)max_n_q(p) * PACK_GQA, row0 = at.row0 / GROUP_ROWS * GROUP_ROWS,
+              row1 = row0 + GROUP_ROWS < rows ? row0 + GROUP_ROWS : rows;
     const int k0 = tile * BLOCK_K, whole = k0 + count * BLOCK_K, k1 = whole < n_k ? whole : n_k;
     const long long offset = seq_info(p, at.b).q_position;
-    return tile_state_of_rows<MASK_OF_HEADS>(p, at, offset, at.row0, row1, k0, k1, whole > n_k);
+    return tile_state_of_rows<MASK_OF_HEADS>(p, at, offset, row0, row1, k0, k1, whole > n_k);
 }
 
 // The results of a unit without keys, by a warp. The combine kernel does not read O of such a split.
@@ -67,7 +98,7 @@ DEVICE void unit_scheduler_warp(const Params& p, unsigned base, UnitList* lists)
     const UnitScheduler scheduler{p};
     const bool leader = threadIdx.x % 32 == 0;
     const int count = scheduler.count();
-    unsigned number = 0;  // late claims so far
+    unsigned number = 0, claims = 0;  // late ones so far, and all
 #pragma unroll 1
     for (int index = scheduler.initial(); index < count;) {
         const Unit unit = scheduler.unit(index);
@@ -79,7 +110,7 @@ DEVICE void unit_scheduler_warp(const Params& p, unsigned base, UnitList* lists)
         int claimed = late ? 0 : scheduler.claim();  // it arrives while the tiles are listed
         if (tiles == 0) {
             store_unit_without_keys(p, unit);
-            index = uniform(claimed);
+            index = scheduler.agreed(claimed, base, claims++);
             continue;
         }
         int next = 0;
@@ -101,7 +132,7 @@ DEVICE void unit_scheduler_warp(const Params& p, unsigned base, UnitList* lists)
             writer.commit();
         }
         if (late) mbarrier_wait_backoff(base + AT_CLAIM, number++ & 1), claimed = scheduler.claim();
-        index = uniform(claimed);
+        index = scheduler.agreed(claimed, base, claims++);
     }
     UnitList& to = writer.acquire();
     if (leader) to.b = END;
