@@ -223,6 +223,37 @@ def test_a_nan_stays_in_its_sequence(device: Device, launched: list[str]) -> Non
     assert not np.isfinite(out.get()[1, ..., 5].astype(np.float64)).any() and np.isnan(lse.get()[2]).all()
 
 
+@pytest.mark.parametrize(
+    ("heads", "n_q", "tiles"), [("64:1", 5, 5), pytest.param("40:1", 3, 2, marks=slow)], ids=["odd", "ragged"]
+)
+@pytest.mark.parametrize("count", [1, pytest.param(3, marks=slow)])
+def test_clusters(
+    heads: str, n_q: int, tiles: int, count: int, device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Two CTAs take neighbouring row tiles, of which the last may have no neighbour, and load each key once: one
+    cluster all units, among them sequences without keys; row tiles that see other keys than their neighbours.
+    """
+    assert sm90_mla.row_tiles(int(heads.split(":")[0]), n_q) == tiles
+    device.sms = 2
+    splits(monkeypatch, count)
+    q, k = inputs(6, heads, n_q, 150, 320)
+    lengths, offset = np.array([150, 0, 0, 0, 1, 66]), np.array([62, 0, 0, 0, 0, 63])
+    check(q, k, 256, kv_lengths=lengths, causal=True, q_offset=offset, scale=0.06)
+    check(q, k, 256, scale=0.06, mask_mod=lambda b, h, q, k: k < 40 * q)
+    assert set(launched) <= {KERNEL, COMBINE}
+
+
+def test_many_splits(device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than a thread takes at a time, so that several CTAs combine them for a row."""
+    splits(monkeypatch, 11)
+    check(*inputs(1, "3:1", 1, 64 * 11 - 5, 320), 256, scale=0.06)
+    assert launched == [KERNEL, COMBINE]
+
+
+def test_cluster_sizes() -> None:
+    assert [sm90_mla.cluster_size(32, n_q) for n_q in (1, 2, 3, 4, 5, 6, 7, 8, 9)] == [1, 1, 2, 2, 1, 1, 2, 2, 2]
+
+
 @slow
 def test_the_order_of_events(device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits in any, with more units than CTAs and with fewer."""

@@ -75,8 +75,33 @@ FAULTS = (
     Fault("sequences without keys", SCHEDULER, "            store_unit_without_keys(p, unit);\n", ""),
     Fault("the mask of the first head", SCHEDULER, "tile_state_of_rows<MASK_OF_HEADS>", "tile_state_of_rows<false>"),
     Fault("the only tile of rows without keys", SCHEDULER, "(tiles - 1) << 8 | PARTIAL;", "(tiles - 1) << 8 | FULL;"),
-    Fault("columns of a page's box", PRODUCER, "barrier, COLUMN, CHUNK_BYTES)", "barrier, 0, CHUNK_BYTES)"),
-    Fault("columns of a box", PRODUCER, "barrier, COLUMN);", "barrier, 0);"),
+    Fault(
+        "columns of a box", PRODUCER, "tma_load<1>(chunk, k_map, at_column(box, 64 * c)",
+        "tma_load<1>(chunk, k_map, at_column(box, 64 * (c - FROM))",
+    ),
+    Fault("rows of a page's boxes", PRODUCER, "Box{0, at.row, at.head, page}, row", "Box{0, 0, at.head, page}, row"),
+    # clusters
+    Fault(
+        "columns of a box for both CTAs", PRODUCER, "tma_load_multicast<1>(chunk, k_map, at_column(box, 64 * c)",
+        "tma_load_multicast<1>(chunk, k_map, at_column(box, 64 * (c - FROM))",
+    ),
+    Fault(
+        "a stage is freed in its own CTA alone", MAINLOOP,
+        "if constexpr (CLUSTER_SIZE > 1) dsmem_arrive(mapa(pipe.empty_barrier(n), peer_rank()), threadIdx.x % 32);", "",
+    ),
+    Fault(
+        "a stage is free when one CTA has read it", f"{SM90}/mla_forward.cu", "init(1, 4 * CLUSTER_SIZE)", "init(1, 4)",
+    ),
+    Fault(
+        "tile states of a CTA's own rows", SCHEDULER, "constexpr int GROUP_ROWS = CLUSTER_SIZE * BLOCK_Q;",
+        "constexpr int GROUP_ROWS = BLOCK_Q;",
+    ),
+    Fault(
+        "the second CTA takes another unit", SCHEDULER, "dsmem_store(mapa(word, 1), claimed,",
+        "dsmem_store(mapa(word, 1), claimed + 1,",
+    ),
+    Fault("a claim is not awaited by the first CTA", SCHEDULER, "            pipe.producer_acquire_backoff(n);\n", ""),
+    Fault("neighbours have the same rows", SCHEDULER, "tile += cluster_ctarank();", ";"),
     # the host
     Fault("v need not be k", PLAN, 'views = words[AT["k"]] == words[AT["v"]]', "views = True"),
     Fault("any scale", PLAN, " and arguments.positive_scale", ""),

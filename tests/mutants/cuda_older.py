@@ -71,6 +71,16 @@ FAULTS = (
         "step = p.batch * p.o_partial.batch;", "step = p.o_partial.batch;", DECODE,
     ),
     Fault(
+        "sm80: combine counts the last split again", f"{SM80}/combine.cuh",
+        "first + groups * i > last ? 0.0f : exp2_fast(", "false ? 0.0f : exp2_fast(",
+        "tests/emulator/test_mla.py -k test_many_splits",
+    ),
+    Fault(
+        "sm80: combine takes the first columns in each CTA of a row", f"{SM80}/combine.cuh",
+        "(blockIdx.x % per_row * lanes + lane) * COMBINE_VEC", "lane * COMBINE_VEC",
+        "tests/emulator/test_mla.py -k test_many_splits",
+    ),
+    Fault(
         "sm80: combine adds the sink in each group", f"{SM80}/combine.cuh",
         "float sum = group == 0 ? exp2_fast((sink - finite_max) * LOG2E) : 0.0f",
         "float sum = exp2_fast((sink - finite_max) * LOG2E)",

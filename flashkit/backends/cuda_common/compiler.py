@@ -244,8 +244,8 @@ def _included(source: Source) -> tuple[tuple[str, str], ...]:
 
 
 def _refuse_serialised(name: str, arch: str, log: str) -> None:
-    """CompileError if ptxas has serialised wgmma instructions: the kernel would be right but slow. Another remark of that
-    kind (C7519, an arrive that it adds) costs nothing.
+    """CompileError if ptxas has serialised wgmma instructions: the kernel would be right but slow. Another remark of
+    that kind (C7519, an arrive that it adds) costs nothing.
     """
     if serialised := re.findall(r".*\(C75\d\d\).*serialized.*", log):
         raise CompileError(f"{name} for {arch}: {serialised[0].strip()}")

@@ -25,6 +25,7 @@ _TILE_LIST = 4 * 512  # bytes of TileList: kernels/sm80/tile_scheduler.cuh
 _L2_BYTES = 24_000_000  # of K and V of the heads that CTAs work on at the same time
 _NUM_SPLITS, _HEADS_PER_L2_GROUP = AT["num_splits"], AT["heads_per_l2_group"]
 _COMBINE_PREFETCH, _COMBINE_THREADS = 8, 1024  # kernels/sm80/combine.cuh
+_COMBINE_MAX_CTAS = 1024  # of rows that several CTAs share: with more there are enough CTAs anyway
 _WHY = "measured on an H200"
 
 
@@ -160,12 +161,17 @@ def forward_tile(spec: AttentionSpec, rows: int, device: Device) -> Sm80Tile:
 
 
 def launch_combine(kernel: Kernel, arguments: Arguments, stream: int, early: bool) -> None:
-    """Enqueue kernels/sm80/combine.cuh: a CTA for each row, with as many groups of threads as make few rounds."""
+    """Enqueue kernels/sm80/combine.cuh: one CTA or several for each row, with as many groups of threads as make few
+    rounds.
+    """
     rows, dim_v = arguments.batch * arguments.heads * arguments.n_q, arguments.spec.head_dim_v
     columns = 4 if dim_v % 4 == 0 and dim_v > 64 else 2 if dim_v % 2 == 0 else 1  # COMBINE_VEC
     lanes = padded(-(-dim_v // columns), 32)
-    groups = min(-(-arguments.words[_NUM_SPLITS] // _COMBINE_PREFETCH), _COMBINE_THREADS // lanes)
-    kernel.launch(rows, lanes * groups, arguments, stream, early)
+    splits, ctas = arguments.words[_NUM_SPLITS], rows
+    if splits > _COMBINE_PREFETCH and rows * lanes // 32 <= _COMBINE_MAX_CTAS:
+        ctas, lanes = rows * lanes // 32, 32
+    groups = min(-(-splits // _COMBINE_PREFETCH), _COMBINE_THREADS // lanes)
+    kernel.launch(ctas, lanes * groups, arguments, stream, early)
 
 
 class Sm80Forward:

@@ -4,36 +4,46 @@
 #include "sm90/producer.cuh"
 #include "sm90/mla_scheduler.cuh"
 
-// Chunks of a part, at `box`: in a cluster those of this CTA.
-template <int PART>
+DEVICE bool is_own_chunk(int chunk) { return CLUSTER_SIZE == 1 || chunk % CLUSTER_SIZE == cluster_ctarank(); }
+
+// Chunks FROM ... END - 1 of the rows of `box`: those of this CTA.
+template <int FROM, int END>
 DEVICE void load_chunks(const TensorMap& k_map, const Box& box, unsigned target, unsigned barrier) {
-    constexpr int FIRST_OF_PART = first_chunk(PART);
 #pragma unroll
-    for (int c = 0; c < chunks_of_part(PART); ++c) {
-        const unsigned chunk = target + c * CHUNK_BYTES;
-        const Box of_chunk = at_column(box, 64 * (FIRST_OF_PART + c));
-        if constexpr (CLUSTER_SIZE == 1) tma_load<1>(chunk, k_map, of_chunk, barrier);
-        else if ((FIRST_OF_PART + c) % CLUSTER_SIZE == cluster_ctarank())
-            tma_load_multicast<1>(chunk, k_map, of_chunk, barrier, (1 << CLUSTER_SIZE) - 1);
+    for (int c = FROM; c < END; ++c) {
+        const unsigned chunk = target + (c - FROM) * CHUNK_BYTES;
+        if (!is_own_chunk(c)) continue;
+        if constexpr (CLUSTER_SIZE == 1) tma_load<1>(chunk, k_map, at_column(box, 64 * c), barrier);
+        else tma_load_multicast<1>(chunk, k_map, at_column(box, 64 * c), barrier, (1 << CLUSTER_SIZE) - 1);
     }
+}
+
+// Calls f(box, row) for each box of a K tile, with its first row in the tile: by one lane, or by a lane for each box.
+template <typename F>
+DEVICE void for_each_box(const KvSource& kv, const KvTile& at, F f) {
+    if constexpr (!IS_PAGED) return f(kv_box(kv.p, at.b, at.head, at.tile * BLOCK_K), 0u);
+    const int page = (int)existing_page(kv.p, at.page);
+    if (kv.box_rows() == BLOCK_K) {  // one box, in registers that the compiler knows to be uniform
+        const Box box{0, uniform(at.row), uniform(at.head), uniform(page)};
+        if (elect_one()) f(box, 0u);
+    } else {
+        const unsigned row = threadIdx.x % 32 * kv.box_rows();
+        if (row < BLOCK_K) f(Box{0, at.row, at.head, page}, row);
+    }
+    __syncwarp();  // a lane that fell behind would wait for a phase of the pipeline that is over
 }
 
 template <int PART>
 DEVICE void load_k_part(const KvSource& kv, const KvTile& at, unsigned base, unsigned n) {
-    constexpr int CHUNKS = chunks_of_part(PART);
+    constexpr int CHUNKS = chunks_of_part(PART), FROM = first_chunk(PART);
     if constexpr (CHUNKS == 0) return;
     const Pipeline<STAGES> pipe = k_part(base, PART);
-    const unsigned target = base + at_k(n % STAGES) + first_chunk(PART) * CHUNK_BYTES, barrier = pipe.full_barrier(n);
+    const unsigned target = base + at_k(n % STAGES) + FROM * CHUNK_BYTES, barrier = pipe.full_barrier(n);
     pipe.producer_acquire(n);
     if (KvSource::is_leader()) mbarrier_arrive_expect_tx(barrier, CHUNKS * CHUNK_BYTES);
-    if constexpr (IS_PAGED) {
-        const unsigned row = threadIdx.x % 32 * kv.box_rows();
-        const Box box{0, at.row, at.head, (int)existing_page(kv.p, at.page)};
-        if (row < BLOCK_K) load_chunks<PART>(kv.k_map, box, target + row * CHUNK_ROW, barrier);
-        __syncwarp();  // a lane that fell behind would wait for a phase of the pipeline that is over
-    } else {
-        load_chunks<PART>(kv.k_map, kv_box(kv.p, at.b, at.head, at.tile * BLOCK_K), target, barrier);
-    }
+    for_each_box(kv, at, [&](const Box& box, unsigned row) {
+        load_chunks<FROM, FROM + CHUNKS>(kv.k_map, box, target + row * CHUNK_ROW, barrier);
+    });
 }
 
 // Of pages all lanes come.
@@ -43,7 +53,6 @@ DEVICE void mla_producer(const Params& p, const TensorMap& k_map, unsigned base,
     const KvSource kv{p, k_map, k_map};
     const bool leader = KvSource::is_leader();
     unsigned n = 0, number = 0;  // K tiles, units so far
-    KvTile looked_up{};
     auto announce = [&](int b, int h, int row0, int split) {
         units.producer_acquire(number);
         const unsigned slot = unit_slot(base, number);
@@ -62,17 +71,19 @@ DEVICE void mla_producer(const Params& p, const TensorMap& k_map, unsigned base,
             if (leader) announce(b, work.h, work.row0, work.split);
             ++number;
         }
+        const unsigned last_page = kv.last_page(b);
+        const auto located = [&](int i) { return kv.located(tile_of(work.list.entry[i]), head, b, last_page); };
+        KvTile next = located(0);
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
-            const int entry = work.list.entry[i], tile = tile_of(entry), last = work.ends && i == count - 1;
+            const KvTile at = next;
+            const int entry = work.list.entry[i], last = work.ends && i == count - 1;
+            if (i + 1 < count) next = located(i + 1);  // the table of pages is far away: it arrives meanwhile
             if (leader && i == claim_at) mbarrier_arrive(base + AT_CLAIM);
-            const KvTile at = IS_PAGED && i > 0 ? looked_up : kv.located(tile, head, b);
             k_part(base, OLDEST_PART).producer_acquire(n);
-            if (leader) store_word(mla_desc_slot(base, n), tile << 8 | last * LAST_TILE | (entry & 3));
+            if (leader) store_word(mla_desc_slot(base, n), at.tile << 8 | last * LAST_TILE | (entry & 3));
             load_k_part<REST>(kv, at, base, n);
             load_k_part<FIRST>(kv, at, base, n);
-            // The table is far away: the next tile's pages arrive while a part is awaited.
-            if (IS_PAGED && i + 1 < count) looked_up = kv.located(tile_of(work.list.entry[i + 1]), head, b);
             load_k_part<SECOND>(kv, at, base, n);
             ++n;
         }

@@ -21,12 +21,15 @@ struct KvSource {
     __device__ __forceinline__ unsigned box_rows() const {
         return ((unsigned)p.page | BLOCK_K) & -((unsigned)p.page | BLOCK_K);
     }
+    // The page of a sequence's last key. Asked for once a list: the length is far away.
+    __device__ __forceinline__ unsigned last_page(int b) const {
+        const int n_k = IS_PAGED ? (int)seq_info(p, b).n_k : 0;
+        return n_k > 0 ? page_number(p, n_k - 1) : 0;
+    }
     // Looked up once for K and V. Behind the last key comes what lies there in its page, or that page again.
-    __device__ __forceinline__ KvTile located(int tile, int head, int b) const {
+    __device__ __forceinline__ KvTile located(int tile, int head, int b, unsigned last) const {
         if constexpr (!IS_PAGED) return {tile, head, b};
         const unsigned key = tile * BLOCK_K + threadIdx.x % 32 * box_rows(), number = page_number(p, key);
-        const int n_k = (int)seq_info(p, b).n_k;
-        const unsigned last = n_k > 0 ? page_number(p, n_k - 1) : 0;
         return {tile, head, b, (int)(key - number * p.page), table_entry(p, b, number < last ? number : last)};
     }
 
@@ -97,19 +100,21 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
         const WorkTileList& work = lists[c % 2];
         const int b = work.b, count = work.count, head = work.h / GQA_GROUP;
         if (b == END) break;
+        const unsigned last_page = kv.last_page(b);
         const auto tile_of = [&](int entry) { return work.last_tile - (entry >> 8); };
+        const auto located = [&](int entry) { return kv.located(tile_of(entry), head, b, last_page); };
         const int claim_at = claim_before(work.ends && claims_late(work.last_tile + 1), count);
         if (leader && claim_at == count) mbarrier_arrive(base + AT_CLAIM);
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
-            const int entry = work.list.entry[i], tile = tile_of(entry), first = i == 0 ? work.first_bits : 0;
+            const int entry = work.list.entry[i], first = i == 0 ? work.first_bits : 0;
             if (leader && i == claim_at) mbarrier_arrive(base + AT_CLAIM);
-            const KvTile at = IS_PAGED && i > 0 ? looked_up : kv.located(tile, head, b);
+            const KvTile at = IS_PAGED && i > 0 ? looked_up : located(entry);
             pipe_k.producer_acquire(n);
-            if (leader) store_word(tile_desc_slot(base, n), tile << 8 | first | (entry & 63));
+            if (leader) store_word(tile_desc_slot(base, n), at.tile << 8 | first | (entry & 63));
             kv.load_k(at, base + at_k(n % STAGES), pipe_k.full_barrier(n));
             // The table is far away: the next tile's pages arrive while V's stage is awaited.
-            if (IS_PAGED && i + 1 < count) looked_up = kv.located(tile_of(work.list.entry[i + 1]), head, b);
+            if (IS_PAGED && i + 1 < count) looked_up = located(work.list.entry[i + 1]);
             if (n > 0) load_previous_v();
             previous = at;
             ++n;

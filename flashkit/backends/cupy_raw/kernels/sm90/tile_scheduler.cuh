@@ -91,8 +91,8 @@ struct WorkTileList {
 static_assert(sizeof(WorkTileList) == LIST_HEADER + 4 * LIST_CAPACITY, "sm90_launch.py and WorkTileList differ");
 
 // Long sequences: the next work tile is claimed when this one nears its end, so that the last ones are shared evenly.
-// Short ones, of so many K/V tiles, leave no time for that.
-DEVICE bool claims_late(int tiles) { return tiles > 16; }
+// Short ones, of so many K/V tiles, leave no time for that; tiles of FP16x2 take longer.
+DEVICE bool claims_late(int tiles) { return tiles > (FP16X2 ? 4 : 16); }
 constexpr int CLAIM_AHEAD = MASK_READS_ARRAYS ? 12 : 4;  // K/V tiles before the end
 // For the producer: the entry of a list of `count` before which the next work tile is claimed, -1 for none.
 DEVICE int claim_before(bool late, int count) { return !late ? -1 : count > CLAIM_AHEAD ? count - CLAIM_AHEAD : 0; }
@@ -142,19 +142,21 @@ DEVICE void scheduler_warp(const Params& p, unsigned base, WorkTileList* lists) 
         const int n_k = (int)seq_info(p, at.b).n_k, tiles = (n_k + BLOCK_K - 1) / BLOCK_K;
         const bool skipped = IS_PACKED && (at.row0 >= (int)seq_info(p, at.b).n_q || n_k == 0);
         const bool late = !skipped && claims_late(tiles);
-        int claimed = late ? 0 : scheduler.claim();  // it arrives while the tiles are listed
         if (skipped) {
             store_without_keys(p, at);
-            index = uniform(claimed);
+            index = uniform(scheduler.claim());
             continue;
         }
-        int next = 0;
+        int next = 0, claimed = 0;
         unsigned seen;
         // The last keys come first.
         auto states_of = [&](int i, int many) { return kv_tile_states(p, at, n_k, tiles - i - many, many); };
 #pragma unroll 1
         for (bool first = true; first || next < tiles; first = false) {
             WorkTileList& to = writer.acquire();
+            // It arrives while the tiles are listed. Before a list is free it would be too early: other CTAs may be
+            // sooner done.
+            if (first && !late) claimed = scheduler.claim();
             const int found = fill(to.list, next, tiles, seen, states_of, writer.n == 0);
             // A warp group without any visible key still gets one tile, as PARTIAL with every pair masked: rows without
             // keys need no code of their own.
