@@ -356,7 +356,7 @@ FAULTS = (
     ),
     Fault(
         "pages: the next tile has this one's", f"{SM90}/producer.cuh",
-        "kv.located(tile_of(work.list.entry[i + 1]), head, b)", "kv.located(tile, head, b)", PAGED,
+        "looked_up = located(work.list.entry[i + 1]);", "looked_up = at;", PAGED,
     ),
     Fault(
         "pages: a box for each lane", f"{SM90}/producer.cuh",

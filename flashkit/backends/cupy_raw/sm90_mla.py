@@ -31,7 +31,7 @@ MAX_DIM, MAX_DIM_V = 576, 512
 ROWS, KEYS = 64, 64
 """Rows of Q and keys of a tile. A tile of P is a chunk, and half of O fits the registers of a warp group."""
 
-WHY = "latent attention, not timed yet; where v is no view of k, simt"
+WHY = "latent attention, measured on an H200; where v is no view of k, simt"
 
 _LIST_BYTES = 4 * (96 + 9)  # UnitList of kernels/sm90/mla_scheduler.cuh
 _OLD_PARTS = "V", "ONES", "Q_PIPE", "V_PIPE", "OUT_READY", "WORK_TILES", "V_TILES", "SCALES", "AFFINE"

@@ -20,7 +20,8 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) combine(KERNEL_PAR
     const int lanes = whole ? COMBINE_LANES : 32, per_row = COMBINE_LANES / lanes;
     const int index = blockIdx.x / per_row, lane = threadIdx.x % lanes, group = threadIdx.x / lanes;
     const long long row = index % rows, h = index / rows % p.heads, b = index / rows / p.heads;
-    const int column = (blockIdx.x % per_row * lanes + lane) * COMBINE_VEC, groups = blockDim.x / lanes, splits = (int)p.num_splits, last = splits - 1;
+    const int column = (blockIdx.x % per_row * lanes + lane) * COMBINE_VEC;
+    const int groups = blockDim.x / lanes, splits = (int)p.num_splits, last = splits - 1;
     const bool stores = column < HEAD_DIM_V;
     const float* lse = row_at<const float>(p.lse_partial, b, h, row);
     const float* o_split = row_at<const float>(p.o_partial, b, h, row) + (stores ? column : 0);

@@ -61,7 +61,7 @@ DEVICE TileRange tile_range(const Params& p, int n_k, int split) {
     return {(int)(first < all ? first : all), (int)(first + each < all ? first + each : all)};
 }
 
-// The State of K tiles tile ... tile + count - 1 for the rows of a work tile, and of the other CTAs of its cluster: they
+// The State of K tiles tile ... tile + count - 1 for the rows of a work tile, and of its cluster's other CTAs: they
 // have one list.
 DEVICE unsigned unit_tile_state(const Params& p, const WorkTile& at, int n_k, int tile, int count) {
     constexpr int GROUP_ROWS = CLUSTER_SIZE * BLOCK_Q;

@@ -49,26 +49,6 @@ DEVICE float exp2_row(float (&s)[S_REGS], int half, F exponent) {
     return total[0] + total[1];
 }
 
-// The same of both rows of a lane, exponent(score, row). Where products are short they take turns.
-template <typename F>
-DEVICE void exp2_rows(float (&s)[S_REGS], float (&sum)[2], F exponent) {
-    if constexpr (HEAD_DIM <= 64) {
-        float total[2][2] = {};
-#pragma unroll
-        for (int i = 0; i < S_REGS; ++i) {
-            const int half = i / 2 % 2;
-            s[i] = exp2_fast(exponent(s[i], half));
-            total[half][i % 2] += s[i];
-        }
-        sum[0] = total[0][0] + total[0][1], sum[1] = total[1][0] + total[1][1];
-    } else {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            sum[half] = exp2_row(s, half, [&](float x) { return exponent(x, half); });
-        }
-    }
-}
-
 // S to P relative to the row maximum so far; `rescale` brings O and l of the tiles before to it. sum: the row sums of
 // P.
 DEVICE void online_softmax(float (&s)[S_REGS], float (&m)[2], float (&sum)[2], float (&rescale)[2],
@@ -114,7 +94,20 @@ DEVICE void online_softmax_below(float (&s)[S_REGS], float (&m)[2], float (&l)[2
 // anyway.
 DEVICE bool speculative_softmax(float (&s)[S_REGS], const float (&m)[2], float (&sum)[2], const float (&scale_log2)[2],
     bool valid) {
-    exp2_rows(s, sum, [&](float x, int half) { return fmaf(x, scale_log2[half], -m[half]); });
+    if constexpr (HEAD_DIM <= 64) {  // a lane's two rows take turns
+        float total[2][2] = {};
+#pragma unroll
+        for (int i = 0; i < S_REGS; ++i) {
+            const int half = i / 2 % 2;
+            s[i] = exp2_fast(fmaf(s[i], scale_log2[half], -m[half]));
+            total[half][i % 2] += s[i];
+        }
+        sum[0] = total[0][0] + total[0][1], sum[1] = total[1][0] + total[1][1];
+    } else {
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            sum[half] = exp2_row(s, half, [&](float x) { return fmaf(x, scale_log2[half], -m[half]); });
+    }
     return __all_sync(~0u, sum[0] <= MAX_SUM && sum[1] <= MAX_SUM && valid);
 }
 
