@@ -4,6 +4,7 @@ text of modifications says what the graphs say.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import shutil
@@ -197,6 +198,24 @@ def test_a_binary_is_compiled_once_and_found_again(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(compiler.Source, "compile", lambda *_: pytest.fail("compiled again"))
     assert compiler.binary(source, "sm_80") == first
     assert first.resources["tiny"].registers > 0
+
+
+@pytest.mark.parametrize(
+    ("remark", "refused"),
+    [
+        ("(C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to a call", True),
+        ("(C7519) warpgroup.arrive is injected in around line 7 by compiler to allow use of registers in GMMA", False),
+    ],
+)
+def test_only_serialised_products_are_refused(
+    remark: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
+    source = compiler.Source("tiny", 'extern "C" __global__ void tiny(float* x) { x[threadIdx.x] *= 2; }')
+    code, log = source.compile("sm_80")
+    monkeypatch.setattr(compiler.Source, "compile", lambda *_: (code, f"{log}\nptxas info    : {remark}\n"))
+    with pytest.raises(compiler.CompileError, match="serialized") if refused else contextlib.nullcontext():
+        assert compiler.binary(source, "sm_80").code == code
 
 
 def test_a_damaged_binary_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

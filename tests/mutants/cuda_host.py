@@ -191,6 +191,10 @@ FAULTS = (
         "if shared > _DEFAULT_SHARED_MEMORY:", "if shared > 2 * _DEFAULT_SHARED_MEMORY:", SOURCES,
     ),
     Fault(
+        "ptxas' other remarks are refused", f"{COMMON}/compiler.py",
+        '(C75\\d\\d\\).*serialized.*"', '(C75\\d\\d\\).*"', "tests/cuda/test_cuda_kernels.py -k serialised_products",
+    ),
+    Fault(
         "binaries do not depend on headers", f"{COMMON}/compiler.py",
         "self.text, _included(self), OPTIONS", "self.text, OPTIONS", SOURCES,
     ),
