@@ -82,8 +82,8 @@ FAULTS = (
     Fault("rows of a page's boxes", PRODUCER, "Box{0, at.row, at.head, page}, row", "Box{0, 0, at.head, page}, row"),
     # clusters
     Fault(
-        "columns of a box for both CTAs", PRODUCER, "tma_load_multicast<1>(chunk, k_map, at_column(box, 64 * c)",
-        "tma_load_multicast<1>(chunk, k_map, at_column(box, 64 * (c - FROM))",
+        "columns of a box for both CTAs", PRODUCER, "tma_load_multicast(chunk, k_map, at_column(box, 64 * c)",
+        "tma_load_multicast(chunk, k_map, at_column(box, 64 * (c - FROM))",
     ),
     Fault(
         "a stage is freed in its own CTA alone", MAINLOOP,

@@ -196,8 +196,8 @@ class Sm90MlaForward:
             return None
         spec, rows = arguments.spec, arguments.batch * arguments.heads * arguments.n_q
         groups = -(-row_tiles(spec.group, arguments.n_q) // self._cluster)
-        work_tiles, clusters = groups * arguments.heads_kv * arguments.batch, self._clusters
-        splits = number_of_splits(work_tiles, -(-arguments.n_k // KEYS), clusters, spec.kv_lengths)
+        work_tiles = groups * arguments.heads_kv * arguments.batch
+        splits = number_of_splits(work_tiles, -(-arguments.n_k // KEYS), self._clusters, spec.kv_lengths)
         check_grid(work_tiles * splits * self._cluster, rows)
         keys = keys_of_a_box(arguments.words[AT["page"]], KEYS) if spec.paged else KEYS
         return Shaped(work_tiles * splits, splits, maps_of(arguments, "k", spec.head_dim, 1, keys))

@@ -22,6 +22,14 @@ def enqueue(queue, kind, target, source, size, mbarrier, w, l, group, p):
 
 
 @njit
+def set_box(queue, i, I, operands, at, l):
+    """The coordinates of entry i; nothing where there was no room for it."""
+    for j in range(5):
+        if i >= 0:
+            queue[i, BOX_AT + j] = np.int64(I[operands[at + j], 2 * l])
+
+
+@njit
 def issue(op, p, m, w, s, operands, R, queue, groups):
     """Copies of the TMA unit."""
     U, I, L = R.view(np.uint32), R.view(np.int32), R.view(np.int64)
@@ -41,27 +49,21 @@ def issue(op, p, m, w, s, operands, R, queue, groups):
                 else:
                     source = L[operands[s + 2], l] + operands[s + 3]
                     i = enqueue(queue, LOAD, target, source, size, complete, w, l, -1, p)
-            elif op == CP_ASYNC_BULK_TENSOR_5D_SHARED_GLOBAL_MBARRIER:
-                target = np.int64(U[operands[s], 2 * l]) + operands[s + 1]
-                source = L[operands[s + 2], l] + operands[s + 3]
-                complete, box = np.int64(U[operands[s + 9], 2 * l]) + operands[s + 10], s + 4
-                i = enqueue(queue, LOAD_BOX, target, source, 0, complete, w, l, -1, p)
-            elif op == CP_ASYNC_BULK_TENSOR_5D_SHARED_GLOBAL_MBARRIER_MULTICAST:
+            elif (
+                op == CP_ASYNC_BULK_TENSOR_5D_SHARED_GLOBAL_MBARRIER
+                or op == CP_ASYNC_BULK_TENSOR_5D_SHARED_GLOBAL_MBARRIER_MULTICAST
+            ):
                 target = np.int64(U[operands[s], 2 * l]) + operands[s + 1]
                 source = L[operands[s + 2], l] + operands[s + 3]
                 complete = np.int64(U[operands[s + 9], 2 * l]) + operands[s + 10]
-                ctas = np.int64(U[operands[s + 11], 2 * l]) & 0xFFFF
+                ctas = np.int64(1) << (target >> 24)
+                if op == CP_ASYNC_BULK_TENSOR_5D_SHARED_GLOBAL_MBARRIER_MULTICAST:
+                    ctas = np.int64(U[operands[s + 11], 2 * l]) & 0xFFFF
                 for cta in range(16):
-                    if ctas >> cta & 1:
-                        there = np.int64(cta) << 24
-                        i = enqueue(
-                            queue, LOAD_BOX, target & 0xFFFFFF | there, source, 0, complete & 0xFFFFFF | there, w, l,
-                            -1, p,
-                        )
-                        if i < 0:
-                            return i
-                        for j in range(5):
-                            queue[i, BOX_AT + j] = np.int64(I[operands[s + 4 + j], 2 * l])
+                    if ctas >> cta & 1 and i >= 0:
+                        to, at = np.int64(cta) << 24 | target & 0xFFFFFF, np.int64(cta) << 24 | complete & 0xFFFFFF
+                        i = enqueue(queue, LOAD_BOX, to, source, 0, at, w, l, -1, p)
+                        set_box(queue, i, I, operands, s + 4, l)
             elif op == CP_ASYNC_BULK_TENSOR_5D_GLOBAL_SHARED_BULK_GROUP:
                 target = L[operands[s], l] + operands[s + 1]
                 source, box = np.int64(U[operands[s + 7], 2 * l]) + operands[s + 8], s + 2
@@ -74,8 +76,7 @@ def issue(op, p, m, w, s, operands, R, queue, groups):
             if i < 0:
                 return i
             if box > 0:
-                for j in range(5):
-                    queue[i, BOX_AT + j] = np.int64(I[operands[box + j], 2 * l])
+                set_box(queue, i, I, operands, box, l)
     return np.int64(0)
 
 

@@ -175,13 +175,13 @@ DEVICE void tma_load(unsigned target, const TensorMap& map, const Box& box, unsi
                  "r"(PACK_GQA > 1 ? box.token : 0), "r"(box.head), "r"(box.batch) : "memory");
 }
 // To the same address in the shared memory of each CTA of the cluster that `ctas` has a bit for, and its barrier there.
-template <int PACK_GQA>
+// Of a map without PACK_GQA.
 DEVICE void tma_load_multicast(unsigned target, const TensorMap& map, const Box& box, unsigned barrier,
                                unsigned short ctas) {
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
                  "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;"
-                 ::"r"(target), "l"(&map), "r"(barrier), "r"(box.column), "r"(PACK_GQA > 1 ? 0 : box.token),
-                 "r"(PACK_GQA > 1 ? box.token : 0), "r"(box.head), "r"(box.batch), "h"(ctas) : "memory");
+                 ::"r"(target), "l"(&map), "r"(barrier), "r"(box.column), "r"(box.token), "r"(0),
+                 "r"(box.head), "r"(box.batch), "h"(ctas) : "memory");
 }
 template <int PACK_GQA>
 DEVICE void tma_store(const TensorMap& map, const Box& box, unsigned source) {

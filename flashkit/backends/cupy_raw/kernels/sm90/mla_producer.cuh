@@ -14,7 +14,7 @@ DEVICE void load_chunks(const TensorMap& k_map, const Box& box, unsigned target,
         const unsigned chunk = target + (c - FROM) * CHUNK_BYTES;
         if (!is_own_chunk(c)) continue;
         if constexpr (CLUSTER_SIZE == 1) tma_load<1>(chunk, k_map, at_column(box, 64 * c), barrier);
-        else tma_load_multicast<1>(chunk, k_map, at_column(box, 64 * c), barrier, (1 << CLUSTER_SIZE) - 1);
+        else tma_load_multicast(chunk, k_map, at_column(box, 64 * c), barrier, (1 << CLUSTER_SIZE) - 1);
     }
 }
 
