@@ -14,7 +14,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 CPU_BASELINES = {"numpy": "plain NumPy", "torch": "PyTorch", "jax": "JAX", "onnxruntime": "ONNX Runtime"}
 CUDA_BASELINES = {
     "flash": "FlashAttention-2", "cudnn": "cuDNN", "efficient": "memory-efficient", "flex": "FlexAttention",
-    "pallas": "Pallas",
+    "fa3": "FlashAttention-3", "pallas": "Pallas",
 }  # fmt: skip
 """Names of baselines in the tables. On a GPU they are kernels of PyTorch, and Pallas is JAX's."""
 

@@ -1,7 +1,7 @@
 """The baselines of `flashkit bench --device cuda`, on CuPy arrays whose memory they share, and its yardsticks.
 
 PyTorch's scaled_dot_product_attention with the kernels of FlashAttention-2, of cuDNN and with the memory-efficient
-kernels of xFormers, each selected by name; FlexAttention; JAX's attention in Pallas.
+kernels of xFormers, each selected by name; FlashAttention-3; FlexAttention; JAX's attention in Pallas.
 """
 
 from __future__ import annotations
@@ -80,6 +80,26 @@ def _with_torch(name: str, case: Case, arrays: Sequence[Any], direction: Directi
     except RuntimeError:  # no kernel of this backend
         return None
     return torch_entry(attend, (q, k, v), dout, partial(_in_numpy, case), direction)
+
+
+def _with_fa3(case: Case, arrays: Sequence[Any], direction: Direction, threads: int) -> Entry | None:
+    """FlashAttention-3, from the package that its own repository builds for Hopper."""
+    import torch
+    from flash_attn_interface import flash_attn_func
+
+    if case.kept is not None or case.dtype not in ("float16", "bfloat16"):
+        return None
+    *qkv, dout = (torch.from_dlpack(x) for x in arrays)
+    window = (-1, -1) if case.window is None else (case.window - 1, 0)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        tokens_first = (x.transpose(1, 2) for x in (q, k, v))
+        found = flash_attn_func(*tokens_first, causal=case.causal, window_size=window)
+        return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
+
+    with contextlib.suppress(RuntimeError):  # built without these head dims, or without a backward pass
+        return torch_entry(attend, tuple(qkv), dout, partial(_in_numpy, case), direction)
+    return None
 
 
 def _with_flex(case: Case, arrays: Sequence[Any], direction: Direction, threads: int) -> Entry | None:
@@ -192,6 +212,6 @@ def yardsticks(
 
 
 BASELINES: dict[str, Contender] = {name: partial(_with_torch, name) for name in BACKENDS} | {
-    "flex": _with_flex, "pallas": _with_pallas,
+    "fa3": _with_fa3, "flex": _with_flex, "pallas": _with_pallas,
 }  # fmt: skip
-REQUIRES = {name: ("jax",) if name == "pallas" else ("torch",) for name in BASELINES}
+REQUIRES = dict.fromkeys(BASELINES, ("torch",)) | {"fa3": ("torch", "flash_attn_interface"), "pallas": ("jax",)}

@@ -72,7 +72,8 @@ def bench(
     baselines: Annotated[
         str | None,
         typer.Option(
-            help="Compare with these: numpy, torch, jax, onnxruntime; on a GPU flash, cudnn, efficient, flex, pallas."
+            help="Compare with these: numpy, torch, jax, onnxruntime; on a GPU flash, cudnn, efficient, fa3, flex, "
+            "pallas."
         ),
     ] = None,
     peers: Annotated[str | None, typer.Option(hidden=True, help="The former name of --baselines.")] = None,
