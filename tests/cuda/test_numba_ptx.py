@@ -31,6 +31,7 @@ AMPERE = {
     "%nctaid.x": "i[0] = blocks()",
     "%clock64": "i[0] = clock()",
     "atom.global.add.u32": "i[0] = fetch_add(l, 1)",
+    "@p atom.global.inc.u32": "i[0] = count_if(l, i[0])",
     "red.relaxed.gpu.global.add.f32": "red_add(l, x[0])",
     "red.relaxed.gpu.global.or": "red_or(l, i[0])",
     "red.release.gpu.global.or": "red_or_release(l, i[0])",

@@ -200,7 +200,7 @@ def atomic(name: str, number: int) -> str:
     index = ", 2 * l" if width == 4 else ", l"
     changed = {
         "add": "x + y", "and": "x & y", "or": "x | y", "xor": "x ^ y", "max": "max(x, y)", "min": "min(x, y)",
-        "exch": "y", "cas": f"{v}[z{index}] if x == y else x",
+        "exch": "y", "inc": "0 if x >= y else x + 1", "cas": f"{v}[z{index}] if x == y else x",
     }[operation]  # fmt: skip
     assert space == "global", name
     return ATOMIC.format(

@@ -189,6 +189,26 @@ def test_packed_sequences_on_hopper(more: cases.Choice, backend: str, generation
     assert generations(launched) == {generation}
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("lengths", [{3: 40, 69: 1, 70: 130}, {0: 1, 40: 140, 1055: 128, 1099: 17}], ids=["71", "1100"])
+@pytest.mark.parametrize(("backend", "generation"), [("cupy_raw", "sm90")])
+def test_many_packed_sequences(
+    lengths: dict[int, int], causal: bool, backend: str, generation: str, launched: list[str]
+) -> None:
+    """More than a warp finds at once, most of them empty; some end with a whole tile."""
+    import cupy
+
+    counts = np.zeros(max(lengths) + 1, int)
+    counts[list(lengths)] = list(lengths.values())
+    begins, rng = np.cumsum([0, *counts]), np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((begins[-1] + 3, 1, 64)).astype(np.float16) for _ in range(3))
+    options = {"cu_seqlens": begins, "causal": causal}
+    found = flashkit.attention(*map(cupy.asarray, (q, k, v)), backend=backend, **options)
+    exact = flashkit.attention(*(x.astype(np.float64) for x in (q, k, v)), backend="reference", **options)
+    np.testing.assert_allclose(found.get().astype(np.float64), exact, atol=2.0**-8)
+    assert generations(launched) == {generation}
+
+
 @slow
 @pytest.mark.parametrize("generation", ["sm90"])
 def test_tokens_behind_the_last_sequence_have_no_slopes(generation: str, device: Device, launched: list[str]) -> None:

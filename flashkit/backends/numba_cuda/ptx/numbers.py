@@ -16,6 +16,7 @@ __all__ = [
     "block",
     "blocks",
     "clock",
+    "count_if",
     "elect_one",
     "exp2_fast",
     "fetch_add",
@@ -95,6 +96,12 @@ store_zeros = instruction("st.shared.v4.b32 [$0], {$1, $1, $1, $1};", NOTHING, u
 
 fetch_add = instruction("atom.global.add.u32 $0, [$1], $2;", uint32, uint64, uint32)
 """fetch_add(address, n): atomic addition to a word of global memory; returns the old value."""
+count_if = instruction(
+    "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; @p atom.global.inc.u32 $0, [$1], 0x7fffffff; }",
+    int32, uint64, int32,
+)  # fmt: skip
+"""count_if(address, condition): counts a word of global memory up where the condition holds; returns its old value, 0
+elsewhere. ptxas combines what a warp adds, and so waits for the result at once; it does not combine this."""
 
 _ADD = "red.relaxed.gpu.global.add"
 red_add = instruction(f"{_ADD}.f32 [$0], $1;", NOTHING, uint64, float32)

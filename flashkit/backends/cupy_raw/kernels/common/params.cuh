@@ -89,18 +89,6 @@ DEVICE SeqTile packed_tile(const long long* cu_seqlens, long long batch, long lo
     }
     return {low, number - first_tile(cu_seqlens, low, block)};
 }
-// The same by all lanes of a warp, which look at 32 places at a time.
-DEVICE SeqTile packed_tile_of_warp(const long long* cu_seqlens, long long batch, long long number, long long block) {
-    long long low = 0, high = batch;
-#pragma unroll 1
-    while (high - low > 1) {
-        const long long step = (high - low + 31) / 32, place = low + threadIdx.x % 32 * step;
-        const bool before = place < high && first_tile(cu_seqlens, place, block) <= number;
-        low += (__popc(__ballot_sync(~0u, before)) - 1) * step;
-        high = low + step < high ? low + step : high;
-    }
-    return {low, number - first_tile(cu_seqlens, low, block)};
-}
 // Batch entries, and tiles of a head of one of them, that grids and schedules count, and the tile that a number stands
 // for.
 DEVICE long long num_entries(const Params& p) { return IS_PACKED ? 1 : p.batch; }
@@ -112,10 +100,6 @@ DEVICE long long num_k_tiles(const Params& p, int block) {
 }
 DEVICE SeqTile q_tile(const Params& p, long long entry, long long number, int block) {
     if constexpr (IS_PACKED) return packed_tile(p.cu_seqlens_q, p.batch, number, block);
-    return {entry, number};
-}
-DEVICE SeqTile q_tile_of_warp(const Params& p, long long entry, long long number, int block) {
-    if constexpr (IS_PACKED) return packed_tile_of_warp(p.cu_seqlens_q, p.batch, number, block);
     return {entry, number};
 }
 DEVICE SeqTile k_tile(const Params& p, long long entry, long long number, int block) {

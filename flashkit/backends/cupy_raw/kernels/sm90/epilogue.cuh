@@ -83,11 +83,13 @@ DEVICE void epilogue(const Params& p, const WorkTile& at, unsigned base, int num
 // of a packed sequence, which are the next one's.
 DEVICE void store_rows(const Params& p, unsigned staged, int b, int h, int row0, int count) {
     constexpr int VECS = HEAD_DIM_V * (int)sizeof(storage) / VEC_BYTES;  // of a row
-#pragma unroll 1
+    char* const out = reinterpret_cast<char*>(q_row<storage>(p, p.out, b, h, row0));
+    const long long row_bytes = p.out.token * (long long)sizeof(storage);
+#pragma unroll 4
     for (int i = threadIdx.x % 32; i < count * VECS; i += 32) {
         const int row = i / VECS, vec = i % VECS;
         const uint4 x = load_vec(staged + vec / 8 * 64 * CHUNK_ROW + swizzled(row, vec % 8));
-        reinterpret_cast<uint4*>(q_row<storage>(p, p.out, b, h, row0 + row))[vec] = x;
+        reinterpret_cast<uint4*>(out + row * row_bytes)[vec] = x;
     }
 }
 

@@ -12,7 +12,8 @@ struct TileScheduler {
     __device__ __forceinline__ int heads() const { return (int)p.heads / (DQ_KERNEL ? 1 : GQA_GROUP); }
     __device__ __forceinline__ int count() const { return tiles() * heads() * (int)p.batch; }
     __device__ __forceinline__ int initial() const { return blockIdx.x; }
-    __device__ __forceinline__ int claim() const { return atomicAdd(p.tile_counter, 1u) + gridDim.x; }  // by one thread
+    __device__ __forceinline__ int claim() const { return count_if(threadIdx.x % 32 == 0, p.tile_counter); }  // by a warp
+    __device__ __forceinline__ int claimed(int claim) const { return uniform(claim) + gridDim.x; }
     __device__ __forceinline__ void reset() const {  // by one thread of each CTA, at its end
         if (atomicAdd(p.tile_counter + 1, 1u) == gridDim.x - 1) p.tile_counter[0] = 0, p.tile_counter[1] = 0;
     }
@@ -30,7 +31,6 @@ DEVICE void producer(const Params& p, const TensorMap& a1, const TensorMap& a2, 
     const Pipeline<STAGES> pipe_columns = columns_pipe(base);
     const Pipeline<ROW_STAGES> pipe_rows = rows_pipe(base);
     const TileScheduler scheduler{p};
-    const bool leader = threadIdx.x == 0;
     const int work_tiles = scheduler.count();
     unsigned n = 0, number = 0;  // column tiles, work tiles so far
     auto acquire = [&](int first, int second) {
@@ -54,7 +54,7 @@ DEVICE void producer(const Params& p, const TensorMap& a1, const TensorMap& a2, 
 #pragma unroll 1
     for (int index = scheduler.initial(); index < work_tiles;) {
         const WorkTile at = scheduler.work_tile(index);
-        if (leader) index = scheduler.claim();  // its latency is hidden behind the work tile
+        const int claim = scheduler.claim();  // its latency is hidden behind the work tile
         const int columns = DQ_KERNEL ? at.n_k : (int)seq_info(p, at.b).n_q;
         const int tiles = (columns + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS;
         bool first = true;
@@ -113,7 +113,7 @@ DEVICE void producer(const Params& p, const TensorMap& a1, const TensorMap& a2, 
             }
             ++n, ++number;
         }
-        index = uniform(index);
+        index = scheduler.claimed(claim);
     }
     if (!elect_one()) return;
     acquire(END, 0), mbarrier_arrive(pipe_columns.full_barrier(n));

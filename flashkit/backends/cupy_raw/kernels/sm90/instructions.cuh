@@ -53,6 +53,14 @@ DEVICE void store_if(int condition, float* target, float x) {  // to global memo
     asm volatile("{ .reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.f32 [%1], %2; }"
                  ::"r"(condition), "l"(target), "f"(x) : "memory");
 }
+// What `target` was before it is counted up where `condition` holds; 0 elsewhere. ptxas combines what a warp adds, and
+// so waits for the result at once; it does not combine this.
+DEVICE int count_if(int condition, unsigned* target) {
+    int before;
+    asm volatile("{ .reg .pred p; setp.ne.s32 p, %2, 0; mov.b32 %0, 0; @p atom.global.inc.u32 %0, [%1], 0x7fffffff; }"
+                 : "=r"(before) : "l"(target), "r"(condition) : "memory");
+    return before;
+}
 DEVICE float2 load_floats(unsigned address) {
     float2 x;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");

@@ -28,27 +28,29 @@ struct UnitScheduler : TileScheduler {
         return {{bh / heads, bh % heads * PACK_GQA, tile * BLOCK_Q, 0}, rest % splits};
     }
     __device__ __forceinline__ int initial() const { return blockIdx.x / CLUSTER_SIZE; }
-    // By a warp: the next index, in its first lane. The first CTA of a cluster claims for both.
+    // As of TileScheduler. The first CTA of a cluster claims for both.
     __device__ __forceinline__ int claim() const {
-        if (threadIdx.x % 32 != 0 || (CLUSTER_SIZE > 1 && cluster_ctarank() > 0)) return 0;
-        return (int)(atomicAdd(p.tile_counter, 1) + gridDim.x / CLUSTER_SIZE);
+        return count_if(threadIdx.x % 32 == 0 && (CLUSTER_SIZE == 1 || cluster_ctarank() == 0), p.tile_counter);
     }
-    // Claim number `n`, in all lanes of the warps of both CTAs.
-    __device__ __forceinline__ int agreed(int claimed, unsigned base, unsigned n) const {
-        if constexpr (CLUSTER_SIZE == 1) return uniform(claimed);
+    // The index of claim number `n`, in all lanes of the warps of both CTAs.
+    __device__ __forceinline__ int claimed(int claim, unsigned base, unsigned n) const {
+        return agreed(claim, base, n) + gridDim.x / CLUSTER_SIZE;
+    }
+    __device__ __forceinline__ static int agreed(int claim, unsigned base, unsigned n) {
+        if constexpr (CLUSTER_SIZE == 1) return uniform(claim);
         const Pipeline<1> pipe = claimed_pipe(base);
         const unsigned word = base + AT_CLAIMED + 16, lane = threadIdx.x % 32;
         if (cluster_ctarank() == 0) {
             pipe.producer_acquire_backoff(n);
-            if (lane == 0) dsmem_store(mapa(word, 1), claimed, mapa(pipe.full, 1));
-            return uniform(claimed);
+            if (lane == 0) dsmem_store(mapa(word, 1), claim, mapa(pipe.full, 1));
+            return uniform(claim);
         }
         if (lane == 0) mbarrier_arrive_expect_tx(pipe.full, 4);
         mbarrier_wait_backoff(pipe.full, n & 1);
-        const int index = load_word(word);
+        const int theirs = load_word(word);
         __syncwarp();
         dsmem_arrive(mapa(pipe.empty, 0), lane);
-        return uniform(index);
+        return uniform(theirs);
     }
 };
 
@@ -107,10 +109,10 @@ DEVICE void unit_scheduler_warp(const Params& p, unsigned base, UnitList* lists)
         const TileRange range = tile_range(p, n_k, unit.split);
         const int end = range.end, tiles = end - range.first;
         const bool late = claims_late(tiles);
-        int claimed = late ? 0 : scheduler.claim();  // it arrives while the tiles are listed
+        int claim = late ? 0 : scheduler.claim();  // it arrives while the tiles are listed
         if (tiles == 0) {
             store_unit_without_keys(p, unit);
-            index = scheduler.agreed(claimed, base, claims++);
+            index = scheduler.claimed(claim, base, claims++);
             continue;
         }
         int next = 0;
@@ -131,8 +133,8 @@ DEVICE void unit_scheduler_warp(const Params& p, unsigned base, UnitList* lists)
             }
             writer.commit();
         }
-        if (late) mbarrier_wait_backoff(base + AT_CLAIM, number++ & 1), claimed = scheduler.claim();
-        index = scheduler.agreed(claimed, base, claims++);
+        if (late) mbarrier_wait_backoff(base + AT_CLAIM, number++ & 1), claim = scheduler.claim();
+        index = scheduler.claimed(claim, base, claims++);
     }
     UnitList& to = writer.acquire();
     if (leader) to.b = END;

@@ -5,29 +5,75 @@
 #include "sm90/layout.cuh"
 #include "sm90/tile_lists.cuh"
 
+// The sum of n over the lanes up to this one.
+DEVICE int sum_to_lane(int n) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_sync(~0u, n, (threadIdx.x - step) % 32);
+        if (threadIdx.x % 32 >= step) n += other;
+    }
+    return n;
+}
+
+// The row tiles of packed sequences, numbered without the gaps of SeqTile: half of that one's numbers are of no tile
+// where sequences are as short as a tile, and each would cost a claim. Found by a warp, whose lanes know how many tiles
+// precede `step` sequences each, and for 32 sequences from `first` on how many those up to theirs have.
+struct PackedTiles {
+    const Params& p;
+    int step, before, total;
+    int first = 0, before_first = 0, own = 0, until = 0, covered = 0;
+
+    __device__ __forceinline__ PackedTiles(const Params& p) : p(p) {
+        if constexpr (!IS_PACKED) return;
+        step = ((int)p.batch + 31) / 32;
+        int count = 0;
+        for (int i = 0; i < step; ++i) count += of_sequence(threadIdx.x % 32 * step + i);
+        const int after = sum_to_lane(count);
+        before = after - count, total = __shfl_sync(~0u, after, 31);
+    }
+    __device__ __forceinline__ int of_sequence(int b) const {
+        return b < p.batch ? ((int)seq_info(p, b).n_q + BLOCK_Q - 1) / BLOCK_Q : 0;
+    }
+    __device__ __forceinline__ SeqTile tile(int number) {
+        if (number < before_first || number - before_first >= covered) look_up(number);
+        const int rest = number - before_first, lane = __ffs(__ballot_sync(~0u, until > rest)) - 1;
+        return {first + lane, rest - __shfl_sync(~0u, until - own, lane)};
+    }
+    __device__ __forceinline__ void look_up(int number) {
+        const int lane = __popc(__ballot_sync(~0u, before <= number)) - 1;
+        first = lane * step - 32, before_first = __shfl_sync(~0u, before, lane), covered = 0;
+#pragma unroll 1
+        do {
+            first += 32, before_first += covered;
+            own = of_sequence(first + threadIdx.x % 32), until = sum_to_lane(own);
+            covered = __shfl_sync(~0u, until, 31);
+        } while (number - before_first >= covered);
+    }
+};
+
 // The order of work tiles, their counter, and its reset by the last CTA of the launch.
 struct TileScheduler {
     const Params& p;
+    PackedTiles packed{p};
 
     // Work tiles: BLOCK_Q rows of PACK_GQA heads.
     __device__ __forceinline__ int tiles() const {  // of a head
         static_assert(!IS_PACKED || PACK_GQA == 1, "a tile of packed sequences has rows of one head");
-        if constexpr (IS_PACKED) return (int)num_q_tiles(p, BLOCK_Q);
+        if constexpr (IS_PACKED) return packed.total;
         return (int)((max_n_q(p) * PACK_GQA + BLOCK_Q - 1) / BLOCK_Q);
     }
     __device__ __forceinline__ int count() const {
         return tiles() * (int)(p.heads / PACK_GQA * num_entries(p));
     }
     __device__ __forceinline__ int initial() const { return blockIdx.x; }
-    __device__ __forceinline__ int claim() const {  // by a warp: the next index, in its first lane
-        return threadIdx.x % 32 == 0 ? (int)(atomicAdd(p.tile_counter, 1) + gridDim.x) : 0;
-    }
+    // By a warp: claims an index, which claimed() tells of the result. Meanwhile there is time for something else.
+    __device__ __forceinline__ int claim() const { return count_if(threadIdx.x % 32 == 0, p.tile_counter); }
+    __device__ __forceinline__ int claimed(int claim) const { return uniform(claim) + gridDim.x; }
     __device__ __forceinline__ void reset() const {  // by one thread of each CTA, at its end
         if (atomicAdd(p.tile_counter + 1, 1u) == gridDim.x - 1) p.tile_counter[0] = 0, p.tile_counter[1] = 0;
     }
-    // Under a mask: longest first, with L2 swizzle and LPT tail. Otherwise head after head, the ragged tiles last. A
-    // work tile of packed sequences may have no rows.
-    __device__ __forceinline__ WorkTile work_tile(int index) const {  // by a warp
+    // Under a mask: longest first, with L2 swizzle and LPT tail. Otherwise head after head, the ragged tiles last.
+    __device__ __forceinline__ WorkTile work_tile(int index) {  // by a warp
         const int heads = (int)p.heads / PACK_GQA, all = heads * (int)num_entries(p);
         const int rows = (int)max_n_q(p) * PACK_GQA, tiles = this->tiles();
         int tile, bh;
@@ -41,7 +87,7 @@ struct TileScheduler {
             if (index < whole * all) bh = index / whole, tile = index - bh * whole;
             else bh = index - whole * all, tile = whole;
         }
-        const SeqTile at = q_tile_of_warp(p, bh / heads, tile, BLOCK_Q);
+        const SeqTile at = IS_PACKED ? packed.tile(tile) : SeqTile{bh / heads, tile};
         return {(int)at.b, bh % heads * PACK_GQA, (int)at.tile * BLOCK_Q, 0};
     }
 };
@@ -60,12 +106,11 @@ DEVICE int tile_state_of_rows(const Params& p, const WorkTile& at, long long q_p
 }
 
 // States of the warp groups' rows in K/V tiles tile ... tile + count - 1, two bits each.
-DEVICE unsigned kv_tile_states(const Params& p, const WorkTile& at, int n_k, int tile, int count) {
-    const int rows = (int)seq_info(p, at.b).n_q * PACK_GQA, k0 = tile * BLOCK_K, whole = k0 + count * BLOCK_K,
+DEVICE unsigned kv_tile_states(const Params& p, const WorkTile& at, const SeqInfo& of, int tile, int count) {
+    const int rows = (int)of.n_q * PACK_GQA, n_k = (int)of.n_k, k0 = tile * BLOCK_K, whole = k0 + count * BLOCK_K,
         k1 = whole < n_k ? whole : n_k;
-    const long long offset = seq_info(p, at.b).q_position;
     auto state_of = [&](int row0, int row1) {
-        return tile_state_of_rows<HAS_MASK>(p, at, offset, row0, row1, k0, k1, whole > n_k);
+        return tile_state_of_rows<HAS_MASK>(p, at, of.q_position, row0, row1, k0, k1, whole > n_k);
     };
     const int end = at.row0 + BLOCK_Q < rows ? at.row0 + BLOCK_Q : rows;
     const int all = state_of(at.row0, end);
@@ -132,31 +177,32 @@ DEVICE void store_without_keys(const Params& p, const WorkTile& at) {
 // as the products of a tile.
 DEVICE void scheduler_warp(const Params& p, unsigned base, WorkTileList* lists) {
     ListWriter<WorkTileList> writer{list_pipe(base), lists};
-    const TileScheduler scheduler{p};
+    TileScheduler scheduler{p};
     const bool leader = threadIdx.x % 32 == 0;
     const int count = scheduler.count();
     unsigned number = 0;  // late claims so far
 #pragma unroll 1
     for (int index = scheduler.initial(); index < count;) {
         const WorkTile at = scheduler.work_tile(index);
-        const int n_k = (int)seq_info(p, at.b).n_k, tiles = (n_k + BLOCK_K - 1) / BLOCK_K;
-        const bool skipped = IS_PACKED && (at.row0 >= (int)seq_info(p, at.b).n_q || n_k == 0);
+        const SeqInfo of = seq_info(p, at.b);
+        const int n_k = (int)of.n_k, tiles = (n_k + BLOCK_K - 1) / BLOCK_K;
+        const bool skipped = IS_PACKED && n_k == 0;
         const bool late = !skipped && claims_late(tiles);
         if (skipped) {
             store_without_keys(p, at);
-            index = uniform(scheduler.claim());
+            index = scheduler.claimed(scheduler.claim());
             continue;
         }
-        int next = 0, claimed = 0;
+        int next = 0, claim = 0;
         unsigned seen;
         // The last keys come first.
-        auto states_of = [&](int i, int many) { return kv_tile_states(p, at, n_k, tiles - i - many, many); };
+        auto states_of = [&](int i, int many) { return kv_tile_states(p, at, of, tiles - i - many, many); };
 #pragma unroll 1
         for (bool first = true; first || next < tiles; first = false) {
             WorkTileList& to = writer.acquire();
             // It arrives while the tiles are listed. Before a list is free it would be too early: other CTAs may be
             // sooner done.
-            if (first && !late) claimed = scheduler.claim();
+            if (first && !late) claim = scheduler.claim();
             const int found = fill(to.list, next, tiles, seen, states_of, writer.n == 0);
             // A warp group without any visible key still gets one tile, as PARTIAL with every pair masked: rows without
             // keys need no code of their own.
@@ -170,8 +216,8 @@ DEVICE void scheduler_warp(const Params& p, unsigned base, WorkTileList* lists) 
             }
             writer.commit();
         }
-        if (late) mbarrier_wait_backoff(base + AT_CLAIM, number++ & 1), claimed = scheduler.claim();
-        index = uniform(claimed);
+        if (late) mbarrier_wait_backoff(base + AT_CLAIM, number++ & 1), claim = scheduler.claim();
+        index = scheduler.claimed(claim);
     }
     WorkTileList& to = writer.acquire();
     if (leader) to.b = END;

@@ -57,10 +57,7 @@ def initial_work_tile():
 @device
 def claim_work_tile(p):
     """Claim the next one, by a warp: its index less the number of CTAs, in the first lane."""
-    taken = i32(0)
-    if thread() % 32 == 0:
-        taken = i32(fetch_add(p.tile_counter, 1))
-    return taken
+    return count_if(p.tile_counter, i32(thread() % 32 == 0))
 
 
 @device
