@@ -53,6 +53,26 @@ def test_small_calls_wake_no_thread(program: Callable[..., str]) -> None:
     assert program(text, FLASHKIT_NUM_THREADS=2) == "64 False\n512 True\n"
 
 
+@pytest.mark.parametrize("layer", ["omp", "workqueue"])
+def test_calls_on_few_threads_leave_the_others_to_later_calls(layer: str, program: Callable[..., str]) -> None:
+    """Numba's loop leaves its number of threads to the calling thread: it must not be that of the last small call."""
+    text = """
+        import os
+        import numpy as np, flashkit
+        q = np.ones((1, 2, 300, 64), np.float32)
+        out, vjp = flashkit.attention_vjp(q, q, q, backend="cpu")
+        vjp(out)  # six work tiles
+        os.environ["FLASHKIT_NUM_THREADS"] = "3"
+        flashkit.attention(q, q, q, backend="cpu")
+        del os.environ["FLASHKIT_NUM_THREADS"]
+        from flashkit.backends.cpu import threads
+        import numba
+        print(threads.layer(), threads.count(), numba.get_num_threads())
+    """
+    found = program(text, NUMBA_NUM_THREADS=16, NUMBA_THREADING_LAYER=layer)
+    assert found == f"{layer} 16 16\n"
+
+
 def test_a_setting_allows_no_more_threads_than_numba_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a child of a fork has one: the pool's threads are the parent's."""
     monkeypatch.setattr(threads, "pool", lambda: SimpleNamespace(limit=lambda: 2))

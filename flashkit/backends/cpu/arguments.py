@@ -152,6 +152,8 @@ THREAD_MAIN = word()  # first number, the count and the step of the threads' num
 FIRST = word()
 COUNT = word()
 STEP = word()
+GET_NUM_THREADS = word()  # addresses of the pool's functions for the number of threads of the calling thread
+SET_NUM_THREADS = word()
 
 SIZE = word()
 

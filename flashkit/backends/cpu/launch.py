@@ -115,5 +115,5 @@ def decode_launch(plan: CpuPlan, block: ArgumentBlock, thread_count: int) -> Lau
 
 def _launch(args: np.ndarray, scratch_bytes: int, thread_count: int) -> Launch:
     if thread_count > 1:
-        args[at.PARALLEL_FOR], args[at.THREAD_MAIN] = threads.parallel_for()
+        threads.set_pool(args)
     return Launch(args, args.ctypes.data, at.HEADER + scratch_bytes)

@@ -17,9 +17,9 @@ from numba.extending import intrinsic
 _INT64 = types.int64
 
 
-def _indirect_call(arguments: int, result: ir.Type) -> Any:
+def _indirect_call(arguments: int, result: ir.Type, argument: ir.Type = ir.IntType(64)) -> Any:
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-        kind = ir.FunctionType(result, [ir.IntType(64)] * arguments)
+        kind = ir.FunctionType(result, [argument] * arguments)
         called = builder.call(builder.inttoptr(values[0], kind.as_pointer()), list(values[1:]))
         return context.get_dummy_value() if isinstance(result, ir.VoidType) else called
 
@@ -71,6 +71,16 @@ def call_parallel_for(
 ) -> Any:
     """The loop of a Numba threading layer, as its generalised ufuncs call it."""
     return types.void(*[_INT64] * 9), _indirect_call(8, ir.VoidType())
+
+
+@intrinsic
+def call_get_num_threads(typing: Any, function: Any) -> Any:
+    return types.int32(_INT64), _indirect_call(0, ir.IntType(32))
+
+
+@intrinsic
+def call_set_num_threads(typing: Any, function: Any, threads: Any) -> Any:
+    return types.void(_INT64, types.int32), _indirect_call(1, ir.VoidType(), ir.IntType(32))
 
 
 @intrinsic

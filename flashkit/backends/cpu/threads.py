@@ -30,7 +30,7 @@ from ... import settings
 from ...devices import host, interrupt
 from ...devices.forking import outer_lock
 from . import specialise
-from .arguments import KERNEL, PARALLEL_FOR, THREAD_MAIN, WORK_TILES
+from .arguments import GET_NUM_THREADS, KERNEL, PARALLEL_FOR, SET_NUM_THREADS, THREAD_MAIN, WORK_TILES
 
 SERIAL_FLOPS = 1e7
 """Work of a tenth of a millisecond. Threads would save a part of it, and where other processes take the cores, a call
@@ -45,7 +45,9 @@ class Pool(NamedTuple):
     """A running threading layer."""
 
     layer: str  # "omp", "tbb" or "workqueue"
-    parallel_for: int  # address of its loop
+    parallel_for: int  # addresses of its loop, and of the functions for what the calling thread may use
+    get_num_threads: int
+    set_num_threads: int
     limit: Callable[[], int]  # numba.get_num_threads of the calling thread
 
 
@@ -89,7 +91,7 @@ def run(kernel: int, arguments: np.ndarray, work_tiles: int, threads: int) -> No
     threads = max(1, min(threads, work_tiles))
     arguments[KERNEL], arguments[WORK_TILES] = kernel, work_tiles
     if threads > 1:
-        arguments[PARALLEL_FOR], arguments[THREAD_MAIN] = parallel_for()
+        set_pool(arguments)
     with exclusive(threads) as allowed:
         entry("launch")(arguments.__array_interface__["data"][0], allowed)
 
@@ -128,9 +130,11 @@ def exclusive(threads: int) -> Iterator[int]:
         yield 1
 
 
-def parallel_for() -> tuple[int, int]:
-    """Addresses of the pool's loop and of the function that it runs."""
-    return pool().parallel_for, specialise.launcher()["thread_main"]
+def set_pool(arguments: np.ndarray) -> None:
+    """Write the addresses of the pool's functions, and of the one that its loop runs, to an argument block."""
+    running = pool()
+    arguments[PARALLEL_FOR], arguments[THREAD_MAIN] = running.parallel_for, specialise.launcher()["thread_main"]
+    arguments[GET_NUM_THREADS], arguments[SET_NUM_THREADS] = running.get_num_threads, running.set_num_threads
 
 
 @cache
@@ -173,9 +177,10 @@ def _start() -> Pool:
     if running is None and name == "omp":
         _disable_nesting(module)
     limit: Callable[[], int] = ctypes.CFUNCTYPE(ctypes.c_int)(module.get_num_threads)
+    addresses = module.parallel_for, module.get_num_threads, module.set_num_threads
     if (most := host.cpu_count()) < limit() and "NUMBA_NUM_THREADS" not in os.environ:
-        return Pool(name, module.parallel_for, lambda: min(limit(), most))  # Numba does not know quotas
-    return Pool(name, module.parallel_for, limit)
+        return Pool(name, *addresses, lambda: min(limit(), most))  # Numba does not know quotas
+    return Pool(name, *addresses, limit)
 
 
 def _disable_nesting(omppool: Any) -> None:

@@ -10,7 +10,12 @@ from numba import njit, types
 
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import entry, options
-from flashkit.backends.cpu.micro_calls import call_kernel, call_parallel_for
+from flashkit.backends.cpu.micro_calls import (
+    call_get_num_threads,
+    call_kernel,
+    call_parallel_for,
+    call_set_num_threads,
+)  # fmt: skip
 from flashkit.backends.cpu.seq_info import keys_of, set_lengths
 from flashkit.backends.cpu.views import integer_at, vector
 
@@ -58,7 +63,10 @@ def start(args, block, threads):
     else:
         args[FIRST], args[COUNT], args[STEP] = 0, threads, 1
         first, count, step = block + 8 * FIRST, block + 8 * COUNT, block + 8 * STEP
+        allowed = call_get_num_threads(args[GET_NUM_THREADS])
         call_parallel_for(args[PARALLEL_FOR], args[THREAD_MAIN], first, count, step, block, 0, 1, threads)
+        # The loop leaves `threads` behind as what the calling thread may use, in Numba's functions too.
+        call_set_num_threads(args[SET_NUM_THREADS], allowed)
 
 
 @entry(types.void(types.int64, types.int64))
