@@ -261,6 +261,14 @@ def disassembled(code: Path) -> str:
 
 
 @pytest.mark.slow
+def test_sm90_claims_do_not_wait() -> None:
+    """ptxas combines what the lanes of a warp add, and hands the sum around at once."""
+    sass = disassembled(sm90_binary(AttentionSpec("bfloat16", 128, 128)).path)
+    claims = sass.split("ATOMG.E.INC")[1:]
+    assert any("SYNCS.ARRIVE" in claim.partition("SHFL")[0] for claim in claims)  # a list is passed on meanwhile
+
+
+@pytest.mark.slow
 def test_simt_products_are_fused_and_copies_asynchronous() -> None:
     spec = AttentionSpec("float32", 128, 128)
     tile = simt.choose("forward", spec, MODELS["sm_80"])

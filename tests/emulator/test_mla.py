@@ -15,7 +15,7 @@ import flashkit
 from flashkit import reference
 from flashkit.backends.cuda_common import backend as cuda_backend
 from flashkit.backends.cuda_common import compiler, verify
-from flashkit.backends.cupy_raw import sm90_mla
+from flashkit.backends.cupy_raw import sm80, sm90_mla
 from flashkit.call.arguments import prepare
 from flashkit.spec import AttentionSpec, Problem
 
@@ -243,9 +243,13 @@ def test_clusters(
     assert set(launched) <= {KERNEL, COMBINE}
 
 
-def test_many_splits(device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than a thread takes at a time, so that several CTAs combine them for a row, of several groups each."""
+@pytest.mark.parametrize("threads", [1024, 32])
+def test_many_splits(threads: int, device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than a thread takes at a time, so that several CTAs combine them for a row: of several groups of threads
+    each, or in several rounds.
+    """
     splits(monkeypatch, 11)
+    monkeypatch.setattr(sm80, "_COMBINE_THREADS", threads)
     check(*inputs(1, "3:1", 1, 64 * 11 - 5, 320), 256, scale=0.06, sinks=np.array([3.0, 4.0, 5.0], np.float32))
     assert launched == [KERNEL, COMBINE]
 

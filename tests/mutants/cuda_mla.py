@@ -97,8 +97,8 @@ FAULTS = (
         "constexpr int GROUP_ROWS = BLOCK_Q;",
     ),
     Fault(
-        "the second CTA takes another unit", SCHEDULER, "dsmem_store(mapa(word, 1), claimed,",
-        "dsmem_store(mapa(word, 1), claimed + 1,",
+        "the second CTA takes another unit", SCHEDULER, "dsmem_store(mapa(word, 1), claim,",
+        "dsmem_store(mapa(word, 1), claim + 1,",
     ),
     Fault("a claim is not awaited by the first CTA", SCHEDULER, "            pipe.producer_acquire_backoff(n);\n", ""),
     Fault("neighbours have the same rows", SCHEDULER, "tile += cluster_ctarank();", ";"),

@@ -68,12 +68,20 @@ FAULTS = (
     ),
     Fault(
         "sm80: combine steps over one batch entry", f"{SM80}/combine.cuh",
-        "step = p.batch * p.o_partial.batch;", "step = p.o_partial.batch;", DECODE,
+        "long long step = p.batch * p.o_partial.batch,", "long long step = p.o_partial.batch,", DECODE,
     ),
     Fault(
-        "sm80: combine counts the last split again", f"{SM80}/combine.cuh",
-        "first + groups * i > last ? 0.0f : exp2_fast(", "false ? 0.0f : exp2_fast(",
+        "sm80: combine leaves out the last split", f"{SM80}/combine.cuh",
+        "            if (split > last) break;\n", "            if (split >= last) break;\n",
         "tests/emulator/test_mla.py -k test_many_splits",
+    ),
+    Fault(
+        "sm80: combine loads a group's splits one after another", f"{SM80}/combine.cuh",
+        "o_split += groups * step;", "o_split += step;", "tests/emulator/test_mla.py -k test_many_splits",
+    ),
+    Fault(
+        "sm80: combine has the first splits' O for all", f"{SM80}/combine.cuh",
+        "        if (first > group) load(first);\n", "", "tests/emulator/test_mla.py -k test_many_splits",
     ),
     Fault(
         "sm80: combine takes the first columns in each CTA of a row", f"{SM80}/combine.cuh",

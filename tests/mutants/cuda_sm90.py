@@ -25,6 +25,8 @@ AWAITED = "tests/emulator/test_kernels.py -k '(do_not_exist or many_keys) and sm
 NEXT = "tests/emulator/test_kernels.py -k 'next_sequence and sm90 and not numba_cuda'"
 PAGED = "tests/emulator/test_kernels.py -k '(pages_of or in_pages) and sm90 and not numba_cuda'"
 
+MANY = "tests/emulator/test_kernels.py -k 'many_packed and sm90'"
+
 TF32 = "tests/emulator/test_tf32.py"
 
 FAULTS = (
@@ -84,6 +86,22 @@ FAULTS = (
         "r < 8 ? reference_of[0] : reference_of[1]", "reference_of[0]", HARD,
     ),
     # forward: work tiles
+    Fault(
+        "packed: tiles of the first 32 sequences", f"{SM90}/tile_scheduler.cuh",
+        "            first += 32, before_first += covered;\n", "            first += 32;\n", MANY,
+    ),
+    Fault(
+        "packed: a lane counts one sequence less", f"{SM90}/tile_scheduler.cuh",
+        "for (int i = 0; i < step; ++i) count", "for (int i = 1; i < step; ++i) count", MANY,
+    ),
+    Fault(
+        "packed: sequences that are remembered are not looked up", f"{SM90}/tile_scheduler.cuh",
+        "number < before_first || number - before_first >= covered", "covered == 0", MANY,
+    ),
+    Fault(
+        "a claim leaves out one work tile", f"{SM90}/tile_scheduler.cuh",
+        "return uniform(claim) + gridDim.x;", "return uniform(claim) + gridDim.x + 1;",
+    ),
     Fault(
         "packed heads share the first one's mask", f"{SM90}/tile_scheduler.cuh",
         "other = 1; MASK_OF_HEADS && other < PACK_GQA", "other = 1; MASK_OF_HEADS && other < 1", FEATURES,

@@ -14,10 +14,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-_INT64 = types.int64
+_INT64, _WORD, _INT = types.int64, ir.IntType(64), ir.IntType(32)
 
 
-def _indirect_call(arguments: int, result: ir.Type, argument: ir.Type = ir.IntType(64)) -> Any:
+def _indirect_call(arguments: int, result: ir.Type, argument: ir.Type = _WORD) -> Any:
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
         kind = ir.FunctionType(result, [argument] * arguments)
         called = builder.call(builder.inttoptr(values[0], kind.as_pointer()), list(values[1:]))
@@ -75,12 +75,12 @@ def call_parallel_for(
 
 @intrinsic
 def call_get_num_threads(typing: Any, function: Any) -> Any:
-    return types.int32(_INT64), _indirect_call(0, ir.IntType(32))
+    return types.int32(_INT64), _indirect_call(0, _INT)
 
 
 @intrinsic
 def call_set_num_threads(typing: Any, function: Any, threads: Any) -> Any:
-    return types.void(_INT64, types.int32), _indirect_call(1, ir.VoidType(), ir.IntType(32))
+    return types.void(_INT64, types.int32), _indirect_call(1, ir.VoidType(), _INT)
 
 
 @intrinsic
