@@ -260,14 +260,6 @@ FAULTS = (
         "if threads % across or run % (threads // across):", "if threads % across:", RUNS,
     ),
     Fault(
-        "packed: a warp looks at the first 32 sequences", f"{ALL}/params.cuh",
-        "step = (high - low + 31) / 32, place", "step = 1, place", SHORT,
-    ),
-    Fault(
-        "packed: a warp's search ends a sequence early", f"{ALL}/params.cuh",
-        "(__popc(__ballot_sync(~0u, before)) - 1) * step", "__popc(__ballot_sync(~0u, before)) / 2 * step", SHORT,
-    ),
-    Fault(
         "sm80: pages: the table is read behind its end", f"{SM80}/kv_source.cuh",
         "return n < n_k ? n : n_k - 1;", "return n;",
         "tests/emulator/test_kernels.py -k 'table_that_ends and sm80 and cupy_raw'",

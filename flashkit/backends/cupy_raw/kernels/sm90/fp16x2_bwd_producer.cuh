@@ -12,7 +12,8 @@ struct TileScheduler {
     __device__ __forceinline__ int heads() const { return (int)p.heads / (DQ_KERNEL ? 1 : GQA_GROUP); }
     __device__ __forceinline__ int count() const { return tiles() * heads() * (int)p.batch; }
     __device__ __forceinline__ int initial() const { return blockIdx.x; }
-    __device__ __forceinline__ int claim() const { return count_if(threadIdx.x % 32 == 0, p.tile_counter); }  // by a warp
+    // By a warp: claims an index, which claimed() tells of the result.
+    __device__ __forceinline__ int claim() const { return count_if(threadIdx.x % 32 == 0, p.tile_counter); }
     __device__ __forceinline__ int claimed(int claim) const { return uniform(claim) + gridDim.x; }
     __device__ __forceinline__ void reset() const {  // by one thread of each CTA, at its end
         if (atomicAdd(p.tile_counter + 1, 1u) == gridDim.x - 1) p.tile_counter[0] = 0, p.tile_counter[1] = 0;
