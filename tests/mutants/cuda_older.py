@@ -24,7 +24,6 @@ UNALIGNED = "tests/emulator/test_kernels.py -k 'rows_that_are_not_aligned and cu
 DECODE = "tests/emulator/test_kernels.py -k 'test_decode and sm80 and cupy_raw'"
 PACKED = "tests/emulator/test_kernels.py -k 'test_packed_sequences and cupy_raw and (sm80 or simt)'"
 RUNS = "tests/emulator/test_kernels.py -k test_runs_of_a_page"
-SHORT = "tests/emulator/test_kernels.py -k 'test_many_short_sequences and cupy_raw'"
 PAGES = (
     "tests/emulator/test_kernels.py -k '(keys_in_pages and not queries or tiles_that_a_mask or pages_that_are_not) and "
     "not numba_cuda and not sm90'"
