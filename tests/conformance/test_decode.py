@@ -15,6 +15,7 @@ import pytest
 import flashkit
 from flashkit import dispatch, mods, reference
 from flashkit.backends.cpu import launch, plan, threads
+from flashkit.backends.cpu.arguments import PARALLEL_FOR
 from flashkit.backends.cpu.backend import CpuBackend
 from flashkit.backends.cpu.micro import compile as micro
 from flashkit.backends.cpu.micro.register_block import RegisterBlock
@@ -358,7 +359,13 @@ def test_few_keys_stay_on_the_thread_of_the_caller(monkeypatch: pytest.MonkeyPat
     address = ctypes.cast(nothing, ctypes.c_void_p).value
     monkeypatch.setattr(threads, "SERIAL_FLOPS", 2e5)
     monkeypatch.setattr(threads, "count", lambda: 4)
-    monkeypatch.setattr(threads, "parallel_for", lambda: (address, 0))
+    set_pool = threads.set_pool
+
+    def set_other_loop(block: np.ndarray) -> None:
+        set_pool(block)
+        block[PARALLEL_FOR] = address
+
+    monkeypatch.setattr(threads, "set_pool", set_other_loop)
     q, k, v = tensors(4, 2, 1, 4000, 8)
     planned = flashkit.plan(q, k, v, kv_lengths=[4000], return_lse=True, backend="cpu")
     got = planned(q, k, v, kv_lengths=[100])
