@@ -51,7 +51,11 @@ class Quantized:
         return out[:t]
 
 
-compiled = njit(cache=True, parallel=True, nogil=True, fastmath={"contract", "nsz"}, boundscheck=False)
+def compiled(function):  # type: ignore[no-untyped-def]
+    # What Numba has on disk belongs to a module's name, but its files are named by the function: `flashkit generate`
+    # imports this file by another name than `examples.generate`.
+    function.__qualname__ = f"{__name__}.{function.__qualname__}"
+    return njit(cache=True, parallel=True, nogil=True, fastmath={"contract", "nsz"}, boundscheck=False)(function)
 
 
 @compiled

@@ -129,6 +129,16 @@ def test_dense_weights_give_the_logits_of_the_codes(file: Any, model: Any, token
 # Its parts
 
 
+def test_each_name_of_the_package_has_compiled_code_of_its_own() -> None:
+    """`flashkit generate` imports it by another one. Numba's files are named by functions, and hold the module's name."""
+    from examples.generate import quantized
+    from flashkit.tools.cli.examples import example
+
+    other = importlib.import_module(f"{example('generate').__name__}.quantized")
+    names = {module.multiply4._cache._impl.filename_base for module in (quantized, other)}
+    assert len(names) == 2
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("rows", [1, 2, 4, 7])
 def test_products_with_codes(bits: int, rows: int) -> None:
