@@ -130,7 +130,7 @@ def test_dense_weights_give_the_logits_of_the_codes(file: Any, model: Any, token
 
 
 def test_each_name_of_the_package_has_compiled_code_of_its_own() -> None:
-    """`flashkit generate` imports it by another one. Numba's files are named by functions, and hold the module's name."""
+    """`flashkit generate` imports it by another one. Numba's files have a function's name, and belong to a module's."""
     from examples.generate import quantized
     from flashkit.tools.cli.examples import example
 
