@@ -14,7 +14,17 @@ import pytest
 from simulated_bench import SMALL, fake_time, measured
 
 from flashkit.tools import cli
-from flashkit.tools.bench import baselines, cases, command, environment, measure, memory, results, yardsticks
+from flashkit.tools.bench import (
+    baselines,
+    baselines_cuda,
+    cases,
+    command,
+    environment,
+    measure,
+    memory,
+    results,
+    yardsticks,
+)
 from flashkit.tools.bench.cases import Case
 from flashkit.tools.bench.contender import Entry
 from flashkit.tools.bench.results import Result
@@ -313,3 +323,22 @@ def test_this_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(error < 2e-3 for error in result.errors["flashkit"].values())
         assert result.timings["flashkit"]["median"] < 1e-2
         assert not result.times_as_fast or min(x["median"] for x in result.times_as_fast.values()) > 0.1
+
+
+def test_a_baseline_without_a_kernel_is_left_out() -> None:
+    """Where it has none for the shapes, and where it has no backward pass."""
+    torch = pytest.importorskip("torch")
+    case, tensors, dout = Case(4, 8, 1), tuple(torch.ones(1, 1, 4, 8) for _ in range(3)), torch.ones(1, 1, 4, 8)
+
+    def refuses(*_: Any) -> Any:
+        raise RuntimeError("this head dim is not supported")
+
+    def forward_only(q: Any, k: Any, v: Any) -> Any:
+        return (q + k + v).detach()
+
+    found = [
+        [baselines_cuda._if_it_runs(attend, tensors, dout, case, direction) is not None
+         for direction in ("forward", "backward")]
+        for attend in (refuses, forward_only, lambda q, k, v: q + k + v)
+    ]  # fmt: skip
+    assert found == [[False, False], [True, False], [True, True]]

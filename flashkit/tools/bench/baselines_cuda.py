@@ -75,11 +75,16 @@ def _with_torch(name: str, case: Case, arrays: Sequence[Any], direction: Directi
                 q, k, v, is_causal=case.causal, enable_gqa=case.group > 1
             )
 
-    try:
-        attend(q, k, v)
-    except RuntimeError:  # no kernel of this backend
-        return None
-    return torch_entry(attend, (q, k, v), dout, partial(_in_numpy, case), direction)
+    return _if_it_runs(attend, (q, k, v), dout, case, direction)
+
+
+def _if_it_runs(attend: Any, tensors: tuple[Any, ...], dout: Any, case: Case, direction: Direction) -> Entry | None:
+    """The entry of attend(q, k, v) of PyTorch, None where there is no kernel for the case or the direction."""
+    with contextlib.suppress(RuntimeError):
+        entry = torch_entry(attend, tensors, dout, partial(_in_numpy, case), direction)
+        entry.call()
+        return entry
+    return None
 
 
 def _with_fa3(case: Case, arrays: Sequence[Any], direction: Direction, threads: int) -> Entry | None:
@@ -97,9 +102,7 @@ def _with_fa3(case: Case, arrays: Sequence[Any], direction: Direction, threads: 
         found = flash_attn_func(*tokens_first, causal=case.causal, window_size=window)
         return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
 
-    with contextlib.suppress(RuntimeError):  # built without these head dims, or without a backward pass
-        return torch_entry(attend, tuple(qkv), dout, partial(_in_numpy, case), direction)
-    return None
+    return _if_it_runs(attend, tuple(qkv), dout, case, direction)  # a build may lack head dims or the backward pass
 
 
 def _with_flex(case: Case, arrays: Sequence[Any], direction: Direction, threads: int) -> Entry | None:

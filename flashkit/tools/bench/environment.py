@@ -100,9 +100,10 @@ def cuda_machine(*baselines: str) -> dict[str, Any]:
 
         if baselines:
             found |= {"torch": str(torch.__version__), "cudnn": str(torch.backends.cudnn.version())}
-    if "pallas" in baselines:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found["jax"] = importlib.metadata.version("jax")
+    for baseline, package in ("pallas", "jax"), ("fa3", "flash_attn_3"):
+        if baseline in baselines:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                found[package] = importlib.metadata.version(package)
     return {
         "device": facts.get("name", "?"), "kind": "cuda", "capability": facts.get("compute_capability"),
         "sms": facts.get("sms"), "clocks": cuda_clocks(), "date": now(), "versions": found,

@@ -15,7 +15,7 @@ from flashkit.backends.cpu.micro_calls import (
     call_kernel,
     call_parallel_for,
     call_set_num_threads,
-)  # fmt: skip
+)
 from flashkit.backends.cpu.seq_info import keys_of, set_lengths
 from flashkit.backends.cpu.views import integer_at, vector
 

@@ -136,7 +136,7 @@ struct WorkTileList {
 static_assert(sizeof(WorkTileList) == LIST_HEADER + 4 * LIST_CAPACITY, "sm90_launch.py and WorkTileList differ");
 
 // Long sequences: the next work tile is claimed when this one nears its end, so that the last ones are shared evenly.
-// Short ones, of so many K/V tiles, leave no time for that; tiles of FP16x2 take longer.
+// Short ones, of so many K/V tiles, leave no time for that; tiles of FP16x2 and of wide heads take longer.
 DEVICE bool claims_late(int tiles) { return tiles > (FP16X2 || HEAD_DIM > 128 ? 4 : 16); }
 constexpr int CLAIM_AHEAD = MASK_READS_ARRAYS ? 12 : 4;  // K/V tiles before the end
 // For the producer: the entry of a list of `count` before which the next work tile is claimed, -1 for none.
