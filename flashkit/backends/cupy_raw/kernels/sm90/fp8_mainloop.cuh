@@ -5,12 +5,12 @@
 //     PV        [64][PV_COLUMNS]    registers, the accumulator of one tile
 //     O         [64][HEAD_DIM_V]    registers, sums by CUDA cores
 //
-// As in mainloop.cuh S(n) is issued together with P(n-1) V(n-1), the softmax of tile n overlaps with the second
-// product, and two warp groups may ping-pong. Head dims over 128 leave no registers for it (OVERLAPS).
+// S(n) is issued together with P(n-1) V(n-1), the softmax of tile n overlaps with the second product, and two warp
+// groups may ping-pong, as in mainloop.cuh. Head dims over 128 leave no registers for it (OVERLAPS).
 //
 // Two-level accumulation: a tensor core keeps about 14 bits of a sum of e4m3 products (DeepSeek-V3, arXiv 2412.19437,
 // section 3.5.2). So PV of each tile, at most 128 keys, has an accumulator of its own, which CUDA cores add to O in
-// float32.
+// float32, while the tensor cores compute S of the next tile but one.
 //
 // Rows whose scales are not positive numbers, or too far from 1 for products of scales, and rows that a masked NaN in V
 // has spoilt, are computed again from global memory (nonfinite.cuh).
@@ -21,15 +21,20 @@
 
 constexpr bool OVERLAPS = COLUMNS <= 128;
 // Whether S of the next work tile is issued beside the last PV of this one. Three warp groups have no registers for it.
-constexpr bool OVERLAPS_WORK_TILES = OVERLAPS && Q_BUFFERS > 1 && MMA_WARPGROUPS < 3;
+constexpr bool OVERLAPS_WORK_TILES = false;
 // O and PV have to fit into registers.
 constexpr int PV_COLUMNS = OVERLAPS ? COLUMNS : COLUMNS / 2, PV_REGS = PV_COLUMNS / 2;
 
-// Nothing, as x is 0. But the compiler does not know it, and schedules what x depends on before a wait that follows: it
-// would wait for PV before the exponentials. With scales of tokens their loads have this effect.
-DEVICE void never_store(unsigned address, unsigned x) {
-    asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; @p st.shared.b32 [%0], %1; }"
-                 ::"r"(address), "r"(x) : "memory");
+// Nothing, as no computation produces this NaN. But the compiler does not know it, and schedules what x depends on
+// before a wait that follows: it would wait for PV before the exponentials.
+DEVICE void never_store(unsigned address, float x) {
+    asm volatile("{ .reg .pred p; setp.eq.u32 p, %1, 0x7fa12345; @p st.shared.b32 [%0], %1; }"
+                 ::"r"(address), "r"(__float_as_uint(x)) : "memory");
+}
+
+// What a step adds to a descriptor stays within its low word.
+DEVICE unsigned long long advance(unsigned long long descriptor, int step) {
+    return descriptor & 0xffffffff00000000ull | ((unsigned)descriptor + step);
 }
 
 struct ConsumerFp8 {
@@ -40,12 +45,14 @@ struct ConsumerFp8 {
     Pipeline<STAGES> pipe_k, pipe_vt;
     float scale_log2;
     float o[O_REGS], pv[PV_REGS], s[S_REGS], m[2], l[2];
+    float pv_rescale[2], rescale[2];  // of O, before PV of the last tile whose product is complete, and of this one
     float row_scale[2];        // of S; to base 2 unless HAS_SCORE
     float v_scale;
     unsigned codes[CODE_REGS];
     WorkTile work_tile;
     int number = -1;           // of the work tile whose O is in registers
-    bool pv_pending = false;   // the codes wait for their V
+    bool p_pending = false;    // the codes wait for their V
+    unsigned q_address = 0;    // of the warp group's rows of Q
     int next_desc;             // tile descriptor, read ahead
 
     __device__ __forceinline__ ConsumerFp8(const Params& p, unsigned base, int wg)
@@ -65,34 +72,42 @@ struct ConsumerFp8 {
 
     // S = Q K(n)^T
     __device__ __forceinline__ void issue_qk(unsigned n) {
-        const unsigned long long q = descriptor(q_rows(base, number % Q_BUFFERS, wg));
-        const unsigned long long k = descriptor(base + at_k(n % STAGES));
+        const unsigned long long q = descriptor(q_address), k = descriptor(base + at_k(n % STAGES));
         wgmma_fence();
         wgmma_zero_init(s, q, k);
 #pragma unroll
         for (int step = 1; step < up(HEAD_DIM, 32) / 32; ++step)  // 32 columns are as many bytes as 16 of 16 bits
-            product(s, q + along_rows(step, 64), k + along_rows(step, BLOCK_K), 1);
+            product(s, advance(q, along_rows(step, 64)), advance(k, along_rows(step, BLOCK_K)), 1);
         wgmma_commit();
     }
 
     // PV of tile n, columns from `first` on.
-    __device__ __forceinline__ void issue_pv(unsigned n, int first) {
+    __device__ __forceinline__ void issue_pv(unsigned n, int first = 0) {
         const unsigned long long v = descriptor(at_vt(base, n) + first * CHUNK_ROW);
         if (first == 0) pipe_vt.consumer_wait(n);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < BLOCK_K / 32; ++step)
-            wgmma_rs(pv, codes, 4 * step, v + along_rows(step, COLUMNS), step > 0 ? 1 : 0);
+            wgmma_rs(pv, codes, 4 * step, advance(v, along_rows(step, COLUMNS)), step > 0 ? 1 : 0);
         wgmma_commit();
     }
-
-    // O += PV
-    __device__ __forceinline__ void finish_pv(unsigned n, int first) {
+    // The codes and V of tile n may be overwritten.
+    __device__ __forceinline__ void wait_pv(unsigned n, bool last = true) {
         wgmma_wait<0>();
         fence_operand(pv), fence_operand(codes);
-        if (first + PV_COLUMNS == COLUMNS) pipe_vt.consumer_release(n);
+        if (last) pipe_vt.consumer_release(n);
+        pv_rescale[0] = rescale[0], pv_rescale[1] = rescale[1];
+    }
+    // O = rescale O + PV
+    __device__ __forceinline__ void add_pv(int first = 0) {
 #pragma unroll
-        for (int i = 0; i < PV_REGS; ++i) o[first / 2 + i] += pv[i];
+        for (int i = 0; i < PV_REGS; ++i) o[first / 2 + i] = fmaf(o[first / 2 + i], pv_rescale[i / 2 % 2], pv[i]);
+    }
+
+    __device__ __forceinline__ void no_pv() {
+#pragma unroll
+        for (int i = 0; i < PV_REGS; ++i) pv[i] = 0;
+        pv_rescale[0] = pv_rescale[1] = 1;
     }
 
     // Work tile `number` and its scales, from global memory.
@@ -119,6 +134,7 @@ struct ConsumerFp8 {
         }
 #pragma unroll
         for (int i = 0; i < O_REGS; ++i) o[i] = 0;
+        if (OVERLAPS) no_pv();
     }
 
     // v_scale: that of the work tile.
@@ -128,24 +144,26 @@ struct ConsumerFp8 {
         epilogue(params, read_work_tile(params, base, number, wg), base, number, m, l, o, wg);
     }
 
-    // ENDS_PREVIOUS: the block begins a work tile, and the pending PV is the last one of the work tile before.
-    template <bool PV_PENDING, bool ENDS_PREVIOUS = false>
+    // ENDS_PREVIOUS: the block begins a work tile, and the pending P is of the last tile of the work tile before.
+    template <bool P_PENDING, bool ENDS_PREVIOUS = false>
     __device__ __forceinline__ void mma_block(unsigned n, bool full, int k0) {
         ping_pong_sync();
+        if (ENDS_PREVIOUS) add_pv(), q_address = q_rows(base, number % Q_BUFFERS, wg);
+        if (P_PENDING && !ENDS_PREVIOUS) add_pv();
         issue_qk(n);
-        if (PV_PENDING) issue_pv(n - 1, 0);
+        if (P_PENDING) issue_pv(n - 1);
         ping_pong_arrive();
         if (ENDS_PREVIOUS) {
             const float v_scale_before = v_scale;
+            wait_pv(n - 1), add_pv();
             load_work_tile();
-            finish_pv(n - 1, 0);
             fence_operand(s);
             end_work_tile(number - 1, v_scale_before);
             begin_work_tile();
         }
         const unsigned key_scales = base + AT_KEY_SCALES + (n % 2 * MMA_WARPGROUPS + wg) * 3 * SCALE_BYTES;
         if (SCALES_PER_TOKEN) load_key_scales(params, work_tile, k0, key_scales, wg);
-        wgmma_wait<PV_PENDING && !ENDS_PREVIOUS>();  // S is complete, PV may be in flight
+        wgmma_wait<P_PENDING && !ENDS_PREVIOUS>();  // S is complete, PV may be in flight
         fence_operand(s);
         pipe_k.consumer_release(n);
 
@@ -157,22 +175,23 @@ struct ConsumerFp8 {
             scale[0] = scale[1] = LOG2E;
         }
         modify_tile(params, work_tile, full, s, k0, (float)params.softmax_scale);
-        float rescale[2];
-        online_softmax_fp8(s, m, l, rescale, scale, key_scales);
-
-        if (PV_PENDING && !ENDS_PREVIOUS) {
-            if (!SCALES_PER_TOKEN) never_store(base, depends_on(l[0]) + depends_on(l[1]));
-            finish_pv(n - 1, 0);
-        }
-        if (__any_sync(~0u, rescale[0] != 1 || rescale[1] != 1)) {
-#pragma unroll
-            for (int i = 0; i < O_REGS; ++i) o[i] *= rescale[i / 2 % 2];
-        }
+        float next_rescale[2];
+        online_softmax_fp8(s, m, l, next_rescale, scale, key_scales, [&](float first_row) {
+            if (P_PENDING && !ENDS_PREVIOUS) {
+                never_store(base, first_row);
+                wait_pv(n - 1);
+            }
+            pack_p_fp8(codes, s, 0);
+        });
+        pack_p_fp8(codes, s, 1);
+        rescale[0] = next_rescale[0], rescale[1] = next_rescale[1];
         next_desc = wait_tile_desc(n + 1);  // its latency is hidden behind packing P
-        pack_p_fp8(codes, s);
-        pv_pending = OVERLAPS;
+        p_pending = OVERLAPS;
 #pragma unroll
-        for (int first = 0; !OVERLAPS && first < COLUMNS; first += PV_COLUMNS) issue_pv(n, first), finish_pv(n, first);
+        for (int first = 0; !OVERLAPS && first < COLUMNS; first += PV_COLUMNS) {
+            issue_pv(n, first), wait_pv(n, first + PV_COLUMNS == COLUMNS);
+            add_pv(first);
+        }
     }
 
     // A tile that is EMPTY for this warp group, but not for another one.
@@ -194,23 +213,31 @@ struct ConsumerFp8 {
             const int tile_desc = uniform(next_desc), k0 = (tile_desc >> 8) * BLOCK_K;
             const int state = tile_desc >> 2 * wg & 3;
             const bool first_tile = tile_desc & FIRST_TILE;  // also END
-            // A pending PV is issued by itself where no S goes with it. The next Q may need this one's only buffer.
-            const bool drains = tile_desc == END || state == EMPTY || (!OVERLAPS_WORK_TILES && first_tile);
-            if (OVERLAPS && pv_pending && drains) {
-                issue_pv(n - 1, 0), finish_pv(n - 1, 0);
-                pv_pending = false;
+            if (OVERLAPS && p_pending && !first_tile && state != EMPTY) {
+                mma_block<true>(n, state == FULL, k0);
+                continue;
             }
-            const bool pending = OVERLAPS && pv_pending;
+            // A pending P is multiplied by itself where no S goes with it. The next Q may need this one's only buffer.
+            if (OVERLAPS && p_pending && (tile_desc == END || state == EMPTY || !OVERLAPS_WORK_TILES)) {
+                add_pv(), issue_pv(n - 1), wait_pv(n - 1);
+                p_pending = false;
+            }
+            const bool pending = OVERLAPS && p_pending;
             if (first_tile) {
-                if (number >= 0 && !pending) end_work_tile(number, v_scale);
+                if (number >= 0 && !pending) {
+                    if (OVERLAPS) add_pv();
+                    end_work_tile(number, v_scale);
+                }
                 if (tile_desc == END) break;
                 pipe_q.consumer_wait(++number);
-                if (!pending) load_work_tile(), begin_work_tile();
+                if (!pending) {
+                    q_address = q_rows(base, number % Q_BUFFERS, wg);
+                    load_work_tile(), begin_work_tile();
+                }
             }
             if (state == EMPTY) skip_block(n);
-            else if (!pending) mma_block<false>(n, state == FULL, k0);
-            else if (OVERLAPS_WORK_TILES && first_tile) mma_block<true, OVERLAPS_WORK_TILES>(n, state == FULL, k0);
-            else mma_block<true>(n, state == FULL, k0);
+            else if (OVERLAPS_WORK_TILES && pending) mma_block<true, OVERLAPS_WORK_TILES>(n, state == FULL, k0);
+            else mma_block<false>(n, state == FULL, k0);
         }
     }
 };

@@ -47,47 +47,58 @@ DEVICE void scale_columns(float (&s)[S_REGS], unsigned key_scales) {
     });
 }
 
-// S to P. scale: from S to base 2, for each of a lane's rows. `rescale` brings O of the tiles before to the new m.
+// S to P. scale: from S to base 2, for each of a lane's rows. `rescale` brings sums of the tiles before to the new m.
+// between_rows(x) is called between a lane's two rows, whose first one x depends on.
+template <typename F>
 DEVICE void online_softmax_fp8(float (&s)[S_REGS], float (&m)[2], float (&l)[2], float (&rescale)[2],
-                               const float (&scale)[2], unsigned key_scales) {
+                               const float (&scale)[2], unsigned key_scales, F between_rows) {
     if constexpr (SCALES_PER_TOKEN)
         for_columns(key_scales + SCALE_BYTES, [&](int n, float2 log2_v) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) s[4 * n + i] = fmaf(s[4 * n + i], scale[i / 2], i % 2 ? log2_v.y : log2_v.x);
         });
-    float factor[2], shift[2];
+    auto element = [&](int half, int i) -> float& { return s[i / 2 * 4 + 2 * half + i % 2]; };
+    float top[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        factor[half] = SCALES_PER_TOKEN ? 1.0f : scale[half];
-        float top[2] = {HIDDEN, HIDDEN};  // two chains: half the latency
+        float chains[2] = {HIDDEN, HIDDEN};  // half the latency
 #pragma unroll
-        for (int i = 0; i < S_REGS / 2; ++i) top[i % 2] = fmaxf(top[i % 2], s[i / 2 * 4 + 2 * half + i % 2]);
-        const float of_row = across_lanes(fmaxf(top[0], top[1]), [](float x, float y) { return fmaxf(x, y); });
-        const float next = fmaxf(m[half], fmaf(of_row, factor[half], -MAX_P_LOG2));
-        shift[half] = next == HIDDEN ? 0.0f : next;  // so that -inf stays -inf
-        rescale[half] = exp2_fast(m[half] - shift[half]);
-        m[half] = next;
-        l[half] *= rescale[half];
+        for (int i = 0; i < S_REGS / 2; ++i) chains[i % 2] = fmaxf(chains[i % 2], element(half, i));
+        top[half] = fmaxf(chains[0], chains[1]);
     }
-    auto exp2_of = [&](float& x, int half) { return x = exp2_fast(fmaf(x, factor[half], -shift[half])); };
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], step));
     float sum[4] = {0, 0, 0, 0};
-    if constexpr (SCALES_PER_TOKEN) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float factor = SCALES_PER_TOKEN ? 1.0f : scale[half];
+        const float next = fmaxf(m[half], fmaf(top[half], factor, -MAX_P_LOG2));
+        const float shift = next == HIDDEN ? 0.0f : next;  // so that -inf stays -inf
+        rescale[half] = exp2_fast(m[half] - shift);
+        m[half] = next;
+#pragma unroll
+        for (int i = 0; i < S_REGS / 2; ++i) {
+            float& x = element(half, i);
+            x = exp2_fast(fmaf(x, factor, -shift));
+            if constexpr (!SCALES_PER_TOKEN) sum[2 * half + i % 2] += x;
+        }
+        if (half == 0) between_rows(SCALES_PER_TOKEN ? element(0, 0) : sum[0] + sum[1]);
+    }
+    if constexpr (SCALES_PER_TOKEN)
         for_columns(key_scales + 2 * SCALE_BYTES, [&](int n, float2 inverse_v) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                sum[i] = fmaf(exp2_of(s[4 * n + i], i / 2), i % 2 ? inverse_v.y : inverse_v.x, sum[i]);
+            for (int i = 0; i < 4; ++i) sum[i] = fmaf(s[4 * n + i], i % 2 ? inverse_v.y : inverse_v.x, sum[i]);
         });
-    } else {
 #pragma unroll
-        for (int i = 0; i < S_REGS; ++i) sum[i % 4] += exp2_of(s[i], i / 2 % 2);
-    }
-    l[0] += sum[0] + sum[1], l[1] += sum[2] + sum[3];
+    for (int half = 0; half < 2; ++half) l[half] = fmaf(l[half], rescale[half], sum[2 * half] + sum[2 * half + 1]);
 }
 
-// P as the A operand of P V: the keys of a word are in the order of fp8_transpose.cuh.
-DEVICE void pack_p_fp8(unsigned (&codes)[CODE_REGS], const float (&s)[S_REGS]) {
+// A row of P as the A operand of P V: the keys of a word are in the order of fp8_transpose.cuh.
+DEVICE void pack_p_fp8(unsigned (&codes)[CODE_REGS], const float (&s)[S_REGS], int half) {
 #pragma unroll
-    for (int i = 0; i < CODE_REGS; ++i) {
+    for (int i = half; i < CODE_REGS; i += 2) {
         const float* x = s + 8 * (i / 2) + i % 2 * 2;  // 16 keys of row half i % 2
         codes[i] = pack_e4m3(x[0], x[1], x[4], x[5]);
     }
