@@ -20,18 +20,19 @@ DEVICE unsigned existing_keys(int left) {
 
 // keys: how many of the tile exist. Codes of the others become 0: P = 0 would not hide a NaN.
 DEVICE void transpose_tile(unsigned v, unsigned vt, int keys) {
-    constexpr int STEPS = BLOCK_K / 32;
+    constexpr int STEPS = BLOCK_K / 32, BLOCKS = COLUMNS / 16;
     const int lane = threadIdx.x % 32, own = lane % 8 * 2 + (lane / 8 + lane / 4) % 2;  // the line the lane addresses
     const unsigned first = lane < 16 ? 0x6420 : 0x7531, second = first ^ 0x1111;  // bytes of its first word's column
+    const unsigned from = v + swizzled(lane, 0), to = vt + swizzled(own, lane / 16);
     unsigned r[STEPS][4];
-    auto load = [&](int step, int block) {
-        ldmatrix_x4<true>(r[step], v + block / 8 * CHUNK_BYTES + step * 32 * CHUNK_ROW + swizzled(lane, block % 8));
+    auto load = [&](int block, int step) {
+        const unsigned column = from ^ block % 8 * VEC_BYTES;
+        ldmatrix_x4<true>(r[step], column + block / 8 * CHUNK_BYTES + step * 32 * CHUNK_ROW);
     };
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step) load(step, 0);
-#pragma unroll 1
-    for (int block = 0; block < COLUMNS / 16; ++block) {
-        const unsigned line = vt + swizzled(16 * block + own, lane / 16);
+    for (int step = 0; step < STEPS; ++step) load(0, step);
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block)
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             unsigned words[4];
@@ -44,10 +45,10 @@ DEVICE void transpose_tile(unsigned v, unsigned vt, int keys) {
                     words[2 * half] &= exist, words[2 * half + 1] &= exist;
                 }
             }
-            load(step, min(block + 1, COLUMNS / 16 - 1));  // its latency is hidden behind the other steps
-            stmatrix_x4<false>(line ^ 2 * step * VEC_BYTES, words[0], words[1], words[2], words[3]);
+            if (block + 1 < BLOCKS) load(block + 1, step);  // its latency is hidden behind the other steps
+            stmatrix_x4<false>((to ^ 2 * step * VEC_BYTES) + block * 16 * CHUNK_ROW, words[0], words[1], words[2],
+                               words[3]);
         }
-    }
 }
 
 DEVICE void transpose_warp(const Params& p, unsigned base) {
