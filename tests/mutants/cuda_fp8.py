@@ -20,7 +20,7 @@ FAULTS = (
         "pack_e4m3(x[0], x[1], x[4], x[5])", "pack_e4m3(x[0], x[4], x[1], x[5])",
     ),
     Fault("rows of P exchanged", SOFTMAX, "s + 8 * (i / 2) + i % 2 * 2;", "s + 8 * (i / 2) + (1 - i % 2) * 2;"),
-    Fault("the row sum of the tiles before", SOFTMAX, "l[half] *= rescale[half];", ";"),
+    Fault("the row sum of the tiles before", SOFTMAX, "fmaf(l[half], rescale[half],", "fmaf(l[half], 1.0f,"),
     Fault("the first number is the high one", f"{SM90}/fp8.cuh", "low, %2, %1;", "low, %1, %2;"),
     # accumulation
     Fault("PV of all tiles in the tensor core's accumulator", MAINLOOP, "step > 0 ? 1 : 0);", "1);"),
@@ -29,32 +29,28 @@ FAULTS = (
         "        wgmma_fence();\n"
         "#pragma unroll\n"
         "        for (int step = 0; step < BLOCK_K / 32; ++step)\n"
-        "            wgmma_rs(pv, codes, 4 * step, v + along_rows(step, COLUMNS), step > 0 ? 1 : 0);\n",
-        "        for (int i = 0; i < PV_REGS; ++i) pv[i] = o[first / 2 + i], o[first / 2 + i] = 0;\n"
+        "            wgmma_rs(pv, codes, 4 * step, advance(v, along_rows(step, COLUMNS)), step > 0 ? 1 : 0);\n",
+        "        for (int i = 0; i < PV_REGS; ++i)\n"
+        "            pv[i] = o[first / 2 + i] * rescale[i / 2 % 2], o[first / 2 + i] = 0;\n"
         "        wgmma_fence();\n"
         "#pragma unroll\n"
         "        for (int step = 0; step < BLOCK_K / 32; ++step)\n"
-        "            wgmma_rs(pv, codes, 4 * step, v + along_rows(step, COLUMNS), 1);\n",
+        "            wgmma_rs(pv, codes, 4 * step, advance(v, along_rows(step, COLUMNS)), 1);\n",
     ),
-    Fault("O is not rescaled", MAINLOOP, "o[i] *= rescale[i / 2 % 2];", ";"),
+    Fault("O is not rescaled", MAINLOOP, "o[first / 2 + i], pv_rescale[i / 2 % 2],", "o[first / 2 + i], 1.0f,"),
     Fault("columns over 128", MAINLOOP, "descriptor(at_vt(base, n) + first * CHUNK_ROW)", "descriptor(at_vt(base, n))"),
     # work tiles
-    Fault("the epilogue reads the next work tile", MAINLOOP, "end_work_tile(number - 1,", "end_work_tile(number,"),
+    Fault("the last tile's product is left out", MAINLOOP, "if (OVERLAPS) add_pv();", ";"),
+    Fault("the last P is left out", MAINLOOP, "add_pv(), issue_pv(n - 1), wait_pv(n - 1);", "add_pv();"),
+    Fault("the last product is added to the next O", MAINLOOP, "OVERLAPS && i < PV_REGS; ++i) pv[i] = 0;", "false;);"),
     Fault("O begins with that of the work tile before", MAINLOOP, "for (int i = 0; i < O_REGS; ++i) o[i] = 0;", ";"),
-    Fault(
-        "PV is pending where the next Q needs its only buffer", MAINLOOP,
-        "(!OVERLAPS_WORK_TILES && first_tile);", "false;",
-    ),
     Fault("more registers than a launch gets", f"{RAW}/sm90_fp8.py", "else (232, 40)", "else (240, 32)"),
     # the transposition
     Fault("even columns: keys exchanged", TRANSPOSE, "0x6420", "0x4620"),
     Fault("odd columns are even ones", TRANSPOSE, "second = first ^ 0x1111;", "second = first;"),
     Fault("lines of a block", TRANSPOSE, "own = lane % 8 * 2 + (lane / 8 + lane / 4) % 2;", "own = lane % 16;"),
-    Fault(
-        "words of 32 keys", TRANSPOSE,
-        "line ^ 2 * step * VEC_BYTES", "line",
-    ),
-    Fault("the second chunk of V", TRANSPOSE, "v + block / 8 * CHUNK_BYTES", "v"),
+    Fault("words of 32 keys", TRANSPOSE, "(to ^ 2 * step * VEC_BYTES)", "to"),
+    Fault("the second chunk of V", TRANSPOSE, "column + block / 8 * CHUNK_BYTES", "column"),
     Fault("codes behind the length", TRANSPOSE, "if (HAS_LENGTHS && keys < BLOCK_K)", "if (false)"),
     Fault(
         "one key less exists", TRANSPOSE,

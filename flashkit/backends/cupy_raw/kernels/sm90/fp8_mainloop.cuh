@@ -20,8 +20,6 @@
 #include "sm90/fp8_transpose.cuh"
 
 constexpr bool OVERLAPS = COLUMNS <= 128;
-// Whether S of the next work tile is issued beside the last PV of this one. Three warp groups have no registers for it.
-constexpr bool OVERLAPS_WORK_TILES = false;
 // O and PV have to fit into registers.
 constexpr int PV_COLUMNS = OVERLAPS ? COLUMNS : COLUMNS / 2, PV_REGS = PV_COLUMNS / 2;
 
@@ -104,66 +102,45 @@ struct ConsumerFp8 {
         for (int i = 0; i < PV_REGS; ++i) o[first / 2 + i] = fmaf(o[first / 2 + i], pv_rescale[i / 2 % 2], pv[i]);
     }
 
-    __device__ __forceinline__ void no_pv() {
-#pragma unroll
-        for (int i = 0; i < PV_REGS; ++i) pv[i] = 0;
-        pv_rescale[0] = pv_rescale[1] = 1;
-    }
-
-    // Work tile `number` and its scales, from global memory.
-    __device__ __forceinline__ void load_work_tile() {
+    // Work tile `number` and its scales, from global memory; O and the softmax anew.
+    __device__ __forceinline__ void begin_work_tile() {
         const WorkTile& at = work_tile = read_work_tile(params, base, number, wg);
+        q_address = q_rows(base, number % Q_BUFFERS, wg);
         const int head = at.h / GQA_GROUP;
         v_scale = SCALES_PER_TOKEN ? 1.0f : scale_of(params.v_scale, at.b, head, 0);
         const float k_scale = SCALES_PER_TOKEN ? 1.0f : scale_of(params.k_scale, at.b, head, 0);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const auto [h, row] = clamped_row(params, at.b, at.h, at.row0 + row_of_lane(half));
-            row_scale[half] = scale_of(params.q_scale, at.b, h, row) * k_scale;
-        }
-    }
-
-    // Resets O and the softmax.
-    __device__ __forceinline__ void begin_work_tile() {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float& scale = row_scale[half];
+            const float scale = scale_of(params.q_scale, at.b, h, row) * k_scale;
             const bool valid = scale >= 0 && scale <= MAX_SCALE && fabsf(v_scale) <= MAX_SCALE;
             l[half] = valid ? 0.0f : fk_special(0);  // the epilogue sees NaN
-            m[half] = HIDDEN, scale = fmaxf(scale, MIN_SCALE) * (HAS_SCORE ? 1.0f : scale_log2);
+            m[half] = HIDDEN, row_scale[half] = fmaxf(scale, MIN_SCALE) * (HAS_SCORE ? 1.0f : scale_log2);
         }
 #pragma unroll
         for (int i = 0; i < O_REGS; ++i) o[i] = 0;
-        if (OVERLAPS) no_pv();
+#pragma unroll
+        for (int i = 0; OVERLAPS && i < PV_REGS; ++i) pv[i] = 0;  // the first sum is of nothing
+        pv_rescale[0] = pv_rescale[1] = 0;
     }
 
-    // v_scale: that of the work tile.
-    __device__ __forceinline__ void end_work_tile(int number, float v_scale) {
+    __device__ __forceinline__ void end_work_tile() {
 #pragma unroll
         for (int i = 0; !SCALES_PER_TOKEN && i < O_REGS; ++i) o[i] *= v_scale;
         epilogue(params, read_work_tile(params, base, number, wg), base, number, m, l, o, wg);
     }
 
-    // ENDS_PREVIOUS: the block begins a work tile, and the pending P is of the last tile of the work tile before.
-    template <bool P_PENDING, bool ENDS_PREVIOUS = false>
+    // P_PENDING: that of tile n - 1 waits for its V.
+    template <bool P_PENDING>
     __device__ __forceinline__ void mma_block(unsigned n, bool full, int k0) {
         ping_pong_sync();
-        if (ENDS_PREVIOUS) add_pv(), q_address = q_rows(base, number % Q_BUFFERS, wg);
-        if (P_PENDING && !ENDS_PREVIOUS) add_pv();
+        if (P_PENDING) add_pv();  // ptxas places it beside QK, and behind issue_qk() would have it wait for S
         issue_qk(n);
         if (P_PENDING) issue_pv(n - 1);
         ping_pong_arrive();
-        if (ENDS_PREVIOUS) {
-            const float v_scale_before = v_scale;
-            wait_pv(n - 1), add_pv();
-            load_work_tile();
-            fence_operand(s);
-            end_work_tile(number - 1, v_scale_before);
-            begin_work_tile();
-        }
         const unsigned key_scales = base + AT_KEY_SCALES + (n % 2 * MMA_WARPGROUPS + wg) * 3 * SCALE_BYTES;
         if (SCALES_PER_TOKEN) load_key_scales(params, work_tile, k0, key_scales, wg);
-        wgmma_wait<P_PENDING && !ENDS_PREVIOUS>();  // S is complete, PV may be in flight
+        wgmma_wait<P_PENDING>();  // S is complete, PV may be in flight
         fence_operand(s);
         pipe_k.consumer_release(n);
 
@@ -177,7 +154,7 @@ struct ConsumerFp8 {
         modify_tile(params, work_tile, full, s, k0, (float)params.softmax_scale);
         float next_rescale[2];
         online_softmax_fp8(s, m, l, next_rescale, scale, key_scales, [&](float first_row) {
-            if (P_PENDING && !ENDS_PREVIOUS) {
+            if (P_PENDING) {
                 never_store(base, first_row);
                 wait_pv(n - 1);
             }
@@ -185,7 +162,7 @@ struct ConsumerFp8 {
         });
         pack_p_fp8(codes, s, 1);
         rescale[0] = next_rescale[0], rescale[1] = next_rescale[1];
-        next_desc = wait_tile_desc(n + 1);  // its latency is hidden behind packing P
+        next_desc = wait_tile_desc(n + 1);
         p_pending = OVERLAPS;
 #pragma unroll
         for (int first = 0; !OVERLAPS && first < COLUMNS; first += PV_COLUMNS) {
@@ -217,26 +194,20 @@ struct ConsumerFp8 {
                 mma_block<true>(n, state == FULL, k0);
                 continue;
             }
-            // A pending P is multiplied by itself where no S goes with it. The next Q may need this one's only buffer.
-            if (OVERLAPS && p_pending && (tile_desc == END || state == EMPTY || !OVERLAPS_WORK_TILES)) {
+            if (OVERLAPS && p_pending) {  // no S goes with it
                 add_pv(), issue_pv(n - 1), wait_pv(n - 1);
                 p_pending = false;
             }
-            const bool pending = OVERLAPS && p_pending;
             if (first_tile) {
-                if (number >= 0 && !pending) {
+                if (number >= 0) {
                     if (OVERLAPS) add_pv();
-                    end_work_tile(number, v_scale);
+                    end_work_tile();
                 }
                 if (tile_desc == END) break;
                 pipe_q.consumer_wait(++number);
-                if (!pending) {
-                    q_address = q_rows(base, number % Q_BUFFERS, wg);
-                    load_work_tile(), begin_work_tile();
-                }
+                begin_work_tile();
             }
             if (state == EMPTY) skip_block(n);
-            else if (OVERLAPS_WORK_TILES && pending) mma_block<true, OVERLAPS_WORK_TILES>(n, state == FULL, k0);
             else mma_block<false>(n, state == FULL, k0);
         }
     }
