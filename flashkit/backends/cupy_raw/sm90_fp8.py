@@ -37,6 +37,11 @@ class Sm90Fp8Tile(ForwardTile):
         if self.block_k % DEPTH or self.block_k > _CHUNK:
             raise ValueError(f"{self=}: block_k is a multiple of {DEPTH} up to {_CHUNK}")
 
+    @property
+    def threads(self) -> int:
+        """V is transposed by a warp group of its own, or by a warp of warp group 0 (fp8_layout.cuh)."""
+        return 128 * (self.warpgroups + (2 if self.warpgroups < 3 else 1))
+
     def smem(self, spec: AttentionSpec) -> SmemLayout:
         q, v = (-(-dim // _CHUNK) for dim in (spec.head_dim, spec.head_dim_v))
         smem = self.lay_out(q, v, -(-2 * spec.head_dim_v // _CHUNK))
@@ -56,8 +61,8 @@ class Sm90Fp8Tile(ForwardTile):
         return self.shared_memory(spec) <= device.shared_per_block and needed <= self.registers_of(spec)[0] - others
 
     def registers_of(self, spec: AttentionSpec) -> tuple[int, int]:
-        """Of a consumer thread, and of a thread of warp group 0, whose warps classify tiles and transpose V."""
-        return (160, 32) if self.warpgroups == 3 else (232, 40)
+        """Of a consumer thread, and of a thread of the other warp groups, which classify tiles and transpose V."""
+        return (160, 32) if self.warpgroups == 3 else (224, 32)
 
     def source(self, spec: AttentionSpec, pack: int) -> tuple[dict[str, int], str]:
         """Constants and generated functions of the kernel."""

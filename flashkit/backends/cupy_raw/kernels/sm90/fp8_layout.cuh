@@ -11,8 +11,13 @@
 constexpr int BYTES_VT = COLUMNS * CHUNK_ROW, SCALE_BYTES = 4 * 128;
 
 static_assert(!FP8 || (BLOCK_K % 32 == 0 && BLOCK_K <= 128), "a line of V^T has up to 128 keys, a wgmma multiplies 32");
-constexpr int LAUNCH_REGISTERS = THREADS / 128 * (65536 / THREADS / 8 * 8);  // of a thread of each warp group together
-static_assert(!FP8 || MMA_WARPGROUPS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= LAUNCH_REGISTERS,
+
+// A warp group that transposes V: one warp would delay its scheduler's consumers, for which the others wait. Beside
+// three warp groups of consumers there are no registers for it, and a warp of warp group 0 transposes.
+constexpr int TRANSPOSE_WARPS = MMA_WARPGROUPS < 3 ? 4 : 1, WARPGROUPS = MMA_WARPGROUPS + (TRANSPOSE_WARPS > 1 ? 2 : 1);
+constexpr int LAUNCH_REGISTERS = 65536 / (128 * WARPGROUPS) / 8 * 8;  // of a thread
+static_assert(!FP8 || MMA_WARPGROUPS * CONSUMER_REGISTERS + (WARPGROUPS - MMA_WARPGROUPS) * PRODUCER_REGISTERS
+                          <= WARPGROUPS * LAUNCH_REGISTERS,
               "setmaxnreg would wait for ever for registers that the launch does not get");
 
 DEVICE Pipeline<STAGES> vt_pipe(unsigned base) { return Pipeline<STAGES>::at(base + AT_VT_PIPE); }

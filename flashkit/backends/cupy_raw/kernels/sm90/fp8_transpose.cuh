@@ -1,4 +1,4 @@
-// The transpose warp of the FP8 forward pass: V to V^T, as wgmma takes 8-bit operands along the contracted axis alone.
+// The transpose warps of the FP8 forward pass: V to V^T, as wgmma takes 8-bit operands along the contracted axis alone.
 // The instructions are those that FlashAttention-3 names (Shah et al. 2024, arXiv 2407.08608, section 3.3): ldmatrix
 // with .trans, byte permutations, stmatrix.
 //
@@ -18,21 +18,25 @@ DEVICE unsigned existing_keys(int left) {
            (left > 9 ? 0xff000000u : 0u);
 }
 
-// keys: how many of the tile exist. Codes of the others become 0: P = 0 would not hide a NaN.
-DEVICE void transpose_tile(unsigned v, unsigned vt, int keys) {
+// Blocks of 16 columns take turns among the warps. keys: how many of the tile exist. Codes of the others become 0: P = 0
+// would not hide a NaN.
+DEVICE void transpose_tile(unsigned v, unsigned vt, int keys, int warp) {
     constexpr int STEPS = BLOCK_K / 32, BLOCKS = COLUMNS / 16;
     const int lane = threadIdx.x % 32, own = lane % 8 * 2 + (lane / 8 + lane / 4) % 2;  // the line the lane addresses
     const unsigned first = lane < 16 ? 0x6420 : 0x7531, second = first ^ 0x1111;  // bytes of its first word's column
-    const unsigned from = v + swizzled(lane, 0), to = vt + swizzled(own, lane / 16);
+    const unsigned from = v + swizzled(lane, warp), to = vt + swizzled(own, lane / 16) + warp * 16 * CHUNK_ROW;
     unsigned r[STEPS][4];
-    auto load = [&](int block, int step) {
+    auto load = [&](int block, int step) {  // `block`: of those before this warp's
         const unsigned column = from ^ block % 8 * VEC_BYTES;
         ldmatrix_x4<true>(r[step], column + block / 8 * CHUNK_BYTES + step * 32 * CHUNK_ROW);
     };
+    auto exists = [&](int block) { return BLOCKS % TRANSPOSE_WARPS == 0 || block + warp < BLOCKS; };
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step) load(0, step);
+    for (int step = 0; step < STEPS; ++step)
+        if (exists(0)) load(0, step);
 #pragma unroll
-    for (int block = 0; block < BLOCKS; ++block)
+    for (int block = 0; block < BLOCKS; block += TRANSPOSE_WARPS) {
+        if (!exists(block)) break;
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             unsigned words[4];
@@ -45,13 +49,16 @@ DEVICE void transpose_tile(unsigned v, unsigned vt, int keys) {
                     words[2 * half] &= exist, words[2 * half + 1] &= exist;
                 }
             }
-            if (block + 1 < BLOCKS) load(block + 1, step);  // its latency is hidden behind the other steps
+            const int next = block + TRANSPOSE_WARPS;
+            if (next < BLOCKS && exists(next)) load(next, step);  // its latency is hidden behind the other steps
             stmatrix_x4<false>((to ^ 2 * step * VEC_BYTES) + block * 16 * CHUNK_ROW, words[0], words[1], words[2],
                                words[3]);
         }
+    }
 }
 
-DEVICE void transpose_warp(const Params& p, unsigned base) {
+// One of TRANSPOSE_WARPS.
+DEVICE void transpose_warp(const Params& p, unsigned base, int warp) {
     const Pipeline<STAGES> pipe_v = v_pipe(base), pipe_vt = vt_pipe(base);
 #pragma unroll 1
     for (unsigned n = 0;; ++n) {
@@ -61,7 +68,7 @@ DEVICE void transpose_warp(const Params& p, unsigned base) {
         if (b == END) break;
         const int keys = (int)seq_info(p, b).n_k - load_word(slot + 4) * BLOCK_K;
         pipe_vt.producer_acquire(n);
-        transpose_tile(base + at_v(n % STAGES), at_vt(base, n), keys);
+        transpose_tile(base + at_v(n % STAGES), at_vt(base, n), keys, warp);
         fence_proxy_async();
         __syncwarp();
         mbarrier_arrive_once(pipe_vt.full_barrier(n));
