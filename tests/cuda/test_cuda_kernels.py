@@ -642,7 +642,7 @@ def test_sm90_gradients_are_warp_group_products(dims: str, causal: bool, way: st
         pytest.skip("there is no room")
     found = sm90_backward_binary(spec, fused)
     assert found.resources["bwd_preprocess"].spills == found.resources["bwd_postprocess"].spills == 0
-    assert found.resources["sm90_backward"].spills <= (400 if way == "packed" else 320)
+    assert found.resources["sm90_backward"].spills <= (320 if way != "packed" else 520 if cluster else 400)
     text = disassembled(found.path)
     text = text[text.index(".text.sm90_backward:") :]
     lines = text[: text.find(".section", 10)].splitlines()

@@ -209,6 +209,82 @@ def test_many_packed_sequences(
     assert generations(launched) == {generation}
 
 
+def check_packed_gradients(
+    queries: dict[int, int], keys: dict[int, int], heads: tuple[int, int], dim: int, causal: bool
+) -> None:
+    """The gradients of sequences with so many queries and keys, the others empty, and tokens behind the last."""
+    import cupy
+
+    counts = np.zeros((2, max(*queries, *keys) + 1), int)
+    for of_each, given in zip(counts, (queries, keys), strict=True):
+        of_each[list(given)] = list(given.values())
+    cu = tuple(np.cumsum([0, *each]) for each in counts)
+    rng, tokens = np.random.default_rng(0), (cu[0][-1] + 3, cu[1][-1] + 5)
+    shapes = [(tokens[i], heads[i], dim) for i in (0, 1, 1, 0)]
+    q, k, v, dout = (rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for shape in shapes)
+    given_offsets = {"cu_seqlens": tuple(map(cupy.asarray, cu)), "causal": causal}
+    _, vjp = flashkit.attention_vjp(*map(cupy.asarray, (q, k, v)), **given_offsets, backend="cupy_raw")
+    _, right = flashkit.attention_vjp(
+        *(x.astype(float) for x in (q, k, v)), cu_seqlens=cu, causal=causal, backend="reference"
+    )
+    for got, each in zip(vjp(cupy.asarray(dout)), right(dout.astype(float)), strict=True):
+        np.testing.assert_allclose(got.get().astype(float), each, atol=2.0**-5)
+
+
+MANY_KEYS = {
+    "75": ({0: 40, 2: 7, 33: 200, 34: 1, 69: 17, 74: 5}, {0: 40, 3: 9, 33: 128, 34: 140, 69: 270, 74: 5}),
+    "1100": ({1: 1, 34: 140, 1055: 128, 1099: 17}, {0: 3, 1: 1, 34: 140, 1055: 128, 1099: 17}),
+}
+"""Queries and keys of more sequences than a warp finds at once: some have only one of them, some end with a whole tile,
+some have several tiles.
+"""
+
+
+@slow
+@pytest.mark.parametrize("generation", ["sm90"])
+@pytest.mark.parametrize("lengths", MANY_KEYS)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize(("heads", "dim"), [((2, 2), 64), ((2, 1), 128)], ids=["64", "128"])
+def test_gradients_of_many_packed_sequences(
+    heads: tuple[int, int], dim: int, ordered: bool, causal: bool, lengths: str, generation: str, device: Device,
+    launched: list[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """By as many CTAs as there are work tiles and fewer."""
+    monkeypatch.setattr(sm90_backward, "in_order", lambda _: ordered)
+    device.sms = 4
+    check_packed_gradients(*MANY_KEYS[lengths], heads, dim, causal)
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize("generation", ["sm90"])
+def test_few_key_tiles_of_many_sequences(
+    generation: str, device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each clears more of dq_accum than the host, which does not know how many there are, has counted with, and most
+    are in the tail of the order, where each waits for another head.
+    """
+    monkeypatch.setattr(sm90_backward, "in_order", lambda _: False)
+    monkeypatch.setattr(sm90_bwd_launch, "_LEAD", 0)
+    device.sms = 40
+    check_packed_gradients({3: 30, 19: 40}, {3: 30, 19: 40}, (24, 24), 64, causal=True)
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize("generation", ["sm90"])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_no_packed_sequence_has_keys(
+    ordered: bool, generation: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no work tile, so nothing clears dq_accum."""
+    monkeypatch.setattr(sm90_backward, "in_order", lambda _: ordered)
+    monkeypatch.setattr(sm90_bwd_launch, "_LEAD", 0)
+    check_packed_gradients({0: 5, 3: 70}, {0: 0}, (4, 4), 64, causal=False)
+    assert generations(launched) == {generation}
+
+
 @slow
 @pytest.mark.parametrize("generation", ["sm90"])
 def test_tokens_behind_the_last_sequence_have_no_slopes(generation: str, device: Device, launched: list[str]) -> None:
@@ -343,11 +419,11 @@ def test_packed_sequences_of_many_keys(
 @slow
 @pytest.mark.parametrize("generation", ["sm90"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_key_tiles_that_do_not_exist(
+def test_sequences_of_few_keys_after_a_long_one(
     causal: bool, generation: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They clear their share of dq_accum, where no more of it is cleared in advance than three CTAs need. Under a mask,
-    where dQ is in order and key tiles of the first heads descend, they are not awaited.
+    """Each of their work tiles clears a share of dq_accum, where no more of it is cleared in advance than three CTAs
+    need. Under a mask, where dQ is in order and key tiles of the first heads descend, each begins with its own last.
     """
     import cupy
 

@@ -34,6 +34,7 @@ _ADDRESSES, _TILE_COUNTER = addresses(_ADDRESSED), AT["tile_counter"]
 _THREADS = 384
 _EARLY_LAUNCH_MAX_TOKENS = 4096  # of deterministic kernels
 _POSTPROCESS_COST = 0.2  # time to convert a query tile of dQ on one SM, over that of a step of the backward kernel
+_POSTPROCESS_CTAS = 16  # on an SM, that two rounds of them take
 _KEY_TILES_PER_WORD = 31  # of dq_semaphore: kernels/sm90/dq_semaphore
 
 
@@ -119,9 +120,9 @@ class BackwardTile:
         smem.add("CLAIMED", barrier * 2)
         smem.add("CLAIMED_INDEX", 4 * 2)
         smem.add("TILE_DESCS", 12 * self.stages)
-        smem.add("WORK_TILES", 12 * self.key_buffers)
+        smem.add("WORK_TILES", (40 if spec.packed else 12) * self.key_buffers)
         smem.add("NONFINITE_KEYS", keys // 8 * self.key_buffers)
-        smem.add("DQ_SLOTS", 8 * 4)
+        smem.add("DQ_SLOTS", (12 if spec.packed else 8) * 4)
         smem.add("LISTS", _list_bytes(capacity) * lists)
         smem.add("LIST_PIPE", 2 * barrier * lists, align=8)
         smem.add("CLAIM", barrier)
@@ -229,7 +230,7 @@ class Shaped(NamedTuple):
 
     preprocess_ctas: int
     ctas: int
-    query_tiles: int  # CTAs of bwd_postprocess; 0: there is nothing to compute
+    postprocess_ctas: int  # 0: there is nothing to compute
     early: bool
     workspace: Workspace
     maps: list[tuple[int, Maps]]
@@ -256,6 +257,9 @@ class Backward:
 
     addressed: tuple[str, ...] = _ADDRESSED
     """Tensors whose rows have to be multiples of 16 bytes."""
+
+    postprocess_tiles = 1
+    """Query tiles of packed sequences that a CTA of bwd_postprocess may take."""
 
     def __init__(
         self, spec: AttentionSpec, device: Device, tile: BackwardTile, why: str, library: Library, kernels: Kernels,
@@ -306,13 +310,17 @@ class Backward:
         ctas = cluster * min(work_tiles, clusters - reserved)
         maps = [(AT[name], maps_of(arguments, name, columns, 1, rows)) for name, columns, rows in self.boxes()]
         preprocess_ctas = preprocessed if self._fused_preprocess else query_tiles
-        return Shaped(preprocess_ctas, ctas, query_tiles, early, workspace, maps)
+        postprocess_ctas = query_tiles
+        if spec.packed:  # several tiles for each of more CTAs than run at a time
+            fewest = -(-query_tiles // self.postprocess_tiles)
+            postprocess_ctas = max(fewest, min(query_tiles, _POSTPROCESS_CTAS * self.device.sms))
+        return Shaped(preprocess_ctas, ctas, postprocess_ctas, early, workspace, maps)
 
     def run(self, arguments: Arguments, stream: int) -> None:
         shaped = arguments.known(self, self.shaped)
         if shaped is None or not aligned(arguments, _ADDRESSES):
             return self._fallback.run(arguments, stream)
-        if not shaped.query_tiles:
+        if not shaped.postprocess_ctas:
             return None
         return self.launch(arguments, shaped, [maps[arguments.words[at]] for at, maps in shaped.maps], stream)
 
@@ -324,7 +332,7 @@ class Backward:
         self._preprocess.launch(shaped.preprocess_ctas, 256, arguments, stream)
         arguments.with_maps(maps)
         self._kernel.launch(shaped.ctas, _THREADS, arguments, stream, shaped.early)
-        self._postprocess.launch(shaped.query_tiles, 256, arguments, stream, shaped.early)
+        self._postprocess.launch(shaped.postprocess_ctas, 256, arguments, stream, shaped.early)
         if self._sinks is not None:
             workspace, ctas = arguments.known(self._sinks, self._sinks.shaped)
             held = held, workspace.allocate(arguments, stream)

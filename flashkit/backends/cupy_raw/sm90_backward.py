@@ -75,6 +75,8 @@ def source(spec: AttentionSpec, tile: BackwardTile, fused_preprocess: bool) -> t
 class Sm90Backward(sm90_bwd_launch.Backward):
     """The backward pass."""
 
+    postprocess_tiles = 8  # convert_some() of kernels/sm90/bwd_postprocess.cuh
+
     def __init__(self, problem: Problem, device: Device, tile: BackwardTile | None = None, why: str = CHOSEN) -> None:
         spec, tile = replace(problem.spec, deterministic=in_order(problem)), tile or tile_of(problem.spec)
         kind = sm90_bwd_launch.mask_kind(spec)

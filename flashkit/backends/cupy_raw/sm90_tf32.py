@@ -103,7 +103,7 @@ class Sm90Tf32Backward(Sm90Backward):
     def run(self, arguments: Arguments, stream: int) -> None:
         arguments.set(fallback=0)
         shaped = arguments.known(self, self.shaped)
-        if shaped is None or not (shaped.query_tiles and self.takes(arguments)):
+        if shaped is None or not (shaped.postprocess_ctas and self.takes(arguments)):
             return self._fallback.run(arguments, stream)
         statistics = HeadStatistics(arguments, stream)
         terms, memory = self.conversion.terms(arguments, statistics, stream)

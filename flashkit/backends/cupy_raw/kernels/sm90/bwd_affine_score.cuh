@@ -25,8 +25,8 @@ DEVICE AffineTile affine_tile(const Params& p, const FragmentId& id, int warp, i
     AffineTile tile{false, 1, 1, 1, 0, 0};
     if constexpr (AFFINE_PATH) {
         constexpr int ROWS = BLOCK_Q, KEYS = 16;  // of a warp
-        const FragmentCoord at = coord_of(id);
-        const long long offset = seq_info(p, at.b).q_position;
+        const FragmentCoord at = coord_of(p, id);
+        const long long offset = at.seq.q_position();
         const int row = at.row0, k = at.k0 + warp % 4 * KEYS, q = row + (int)offset;
         const Head head = head_of(at.b, at.h, p);
         const float gain = score_gain<int>(at.b, at.h, row, q, head, p);

@@ -24,7 +24,7 @@ struct RowDeltas {
 // Element 4 n + 2 half + c of a lane to visit_ds. Where it lies is found only if the hook is used.
 DEVICE void visit_element(float ds, const FragmentId& id, int n, int half, int c, const Params& p) {
     if constexpr (VISITS_DS) {
-        const FragmentCoord at = coord_of(id);
+        const FragmentCoord at = coord_of(p, id);
         const int row = at.row0 + lane_row(n, c);
         visit_ds(ds, at.b, at.h, row, row + seq_info(p, at.b).q_position, at.k0 + lane_key(half), p);
     }

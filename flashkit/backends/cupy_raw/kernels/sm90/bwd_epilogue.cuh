@@ -1,19 +1,37 @@
-// dK or dV of a warp's 16 keys to memory: through shared memory and by TMA, 64 columns at a time.
+// The backward epilogue: dK or dV of a warp's 16 keys to memory, through shared memory and by TMA, 64 columns at a
+// time; and dQ of a query tile, where a work tile has all of it (STORES_DQ).
 #pragma once
+#include "sm90/dq_semaphore.cuh"
 #include "sm90/tf32_scales.cuh"
 
 constexpr int BYTES_PIECE = 16 * CHUNK_ROW;
 
+// A warp's keys, read before their slot in shared memory is free.
+struct WarpKeys {
+    WorkTile at;
+    int key;   // the first of the warp
+    int left;  // keys from there on that exist, of packed sequences
+    Box box;
+
+    __device__ __forceinline__ WarpKeys(const Params& p, unsigned slot, int offset)  // offset: in the work tile
+        : at{uniform(load_word(slot)), uniform(load_word(slot + 4)), uniform(load_word(slot + 8))},
+          key(at.k0 + offset), left(16), box{0, key, at.head, at.b} {
+        if constexpr (IS_PACKED) {
+            const SeqSlot seq = seq_of(p, at.b, slot);
+            left = uniform(seq.n_k()) - key, box = {0, uniform(seq.key_row(key)), at.head, 0};
+        }
+    }
+};
+
 // The keys of a piece that exist, by a warp: TMA would also store those behind the end of a packed sequence, which are
 // the next one's.
 template <int DIM>
-DEVICE void store_keys(const Params& p, const Tensor& tensor, const WorkTile& at, int key, int count, int chunk,
-                       unsigned source, int lane) {
+DEVICE void store_keys(const Tensor& tensor, const WarpKeys& keys, int chunk, unsigned source, int lane) {
 #pragma unroll 1
-    for (int i = lane; i < count * 8; i += 32) {
+    for (int i = lane; i < keys.left * 8; i += 32) {
         const int row = i / 8, vec = 8 * chunk + i % 8;
         if (vec < DIM / 8)
-            reinterpret_cast<uint4*>(kv_row<storage>(p, tensor, at.b, at.head, key + row))[vec] =
+            reinterpret_cast<uint4*>(row_at<storage>(tensor, 0, keys.at.head, keys.box.token + row))[vec] =
                 load_vec(source + swizzled(row, i % 8));
     }
 }
@@ -21,8 +39,9 @@ DEVICE void store_keys(const Params& p, const Tensor& tensor, const WorkTile& at
 // float32: 32 columns at a time through BYTES_PIECE of shared memory, so that stores are of whole 128-byte lines. The
 // groups of bulk stores are empty.
 template <int DIM>
-DEVICE void store_dkv_float32(const Params& p, const Tensor& tensor, const WorkTile& at, int key, int lane,
-                              unsigned buffer, const float (&x)[padded(DIM) / 2], float factor) {
+DEVICE void store_dkv_float32(const Params& p, const Tensor& tensor, const WarpKeys& keys, int lane, unsigned buffer,
+                              const float (&x)[padded(DIM) / 2], float factor) {
+    const auto& [at, key, left, box] = keys;
     bulk_wait_read();
 #pragma unroll
     for (int c0 = 0; c0 < padded(DIM); c0 += 32) {
@@ -49,18 +68,16 @@ DEVICE void store_dkv_float32(const Params& p, const Tensor& tensor, const WorkT
     for (int chunk = 0; chunk < chunks(DIM); ++chunk) bulk_commit();
 }
 
-// key: the warp's first. The pieces go through BUFFERS places in shared memory from `buffer` on, STRIDE bytes apart;
+// The pieces go through BUFFERS places in shared memory from `buffer` on, STRIDE bytes apart;
 // BEFORE pieces went there before these. The first one waits until all earlier bulk stores of the warp have left. Each
 // commits a group of bulk stores, if of none.
 template <int DIM, int BEFORE, int BUFFERS, int STRIDE>
-DEVICE void store_dkv(const Params& p, const Tensor& tensor, const TensorMap& map, const WorkTile& at, int key,
-                      int lane, unsigned buffer, const float (&x)[padded(DIM) / 2], float factor) {
+DEVICE void store_dkv(const Params& p, const Tensor& tensor, const TensorMap& map, const WarpKeys& keys, int lane,
+                      unsigned buffer, const float (&x)[padded(DIM) / 2], float factor) {
     if constexpr (IS_FLOAT32) {
-        store_dkv_float32<DIM>(p, tensor, at, key, lane, buffer, x, factor);
+        store_dkv_float32<DIM>(p, tensor, keys, lane, buffer, x, factor);
         return;
     }
-    const Box box = kv_box(p, at.b, at.head, key);
-    const int left = IS_PACKED ? (int)seq_info(p, at.b).n_k - key : 16;  // keys
 #pragma unroll
     for (int chunk = 0; chunk < chunks(DIM); ++chunk) {
         const unsigned target = buffer + (BEFORE + chunk) % BUFFERS * STRIDE;
@@ -76,10 +93,37 @@ DEVICE void store_dkv(const Params& p, const Tensor& tensor, const TensorMap& ma
         }
         fence_proxy_async();
         __syncwarp();
-        if (left < 16) store_keys<DIM>(p, tensor, at, key, left, chunk, target, lane);
+        if (keys.left < 16) store_keys<DIM>(tensor, keys, chunk, target, lane);
         if (elect_one()) {
-            if (left >= 16) tma_store<1>(map, at_column(box, 64 * chunk), target);
+            if (keys.left >= 16) tma_store<1>(map, at_column(keys.box, 64 * chunk), target);
             bulk_commit();
         }
     }
+}
+
+// The caller's dQ of query tile `index` among all, by a warp: its 16 columns, through its part of AT_DQ, `buffer`,
+// where a row takes PITCH bytes. Rows behind the end of the sequence are the next one's.
+DEVICE void store_dq(const Params& p, int index, const SeqSlot& seq, int warp, int lane, unsigned buffer,
+                     const float (&dq)[DQ_PART_ROWS / 2]) {
+    constexpr int PITCH = 48;
+    const int tiles = tiles_of_queries(p), h = index / tiles, of_seq = seq.q_row(0) / BLOCK_Q + seq.b;
+    const int row0 = (index - h * tiles - of_seq) * BLOCK_Q;
+    if (warp == 0 && lane == 0) set_flag(dq_semaphore(p, index), DqSemaphore::IS_CONVERTED);
+    const float scale = (float)p.softmax_scale;
+    const unsigned target = buffer + (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * VEC_BYTES;
+#pragma unroll
+    for (int i = 0; i < DQ_PART_ROWS / 8; i += 2) {
+        const float* x = dq + 4 * i;
+        stmatrix_x4<true>(target + 8 * i * PITCH, pack(x[0] * scale, x[1] * scale), pack(x[2] * scale, x[3] * scale),
+                          pack(x[4] * scale, x[5] * scale), pack(x[6] * scale, x[7] * scale));
+    }
+    __syncwarp();
+    const int part = warp / 4, column = (DQ_BY_COLUMNS ? 64 * part : 0) + warp % 4 * 16 + lane % 2 * 8;
+    const int first = row0 + (DQ_BY_COLUMNS ? 0 : part * DQ_PART_ROWS), n_q = seq.n_q(), token = seq.q_row(first);
+    if (column >= HEAD_DIM) return;
+#pragma unroll
+    for (int row = lane / 2; row < DQ_PART_ROWS; row += 16)
+        if (first + row < n_q)
+            *reinterpret_cast<uint4*>(row_at<storage>(p.dq, 0, h, token + row) + column) =
+                load_vec(buffer + row * PITCH + lane % 2 * VEC_BYTES);
 }

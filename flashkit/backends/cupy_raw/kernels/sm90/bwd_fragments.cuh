@@ -22,14 +22,17 @@ struct FragmentId { unsigned base, n, number; int key_group; };
 
 struct FragmentCoord {
     int b, h, row0, k0;
+    SeqSlot seq;
     unsigned nonfinite_keys;  // address of a bit for each key of the CTA
     int first_key;            // of the 64 keys among the CTA's
 };
 // From shared memory, as it is rarely needed and would always take registers.
-DEVICE FragmentCoord coord_of(const FragmentId& id) {
+DEVICE FragmentCoord coord_of(const Params& p, const FragmentId& id) {
     const unsigned desc = tile_desc_slot(id.base, id.n), slot = work_tile_slot(id.base, id.number);
-    return {load_word(slot), load_word(desc + TileDesc::HEAD), (load_word(desc) >> 8) * BLOCK_Q,
-            load_word(slot + 8) + WARPGROUP_KEYS * id.key_group, nonfinite_keys_slot(id.base, id.number),
+    const int b = load_word(slot);
+    return {b, load_word(desc + TileDesc::HEAD), (load_word(desc) >> 8) * BLOCK_Q,
+            load_word(slot + 8) + WARPGROUP_KEYS * id.key_group, seq_of(p, b, slot),
+            nonfinite_keys_slot(id.base, id.number),
             CLUSTER_SIZE > 1 ? 0 : WARPGROUP_KEYS * id.key_group};
 }
 

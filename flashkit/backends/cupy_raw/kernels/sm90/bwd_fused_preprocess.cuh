@@ -8,7 +8,7 @@
 #include "sm90/bwd_preprocess.cuh"
 
 constexpr int ROWS_PER_LOAD = 64, BYTES_PER_LOAD = ROWS_PER_LOAD * CHUNK_ROW * CHUNKS_V;  // rows of O, and of dO
-static_assert(!FUSED_PREPROCESS || (!DETERMINISTIC && CHUNKS_V <= CHUNKS && KEY_BUFFERS == 2),
+static_assert(!FUSED_PREPROCESS || (!IS_PACKED && !DETERMINISTIC && CHUNKS_V <= CHUNKS && KEY_BUFFERS == 2),
               "O and dO take the place of K");
 
 // By one thread, which has to wait for the end of its bulk stores.
@@ -96,7 +96,7 @@ DEVICE void fused_preprocess(const Params& p, const TensorMap& out_map, const Te
         // This work tile's share of the heads to come, while the next buffer for K is free.
         mbarrier_wait_backoff(pipe_k.empty + 8 * pipe_k.stage(number + 1), ((number + 1) / KEY_BUFFERS & 1) ^ 1,
                               BACKOFF_NS);
-        owed += query_tiles_per_work_tile(p);
+        owed += query_tiles_per_work_tile(p, tiles_of_keys(p));
         auto next_owed = [&]() {
             const bool has_time = leader && owed > 0 && !mbarrier_try_wait(base + AT_CLAIM, number & 1);
             return has_time ? atomicAdd(PreprocessCounters::next_tile(p), 1) : DONE;

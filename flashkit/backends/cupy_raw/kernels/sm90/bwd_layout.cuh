@@ -25,7 +25,8 @@
 //     AT_CLAIMED       a work tile is claimed: for the peer CTA, with AT_CLAIMED_INDEX, or for the fused preprocess
 //     AT_CLAIM         the next work tile may be claimed
 //     AT_TILE_DESCS    a TileDesc for each stage of Q
-//     AT_WORK_TILES    a WorkTile for each buffer of K
+//     AT_WORK_TILES    a WorkTile for each buffer of K; of packed sequences with a SeqSlot, and with how many key
+//                      tiles descend
 //     AT_NONFINITE_KEYS   for each buffer of K a bit for each key that was cleared
 //     AT_LISTS         [NUM_LISTS] QueryTileList
 //     AT_DQ_COMPLETE   all that the CTA adds to dQ is in memory
@@ -35,6 +36,7 @@
 #include "common/tile_order.cuh"
 #include "sm90/fp16x2_terms.cuh"
 #include "sm90/pipeline.cuh"
+#include "sm90/seq_slot.cuh"
 #include "sm90/tile_lists.cuh"
 
 // --- tiles -----------------------------------------------------------------------------------------------------------
@@ -85,6 +87,10 @@ constexpr int NONFINITE_WORDS = CTA_KEYS / 32;
 // to add.
 constexpr bool FROM_DIAGONAL = DETERMINISTIC && HAS_MASK;
 
+// Of packed sequences many may have no more keys than a work tile: what it adds to dQ is all of it. Consumers then
+// store it as dQ, and there is nothing to convert for bwd_postprocess.
+constexpr bool STORES_DQ = IS_PACKED && DETERMINISTIC && CLUSTER_SIZE == 1;
+
 // --- scheduling ------------------------------------------------------------------------------------------------------
 
 // How many query tiles before a work tile's end the next one is claimed.
@@ -95,20 +101,25 @@ constexpr int END = -1;  // in the place of a batch entry or tile: there is no m
 constexpr int PREPROCESS_BARRIER = 3;  // named barrier of the fused preprocess' two warps
 
 struct WorkTile { int b, head, k0; };  // head: of keys; k0: the first of BLOCK_K keys
+constexpr int WORK_TILE_BYTES = 12 + SeqSlot::BYTES + (IS_PACKED ? 4 : 0);  // in shared memory
+static_assert(AT_NONFINITE_KEYS - AT_WORK_TILES >= KEY_BUFFERS * WORK_TILE_BYTES,
+              "BackwardTile.smem and WorkTile differ");
 
 // Three words in shared memory: the descriptor proper, which is query tile << 8 | flags | a State for each 64 keys, two
 // bits each; the query head; the tile's index among all query tiles.
 struct TileDesc {
     static constexpr unsigned NONFINITE_ROWS = 16, NO_VISIBLE_PAIR = 32, LAST_TILE = 64;
+    static constexpr unsigned WHOLE_DQ = 128;  // STORES_DQ: no other work tile adds to the tile's dQ
     static constexpr int HEAD = 4, INDEX = 8, BYTES = 12;  // offsets
 };
 
 // Some of a work tile's query tiles of one head, from the scheduler to the producer.
 struct QueryTileList {
     static constexpr int MOST = LIST_CAPACITY;
+    enum { LAST = 1, CLAIMED = 2 };
     int b, h, k0, count;  // b: END if there are no more work tiles
     int first_index;      // index of the head's first query tile among all
-    int ends;             // whether the list is the work tile's last
+    int ends;             // 0, or LAST of the work tile, or CLAIMED, if the next work tile is claimed already
     int entry[MOST];      // query tile << 8 | flags and states of its TileDesc
 };
 static_assert(sizeof(QueryTileList) == LIST_BYTES, "BackwardTile.smem and QueryTileList differ");
@@ -135,8 +146,11 @@ DEVICE unsigned tile_desc_slot(unsigned base, unsigned n) {
     return base + AT_TILE_DESCS + TileDesc::BYTES * (n % STAGES);
 }
 DEVICE unsigned work_tile_slot(unsigned base, unsigned number) {
-    return base + AT_WORK_TILES + 12 * (number % KEY_BUFFERS);
+    return base + AT_WORK_TILES + WORK_TILE_BYTES * (number % KEY_BUFFERS);
 }
+// Of a work tile that lies in `slot`. How many key tiles are added to dQ in descending order; 0 where they ascend.
+DEVICE unsigned descending_tiles_slot(unsigned slot) { return slot + 12 + SeqSlot::BYTES; }
+DEVICE SeqSlot seq_of(const Params& p, int b, unsigned slot) { return {p, b, slot + 12}; }
 DEVICE unsigned nonfinite_keys_slot(unsigned base, unsigned number) {
     return base + AT_NONFINITE_KEYS + 4 * NONFINITE_WORDS * (number % KEY_BUFFERS);
 }

@@ -83,16 +83,20 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
             issue_rs(dk_acc, ds, base + AT_Q + n % STAGES * BYTES_Q, !first);
         };
         // dQ leaves in two steps: to shared memory at once; from there after the next step's proxy fence or, if
-        // DETERMINISTIC, by a semaphore warp with a fence of its own.
-        auto stage_dq = [&](unsigned n, const float (&dq)[DQ_PART_ROWS / 2]) {
+        // DETERMINISTIC, by a semaphore warp with a fence of its own. Or it becomes the caller's dQ at once.
+        auto stage_dq = [&](unsigned n, int index, bool is_whole, const float (&dq)[DQ_PART_ROWS / 2]) {
             pipe_ds.consumer_release(n, lane);
             if (DETERMINISTIC) mbarrier_wait(dq_granted(base, n - 1), (n - 1) / 2 & 1);
             bulk_wait_read();
             __syncwarp();
+            if (is_whole) {
+                store_dq(p, index, seq_of(p, load_word(slot), slot), warp, lane, dq_of_warp, dq);
+            } else {
 #pragma unroll
-            for (int i = 0; i < DQ_PART_ROWS / 8; ++i)
-                asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(dq_of_lane + i * 512), "f"(dq[4 * i]),
-                             "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3]) : "memory");
+                for (int i = 0; i < DQ_PART_ROWS / 8; ++i)
+                    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(dq_of_lane + i * 512), "f"(dq[4 * i]),
+                                 "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3]) : "memory");
+            }
             if constexpr (DETERMINISTIC) {
                 __syncwarp();
                 mbarrier_arrive_once(dq_written(base, n), lane);
@@ -115,7 +119,7 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
         AffineTile affine{};
         if (!AFFINE_PER_STEP) affine = affine_tile(p, {base, n, number, wg}, warp, lane);
         pipe_v.consumer_wait(number);
-        bool first = true, last;
+        bool first = true, last, is_whole = false;
         // query tiles, as indices among all: whose dQ is in shared memory, and the one before n
         int staged = -1, previous = -1;
 
@@ -128,9 +132,9 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
             const unsigned dout_tile = base + AT_DOUT + dout_stage * BYTES_DOUT;
             const int tile_desc = uniform(load_word(tile_desc_slot(base, n)));
             const int index = load_word(tile_desc_slot(base, n) + TileDesc::INDEX);
-            last = tile_desc & TileDesc::LAST_TILE;
+            last = tile_desc & TileDesc::LAST_TILE, is_whole = STORES_DQ && (tile_desc & TileDesc::WHOLE_DQ);
             if (DETERMINISTIC && warp == 0 && lane == 0)
-                request_dq_turn_for(base, n, tile_desc, index, load_word(slot + 8));
+                request_dq_turn_for(base, n, tile_desc, index, slot);
             float early_lse[EARLY_LSE][2];
 #pragma unroll
             for (int i = 0; i < EARLY_LSE; ++i) load_row_stats(early_lse[i], lse, i);
@@ -186,7 +190,7 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
             wgmma_wait<1>();  // dQ, dK
             fence_operand(dq), fence_operand(ds);
             pipe_q.consumer_release(n, lane), pipe_dout.consumer_release(n, lane);
-            if (!first) stage_dq(n - 1, dq);
+            if (!first) stage_dq(n - 1, previous, is_whole, dq);
             staged = previous, previous = index;
             first = false, ++n;
         } while (!last);
@@ -207,22 +211,20 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
         wgmma_wait<0>();
         fence_operand(dq);
         if constexpr (DETERMINISTIC) {
-            stage_dq(n - 1, dq);
+            stage_dq(n - 1, previous, is_whole, dq);
         } else {  // from registers, while the tile before leaves through shared memory
             pipe_ds.consumer_release(n - 1, lane);
             float* accum = dq_accum_at(p, previous, warp * BYTES_DQ_WARP) + lane * 4;
 #pragma unroll
             for (int i = 0; i < DQ_PART_ROWS / 8; ++i) red_add_float4(accum + i * 128, dq + 4 * i);
         }
-        const WorkTile at{uniform(load_word(slot)), uniform(load_word(slot + 4)), uniform(load_word(slot + 8))};
+        const WarpKeys keys(p, slot, 16 * warp);
         pipe_k.consumer_release(number, lane);
         if (DETERMINISTIC) mbarrier_wait(dq_granted(base, n - 1), (n - 1) / 2 & 1);  // dQ has left shared memory
         constexpr int BUFFERS = BYTES_DQ_WARP / BYTES_PIECE;
-        const int key = at.k0 + 16 * warp;
-        const HeadScales scales = head_scales(p, at.b, at.head);
-        store_dkv<HEAD_DIM_V, 0, BUFFERS, BYTES_PIECE>(p, p.dv, dv_map, at, key, lane, dq_of_warp, dv_acc,
-                                                              scales.of_dv());
-        store_dkv<HEAD_DIM, CHUNKS_V, BUFFERS, BYTES_PIECE>(p, p.dk, dk_map, at, key, lane, dq_of_warp, dk_acc,
+        const HeadScales scales = head_scales(p, keys.at.b, keys.at.head);
+        store_dkv<HEAD_DIM_V, 0, BUFFERS, BYTES_PIECE>(p, p.dv, dv_map, keys, lane, dq_of_warp, dv_acc, scales.of_dv());
+        store_dkv<HEAD_DIM, CHUNKS_V, BUFFERS, BYTES_PIECE>(p, p.dk, dk_map, keys, lane, dq_of_warp, dk_acc,
                                                             (float)p.softmax_scale * scales.of_dk());
     }
     if (DETERMINISTIC && warp == 0 && lane == 0) end_dq_requests(base, n);

@@ -72,8 +72,7 @@ DEVICE void ds_consumer(const Params& p, const TensorMap& dv_map, unsigned base,
             const int tile_desc = uniform(load_word(tile_desc_slot(base, n)));
             last = tile_desc & TileDesc::LAST_TILE;
             if (DETERMINISTIC && warp == 0 && lane == 0)
-                request_dq_turn_for(base, n, tile_desc, load_word(tile_desc_slot(base, n) + TileDesc::INDEX),
-                                    load_word(slot + 8));
+                request_dq_turn_for(base, n, tile_desc, load_word(tile_desc_slot(base, n) + TileDesc::INDEX), slot);
             float early_lse[S_REGS / 4][2];
 #pragma unroll
             for (int i = 0; i < S_REGS / 4; ++i) load_row_stats(early_lse[i], lse, i);
@@ -113,12 +112,12 @@ DEVICE void ds_consumer(const Params& p, const TensorMap& dv_map, unsigned base,
         // --- epilogue
         wgmma_wait<0>();
         fence_operand(s), fence_operand(dp), fence_operand(dv_acc);
-        const WorkTile at{uniform(load_word(slot)), uniform(load_word(slot + 4)), uniform(load_word(slot + 8))};
+        const WarpKeys keys(p, slot, CTA_KEYS * rank + 16 * warp);
         pipe_k.consumer_release(number, lane);
         named_barrier_sync(DS_CONSUMER_BARRIER, 128);  // no warp reads V any more: dV leaves through its place
         constexpr int STRIDE = CTA_KEYS * CHUNK_ROW;
-        store_dkv<HEAD_DIM_V, 0, CHUNKS_V, STRIDE>(p, p.dv, dv_map, at, at.k0 + CTA_KEYS * rank + 16 * warp, lane,
-                                                   v_tile + warp * BYTES_PIECE, dv_acc, 1.0f);
+        store_dkv<HEAD_DIM_V, 0, CHUNKS_V, STRIDE>(p, p.dv, dv_map, keys, lane, v_tile + warp * BYTES_PIECE, dv_acc,
+                                                   1.0f);
         bulk_wait_read();
         __syncwarp();
         pipe_v.consumer_release(number, lane);
@@ -146,7 +145,7 @@ DEVICE void dk_dq_consumer(const Params& p, const TensorMap& dk_map, unsigned ba
         pipe_k.consumer_wait(number);
         const unsigned slot = work_tile_slot(base, number);
         if (uniform(load_word(slot)) == END) break;
-        const WorkTile at{uniform(load_word(slot)), uniform(load_word(slot + 4)), uniform(load_word(slot + 8))};
+        const WarpKeys keys(p, slot, CTA_KEYS * rank + 16 * warp);
         const unsigned own_k_tile = base + AT_K + number % KEY_BUFFERS * BYTES_K
                                     + DQ_CHUNKS * rank * CTA_KEYS * CHUNK_ROW;
 
@@ -230,8 +229,8 @@ DEVICE void dk_dq_consumer(const Params& p, const TensorMap& dk_map, unsigned ba
         // no warp reads the peer's keys any more: dK leaves through their place
         named_barrier_sync(DK_DQ_CONSUMER_BARRIER, 128);
         constexpr int STRIDE = CTA_KEYS * CHUNK_ROW;
-        store_dkv<HEAD_DIM, 0, DQ_CHUNKS, STRIDE>(p, p.dk, dk_map, at, at.k0 + CTA_KEYS * rank + 16 * warp, lane,
-                                                  peer_k_tile + warp * BYTES_PIECE, dk_acc, (float)p.softmax_scale);
+        store_dkv<HEAD_DIM, 0, DQ_CHUNKS, STRIDE>(p, p.dk, dk_map, keys, lane, peer_k_tile + warp * BYTES_PIECE, dk_acc,
+                                                  (float)p.softmax_scale);
         bulk_wait_read();
         __syncwarp();
         pipe_peer_k.consumer_release(number, lane);

@@ -70,12 +70,16 @@ constexpr int LANES_PER_ROW = ROW_VECS > 16 ? 32 : ROW_VECS > 8 ? 16 : 8;
 extern "C" __global__ void __launch_bounds__(256) bwd_preprocess(KERNEL_PARAMS) {
     griddepcontrol_launch_dependents();
     const QueryTile at = query_tile(p, blockIdx.x);
+    // Keys that no query sees load the first query tile of their sequence, even if there is no query.
+    const bool is_loaded = at.tile == 0 || exists(p, at);
     constexpr int ROWS_AT_ONCE = 256 / LANES_PER_ROW;
     const int lane = threadIdx.x % LANES_PER_ROW;
-    if (!DETERMINISTIC && blockIdx.x < p.preprocessed_tiles) clear_dq_accum(p, blockIdx.x, threadIdx.x, 256);
+    if (!DETERMINISTIC && is_loaded && blockIdx.x < p.preprocessed_tiles)
+        clear_dq_accum(p, blockIdx.x, threadIdx.x, 256);
     bool nonfinite = false;
 #pragma unroll
     for (int from = 0; from < BLOCK_Q; from += ROWS_AT_ONCE) {
+        if (!is_loaded) break;
         const int row = at.tile * BLOCK_Q + from + threadIdx.x / LANES_PER_ROW;
         float total = 0;
         if (row_exists(p, at.b, row)) {

@@ -55,7 +55,8 @@ DEVICE void producer(const Params& p, const KvSource& kv, const TensorMap& q_map
         const QueryTileList& list = lists[c % NUM_LISTS];
         const int b = list.b, h = list.h, k0 = list.k0, count = list.count, first_index = list.first_index;
         if (b == END) break;
-        const int claim_at = list.ends ? (count > CLAIM_AHEAD ? count - CLAIM_AHEAD : 0) : -1;
+        const bool claims = !IS_PACKED || list.ends != QueryTileList::CLAIMED;
+        const int claim_at = list.ends && claims ? (count > CLAIM_AHEAD ? count - CLAIM_AHEAD : 0) : -1;
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
             if (!DETERMINISTIC && i == claim_at && leader) mbarrier_arrive(base + AT_CLAIM);
@@ -74,7 +75,7 @@ DEVICE void producer(const Params& p, const KvSource& kv, const TensorMap& q_map
             held_states = 0, first = true, ++number;
             // DETERMINISTIC: a CTA that claimed early, while it waits for its turn, would keep others waiting for its
             // next turns.
-            if ((DETERMINISTIC || claim_at == count) && leader) mbarrier_arrive(base + AT_CLAIM);
+            if (claims && (DETERMINISTIC || claim_at == count) && leader) mbarrier_arrive(base + AT_CLAIM);
         }
         __syncwarp();
         if (leader) mbarrier_arrive(pipe_list.empty + 8 * pipe_list.stage(c));

@@ -6,10 +6,9 @@
 
 // Flags and states for a TileDesc of query tiles `tile` ... `tile` + many - 1; 0 if all are EMPTY. A tile that reaches
 // past the last key is PARTIAL, and one that reaches past the last row of a packed sequence.
-DEVICE unsigned tile_states(const Params& p, const WorkTile& at, int h, int n_k, int tile, int many) {
+DEVICE unsigned tile_states(const Params& p, const WorkTile& at, int h, int n_q, int n_k, int tile, int many) {
     const long long offset = seq_info(p, at.b).q_position;
-    const int row0 = tile * BLOCK_Q, end = row0 + many * BLOCK_Q;
-    const int n_q = (int)seq_info(p, at.b).n_q, row1 = end < n_q ? end : n_q;
+    const int row0 = tile * BLOCK_Q, end = row0 + many * BLOCK_Q, row1 = end < n_q ? end : n_q;
     auto state_of_keys = [&](int k0, int k1) {
         if (k0 >= n_k) return (int)EMPTY;
         const int state = tile_state(p, at.b, h, offset, row0, row1, k0, k1 < n_k ? k1 : n_k);
@@ -27,16 +26,27 @@ DEVICE unsigned tile_states(const Params& p, const WorkTile& at, int h, int n_k,
     if (CLEARS_ROWS && states != 0 && many == 1 &&
         (dq_semaphore(p, at.b, h, tile).flags() & DqSemaphore::HAS_NONFINITE_ROWS))
         states |= TileDesc::NONFINITE_ROWS;
+    if (STORES_DQ && states != 0 && n_k <= BLOCK_K) states |= TileDesc::WHOLE_DQ;
     return states;
+}
+
+// Of packed sequences: the next work tile is claimed while the tiles of a short one are listed, as there is no time
+// left for that near its end; unless other CTAs wait for its turns, to which a CTA that claimed early comes late.
+DEVICE bool claims_early(int n_q, int n_k) {
+    constexpr int SHORT = 8;  // query tiles
+    return IS_PACKED && (!DETERMINISTIC || n_k <= BLOCK_K) && n_q <= SHORT / GQA_GROUP * BLOCK_Q;
 }
 
 DEVICE void scheduler(const Params& p, const KvSource& kv, unsigned base, QueryTileList* lists) {
     const auto pipe_list = list_pipe(base);
     const auto pipe_k = k_pipe(base);
-    const TileScheduler work{p, base};
+    TileScheduler work{p, base};
     const bool leader = threadIdx.x % 32 == 0;
-    const int most_tiles_q = ceil_div(max_n_q(p), BLOCK_Q), num_work_tiles = work.num_work_tiles();
+    const int num_work_tiles = work.count();
     unsigned n = 0, number = 0;  // lists and work tiles so far
+    int claim = 0;
+    bool claimed = false;          // early, by claims_early()
+    unsigned early_claims = 0;
     auto acquire_list = [&]() -> QueryTileList& {
         mbarrier_wait_backoff(pipe_list.empty + 8 * pipe_list.stage(n), (n / NUM_LISTS & 1) ^ 1, BACKOFF_NS);
         return lists[n % NUM_LISTS];
@@ -46,13 +56,17 @@ DEVICE void scheduler(const Params& p, const KvSource& kv, unsigned base, QueryT
         if (leader) mbarrier_arrive(pipe_list.full + 8 * pipe_list.stage(n));
         ++n;
     };
-    auto announce = [&](const WorkTile& at) {
+    auto announce = [&](const WorkTile& at, bool descending) {
         pipe_k.producer_acquire(number);
         const unsigned slot = work_tile_slot(base, number);
         if (leader) store_word(slot, at.b), store_word(slot + 4, at.head), store_word(slot + 8, at.k0);
+        if (!IS_PACKED || at.b == END || !leader) return;
+        const SeqInfo of = seq_info(p, at.b);
+        seq_of(p, at.b, slot).store(of);
+        if (FROM_DIAGONAL) store_word(descending_tiles_slot(slot), descending ? ceil_div(of.n_k, BLOCK_K) : 0);
     };
-    auto load_k = [&](const WorkTile& at) {
-        if (!FUSED_PREPROCESS) announce(at);
+    auto load_k = [&](const WorkTile& at, bool descending) {
+        if (!FUSED_PREPROCESS) announce(at, descending);
         kv.load_k(at, number);
     };
     // Consumers release K of a work tile after all of the one before has been added to dQ. So when the buffer for K of
@@ -65,21 +79,20 @@ DEVICE void scheduler(const Params& p, const KvSource& kv, unsigned base, QueryT
     };
 #pragma unroll 1
     for (;; ++number) {
-        int skipped = 0;
-        const int index = work.next(number, leader, [&](const WorkTile& at) {
-            const int bh = kv_head_index(p, at.b, at.head);
-            if (!DETERMINISTIC) atomicAdd(PreprocessCounters::finished(p, bh), CLUSTER_SIZE);
-            ++skipped;
-        });
-        if (IS_PACKED && !DETERMINISTIC && (skipped = uniform(skipped)) != 0) clear_dq_ahead(p, CLUSTER_SIZE * skipped);
+        // Claimed late, the last work tiles are shared evenly.
+        if (!claimed) {
+            if (number > 0) mbarrier_wait_backoff(base + AT_CLAIM, (number - 1 - early_claims) & 1, BACKOFF_NS);
+            claim = work.claim(leader);
+        }
+        const int index = work.claimed(claim, number, leader);
         if (index >= num_work_tiles) break;
-        const WorkTile at = work.work_tile(p, index);
-        const int n_k = (int)seq_info(p, at.b).n_k;
-        const int tiles_q = IS_PACKED ? ceil_div(seq_info(p, at.b).n_q, BLOCK_Q) : most_tiles_q;
-        const int bh = kv_head_index(p, at.b, at.head);
-        const bool descending = is_descending(p, bh);
+        const WorkTile at = work.work_tile(index);
+        const int n_q = (int)seq_info(p, at.b).n_q, n_k = (int)seq_info(p, at.b).n_k;
+        const int tiles_q = ceil_div(n_q, BLOCK_Q), bh = kv_head_index(p, at.b, at.head);
+        const bool descending = is_descending(p, bh, work.tiles());
+        claimed = claims_early(n_q, n_k);
         if (FUSED_PREPROCESS) {
-            announce(at);
+            announce(at, descending);
             __syncwarp();
             if (leader) mbarrier_arrive(base + AT_CLAIMED);
             mbarrier_wait(base + AT_HEAD_READY, number & 1);
@@ -87,7 +100,7 @@ DEVICE void scheduler(const Params& p, const KvSource& kv, unsigned base, QueryT
             while (!is_ready(p, bh)) {}
             fence_all_proxies();
         }
-        if (KEY_BUFFERS > 1) load_k(at);
+        if (KEY_BUFFERS > 1) load_k(at, descending);
         bool first = true;
 #pragma unroll 1
         for (int member = 0, next = 0; member < GQA_GROUP;) {
@@ -97,13 +110,15 @@ DEVICE void scheduler(const Params& p, const KvSource& kv, unsigned base, QueryT
             };
             auto states_of = [&](int place, int many) {
                 const int from = tile_at(place, many);
-                const unsigned states = tile_states(p, at, h, n_k, from, many);
+                const unsigned states = tile_states(p, at, h, n_q, n_k, from, many);
                 if (DETERMINISTIC && states == 0)
                     for (int tile = from; tile < from + many; ++tile)
                         skip_dq(dq_semaphore(p, at.b, h, tile).added(p), at.k0 / BLOCK_K);
                 return states;
             };
             QueryTileList& list = acquire_list();
+            // Before a list is free it would be too early: other CTAs may be sooner done.
+            if (claimed && first) claim = work.claim(leader), ++early_claims;
             unsigned all_states;
             const int count = fill(list, next, tiles_q, all_states, states_of, n == 0);
             if (const int lane = threadIdx.x % 32; DETERMINISTIC && lane < count)
@@ -111,17 +126,18 @@ DEVICE void scheduler(const Params& p, const KvSource& kv, unsigned base, QueryT
             if (leader) {
                 list.count = count, list.b = at.b, list.h = h, list.k0 = at.k0;
                 list.first_index = query_tile_index(p, at.b, h, 0);
-                list.ends = next >= tiles_q && member == GQA_GROUP - 1;
+                const bool ends = next >= tiles_q && member == GQA_GROUP - 1;
+                list.ends = ends && claimed ? QueryTileList::CLAIMED : ends;
             }
             commit_list();
             if (next >= tiles_q) next = 0, ++member;
             if (!first) continue;
             first = false;
-            if (KEY_BUFFERS == 1) load_k(at);
+            if (KEY_BUFFERS == 1) load_k(at, descending);
             if (CLEARS_KEYS) kv.clear_nonfinite_k(at, number, leader);
             if (CLUSTER_SIZE > 1) kv.load_peer_k(at, number, leader);
         }
-        if (!DETERMINISTIC && !FUSED_PREPROCESS) clear_dq_ahead(p);
+        if (!DETERMINISTIC && !FUSED_PREPROCESS) clear_dq_ahead(p, work.tiles());
         if (!DETERMINISTIC && leader) {
             store_word(finished_head(number), bh);
             if (number >= BEHIND) count_finished(number - BEHIND);
@@ -131,7 +147,7 @@ DEVICE void scheduler(const Params& p, const KvSource& kv, unsigned base, QueryT
     QueryTileList& list = acquire_list();
     if (leader) list.b = END;
     commit_list();
-    announce({END, 0, 0});
+    announce({END, 0, 0}, false);
     if (leader) mbarrier_arrive(kv.k_full(number));
     if (FUSED_PREPROCESS && leader) mbarrier_arrive(base + AT_CLAIMED);
     if (!DETERMINISTIC && leader) {

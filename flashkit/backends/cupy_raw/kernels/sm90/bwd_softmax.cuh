@@ -10,8 +10,8 @@
 // one, so that each comparison is with an immediate.
 template <typename POSITION>
 DEVICE float mask_score(const Params& p, const FragmentCoord& at, float x, int n, int half, int c, POSITION offset,
-                        int n_k) {
-    const int k = at.k0 + lane_key(half), own = at.row0 + lane_row(n, c), last = (int)seq_info(p, at.b).n_q - 1;
+                        int n_q, int n_k) {
+    const int k = at.k0 + lane_key(half), own = at.row0 + lane_row(n, c), last = n_q - 1;
     const int row = own < last ? own : last;
     const POSITION first = at.row0 + lane_row(0, 0) + offset;
     const POSITION q = SHIFTS ? 8 * n + c : row + offset, key = SHIFTS ? k - first : k;
@@ -20,11 +20,12 @@ DEVICE float mask_score(const Params& p, const FragmentCoord& at, float x, int n
 
 // A PARTIAL tile. Positions beyond 32 bits are masked in a loop, which takes few registers.
 DEVICE void mask_scores(const Params& p, const FragmentCoord& at, float (&s)[S_REGS]) {
-    const int n_k = (int)seq_info(p, at.b).n_k;
-    const long long offset = seq_info(p, at.b).q_position;
+    const int n_q = at.seq.n_q(), n_k = at.seq.n_k();
+    const long long offset = HAS_MASK ? at.seq.q_position() : 0;
     if (!HAS_MASK || positions_are_near(p, offset)) {
 #pragma unroll
-        for (int i = 0; i < S_REGS; ++i) s[i] = mask_score<int>(p, at, s[i], i / 4, i / 2 % 2, i % 2, (int)offset, n_k);
+        for (int i = 0; i < S_REGS; ++i)
+            s[i] = mask_score<int>(p, at, s[i], i / 4, i / 2 % 2, i % 2, (int)offset, n_q, n_k);
         return;
     }
     if constexpr (HAS_MASK) {
@@ -33,7 +34,7 @@ DEVICE void mask_scores(const Params& p, const FragmentCoord& at, float (&s)[S_R
         for (int i = 0; i < S_REGS; ++i) copy[i] = s[i];
 #pragma unroll 1
         for (int i = 0; i < S_REGS; ++i)
-            copy[i] = mask_score<long long>(p, at, copy[i], i / 4, i / 2 % 2, i % 2, offset, n_k);
+            copy[i] = mask_score<long long>(p, at, copy[i], i / 4, i / 2 % 2, i % 2, offset, n_q, n_k);
 #pragma unroll
         for (int i = 0; i < S_REGS; ++i) s[i] = copy[i];
     }
@@ -44,11 +45,11 @@ DEVICE void mask_scores(const Params& p, const FragmentCoord& at, float (&s)[S_R
 // P of one score x, in whose place P * slope stays.
 template <bool PARTIAL_TILE, typename POSITION>
 DEVICE float softmax_p_one(const Params& p, const FragmentCoord& at, float& x, int n, int half, int c, long long offset,
-                           int n_k, float scale, float lse, bool nonfinite_key) {
+                           int n_q, int n_k, float scale, float lse, bool nonfinite_key) {
     const int k = at.k0 + lane_key(half), row = at.row0 + lane_row(n, c);
     float slope = 1;
     x *= scale;
-    if (k < n_k && row < (int)seq_info(p, at.b).n_q) {
+    if (k < n_k && row < n_q) {
         if (HAS_SCORE) slope = score_slope(x, at.b, at.h, row, row + offset, k, p);
         x = modify<PARTIAL_TILE, POSITION>(x, at.b, at.h, row, (POSITION)(row + offset), k, p);
         if (HAS_SCORE) x *= LOG2E;
@@ -68,8 +69,8 @@ DEVICE void softmax_p_general(const Params& p, const FragmentCoord& at, float (&
                               unsigned (&p_frag)[S_REGS / 2], unsigned lse_address, float scale_log2,
                               const DropoutMask& dropout) {
     constexpr bool LOOPS = SMALL_SCORE && sizeof(POSITION) == 8;  // as in mask_scores()
-    const int n_k = (int)seq_info(p, at.b).n_k;
-    const long long offset = seq_info(p, at.b).q_position;
+    const int n_q = at.seq.n_q(), n_k = at.seq.n_k();
+    const long long offset = at.seq.q_position();
     const float scale = IS_FLOAT32 ? scale_log2
         : (float)(HAS_SCORE ? p.softmax_scale : p.softmax_scale * 1.4426950408889634);
     auto nonfinite_keys_from = [&](int half) {  // bits from that of lane_key(half) on
@@ -91,7 +92,7 @@ DEVICE void softmax_p_general(const Params& p, const FragmentCoord& at, float (&
         for (int i = 0; i < S_REGS; ++i) {
             const int n = i / 4, half = i / 2 % 2, c = i % 2;
             const float lse = load_float(lse_address + 32 * n + 4 * c);
-            weight[i] = softmax_p_one<PARTIAL_TILE, POSITION>(p, at, copy[i], n, half, c, offset, n_k, scale, lse,
+            weight[i] = softmax_p_one<PARTIAL_TILE, POSITION>(p, at, copy[i], n, half, c, offset, n_q, n_k, scale, lse,
                                                               nonfinite_keys_from(half) & 1);
         }
 #pragma unroll
@@ -110,7 +111,7 @@ DEVICE void softmax_p_general(const Params& p, const FragmentCoord& at, float (&
 #pragma unroll
                 for (int c = 0; c < 2; ++c)
                     w[c] = softmax_p_one<PARTIAL_TILE, POSITION>(p, at, s[4 * n + 2 * half + c], n, half, c, offset,
-                                                                 n_k, scale, lse[c], nonfinite[half] & 1);
+                                                                 n_q, n_k, scale, lse[c], nonfinite[half] & 1);
                 round_and_drop(4 * n + 2 * half, w[0], w[1]);
             }
         }
@@ -185,7 +186,7 @@ DEVICE bool softmax_p(const Params& p, const FragmentId& id, int tile_desc, bool
     const bool full = (tile_desc >> 2 * id.key_group & 3) == FULL;
     if constexpr (!HAS_SCORE && !HAS_DROPOUT) {
         if (!full) {
-            mask_scores(p, coord_of(id), s);
+            mask_scores(p, coord_of(p, id), s);
 #pragma unroll
             // again: masking takes all registers
             for (int i = 0; i < EARLY; ++i) load_row_stats(early[i], lse_address, i);
@@ -194,7 +195,7 @@ DEVICE bool softmax_p(const Params& p, const FragmentId& id, int tile_desc, bool
             softmax_p_plain(s, p_frag, early, lse_address, scale_log2);
             return full;
         }
-        softmax_p_general<false, int>(p, coord_of(id), s, p_frag, lse_address, scale_log2, dropout);
+        softmax_p_general<false, int>(p, coord_of(p, id), s, p_frag, lse_address, scale_log2, dropout);
         return false;
     }
     if constexpr (AFFINE_PATH) {
@@ -204,9 +205,9 @@ DEVICE bool softmax_p(const Params& p, const FragmentId& id, int tile_desc, bool
             return true;
         }
     }
-    const FragmentCoord at = coord_of(id);
+    const FragmentCoord at = coord_of(p, id);
     if constexpr (HAS_DROPOUT) dropout.fill(p, at.b, at.h, at.row0, at.k0);
-    const long long offset = seq_info(p, at.b).q_position;
+    const long long offset = at.seq.q_position();
     const bool near = SMALL_SCORE && positions_are_near(p, offset);
     if (HAS_SCORE && !AFFINE_PATH && full && near)
         softmax_p_general<false, int>(p, at, s, p_frag, lse_address, scale_log2, dropout);

@@ -2,7 +2,7 @@
 //
 // bwd_preprocess clears query tiles below p.preprocessed_tiles: those of the heads that come first. The scheduler
 // warps, or the fused preprocess, clear the others, some with each work tile and so far ahead that a CTA hardly ever
-// waits.
+// waits. Queries of a packed sequence without keys may be left as they are: bwd_postprocess does not read them.
 #pragma once
 #include "sm90/dq_semaphore.cuh"
 
@@ -15,18 +15,22 @@ struct PreprocessCounters {
 };
 
 DEVICE int query_tiles_per_kv_head(const Params& p) { return tiles_of_queries(p) * GQA_GROUP; }
-DEVICE int query_tiles_per_work_tile(const Params& p) {
-    return ceil_div(query_tiles_per_kv_head(p), CLUSTER_SIZE * tiles_of_keys(p));
+DEVICE int query_tiles_per_work_tile(const Params& p, int tiles) {  // tiles: of the keys of a head
+    return ceil_div(query_tiles_per_kv_head(p), CLUSTER_SIZE * tiles);
 }
 
 struct QueryTile { int b, h, tile; };
-DEVICE QueryTile query_tile(const Params& p, int index) {
+DEVICE QueryTile query_tile(const Params& p, int index) {  // by a warp
     const int tiles = tiles_of_queries(p);
     if constexpr (IS_PACKED) {
-        const SeqTile at = q_tile(p, 0, index % tiles, BLOCK_Q);
+        const SeqTile at = packed_tile_by_warp(p.cu_seqlens_q, (int)p.batch, index % tiles, BLOCK_Q);
         return {(int)at.b, index / tiles, (int)at.tile};
     }
     return {index / tiles / (int)p.heads, index / tiles % (int)p.heads, index % tiles};
+}
+// Of packed sequences, whether there are queries: some numbers stand for no tile.
+DEVICE bool exists(const Params& p, const QueryTile& at) {
+    return !IS_PACKED || at.tile * BLOCK_Q < (int)seq_info(p, at.b).n_q;
 }
 DEVICE bool query_tile_exists(const Params& p, int index) {
     return index < query_tiles_per_kv_head(p) * num_kv_heads(p);
@@ -49,9 +53,9 @@ DEVICE bool is_ready(const Params& p, int bh) {
     return uniform((int)load_acquire(PreprocessCounters::ready(p, bh))) == query_tiles_per_kv_head(p);
 }
 
-// A scheduler warp's share with each work tile, or with `work_tiles` of them.
-DEVICE void clear_dq_ahead(const Params& p, int work_tiles = 1) {
-    const int lane = threadIdx.x % 32, many = query_tiles_per_work_tile(p) * work_tiles;
+// A scheduler warp's share with each work tile.
+DEVICE void clear_dq_ahead(const Params& p, int tiles) {
+    const int lane = threadIdx.x % 32, many = query_tiles_per_work_tile(p, tiles);
     const int from = uniform(lane == 0 ? atomicAdd(PreprocessCounters::next_tile(p), many) : 0);
 #pragma unroll 1
     for (int index = from; index < from + many && query_tile_exists(p, index); ++index) {

@@ -13,6 +13,7 @@
 struct DqSemaphore {
     static constexpr int FLAGS = 0, ADDED = 1;                   // words: flags; then, for each CTA, added key tiles
     static constexpr int HAS_NONFINITE_ROWS = 1, IS_STORED = 2;  // flags
+    static constexpr int IS_CONVERTED = 4;                       // STORES_DQ: dQ is where the caller wants it
     static constexpr int TILES_PER_WORD = 31;                    // a bit for each key tile that has been added
     static constexpr unsigned STORED = 1u << TILES_PER_WORD;     // one of the word's key tiles has stored
     int* words;
@@ -79,22 +80,15 @@ DEVICE void skip_dq(int* added, int tile_k) {
     asm volatile("red.relaxed.gpu.global.or.b32 [%0], %1;" ::"l"(added + tile_k / DqSemaphore::TILES_PER_WORD),
                  "r"(1u << tile_k % DqSemaphore::TILES_PER_WORD) : "memory");
 }
-DEVICE void set_stored(const DqSemaphore& semaphore) {
-    asm volatile("red.relaxed.gpu.global.or.b32 [%0], %1;"
-                 ::"l"(&semaphore.flags()), "r"(DqSemaphore::IS_STORED) : "memory");
+DEVICE void set_flag(const DqSemaphore& semaphore, int flag) {
+    asm volatile("red.relaxed.gpu.global.or.b32 [%0], %1;" ::"l"(&semaphore.flags()), "r"(flag) : "memory");
 }
 
-// How many key tiles the sequence of query tile `index` has.
-DEVICE int key_tiles_of(const Params& p, int index) {
-    if constexpr (!IS_PACKED) return ceil_div(max_n_k(p), BLOCK_K);
-    return ceil_div(seq_info(p, q_tile(p, 0, index % tiles_of_queries(p), BLOCK_Q).b).n_k, BLOCK_K);
-}
-
-// A warp waits until all key tiles that add to query tile `index` before tile_k does have been added. Returns whether
-// one of them has stored.
-DEVICE bool acquire_dq(const Params& p, const int* added, int index, int tile_k, bool descending) {
+// A warp waits until all key tiles that add to a query tile before tile_k does have been added: those below it, or,
+// where key tiles descend, those up to the last of `descending`. Returns whether one of them has stored.
+DEVICE bool acquire_dq(const int* added, int tile_k, int descending) {
     constexpr int BITS = DqSemaphore::TILES_PER_WORD;
-    const int first = descending ? tile_k + 1 : 0, end = descending ? key_tiles_of(p, index) : tile_k;
+    const int first = descending ? tile_k + 1 : 0, end = descending ? descending : tile_k;
     unsigned found = 0;
 #pragma unroll 1
     for (int word = first / BITS + threadIdx.x % 32; BITS * word < end; word += 32) {
@@ -120,20 +114,27 @@ DEVICE bool acquire_dq(const Params& p, const int* added, int index, int tile_k,
 //
 // Two warps take every second tile each. There are four slots: before tile n + 4 is requested, tile n has left.
 
-// query tile; key tile or DqWrite
-DEVICE unsigned dq_slot(unsigned base, unsigned n) { return base + AT_DQ_SLOTS + 8 * (n % 4); }
+// query tile; key tile or DqWrite; of packed sequences, key tiles that descend
+constexpr int DQ_SLOT_BYTES = IS_PACKED ? 12 : 8;
+static_assert(AT_LISTS - AT_DQ_SLOTS >= 4 * DQ_SLOT_BYTES, "BackwardTile.smem and dq_slot differ");
+DEVICE unsigned dq_slot(unsigned base, unsigned n) { return base + AT_DQ_SLOTS + DQ_SLOT_BYTES * (n % 4); }
 DEVICE unsigned dq_requested(unsigned base, unsigned n) { return base + AT_DQ_REQUESTED + 8 * (n % 4); }
 DEVICE unsigned dq_granted(unsigned base, unsigned n) { return base + AT_DQ_GRANTED + 8 * (n % 2); }
 DEVICE unsigned dq_written(unsigned base, unsigned n) { return base + AT_DQ_WRITTEN + 8 * (n % 2); }
 
 // By one lane. index: of the query tile among all, or END; tile_k: END if the tile is to be left as it is.
-DEVICE void request_dq_turn(unsigned base, unsigned n, int index, int tile_k) {
+DEVICE void request_dq_turn(unsigned base, unsigned n, int index, int tile_k, int descending = 0) {
     store_word(dq_slot(base, n), index), store_word(dq_slot(base, n) + 4, tile_k);
+    if (IS_PACKED && FROM_DIAGONAL) store_word(dq_slot(base, n) + 8, descending);
     mbarrier_arrive(dq_requested(base, n));
 }
-// No CTA waits for a tile without visible pairs (TileDesc::NO_VISIBLE_PAIR), which adds nothing.
-DEVICE void request_dq_turn_for(unsigned base, unsigned n, int tile_desc, int index, int k0) {
-    request_dq_turn(base, n, index, tile_desc & TileDesc::NO_VISIBLE_PAIR ? END : k0 / BLOCK_K);
+// No CTA waits for a tile without visible pairs (TileDesc::NO_VISIBLE_PAIR), which adds nothing, nor for one that
+// consumers store (TileDesc::WHOLE_DQ). slot: of the work tile.
+DEVICE void request_dq_turn_for(unsigned base, unsigned n, int tile_desc, int index, unsigned slot) {
+    const int k0 = load_word(slot + 8), ascends = 0;
+    constexpr int IS_LEFT = TileDesc::NO_VISIBLE_PAIR | (STORES_DQ ? TileDesc::WHOLE_DQ : 0);
+    request_dq_turn(base, n, index, tile_desc & IS_LEFT ? END : k0 / BLOCK_K,
+                    IS_PACKED && FROM_DIAGONAL ? load_word(descending_tiles_slot(slot)) : ascends);
 }
 DEVICE void end_dq_requests(unsigned base, unsigned n) {
     request_dq_turn(base, n, END, 0), request_dq_turn(base, n + 1, END, 0);
@@ -154,9 +155,12 @@ DEVICE void dq_semaphore_warp(const Params& p, unsigned base, int which) {
         int* added = semaphore.added(p);
         DqWrite write = SKIP;
         if (tile_k != END) {
-            const bool descending = FROM_DIAGONAL && is_descending(p, index / tiles_q / GQA_GROUP);
-            write = acquire_dq(p, added, index, tile_k, descending) ? ADD : STORE;
-            if (write == STORE && leader) set_stored(semaphore);
+            int descending = 0;
+            if constexpr (IS_PACKED && FROM_DIAGONAL) descending = load_word(dq_slot(base, n) + 8);
+            else if (FROM_DIAGONAL && is_descending(p, index / tiles_q / GQA_GROUP, tiles_of_keys(p)))
+                descending = ceil_div(max_n_k(p), BLOCK_K);
+            write = acquire_dq(added, tile_k, descending) ? ADD : STORE;
+            if (write == STORE && leader) set_flag(semaphore, DqSemaphore::IS_STORED);
         }
         if (CLUSTER_SIZE > 1) {
             if (leader) store_word(dq_slot(base, n), write), mbarrier_arrive(dq_granted(base, n));

@@ -1,0 +1,67 @@
+// The tiles of packed sequences, numbered without the gaps of SeqTile: half of that one's numbers are of no tile where
+// sequences are as short as a tile, and each would cost a claim.
+#pragma once
+#include "sm90/instructions.cuh"
+
+// The sum of n over the lanes up to this one.
+DEVICE int sum_to_lane(int n) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_sync(~0u, n, (threadIdx.x - step) % 32);
+        if (threadIdx.x % 32 >= step) n += other;
+    }
+    return n;
+}
+
+enum PackedAxis { QUERIES, KEYS };
+
+// Found by a warp, whose lanes know how many tiles precede step() sequences each, and for 32 sequences from `first` on
+// how many those up to theirs have.
+template <PackedAxis AXIS, int BLOCK>
+struct PackedTiles {
+    const Params& p;
+    int before, total;
+    int first = 0, before_first = 0, until = 0;
+
+    __device__ __forceinline__ PackedTiles(const Params& p) : p(p) {
+        if constexpr (!IS_PACKED) return;
+        int count = 0;
+        for (int i = 0; i < step(); ++i) count += of_sequence(threadIdx.x % 32 * step() + i);
+        const int after = sum_to_lane(count);
+        before = after - count, total = __shfl_sync(~0u, after, 31);
+    }
+    __device__ __forceinline__ int step() const { return ((int)p.batch + 31) / 32; }
+    __device__ __forceinline__ int covered() const { return __shfl_sync(~0u, until, 31); }
+    __device__ __forceinline__ int of_sequence(int b) const {
+        if (b >= p.batch) return 0;
+        const SeqInfo of = seq_info(p, b);
+        return ((int)(AXIS == QUERIES ? of.n_q : of.n_k) + BLOCK - 1) / BLOCK;
+    }
+    __device__ __forceinline__ SeqTile tile(int number) {
+        const bool is_known = number >= before_first && number - before_first < covered();
+        if (!is_known) look_up(number);
+        const int rest = number - before_first, lane = __ffs(__ballot_sync(~0u, until > rest)) - 1;
+        const int before_lane = __shfl_sync(~0u, until, (lane + 31) % 32);
+        return {first + lane, lane > 0 ? rest - before_lane : rest};
+    }
+    __device__ __forceinline__ void look_up(int number) {
+        const int lane = __popc(__ballot_sync(~0u, before <= number)) - 1;
+        first = lane * step(), before_first = __shfl_sync(~0u, before, lane);
+#pragma unroll 1
+        while (until = sum_to_lane(of_sequence(first + threadIdx.x % 32)), number - before_first >= covered())
+            first += 32, before_first += covered();
+    }
+};
+
+// As packed_tile(), by a warp: 32 places of the search at a time.
+DEVICE SeqTile packed_tile_by_warp(const long long* cu_seqlens, int batch, int number, int block) {
+    int low = 0, high = batch;
+#pragma unroll 1
+    while (high - low > 1) {
+        const int step = (high - low + 31) / 32, place = low + threadIdx.x % 32 * step;
+        const bool begins_before = place < high && first_tile(cu_seqlens, place, block) <= number;
+        low += (__popc(__ballot_sync(~0u, begins_before)) - 1) * step;
+        if (low + step < high) high = low + step;
+    }
+    return {low, number - first_tile(cu_seqlens, low, block)};
+}
