@@ -21,11 +21,12 @@ PACKED = (
     "tests/emulator/test_kernels.py -k '(test_packed_sequences or before_a_short_one) and sm90 and not numba_cuda and "
     "not many_keys'"
 )
-AWAITED = "tests/emulator/test_kernels.py -k '(do_not_exist or many_keys) and sm90'"
+AWAITED = "tests/emulator/test_kernels.py -k '(after_a_long_one or many_keys) and sm90'"
 NEXT = "tests/emulator/test_kernels.py -k 'next_sequence and sm90 and not numba_cuda'"
 PAGED = "tests/emulator/test_kernels.py -k '(pages_of or in_pages) and sm90 and not numba_cuda'"
 
-MANY = "tests/emulator/test_kernels.py -k 'many_packed and sm90'"
+MANY = "tests/emulator/test_kernels.py -k 'test_many_packed and sm90'"
+GRADIENTS = "tests/emulator/test_kernels.py -k gradients_of_many_packed"
 
 TF32 = "tests/emulator/test_tf32.py"
 
@@ -63,7 +64,7 @@ FAULTS = (
     # forward: masks, sinks, non-finite values
     Fault(
         "packed rows end with the tokens", f"{SM90}/layout.cuh",
-        ".n_q * PACK_GQA - 1, index", ".n_q - 1, index", FEATURES,
+        "n_q * PACK_GQA - 1, index", "n_q - 1, index", FEATURES,
     ),
     Fault(
         "the end of the keys is not masked", f"{SM90}/score_mod.cuh",
@@ -87,16 +88,16 @@ FAULTS = (
     ),
     # forward: work tiles
     Fault(
-        "packed: tiles of the first 32 sequences", f"{SM90}/tile_scheduler.cuh",
-        "            first += 32, before_first += covered;\n", "            first += 32;\n", MANY,
+        "packed: tiles of the first 32 sequences", f"{SM90}/packed_tiles.cuh",
+        "first += 32, before_first += covered();", "first += 32;", MANY,
     ),
     Fault(
-        "packed: a lane counts one sequence less", f"{SM90}/tile_scheduler.cuh",
-        "for (int i = 0; i < step; ++i) count", "for (int i = 1; i < step; ++i) count", MANY,
+        "packed: a lane counts one sequence less", f"{SM90}/packed_tiles.cuh",
+        "for (int i = 0; i < step(); ++i)", "for (int i = 1; i < step(); ++i)", MANY,
     ),
     Fault(
-        "packed: sequences that are remembered are not looked up", f"{SM90}/tile_scheduler.cuh",
-        "number < before_first || number - before_first >= covered", "covered == 0", MANY,
+        "packed: sequences that are remembered are not looked up", f"{SM90}/packed_tiles.cuh",
+        "number >= before_first && number - before_first < covered()", "covered() != 0", MANY,
     ),
     Fault(
         "a claim leaves out one work tile", f"{SM90}/tile_scheduler.cuh",
@@ -145,7 +146,7 @@ FAULTS = (
     ),
     Fault(
         "dQ of tiles that nothing stored", f"{SM90}/bwd_postprocess.cuh",
-        "const bool stored = !DETERMINISTIC || (__ldcg", "const bool stored = true || (__ldcg", FEATURES,
+        "!DETERMINISTIC || (__ldcg(flags) & DqSemaphore::IS_STORED), rows", "true, rows", FEATURES,
     ),
     # backward: dQ in order
     Fault(
@@ -205,7 +206,7 @@ FAULTS = (
     ),
     Fault(
         "backward: dK of the second chunk goes to the first", f"{SM90}/bwd_epilogue.cuh",
-        "at_column(box, 64 * chunk), target)", "at_column(box, 0), target)",
+        "at_column(keys.box, 64 * chunk), target)", "at_column(keys.box, 0), target)",
         "tests/emulator/test_kernels.py -k 'wide_heads and cupy_raw-sm90'",
     ),
     Fault(
@@ -323,41 +324,60 @@ FAULTS = (
         "(k1 > n_k || (IS_PACKED && end > n_q))", "k1 > n_k", NEXT,
     ),
     Fault(
-        "packed: all sequences have as many query tiles", f"{SM90}/bwd_scheduler_warp.cuh",
-        "IS_PACKED ? ceil_div(seq_info(p, at.b).n_q, BLOCK_Q) : most_tiles_q", "most_tiles_q", PACKED,
-    ),
-    Fault(
-        "packed: work tiles without keys do not count as finished", f"{SM90}/bwd_scheduler_warp.cuh",
-        "if (!DETERMINISTIC) atomicAdd(", "if (false) atomicAdd(", AWAITED,
-    ),
-    Fault(
-        "packed: work tiles without keys clear no dQ", f"{SM90}/bwd_scheduler_warp.cuh",
-        "clear_dq_ahead(p, CLUSTER_SIZE * skipped);", "{}", AWAITED,
-    ),
-    Fault(
-        "packed: work tiles without keys are not skipped", f"{SM90}/bwd_tile_scheduler.cuh",
-        "if (at.k0 < (int)seq_info(p, at.b).n_k) break;", "break;",
-        "tests/emulator/test_kernels.py -k behind_the_last_sequence",
-    ),
-    Fault(
-        "packed: key tiles of the longest are awaited", f"{SM90}/dq_semaphore.cuh",
-        "if constexpr (!IS_PACKED) return ceil_div", "return ceil_div", AWAITED,
-    ),
-    Fault(
-        "packed: words of key tiles that do not exist are awaited", f"{SM90}/bwd_postprocess.cuh",
-        "            if (IS_PACKED && left <= 0) continue;\n", "", AWAITED,
-    ),
-    Fault(
-        "packed: query tiles that do not exist are awaited", f"{SM90}/bwd_postprocess.cuh",
-        "else if (!IS_PACKED || tile * BLOCK_Q < (int)seq_info(p, b).n_q) wait_for_dq", "else wait_for_dq", AWAITED,
-    ),
-    Fault(
         "packed: TMA stores dK and dV behind the end", f"{SM90}/bwd_epilogue.cuh",
-        "IS_PACKED ? (int)seq_info(p, at.b).n_k - key : 16;", "16;", PACKED,
+        "left = uniform(seq.n_k()) - key, box", "box", PACKED,
     ),
     Fault(
         "packed: the last keys' dK has eight columns", f"{SM90}/bwd_epilogue.cuh",
         "const int row = i / 8, vec = 8 * chunk + i % 8;", "const int row = i / 8, vec = 8 * chunk;", PACKED,
+    ),
+    Fault(
+        "packed: tiles of a sequence count from the first one's", f"{SM90}/packed_tiles.cuh",
+        "lane > 0 ? rest - before_lane : rest", "rest", MANY,
+    ),
+    Fault(
+        "packed: a query tile belongs to the sequence before", f"{SM90}/packed_tiles.cuh",
+        "first_tile(cu_seqlens, place, block) <= number;", "first_tile(cu_seqlens, place, block) < number;", GRADIENTS,
+    ),
+    Fault(
+        "packed: dQ without keys is what lies in dq_accum", f"{SM90}/bwd_postprocess.cuh",
+        ": seq_info(p, own.b).n_k > 0;", ": true;", "tests/emulator/test_kernels.py -k no_packed_sequence",
+    ),
+    Fault(
+        "packed: dQ of one of two key tiles is stored", f"{SM90}/bwd_scheduler_warp.cuh",
+        "states != 0 && n_k <= BLOCK_K)", "states != 0 && n_k <= 2 * BLOCK_K)", GRADIENTS,
+    ),
+    Fault(
+        "packed: dQ that was stored is converted", f"{SM90}/bwd_postprocess.cuh",
+        "(STORES_DQ && (flags & DqSemaphore::IS_CONVERTED))", "false", GRADIENTS,
+    ),
+    Fault(
+        "packed: dQ is stored behind the end", f"{SM90}/bwd_epilogue.cuh",
+        "        if (first + row < n_q)\n", "", GRADIENTS,
+    ),
+    Fault(
+        "packed: the second half of dQ's rows goes to the first", f"{SM90}/bwd_epilogue.cuh",
+        "row0 + (DQ_BY_COLUMNS ? 0 : part * DQ_PART_ROWS)", "row0", GRADIENTS,
+    ),
+    Fault(
+        "packed: key tiles that descend wait as if they ascended", f"{SM90}/bwd_scheduler_warp.cuh",
+        "descending ? ceil_div(of.n_k, BLOCK_K) : 0", "0", AWAITED,
+    ),
+    Fault(
+        "packed: a sequence's position has its number of keys", f"{SM90}/seq_slot.cuh",
+        "store_word(address + POSITION, (int)of.q_position)", "store_word(address + POSITION, (int)of.n_k)", GRADIENTS,
+    ),
+    Fault(
+        "packed: the first query tile is not prepared where there is no query", f"{SM90}/bwd_preprocess.cuh",
+        "at.tile == 0 || exists(p, at)", "exists(p, at)", GRADIENTS,
+    ),
+    Fault(
+        "packed: a list's sequence is the other list's", f"{SM90}/layout.cuh",
+        "AT_LIST_SEQS + n % 2 * SeqSlot::BYTES", "AT_LIST_SEQS", MANY,
+    ),
+    Fault(
+        "packed: O has the rows of its buffer's next sequence", f"{SM90}/epilogue.cuh",
+        "SeqSlot{p, b, slot + 12}.n_q()", "SeqSlot{p, b, work_tile_slot(base, 0) + 12}.n_q()", MANY,
     ),
     # keys in pages
     Fault(

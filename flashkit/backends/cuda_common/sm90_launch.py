@@ -84,9 +84,10 @@ class ForwardTile:
         """The map of a CTA's shared memory: kernels/sm90/layout."""
         raise NotImplementedError
 
-    def lay_out(self, q: int, v: int, out: int, ones: int = 0) -> SmemLayout:
+    def lay_out(self, q: int, v: int, out: int, ones: int = 0, packed: bool = False) -> SmemLayout:
         """Tiles, barriers and lists. q, v, out: 128-byte chunks of a row; ones: chunks of ones behind V."""
         smem, barriers = SmemLayout(), 16  # a full and an empty one
+        seq = 24 if packed else 0  # kernels/sm90/seq_slot.cuh
         smem.add("Q", 128 * self.q_buffers * self.block_q * max(q, out))
         smem.add("K", 128 * self.stages * self.block_k * q)
         smem.add("V", 128 * self.stages * self.block_k * v)
@@ -98,8 +99,9 @@ class ForwardTile:
         smem.add("CLAIM", 8)
         smem.add("OUT_READY", 8 * self.warpgroups * self.q_buffers)
         smem.add("TILE_DESCS", 4 * self.stages)
-        smem.add("WORK_TILES", 12 * self.q_buffers)
+        smem.add("WORK_TILES", (12 + seq) * self.q_buffers)
         smem.add("LISTS", NUM_LISTS * (LIST_HEADER + 4 * LIST_CAPACITY))
+        smem.add("LIST_SEQS", NUM_LISTS * seq)
         return smem
 
     def shared_memory(self, spec: AttentionSpec) -> int:

@@ -49,7 +49,7 @@ class Sm90Tile(ForwardTile):
     def smem(self, spec: AttentionSpec) -> SmemLayout:
         q, v = (num_terms(spec) * chunks(dim) for dim in (spec.head_dim, spec.head_dim_v))
         out = -(-spec.head_dim_v * ITEMSIZE[spec.dtype] // 128)
-        smem = self.lay_out(q, v, out, ones=int(sums_rows_by_mma(spec, self)))
+        smem = self.lay_out(q, v, out, ones=int(sums_rows_by_mma(spec, self)), packed=spec.packed)
         smem.add("V_TILES", 0)
         smem.add("SCALES", 8)
         smem.add("AFFINE", _AFFINE_BYTES * 4 * self.warpgroups)

@@ -44,7 +44,7 @@ class Sm90Fp8Tile(ForwardTile):
 
     def smem(self, spec: AttentionSpec) -> SmemLayout:
         q, v = (-(-dim // _CHUNK) for dim in (spec.head_dim, spec.head_dim_v))
-        smem = self.lay_out(q, v, -(-2 * spec.head_dim_v // _CHUNK))
+        smem = self.lay_out(q, v, -(-2 * spec.head_dim_v // _CHUNK), packed=spec.packed)
         smem.add("VT_PIPE", 16 * self.stages, 8)
         smem.add("SCALES", 8)
         smem.add("V_TILES", 8 * self.stages)

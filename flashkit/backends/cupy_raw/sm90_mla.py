@@ -34,7 +34,7 @@ ROWS, KEYS = 64, 64
 WHY = "latent attention, measured on an H200; where v is no view of k, simt"
 
 _LIST_BYTES = 4 * (96 + 9)  # UnitList of kernels/sm90/mla_scheduler.cuh
-_OLD_PARTS = "V", "ONES", "Q_PIPE", "V_PIPE", "OUT_READY", "WORK_TILES", "V_TILES", "SCALES", "AFFINE"
+_OLD_PARTS = "V", "ONES", "Q_PIPE", "V_PIPE", "OUT_READY", "WORK_TILES", "LIST_SEQS", "V_TILES", "SCALES", "AFFINE"
 _UNIT_COST, _SPLIT_COST, _COMBINE_COST = 3, 1, 4
 """In the time of a K tile: what a unit takes besides its tiles, what it takes more where it is one of several splits,
 and the launch that combines them."""

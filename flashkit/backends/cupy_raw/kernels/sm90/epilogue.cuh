@@ -30,6 +30,8 @@ DEVICE void stage_output(const float (&o)[O_REGS], unsigned staged) {
 DEVICE void epilogue(const Params& p, const WorkTile& at, unsigned base, int number, const float (&m)[2],
                      const float (&l)[2], float (&o)[O_REGS], int wg) {
     const unsigned staged = q_rows(base, number % Q_BUFFERS, wg);
+    const SeqSlot seq = seq_of(p, at);  // its words may be others' when O is in shared memory
+    const int n_q = seq.n_q();
     float factor[2], lse[2];  // lse: in base 2
     bool is_nonfinite = false;
 #pragma unroll
@@ -40,7 +42,7 @@ DEVICE void epilogue(const Params& p, const WorkTile& at, unsigned base, int num
         auto add = [](float x, float y) { return x + y; };
         float sum = ROW_SUM_BY_MMA ? o[COLUMNS / 2 + 2 * half] : across_lanes(l[half], add);
         factor[half] = 1;
-        const bool exists = index < (int)seq_info(p, at.b).n_q * PACK_GQA;
+        const bool exists = index < n_q * PACK_GQA;
         if (HAS_SINKS && exists) add_sink(p, h, top, sum, factor[half]);
         const bool empty = sum == 0;  // no key is visible
         factor[half] = empty ? 0.0f : FP16X2 ? factor[half] / sum : factor[half] * reciprocal(sum);
@@ -73,7 +75,7 @@ DEVICE void epilogue(const Params& p, const WorkTile& at, unsigned base, int num
     // compiler would serialise the wgmmas.
 #pragma unroll
     for (int half = 0; !HAS_SCALES && half < 2; ++half) {
-        const int index = at.row0 + row_of_lane(half), n_q = (int)seq_info(p, at.b).n_q;
+        const int index = at.row0 + row_of_lane(half);
         const bool writes = index < n_q * PACK_GQA && threadIdx.x % 4 == 0;
         store_if(writes, q_row<float>(p, p.lse, at.b, at.h + index % PACK_GQA, index / PACK_GQA), LN2 * lse[half]);
     }
@@ -108,7 +110,7 @@ DEVICE void store_warp(const Params& p, const TensorMap& out_map, unsigned base)
         for (int wg = 0; wg < MMA_WARPGROUPS; ++wg) {
             const int row0 = load_word(slot + 8) + 64 * wg;
             mbarrier_wait_backoff(out_ready(base, buffer, wg), number / Q_BUFFERS & 1);
-            const int n_q = (int)seq_info(p, b).n_q;
+            const int n_q = SeqSlot{p, b, slot + 12}.n_q();
             if (IS_PACKED && row0 < n_q && row0 + 64 > n_q) {
                 store_rows(p, q_rows(base, buffer, wg), b, h, row0, n_q - row0);
             } else if (leader && row0 < n_q * PACK_GQA) {

@@ -12,14 +12,16 @@
 //     AT_CLAIM              barrier: the work tile is near its end, so the scheduler may claim the next one
 //     AT_OUT_READY          barriers, for each buffer of Q and warp group: O is in the buffer
 //     AT_TILE_DESCS         for each stage of K its tile descriptor
-//     AT_WORK_TILES         for each buffer of Q its work tile: b, h, row0
+//     AT_WORK_TILES         for each buffer of Q its work tile: b, h, row0; of packed sequences with a SeqSlot
 //     AT_LISTS              two WorkTileLists
+//     AT_LIST_SEQS          of packed sequences, a SeqSlot for each list
 //     AT_V_TILES            FP8, for each stage of V its tile: b, tile
 //     AT_SCALES, AT_AFFINE  softmax scales; for each consumer warp the row-uniform part of its AffineScore
 //
 // FP8 says whether the kernel is fp8_forward.cu, whose further constants and parts fp8_layout.cuh lists.
 #pragma once
 #include "sm90/pipeline.cuh"
+#include "sm90/seq_slot.cuh"
 #include "sm90/fp16x2_terms.cuh"
 #include "common/positions.cuh"
 #include "sm90/fp8.cuh"
@@ -69,9 +71,11 @@ DEVICE constexpr int at_v(int stage) {
 enum NamedBarrier { PING_PONG_BARRIER = 1, WARPGROUP_BARRIER = PING_PONG_BARRIER + MMA_WARPGROUPS };
 
 struct WorkTile {
-    int b, h, row0;  // h: the first of PACK_GQA query heads, whose rows alternate
-    start offset;    // position of row 0, if it is in range
+    int b, h, row0;     // h: the first of PACK_GQA query heads, whose rows alternate
+    start offset;       // position of row 0, if it is in range
+    unsigned slot = 0;  // where consumers have it from
 };
+DEVICE SeqSlot seq_of(const Params& p, const WorkTile& at) { return {p, at.b, at.slot + 12}; }
 
 DEVICE Pipeline<Q_BUFFERS> q_pipe(unsigned base) { return Pipeline<Q_BUFFERS>::at(base + AT_Q_PIPE); }
 DEVICE Pipeline<STAGES> k_pipe(unsigned base) { return Pipeline<STAGES>::at(base + AT_K_PIPE); }
@@ -83,7 +87,9 @@ DEVICE unsigned q_rows(unsigned base, int buffer, int wg) { return base + (buffe
 DEVICE unsigned out_ready(unsigned base, int buffer, int wg) {
     return base + AT_OUT_READY + 8 * (buffer * MMA_WARPGROUPS + wg);
 }
-DEVICE unsigned work_tile_slot(unsigned base, int buffer) { return base + AT_WORK_TILES + 12 * buffer; }
+constexpr int WORK_TILE_BYTES = 12 + SeqSlot::BYTES;  // in shared memory
+DEVICE unsigned work_tile_slot(unsigned base, int buffer) { return base + AT_WORK_TILES + WORK_TILE_BYTES * buffer; }
+DEVICE unsigned list_seq(unsigned base, unsigned n) { return base + AT_LIST_SEQS + n % 2 * SeqSlot::BYTES; }
 DEVICE unsigned v_tile_slot(unsigned base, unsigned n) { return base + AT_V_TILES + 8 * (n % STAGES); }
 DEVICE unsigned tile_desc_slot(unsigned base, unsigned n) { return base + AT_TILE_DESCS + 4 * (n % STAGES); }
 
@@ -92,7 +98,7 @@ DEVICE WorkTile read_work_tile(const Params& p, unsigned base, int number, int w
     const unsigned slot = work_tile_slot(base, number % Q_BUFFERS);
     const int b = uniform(load_word(slot)), h = uniform(load_word(slot + 4)),
         row0 = uniform(load_word(slot + 8)) + 64 * wg;
-    return {b, h, row0, (start)seq_info(p, b).q_position};
+    return {b, h, row0, (start)SeqSlot{p, b, slot + 12}.q_position(), slot};
 }
 
 // A lane's row among the 64 of its warp group.
@@ -100,7 +106,10 @@ DEVICE int row_of_lane(int half) { return threadIdx.x % 128 / 32 * 16 + 8 * half
 
 // Head and token of a packed row; rows past the end stand for the last one.
 struct HeadRow { int h, row; };
-DEVICE HeadRow clamped_row(const Params& p, int b, int h, int row) {
-    const int last = (int)seq_info(p, b).n_q * PACK_GQA - 1, index = row < last ? row : last;
+DEVICE HeadRow clamped_row(int n_q, int h, int row) {
+    const int last = n_q * PACK_GQA - 1, index = row < last ? row : last;
     return {h + index % PACK_GQA, index / PACK_GQA};
+}
+DEVICE HeadRow clamped_row(const Params& p, int b, int h, int row) {
+    return clamped_row((int)seq_info(p, b).n_q, h, row);
 }

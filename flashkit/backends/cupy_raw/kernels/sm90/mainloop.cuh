@@ -149,7 +149,7 @@ struct Consumer {
     // The work tile before `number`: kept in registers, or read again, which needs none meanwhile. A score modification
     // keeps it, as the compiler otherwise orders the softmax worse.
     __device__ __forceinline__ WorkTile previous_work_tile(const WorkTile& kept) const {
-        return HAS_SCORE ? WorkTile{opaque(kept.b), opaque(kept.h), opaque(kept.row0), kept.offset}
+        return HAS_SCORE ? WorkTile{opaque(kept.b), opaque(kept.h), opaque(kept.row0), kept.offset, kept.slot}
                          : read_work_tile(params, base, number - 1, wg);
     }
 
@@ -162,7 +162,7 @@ struct Consumer {
         path.steady = path.tanh_poly_ok = true;
         if constexpr (AFFINE) path.head = head_of(work_tile.b, work_tile.h, params);
         if (AFFINE_PER_WORK_TILE || BOUNDED_SCORES) {
-            path.steady = positions_in_range(params, seq_info(params, work_tile.b).q_position);
+            path.steady = positions_in_range(params, seq_of(params, work_tile).q_position());
             if (path.steady) {
                 find_affine(params, work_tile, path.head, 0, scale, path.affine);
                 if (AFFINE_IN_SMEM) store_gain(path.affine, affine_slot);
@@ -194,7 +194,7 @@ struct Consumer {
     __device__ __forceinline__ void choose_affine(Block& block, AffineScore& affine) {
         block.affine = AFFINE && (block.full || path.bounded) && path.steady &&
                        (UNMASKED || AFFINE_PER_WORK_TILE ||
-                        positions_in_range(params, seq_info(params, work_tile.b).q_position));
+                        positions_in_range(params, seq_of(params, work_tile).q_position()));
         if (AFFINE && !AFFINE_PER_WORK_TILE && block.affine) {
             block.affine = find_affine(params, work_tile, path.head, block.k0, scale, affine);
             if (SLOPED && block.affine && (UNMASKED || !first_tile) &&
@@ -299,7 +299,7 @@ struct Consumer {
         for (int i = 0; i < P_REGS; ++i) acc.p[i] = pack(s[2 * i], s[2 * i + 1]);
         acc.pv_pending = acc.open = true, acc.accumulate = UNMASKED || !first_tile, first_tile = false;
         if (!UNMASKED) steady_desc = softmax.has_row_ref && path.steady ? FULL << 2 * wg : NO_DESC;
-        if (HAS_LENGTHS) acc.valid_keys = (int)seq_info(params, work_tile.b).n_k - k0;
+        if (HAS_LENGTHS) acc.valid_keys = seq_of(params, work_tile).n_k() - k0;
     }
 
     // A tile that is EMPTY for this warp group, but not for another one.

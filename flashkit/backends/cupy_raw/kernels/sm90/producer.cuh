@@ -60,8 +60,10 @@ struct KvSource {
     }
 };
 
-// Writes a work tile to its slot, and loads its rows. b: END tells consumers and the store warp to stop.
-DEVICE void load_q(const Params& p, const TensorMap& q_map, unsigned base, unsigned number, int b, int h, int row0) {
+// Writes a work tile to its slot, and loads its rows. list_seq: the SeqSlot of its list. b: END tells consumers and the
+// store warp to stop.
+DEVICE void load_q(const Params& p, const TensorMap& q_map, unsigned base, unsigned number, int b, int h, int row0,
+                   unsigned list_seq) {
     const Pipeline<Q_BUFFERS> pipe_q = q_pipe(base);
     pipe_q.producer_acquire(number);
     const unsigned buffer = number % Q_BUFFERS, slot = work_tile_slot(base, buffer), full = pipe_q.full_barrier(number);
@@ -69,6 +71,8 @@ DEVICE void load_q(const Params& p, const TensorMap& q_map, unsigned base, unsig
     if (b == END) {
         mbarrier_arrive(full);
     } else {
+        const SeqSlot seq{p, b, slot + 12};
+        seq.copy_from(list_seq);
         mbarrier_arrive_expect_tx(full, MMA_WARPGROUPS * 64 * CHUNK_ROW * CHUNKS_K);
 #pragma unroll 1
         for (int wg = 0; wg < MMA_WARPGROUPS; ++wg)
@@ -118,7 +122,7 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
             if (n > 0) load_previous_v();
             previous = at;
             ++n;
-            if (leader && first) load_q(p, q_map, base, number++, b, work.h, work.row0);
+            if (leader && first) load_q(p, q_map, base, number++, b, work.h, work.row0, list_seq(base, c));
         }
         if (IS_PAGED) __syncwarp();  // all lanes have read the list
         if (leader) mbarrier_arrive(pipe_lists.empty_barrier(c));
@@ -128,7 +132,7 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
     pipe_k.producer_acquire(n);
     store_word(tile_desc_slot(base, n), END);
     mbarrier_arrive(pipe_k.full_barrier(n));
-    load_q(p, q_map, base, number, END, 0, 0);
+    load_q(p, q_map, base, number, END, 0, 0, 0);
     if constexpr (FP8) {
         pipe_v.producer_acquire(n);
         store_v_tile(v_tile_slot(base, n), {0, 0, END});

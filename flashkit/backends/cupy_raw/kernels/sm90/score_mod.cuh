@@ -28,11 +28,12 @@ DEVICE void mask_past_end(float (&s)[S_REGS], int keys) {
 template <bool PARTIAL_TILE, bool OF_P = false, typename T>
 DEVICE void modify_in_range(const Params& p, const WorkTile& at, start offset, float (&s)[S_REGS], int k0, float scale,
     T& tanh) {
-    const int n_k = PARTIAL_TILE ? (int)seq_info(p, at.b).n_k : 0;
+    const SeqSlot seq = seq_of(p, at);
+    const int n_q = seq.n_q(), n_k = PARTIAL_TILE ? seq.n_k() : 0;
     constexpr bool CLAMPED = PARTIAL_TILE && READS_ARRAYS;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const auto [h, row] = clamped_row(p, at.b, at.h, opaque(at.row0) + row_of_lane(half));
+        const auto [h, row] = clamped_row(n_q, at.h, opaque(at.row0) + row_of_lane(half));
         const int first = k0 + threadIdx.x % 4 * 2;
         const start q = row + offset;
         const position k_first = (position)first, distance_first = (position)(q - first);
@@ -102,7 +103,7 @@ DEVICE bool modify_tile(const Params& p, const WorkTile& at, bool full, float (&
     asm volatile("" : "+r"(k0));  // or what depends on k0 alone is computed for every tile, whether needed or not
     if constexpr (HAS_SCORE || HAS_MASK) {
         if (!HAS_SCORE && full) return true;
-        const long long offset = seq_info(p, at.b).q_position;
+        const long long offset = seq_of(p, at).q_position();
         in_range = positions_in_range(p, offset);
         if (!in_range) modify_any_position(p, at, offset, full, s, k0);
         else if (!full) modify_in_range<true>(p, at, (start)offset, s, k0, scale, tanh);

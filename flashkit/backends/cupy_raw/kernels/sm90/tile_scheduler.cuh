@@ -3,58 +3,13 @@
 #pragma once
 #include "common/tile_order.cuh"
 #include "sm90/layout.cuh"
+#include "sm90/packed_tiles.cuh"
 #include "sm90/tile_lists.cuh"
-
-// The sum of n over the lanes up to this one.
-DEVICE int sum_to_lane(int n) {
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_sync(~0u, n, (threadIdx.x - step) % 32);
-        if (threadIdx.x % 32 >= step) n += other;
-    }
-    return n;
-}
-
-// The row tiles of packed sequences, numbered without the gaps of SeqTile: half of that one's numbers are of no tile
-// where sequences are as short as a tile, and each would cost a claim. Found by a warp, whose lanes know how many tiles
-// precede `step` sequences each, and for 32 sequences from `first` on how many those up to theirs have.
-struct PackedTiles {
-    const Params& p;
-    int step, before, total;
-    int first = 0, before_first = 0, own = 0, until = 0, covered = 0;
-
-    __device__ __forceinline__ PackedTiles(const Params& p) : p(p) {
-        if constexpr (!IS_PACKED) return;
-        step = ((int)p.batch + 31) / 32;
-        int count = 0;
-        for (int i = 0; i < step; ++i) count += of_sequence(threadIdx.x % 32 * step + i);
-        const int after = sum_to_lane(count);
-        before = after - count, total = __shfl_sync(~0u, after, 31);
-    }
-    __device__ __forceinline__ int of_sequence(int b) const {
-        return b < p.batch ? ((int)seq_info(p, b).n_q + BLOCK_Q - 1) / BLOCK_Q : 0;
-    }
-    __device__ __forceinline__ SeqTile tile(int number) {
-        if (number < before_first || number - before_first >= covered) look_up(number);
-        const int rest = number - before_first, lane = __ffs(__ballot_sync(~0u, until > rest)) - 1;
-        return {first + lane, rest - __shfl_sync(~0u, until - own, lane)};
-    }
-    __device__ __forceinline__ void look_up(int number) {
-        const int lane = __popc(__ballot_sync(~0u, before <= number)) - 1;
-        first = lane * step - 32, before_first = __shfl_sync(~0u, before, lane), covered = 0;
-#pragma unroll 1
-        do {
-            first += 32, before_first += covered;
-            own = of_sequence(first + threadIdx.x % 32), until = sum_to_lane(own);
-            covered = __shfl_sync(~0u, until, 31);
-        } while (number - before_first >= covered);
-    }
-};
 
 // The order of work tiles, their counter, and its reset by the last CTA of the launch.
 struct TileScheduler {
     const Params& p;
-    PackedTiles packed{p};
+    PackedTiles<QUERIES, BLOCK_Q> packed{p};
 
     // Work tiles: BLOCK_Q rows of PACK_GQA heads.
     __device__ __forceinline__ int tiles() const {  // of a head
@@ -213,6 +168,7 @@ DEVICE void scheduler_warp(const Params& p, unsigned base, WorkTileList* lists) 
                 if (found == 0) to.list.entry[0] = (tiles - 1) << 8;  // tile 0
                 to.b = at.b, to.h = at.h, to.row0 = at.row0, to.last_tile = tiles - 1, to.ends = next >= tiles;
                 to.count = first && found == 0 ? 1 : found, to.first_bits = first ? FIRST_TILE | blind : 0;
+                SeqSlot{p, at.b, list_seq(base, writer.n)}.store(of);
             }
             writer.commit();
         }
