@@ -124,12 +124,21 @@ def render(
 
 
 @lru_cache(maxsize=512)
-def _numpy_function(expr: Expr, arguments: tuple[str, ...]) -> Callable[..., Any]:
+def _numpy_function(expr: Expr) -> tuple[dict[str, Any], Callable[..., Any]]:
+    """The names that the expression needs values for, each with the kind of a scalar or False for an array; and the
+    function of these values, in this order, and of `_HELPERS`.
+    """
+    kinds = {node.value: node.op in ("symbol", "param") and node.kind
+             for node in walk([expr]) if node.op in ("symbol", "param") or node.op.startswith("load")}  # fmt: skip
+    kinds = dict(sorted(kinds.items()))
     lines, (result,) = render([expr], "numpy", "    ")
-    source = f"def f({', '.join(arguments)}):\n" + "\n".join([*lines, f"    return {result}"])
+    source = f"def f({', '.join([*kinds, *_HELPERS])}):\n" + "\n".join([*lines, f"    return {result}"])
     scope: dict[str, Any] = {"np": np}
     exec(compile(source, "<flashkit expression>", "exec"), scope)
-    return scope["f"]
+    return kinds, scope["f"]
+
+
+_HELPERS = "F", "I", "load_min", "load_max"
 
 
 def evaluate(expr: Expr, env: Mapping[str, Any], dtype: Any = np.float64) -> Any:
@@ -153,21 +162,19 @@ def evaluate(expr: Expr, env: Mapping[str, Any], dtype: Any = np.float64) -> Any
     KeyError
         A name has no value.
     """
-    kinds = {node.value: node.op in ("symbol", "param") and node.kind
-             for node in walk([expr]) if node.op in ("symbol", "param") or node.op.startswith("load")}  # fmt: skip
-    names = sorted(kinds)
-    missing = [name for name in names if name not in env]
+    kinds, function = _numpy_function(expr)
+    missing = [name for name in kinds if name not in env]
     if missing:
         raise KeyError(f"no value given for {', '.join(missing)}")
-    helpers: dict[str, Callable[..., Any]] = {
-        "F": lambda x: np.asarray(x, dtype)[()], "I": lambda x: np.asarray(x, np.int64)[()],
-        "load_min": lambda a, *corners: a.bounds(0, corners), "load_max": lambda a, *corners: a.bounds(1, corners),
-    }  # fmt: skip
+    helpers: tuple[Callable[..., Any], ...] = (
+        lambda x: np.asarray(x, dtype)[()], lambda x: np.asarray(x, np.int64)[()],
+        lambda a, *corners: a.bounds(0, corners), lambda a, *corners: a.bounds(1, corners),
+    )  # fmt: skip
     # NumPy's 64-bit scalars: plain Python numbers raise on division by zero, and int32 positions wrap too early.
     scalars: dict[Any, Callable[..., Any]] = {
-        "float": helpers["F"], "int": helpers["I"], "bool": lambda x: np.asarray(x, bool)[()],
+        "float": helpers[0], "int": helpers[1], "bool": lambda x: np.asarray(x, bool)[()],
         False: lambda array: array,
     }  # fmt: skip
-    values = [scalars[kinds[name]](env[name]) for name in names]
+    values = [scalars[kind](env[name]) for name, kind in kinds.items()]
     with np.errstate(all="ignore"):
-        return _numpy_function(expr, (*names, *helpers))(*values, *helpers.values())
+        return function(*values, *helpers)
