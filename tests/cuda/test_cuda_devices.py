@@ -32,6 +32,11 @@ from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
 
 pytestmark = pytest.mark.gpu
 
+BACKENDS = CupyRawBackend(), NumbaCudaBackend()
+if not any(backend.available() for backend in BACKENDS):  # two thousand tests need not be collected to be skipped
+    reasons = (f"{backend.name}: {backend.available().reason}" for backend in BACKENDS)
+    pytest.skip("; ".join(reasons), allow_module_level=True)
+
 DESIGN = cases.pairwise(FACTORS)
 HOPPER_DESIGN = cases.pairwise({
     **FACTORS, "dtype": ("bfloat16", "float16"), "sizes": ("130x200", "97x50", "70x330", "300x128"),
@@ -40,7 +45,6 @@ HOPPER_DESIGN = cases.pairwise({
 })  # fmt: skip
 """What Hopper's own kernels take, where most rows of DESIGN go to older ones: their sizes, head dims and strides."""
 
-BACKENDS = CupyRawBackend(), NumbaCudaBackend()
 EVERY = [(backend.name, generation.name) for backend in BACKENDS for generation in backend.generations]
 
 NAME = ""
