@@ -60,10 +60,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             groups.setdefault((*marker.args, *test), []).append(item)
         elif kernels and kernels[0] == "numba_cuda":
             groups.setdefault((NUMBA_ONE_IN, *test, kernels), []).append(item)
-    for (n, *_), group in groups.items():
-        assert isinstance(n, int)
-        if len(group) > 2 * n or group[0].get_closest_marker("one_in"):
+    for (often, *_), group in groups.items():
+        assert isinstance(often, int)
+        marker = group[0].get_closest_marker("one_in")
+        rarely = marker.kwargs.get("slow", often) if marker else often
+        if len(group) > 2 * often or marker:
             for i, item in enumerate(group):
+                n = rarely if item.get_closest_marker("slow") else often
                 if i * _GOLDEN % 1 >= 1 / n:  # spread over every period that the parameters have
                     item.add_marker(pytest.mark.skip(reason=f"one in {n} runs, all with FLASHKIT_TEST_ALL=1"))
 

@@ -111,7 +111,7 @@ def test_poison_between_the_elements() -> None:
         if backend.values[0] != "reference" or i % 4 == 0  # test_reference.py holds it against the definition
     ],
 )
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(6, slow=12)
 def test_pairs_of_features(row: int, backend: str) -> None:
     """Rows of a pairwise design over all factors; cases.name(DESIGN[row]) says which."""
     check(backend, DESIGN[row])
@@ -122,7 +122,7 @@ def test_pairs_of_features(row: int, backend: str) -> None:
 @pytest.mark.parametrize(
     ("factor", "level"), [pytest.param(f, x, marks=slow_if(x not in FACTORS[f][1:3])) for f, x in ALONE]
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(3, slow=8)
 def test_a_feature_alone(factor: str, level: str, dtype: str, backend: str) -> None:
     choice = {**PLAIN, "sizes": "45x107", "dims": "40", "heads": "4:2", "dtype": dtype, factor: level}
     if choice["layout"] in ("three axes", "two axes"):
@@ -134,6 +134,7 @@ def test_a_feature_alone(factor: str, level: str, dtype: str, backend: str) -> N
 
 @pytest.mark.parametrize("backend", COMPILED)
 @pytest.mark.parametrize("d", [pytest.param(d, marks=slow_if(i % 3 != 0)) for i, d in enumerate(HEAD_DIMS)])
+@pytest.mark.one_in(1, slow=2)
 def test_head_dims(d: int, backend: str) -> None:
     """From 1 to 512, v's the same and another one; 16 bits for every third."""
     other = HEAD_DIMS[(HEAD_DIMS.index(d) * 7 + 3) % len(HEAD_DIMS)]
@@ -145,6 +146,7 @@ def test_head_dims(d: int, backend: str) -> None:
 @pytest.mark.parametrize("backend", COMPILED)
 @pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16"])
 @pytest.mark.parametrize("dims", ["1", "17", "96", "256", "512", "192/128", "3/300"])
+@pytest.mark.one_in(2)
 def test_head_dims_of_other_dtypes(dims: str, dtype: str, backend: str) -> None:
     check(backend, with_(dims=dims, sizes="21x30", batch="1", dtype=dtype, causal="yes"))
 
@@ -224,6 +226,7 @@ DERIVED = [
         for pair in DERIVED
     ],
 )
+@pytest.mark.one_in(1, slow=3)
 def test_finite_differences(factor: str, level: str, backend: str) -> None:
     """In float64, the gradients of sum(out * dout) + sum(lse * dlse) along random directions are central
     differences."""

@@ -272,6 +272,7 @@ def curve(attend: Callable[..., Any], steps: int = 20) -> list[float]:
     return losses
 
 
+@pytest.mark.exhaustive
 def test_a_transformer_trains_on_the_same_curve() -> None:
     found, expected = curve(dot_product_attention), curve(jax.nn.dot_product_attention)
     assert expected[-1] < 0.95 * expected[0]

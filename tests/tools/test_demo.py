@@ -68,7 +68,7 @@ def test_embeddings_equal_those_of_transformers(encoder: Any) -> None:
     torch = pytest.importorskip("torch", reason="PyTorch is not installed: nothing to compare with")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
     directory = encoder_module.find_model()
-    texts = SENTENCES + [p.text for p in corpus.docstrings(["json", "difflib"])][:40]
+    texts = SENTENCES + [p.text for p in corpus.docstrings(["json", "difflib"])][:10]
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     tokens = tokenizer(texts, truncation=True, max_length=256)["input_ids"]

@@ -62,6 +62,7 @@ def theirs(file: Any) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_greedy_tokens_are_those_of_transformers(theirs: Any, model: Any, tokenizer: Any) -> None:
     """Up to ties; `python benchmarks/generation.py tokens` compares 20 prompts of 64 tokens."""
     from generation import QUESTIONS, differences
@@ -79,6 +80,7 @@ def test_greedy_tokens_are_those_of_transformers(theirs: Any, model: Any, tokeni
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_text_becomes_the_tokens_of_transformers(theirs: Any, tokenizer: Any) -> None:
     for text in (
         "",

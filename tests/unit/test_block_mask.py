@@ -152,6 +152,7 @@ MODS = {
     "sizes", [pytest.param(s, id=str(s), marks=[pytest.mark.slow] if i % 2 else []) for i, s in enumerate(SIZES)]
 )
 @pytest.mark.parametrize("name", MODS)
+@pytest.mark.one_in(1, slow=4)
 def test_states_agree_with_every_pair(name, sizes):
     n_q, n_k, block_q, block_k, offset = sizes
     make, exact = MODS[name]

@@ -136,7 +136,7 @@ def test_numba_text_means_the_same():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 6))
-@pytest.mark.one_in(5)
+@pytest.mark.exhaustive
 def test_numba_text_means_the_same_more(seed):
     check_numba(seed, count=25)
 
@@ -221,7 +221,7 @@ def test_cuda_text_means_the_same(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20, 24))
-@pytest.mark.one_in(4)
+@pytest.mark.exhaustive
 def test_cuda_text_means_the_same_more(tmp_path, seed):
     cases = some_cases(seed, count=100, depth=4)
     check_compiled(compile_cpp(tmp_path, cases), seed, cases)
@@ -325,6 +325,7 @@ def test_derivative_is_the_slope(r):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @thorough
 @given(r=randoms)
 def test_derivative_is_the_slope_more(r):
