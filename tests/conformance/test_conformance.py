@@ -134,7 +134,6 @@ def test_a_feature_alone(factor: str, level: str, dtype: str, backend: str) -> N
 
 @pytest.mark.parametrize("backend", COMPILED)
 @pytest.mark.parametrize("d", [pytest.param(d, marks=slow_if(i % 3 != 0)) for i, d in enumerate(HEAD_DIMS)])
-@pytest.mark.one_in(1, slow=2)
 def test_head_dims(d: int, backend: str) -> None:
     """From 1 to 512, v's the same and another one; 16 bits for every third."""
     other = HEAD_DIMS[(HEAD_DIMS.index(d) * 7 + 3) % len(HEAD_DIMS)]
@@ -146,7 +145,6 @@ def test_head_dims(d: int, backend: str) -> None:
 @pytest.mark.parametrize("backend", COMPILED)
 @pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16"])
 @pytest.mark.parametrize("dims", ["1", "17", "96", "256", "512", "192/128", "3/300"])
-@pytest.mark.one_in(2)
 def test_head_dims_of_other_dtypes(dims: str, dtype: str, backend: str) -> None:
     check(backend, with_(dims=dims, sizes="21x30", batch="1", dtype=dtype, causal="yes"))
 

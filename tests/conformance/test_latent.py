@@ -138,7 +138,7 @@ def parts(call: cases.Call, apart: bool) -> list[Any]:
     return [x.copy() for x in found] if apart else found
 
 
-@pytest.mark.one_in(2, slow=6)
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES, indirect=True)
 @pytest.mark.parametrize("apart", [True, False], ids=["apart", "views"])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
