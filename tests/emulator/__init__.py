@@ -97,8 +97,16 @@ def _set_cupy(module: object) -> None:
         sys.modules["cupy"] = module  # type: ignore[assignment]
 
 
-def _ptx(compile_: object, source: object, arch: str) -> tuple[bytes, str]:
-    text, _ = compile_(source, arch.replace("sm", "compute"), "PTX")  # type: ignore[operator]
+def _ptx(compile_: Callable[..., tuple[bytes, str]], source: Any, arch: str) -> tuple[bytes, str]:
+    """Tensor-core kernels for sm80 and those of rows are compiled in a third of the time: loops stay loops, over arrays
+    in local memory. Not with wgmma, whose registers would be copied to such arrays before their group is waited for;
+    nor simt, whose products would take several times as many steps.
+    """
+    from flashkit.backends.cuda_common import compiler
+
+    has_wgmma = any("wgmma.mma_async" in text for text in (source.text, *dict(compiler._included(source)).values()))
+    more = () if has_wgmma or source.name.startswith("simt") else ("--Ofast-compile=mid",)
+    text, _ = compile_(source, arch.replace("sm", "compute"), "PTX", more)
     return text.rstrip(b"\0"), ""
 
 

@@ -8,7 +8,8 @@ import re
 import sys
 import textwrap
 import warnings
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,11 +17,14 @@ from unittest import mock
 from filelock import FileLock
 from numba import int64, typeof
 from numba.core import config
+from numba.core.codegen import CPUCodeLibrary
+from numba.core.registry import cpu_target
 
 from flashkit.devices import kernel_cache, trust
 
 from .errors import CODES
 from .operations import atomic, indexed, is_atomic, statement
+from .ptx import LOCAL
 
 FOLDER = Path(__file__).parent
 FILES = "arithmetic", "memory", "barriers", "copies", "shuffles", "matrices", "warps"
@@ -33,7 +37,7 @@ GROUPS = {
             bra cp.async.commit_group cp.async.wait_all cp.async.wait_group exit griddepcontrol.launch_dependents
             griddepcontrol.wait nanosleep.u32 ret trap
         """,
-        "memory": "ld.global ld.local ld.shared st.global st.local st.shared",
+        "memory": "ld.generic ld.global ld.local ld.shared st.generic st.global st.local st.shared",
         "packing": "pack unpack",
         "mbarriers": "mbarrier.arrive mbarrier.arrive.expect_tx mbarrier.init mbarrier.try_wait.parity",
         "copies": """
@@ -66,7 +70,7 @@ GROUPS = {
 SPECIAL = [name for names in GROUPS.values() for name in names]
 
 BRANCH = """\
-    elif op == {number}:  # {name}
+    elif {condition}:  # {names}
         for l in range(WIDE):
             if m >> l & 1:
                 {statement}
@@ -85,7 +89,7 @@ def lanes_{first}(op, m, s, operands, R, HALVES):
 """
 
 A_FEW = 12
-"""Operations in one function: Numba takes far longer for one function of all."""
+"""Statements in one function: Numba takes far longer for one function of all."""
 
 HEAD = '''"""The interpreter of tests/emulator, generated."""
 
@@ -95,6 +99,29 @@ import numpy as np
 from numba import njit
 
 '''
+
+
+@contextmanager
+def compiled_at_once(name: str) -> Iterator[None]:
+    """Optimized little, which takes half the time; and no function of the module `name` by itself before `run`, with
+    which all are.
+    """
+
+    def is_part(library: Any) -> bool:
+        return library.name != "run" and any(name in function.name for function in library.get_defined_functions())
+
+    codegen, kind = cpu_target.target_context.codegen(), CPUCodeLibrary
+    optimise, finalize, set_env = kind._optimize_final_module, kind._finalize_final_module, codegen.set_env
+    changed = [
+        (config, "OPT", config._OptLevel(1)), (config, "LOOP_VECTORIZE", 0), (config, "SLP_VECTORIZE", 0),
+        (kind, "_optimize_final_module", lambda library: None if is_part(library) else optimise(library)),
+        (kind, "_finalize_final_module", lambda x: setattr(x, "_finalized", True) if is_part(x) else finalize(x)),
+        (codegen, "set_env", lambda place, env: None if name in place and "run" not in place else set_env(place, env)),
+    ]  # fmt: skip
+    with ExitStack() as stack:
+        for owner, attribute, value in changed:
+            stack.enter_context(mock.patch.object(owner, attribute, value))
+        yield
 
 
 class Machine:
@@ -129,9 +156,7 @@ class Machine:
                 assert spec and spec.loader
                 sys.modules[name] = module = importlib.util.module_from_spec(spec)
                 spec.loader.exec_module(module)
-                with ExitStack() as stack:  # optimized little: it compiles in half the time
-                    for option, value in {"OPT": config._OptLevel(1), "LOOP_VECTORIZE": 0, "SLP_VECTORIZE": 0}.items():
-                        stack.enter_context(mock.patch.object(config, option, value))
+                with compiled_at_once(name):
                     module.run.compile((int64, int64, typeof(block)))
             self._run = module.run
         return self._run
@@ -139,15 +164,19 @@ class Machine:
     def _text(self) -> str:
         plain = {name: number for name, number in self.numbers.items() if name not in SPECIAL}
         branches = [atomic(name, number) for name, number in plain.items() if is_atomic(name)]
-        rest = [(name, number) for name, number in plain.items() if not is_atomic(name)]
-        functions = list[str]()
+        alike: dict[str, list[str]] = {}
+        for name in plain:
+            if not is_atomic(name):
+                alike.setdefault(indexed(statement(name)), []).append(name)
+        functions, rest = list[str](), list(alike.items())
         for i in range(0, len(rest), A_FEW):
-            some, first = rest[i : i + A_FEW], rest[i][1]
-            inner = [BRANCH.format(number=n, name=name, statement=indexed(statement(name))) for name, n in some]
+            some = [(*each, " or ".join(f"op == {plain[name]}" for name in each[1])) for each in rest[i : i + A_FEW]]
+            first = plain[some[0][1][0]]
+            inner = [BRANCH.format(condition=c, names=", ".join(names), statement=text) for text, names, c in some]
             functions.append(SOME.format(first=first, branches="".join(inner).replace("\n\n", "\n")))
-            either = " or ".join(f"op == {number}" for _, number in some)
+            either = " or ".join(condition for *_, condition in some)
             branches.append(f"    elif {either}:\n        lanes_{first}(op, m, s, operands, R, halves[0])\n")
-        constants = [f"{name} = {code}\n" for name, code in CODES.items()]
+        constants = [f"{name} = {code}\n" for name, code in {**CODES, "LOCAL": LOCAL}.items()]
         constants += [f"{name.upper().replace('.', '_')} = {self.numbers[name]}\n" for name in SPECIAL]
         constants += [f"LAST_{group.upper()} = {self.numbers[names[-1]]}\n" for group, names in GROUPS.items()]
         *files, warps = [(FOLDER / f"interpreter/{name}.py").read_text() for name in FILES]

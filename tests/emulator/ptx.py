@@ -22,6 +22,9 @@ SPECIAL = (
 )  # fmt: skip
 """Registers that a launch sets; the first numbers are theirs."""
 
+LOCAL = 1 << 33
+"""Generic address of a thread's local memory: above that of any shared memory, below global memory."""
+
 @dataclass
 class Entry:
     """A kernel."""
@@ -277,7 +280,7 @@ class _Body:
         if text in self.shared:
             return [self._place("SHARED", self.shared[text], scopes)]
         if text in self.locals:
-            return [self._constant(self.locals[text])]
+            return [self._constant(LOCAL + self.locals[text])]
         if text in self.places:
             return [self._constant(self.places[text])]
         if text in self.parameters:
@@ -307,7 +310,7 @@ class _Body:
         if base in self.shared:
             return [self.registers["SHARED"], self.shared[base] + offset]
         if base in self.locals:
-            return [zero, self.locals[base] + offset]
+            return [self._constant(LOCAL), self.locals[base] + offset]
         if base in self.places:
             return [self._constant(self.places[base]), offset]
         if re.match(r"\d", base):

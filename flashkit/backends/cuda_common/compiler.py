@@ -251,15 +251,15 @@ def _refuse_serialised(name: str, arch: str, log: str) -> None:
         raise CompileError(f"{name} for {arch}: {serialised[0].strip()}")
 
 
-def _compile(source: Source, arch: str, form: str = "CUBIN") -> tuple[bytes, str]:
-    """The output of NVRTC (machine code, or another form) and its log."""
+def _compile(source: Source, arch: str, form: str = "CUBIN", more: tuple[str, ...] = ()) -> tuple[bytes, str]:
+    """The output of NVRTC (machine code, or another form) and its log. more: options besides `OPTIONS`."""
     from cuda.bindings import nvrtc
 
     used = _included(source)
     names, texts = [name.encode() for name, _ in used], [text.encode() for _, text in used]
     file = f"{source.name}_variant.cu".encode()  # not the name of a header
     (program,) = _call("nvrtcCreateProgram", source.text.encode(), file, len(used), texts, names)
-    options = [f"--gpu-architecture={arch}".encode(), *(option.encode() for option in OPTIONS)]
+    options = [f"--gpu-architecture={arch}".encode(), *(option.encode() for option in (*OPTIONS, *more))]
     try:
         status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
         log = bytearray(_call("nvrtcGetProgramLogSize", program)[0])

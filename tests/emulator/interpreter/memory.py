@@ -53,23 +53,24 @@ def load_store(op, p, m, w, s, count, code, operands, R, local, shared, memory, 
     U, V, L = R.view(np.uint32), R, R.view(np.int64)
     WIDE = R.shape[1]
     width, n, signed = np.int64(abs(code[p, 4])), np.int64(code[p, 5] >> 1), code[p, 4] < 0
-    stores = op == ST_GLOBAL or op == ST_SHARED or op == ST_LOCAL
+    stores = op == ST_GENERIC or op == ST_GLOBAL or op == ST_SHARED or op == ST_LOCAL
+    generic = op == LD_GENERIC or op == ST_GENERIC
     r, first = (s, s + 2) if stores else (s + count - 2, s)
     base_register, offset = operands[r], np.int64(operands[r + 1])
     for l in range(WIDE):
         if m >> l & 1:
-            if op == LD_GLOBAL or op == ST_GLOBAL:
-                address = L[base_register, l] + offset
+            address = L[base_register, l] + offset
+            if op == LD_GLOBAL or op == ST_GLOBAL or (generic and address >= base):
                 space, at = memory, place(address, width * n, base, allowed)
-            elif op == LD_SHARED or op == ST_SHARED:
-                address = np.int64(U[base_register, 2 * l]) + offset
-                cta, at = spot(address, width * n, shared)
-                space = shared[cta]
-            else:
-                address = L[base_register, l] + offset
-                space, at = local[w, l], address
+            elif op == LD_LOCAL or op == ST_LOCAL or (generic and address >= LOCAL):
+                space, at = local[w, l], address - LOCAL
                 if at < 0 or at + width * n > local.shape[2]:
                     at = np.int64(OUTSIDE)
+            else:
+                if not generic:
+                    address = np.int64(U[base_register, 2 * l]) + offset
+                cta, at = spot(address, width * n, shared)
+                space = shared[cta]
             if at < 0:
                 info[3], info[4] = l, address
                 return at

@@ -137,7 +137,7 @@ def step(w, budget, block):
                 error = load_store(
                     op, p, m, w, s, count, code, operands, R, block.local, shared, memory, base, allowed, info
                 )
-                waits = (op == LD_GLOBAL or op == LD_SHARED) and code[p, 5] & 1 != 0
+                waits = (op == LD_GENERIC or op == LD_GLOBAL or op == LD_SHARED) and code[p, 5] & 1 != 0
             elif op <= LAST_PACKING:
                 pack_unpack(op, p, m, s, count, code, operands, V)
             elif op <= LAST_MBARRIERS:
