@@ -377,7 +377,7 @@ FAULTS = (
     ),
     Fault(
         "packed: O has the rows of its buffer's next sequence", f"{SM90}/epilogue.cuh",
-        "SeqSlot{p, b, slot + 12}.n_q()", "SeqSlot{p, b, work_tile_slot(base, 0) + 12}.n_q()", MANY,
+        "seq_of(p, b, slot).n_q()", "seq_of(p, b, work_tile_slot(base, 0)).n_q()", MANY,
     ),
     # keys in pages
     Fault(

@@ -18,7 +18,7 @@ from .l2_swizzle import bytes_of_queries, heads_per_l2_group
 from .launch import Library, TensorMap, check_grid
 from .modification import is_of_blocks, is_small, looks_at_ranges
 from .params import AT
-from .sm90_launch import WATCHDOG, chunks, padded
+from .sm90_launch import SEQ_SLOT, WATCHDOG, chunks, padded
 from .smem import SmemLayout
 from .tensor_maps import Maps, TileCounters, maps_of, strides_fit
 from .workspace import Workspace
@@ -120,7 +120,7 @@ class BackwardTile:
         smem.add("CLAIMED", barrier * 2)
         smem.add("CLAIMED_INDEX", 4 * 2)
         smem.add("TILE_DESCS", 12 * self.stages)
-        smem.add("WORK_TILES", (40 if spec.packed else 12) * self.key_buffers)
+        smem.add("WORK_TILES", (12 + (SEQ_SLOT + 4 if spec.packed else 0)) * self.key_buffers)
         smem.add("NONFINITE_KEYS", keys // 8 * self.key_buffers)
         smem.add("DQ_SLOTS", (12 if spec.packed else 8) * 4)
         smem.add("LISTS", _list_bytes(capacity) * lists)

@@ -23,6 +23,9 @@ NUM_LISTS, LIST_CAPACITY, LIST_HEADER = 2, 224, 28
 """Lists of K/V tiles in shared memory, their entries, and the bytes before these: WorkTileList of
 kernels/sm90/tile_scheduler.cuh, kernels/sm90/tile_lists.py.
 """
+
+SEQ_SLOT = 24
+"""Bytes in shared memory that say where a packed sequence lies: kernels/sm90/seq_slot.cuh."""
 SWIZZLE_ROWS = 8
 """Rows after which the 128-byte swizzle repeats: a box of a multiple of them is swizzled as its tile is."""
 FEW_ROWS = 64
@@ -87,7 +90,7 @@ class ForwardTile:
     def lay_out(self, q: int, v: int, out: int, ones: int = 0, packed: bool = False) -> SmemLayout:
         """Tiles, barriers and lists. q, v, out: 128-byte chunks of a row; ones: chunks of ones behind V."""
         smem, barriers = SmemLayout(), 16  # a full and an empty one
-        seq = 24 if packed else 0  # kernels/sm90/seq_slot.cuh
+        seq = SEQ_SLOT if packed else 0
         smem.add("Q", 128 * self.q_buffers * self.block_q * max(q, out))
         smem.add("K", 128 * self.stages * self.block_k * q)
         smem.add("V", 128 * self.stages * self.block_k * v)

@@ -150,7 +150,6 @@ DEVICE unsigned work_tile_slot(unsigned base, unsigned number) {
 }
 // Of a work tile that lies in `slot`. How many key tiles are added to dQ in descending order; 0 where they ascend.
 DEVICE unsigned descending_tiles_slot(unsigned slot) { return slot + 12 + SeqSlot::BYTES; }
-DEVICE SeqSlot seq_of(const Params& p, int b, unsigned slot) { return {p, b, slot + 12}; }
 DEVICE unsigned nonfinite_keys_slot(unsigned base, unsigned number) {
     return base + AT_NONFINITE_KEYS + 4 * NONFINITE_WORDS * (number % KEY_BUFFERS);
 }

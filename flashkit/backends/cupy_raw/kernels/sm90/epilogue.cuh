@@ -110,7 +110,7 @@ DEVICE void store_warp(const Params& p, const TensorMap& out_map, unsigned base)
         for (int wg = 0; wg < MMA_WARPGROUPS; ++wg) {
             const int row0 = load_word(slot + 8) + 64 * wg;
             mbarrier_wait_backoff(out_ready(base, buffer, wg), number / Q_BUFFERS & 1);
-            const int n_q = SeqSlot{p, b, slot + 12}.n_q();
+            const int n_q = seq_of(p, b, slot).n_q();
             if (IS_PACKED && row0 < n_q && row0 + 64 > n_q) {
                 store_rows(p, q_rows(base, buffer, wg), b, h, row0, n_q - row0);
             } else if (leader && row0 < n_q * PACK_GQA) {

@@ -75,7 +75,7 @@ struct WorkTile {
     start offset;       // position of row 0, if it is in range
     unsigned slot = 0;  // where consumers have it from
 };
-DEVICE SeqSlot seq_of(const Params& p, const WorkTile& at) { return {p, at.b, at.slot + 12}; }
+DEVICE SeqSlot seq_of(const Params& p, const WorkTile& at) { return seq_of(p, at.b, at.slot); }
 
 DEVICE Pipeline<Q_BUFFERS> q_pipe(unsigned base) { return Pipeline<Q_BUFFERS>::at(base + AT_Q_PIPE); }
 DEVICE Pipeline<STAGES> k_pipe(unsigned base) { return Pipeline<STAGES>::at(base + AT_K_PIPE); }
@@ -98,7 +98,7 @@ DEVICE WorkTile read_work_tile(const Params& p, unsigned base, int number, int w
     const unsigned slot = work_tile_slot(base, number % Q_BUFFERS);
     const int b = uniform(load_word(slot)), h = uniform(load_word(slot + 4)),
         row0 = uniform(load_word(slot + 8)) + 64 * wg;
-    return {b, h, row0, (start)SeqSlot{p, b, slot + 12}.q_position(), slot};
+    return {b, h, row0, (start)seq_of(p, b, slot).q_position(), slot};
 }
 
 // A lane's row among the 64 of its warp group.

@@ -71,7 +71,7 @@ DEVICE void load_q(const Params& p, const TensorMap& q_map, unsigned base, unsig
     if (b == END) {
         mbarrier_arrive(full);
     } else {
-        const SeqSlot seq{p, b, slot + 12};
+        const SeqSlot seq = seq_of(p, b, slot);
         seq.copy_from(list_seq);
         mbarrier_arrive_expect_tx(full, MMA_WARPGROUPS * 64 * CHUNK_ROW * CHUNKS_K);
 #pragma unroll 1

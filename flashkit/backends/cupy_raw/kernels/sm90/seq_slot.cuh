@@ -34,3 +34,6 @@ struct SeqSlot {
     __device__ __forceinline__ int q_row(int n) const { return IS_PACKED ? load_word(address + ROW_OFFSET) + n : n; }
     __device__ __forceinline__ int key_row(int n) const { return IS_PACKED ? load_word(address + KEY_OFFSET) + n : n; }
 };
+
+// Of a work tile that lies in `slot`: behind its three words.
+DEVICE SeqSlot seq_of(const Params& p, int b, unsigned slot) { return {p, b, slot + 12}; }
