@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -96,34 +96,69 @@ STRENGTHS = (0.45, 0.55, 0.65, 0.8)
 """A needle's key is its query by this factor. With 1.09 it has as much weight as 131,072 keys of noise together."""
 
 
-def needle(keys: int = 1 << 17, dim: int = 128, queries: int = 64) -> None:
-    """Keys of noise, and one for each query that matches it.
+@dataclass(frozen=True)
+class Haystack:
+    """Keys of noise, one for each query that matches it, and values of noise. (1, 1, N, dim), bfloat16."""
 
-    A needle is found if its value is, of all values, the one whose product with the row of out is the greatest.
-    """
-    rng = np.random.default_rng(0)
-    q, noise, v = (rng.standard_normal((1, 1, n, dim)).astype(ml_dtypes.bfloat16) for n in (queries, keys, keys))
-    places = rng.choice(keys, queries, replace=False)
-    values, own = v[0, 0].astype(np.float32), v[0, 0, places].astype(np.float64)
+    q: np.ndarray
+    noise: np.ndarray
+    v: np.ndarray
+    places: np.ndarray  # of the needles among the keys
+
+    @classmethod
+    def of(cls, queries: int, keys: int = 1 << 17, dim: int = 128) -> Haystack:
+        rng = np.random.default_rng(0)
+        arrays = (rng.standard_normal((1, 1, n, dim)).astype(ml_dtypes.bfloat16) for n in (queries, keys, keys))
+        return cls(*arrays, rng.choice(keys, queries, replace=False))
+
+    def keys(self, strength: float) -> np.ndarray:
+        k = self.noise.copy()
+        k[0, 0, self.places] = (strength * self.q[0, 0].astype(np.float32)).astype(k.dtype)
+        return k
+
+    def found(self, out: Any) -> tuple[int, float]:
+        """How many needles are found, and the mean cosine of out with the needle's value. A needle is found if of all
+        values its own has the greatest product with the row of out."""
+        out, v = out[0, 0].astype(np.float32), self.v[0, 0].astype(np.float32)
+        own = v[self.places]
+        cosines = (out * own).sum(-1) / np.linalg.norm(out, axis=-1) / np.linalg.norm(own, axis=-1)
+        nearest = [(v @ row).argmax() for row in out]
+        return int((nearest == self.places).sum()), float(cosines.mean())
+
+
+def needle(queries: int = 64) -> None:
+    """Each format among keys of noise."""
+    stack = Haystack.of(queries)
     forms = [("bfloat16", "", {})]
     forms += [(dtype, per, FORMS[n]) for dtype, per, n in itertools.product(LARGEST, PER, ("plain", "rotated"))]
-    found = np.empty((len(forms), len(STRENGTHS), 2))
-    for column, strength in enumerate(STRENGTHS):
-        k = noise.copy()
-        k[0, 0, places] = (strength * q[0, 0].astype(np.float32)).astype(k.dtype)
-        for row, (dtype, per, form) in enumerate(forms):
-            given = quantised(q, k, v, dtype, per, form) if per else (q, k, v)
-            out = flashkit.attention(*given)[0, 0].astype(np.float64)
-            cosines = (out * own).sum(-1) / np.linalg.norm(out, axis=-1) / np.linalg.norm(own, axis=-1)
-            nearest = (values @ out.T.astype(np.float32)).argmax(0)
-            found[row, column] = (nearest == places).sum(), cosines.mean()
-    print(
-        f"{queries} needles among {keys} keys, D = {dim}: found, and the mean cosine of out with the needle's value\n"
-    )
+    print(f"{queries} needles among {len(stack.v[0, 0])} keys: found, and the mean cosine\n")
     print("| strength | " + " | ".join(map(str, STRENGTHS)) + " |\n|---|" + "---|" * len(STRENGTHS))
-    for (dtype, per, form), line in zip(forms, found, strict=True):
+    for dtype, per, form in forms:
         name = f"{dtype} per {per}{', rotated' * bool(form)}" if per else dtype
-        print(f"| {name} | " + " | ".join(f"{n:.0f}, {cosine:.3f}" for n, cosine in line) + " |")
+        cells = []
+        for strength in STRENGTHS:
+            given = stack.q, stack.keys(strength), stack.v
+            cells.append(stack.found(flashkit.attention(*(quantised(*given, dtype, per, form) if per else given))))
+        print(f"| {name} | " + " | ".join(f"{n}, {cosine:.3f}" for n, cosine in cells) + " |", flush=True)
+
+
+def device_needle(queries: int = 4096) -> None:
+    """The same with the kernel for e4m3. It takes many queries; 64 of them are looked at."""
+    import cupy
+
+    stack = Haystack.of(queries)
+    seen = replace(stack, q=stack.q[:, :, :64], places=stack.places[:64])
+    print(f"\n64 needles among {len(stack.v[0, 0])} keys, on the device\n")
+    print("| strength | " + " | ".join(map(str, STRENGTHS)) + " |\n|---|" + "---|" * len(STRENGTHS))
+    for per, form in (("", {}), *itertools.product(PER, (FORMS["plain"], FORMS["rotated"]))):
+        cells = []
+        for strength in STRENGTHS:
+            given = stack.q, stack.keys(strength), stack.v
+            arrays = tuple(map(cupy.asarray, given))
+            out = flashkit.attention(*(quantised(*arrays, "e4m3", per, form) if per else arrays), backend="cupy_raw")
+            cells.append(seen.found(out[:, :, :64].get()))
+        name = f"e4m3 per {per}{', rotated' * bool(form)}" if per else "bfloat16"
+        print(f"| {name} | " + " | ".join(f"{n}, {cosine:.3f}" for n, cosine in cells) + " |", flush=True)
 
 
 DEVICE_TOKENS, DEVICE_COLUMNS = 16384, 2048
@@ -134,6 +169,7 @@ def device(dims: tuple[int, ...] = (128, 64, 256), lengths: tuple[int, ...] = (1
     """Errors of the kernel for e4m3, and times of its tiles beside those of bfloat16, on CuPy arrays."""
     os.environ["FLASHKIT_FP8_KERNELS"] = "1"
     device_errors()
+    device_needle()
     print("\n| head dim | mask | tokens | bfloat16 | scales | " + "tile: TFLOP/s |\n|" + "---|" * 6)
     for dim, causal, n in itertools.product(dims, (False, True), lengths):
         device_times(dim, causal, n, DEVICE_TOKENS // n, DEVICE_COLUMNS // dim)

@@ -58,8 +58,13 @@ FAULTS = (
     ),
     Fault(
         "V behind the length is multiplied", f"{SM90}/mainloop.cuh",
-        "acc.valid_keys < BLOCK_K) {", "acc.valid_keys < 0) {",
+        "acc.valid_keys < BLOCK_K;", "acc.valid_keys < 0;",
         "tests/emulator/test_kernels.py -k '(lengths_without_a_mask or test_features) and sm90 and cupy_raw'",
+    ),
+    Fault(
+        "a V with a ragged end is multiplied in the steady state", f"{SM90}/mainloop.cuh",
+        "path.steady && !is_ragged_v();", "path.steady;",
+        "tests/emulator/test_kernels.py -k '(lengths_without_a_mask or packed_sequences_on_hopper) and sm90 and cupy_raw'",
     ),
     # forward: masks, sinks, non-finite values
     Fault(

@@ -102,6 +102,11 @@ class Arguments(KernelArguments):
         return self.n_k // block + self.batch if self.spec.packed else -(-self.n_k // block)
 
     @property
+    def mean_n_k(self) -> int:
+        """Keys of a batch entry or a sequence, on average. Packed ones are followed by one more."""
+        return self.n_k // max(self.batch - 1, 1) if self.spec.packed and not self.spec.paged else self.n_k
+
+    @property
     def density(self) -> float:
         """The density of the block mask; 0 without one, or if it has too many tiles to count."""
         small = self._blocks is not None and self._blocks.tile_count <= _MAX_COUNTED_TILES

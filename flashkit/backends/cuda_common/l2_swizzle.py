@@ -5,6 +5,9 @@ from __future__ import annotations
 from ...spec import ITEMSIZE
 from .arguments import Arguments
 
+_LONG_SEQUENCE = 4
+"""Times the mean length: where packed sequences differ in length, most of the work is in sequences of about so many."""
+
 
 def heads_per_l2_group(heads: int, limit: int) -> int:
     """Heads of a group, at most `limit`, such that all groups have about the same size."""
@@ -13,9 +16,10 @@ def heads_per_l2_group(heads: int, limit: int) -> int:
 
 
 def bytes_of_keys(arguments: Arguments) -> int:
-    """Bytes of K and V of a key/value head."""
+    """Bytes of K and V of a key/value head; of packed sequences, those of a long one."""
     spec = arguments.spec
-    return max(arguments.n_k, 1) * (spec.head_dim + spec.head_dim_v) * spec.operand_size
+    keys = min(arguments.n_k, _LONG_SEQUENCE * arguments.mean_n_k)
+    return max(keys, 1) * (spec.head_dim + spec.head_dim_v) * spec.operand_size
 
 
 def bytes_of_queries(arguments: Arguments, itemsize: int = 0) -> int:

@@ -253,7 +253,8 @@ class Forward:
         check_grid(work_tiles)
         maps = [(AT[box[0]], maps_of(arguments, *box)) for box in self.boxes(arguments) if box[0] in self._addressed]
         l2_bytes = _L2_BYTES_ARRAY_MASK if modification.looks_at_ranges(spec) else _L2_BYTES
-        group = heads_per_l2_group(heads, l2_bytes // bytes_of_keys(arguments))
+        of_keys = spec.group if spec.packed else 1  # query heads that share them; batches were timed without
+        group = heads_per_l2_group(heads, l2_bytes // bytes_of_keys(arguments) * of_keys)
         return Shaped(min(work_tiles, self.device.sms), group, tuple(maps))
 
     def run(self, arguments: Arguments, stream: int) -> None:

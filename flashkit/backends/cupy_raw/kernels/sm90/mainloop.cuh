@@ -6,8 +6,9 @@
 // block.
 //
 // A block is a K/V tile seen from a warp group. Three instances of mma_block cover all cases: the steady state (a PV is
-// pending, all rows have a reference, nothing is masked), the general block, and the block without a pending PV. Both
-// flags are template arguments, as the compiler serialises wgmmas that are issued conditionally.
+// pending, whose V has no ragged end, all rows have a reference, nothing is masked), the general block, and the block
+// without a pending PV. Both flags are template arguments, as the compiler serialises wgmmas that are issued
+// conditionally.
 #pragma once
 #include "sm90/affine_score.cuh"
 #include "sm90/epilogue.cuh"
@@ -110,12 +111,17 @@ struct Consumer {
         wgmma_commit();
     }
 
+    // Keys of the pending tile are past the length. There V must not matter: 0 * NaN.
+    __device__ __forceinline__ bool is_ragged_v() const {
+        return HAS_LENGTHS && !IS_FLOAT32 && acc.valid_keys < BLOCK_K;
+    }
     // O += P V(n)
+    template <bool UNMASKED>
     __device__ __forceinline__ void issue_pv(unsigned n) {
         const unsigned stage = base + at_v(n % STAGES);
         const unsigned long long v = descriptor(stage, chunk_stride_v(n % STAGES));
         pipe_v.consumer_wait(n);
-        if (HAS_LENGTHS && !IS_FLOAT32 && acc.valid_keys < BLOCK_K) {  // 0 * NaN: V past the length must not matter
+        if (!UNMASKED && is_ragged_v()) {
             clear_rows<HEAD_DIM_V, BLOCK_K>(stage, acc.valid_keys, chunk_stride_v(n % STAGES));
             named_barrier_sync(WARPGROUP_BARRIER + wg, 128);
         }
@@ -133,9 +139,9 @@ struct Consumer {
         acc.pv_pending = false;
     }
 
-    template <bool PV_PENDING>
+    template <bool PV_PENDING, bool UNMASKED>
     __device__ __forceinline__ void issue_pv_and_yield(unsigned n) {
-        if (PV_PENDING) issue_pv(n - 1);
+        if (PV_PENDING) issue_pv<UNMASKED>(n - 1);
         ping_pong_arrive();
     }
 
@@ -236,11 +242,11 @@ struct Consumer {
         issue_qk(n);
         AffineScore of_tile;
         if (AFFINE_IN_SMEM) of_tile = path.affine, load_gain(of_tile, affine_slot);
-        if (!AFFINE_BEFORE_PV) issue_pv_and_yield<PV_PENDING>(n);
+        if (!AFFINE_BEFORE_PV) issue_pv_and_yield<PV_PENDING, UNMASKED>(n);
         AffineScore& affine = AFFINE_IN_REGISTERS ? path.affine : of_tile;
         block.may_be_high = !UNMASKED && first_tile;
         choose_affine<UNMASKED>(block, affine);
-        if (AFFINE_BEFORE_PV) issue_pv_and_yield<PV_PENDING>(n);
+        if (AFFINE_BEFORE_PV) issue_pv_and_yield<PV_PENDING, UNMASKED>(n);
         wgmma_wait_loads_pass<PV_PENDING>();  // S is complete, PV may be in flight
         fence_operand(s);
 
@@ -271,7 +277,7 @@ struct Consumer {
             softmax.has_row_ref = path.bounded || __all_sync(~0u, m[0] != HIDDEN && m[1] != HIDDEN && !grows);
             if (AFFINE && SLOPED) softmax.ref_minus_bias[0] = softmax.ref_minus_bias[1] = HIDDEN;
             block.rescales = true;
-            if (UNMASKED && !(softmax.has_row_ref && path.steady)) steady_desc = NO_DESC;
+            if (UNMASKED && !is_settled()) steady_desc = NO_DESC;
         } else if (BOUNDED_SCORES && !UNMASKED && block.affine && !full) {
             const Tanh tanh;
             modify_in_range<true, true>(params, work_tile, work_tile.offset, s, k0, scale, tanh);  // masks P
@@ -298,8 +304,14 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < P_REGS; ++i) acc.p[i] = pack(s[2 * i], s[2 * i + 1]);
         acc.pv_pending = acc.open = true, acc.accumulate = UNMASKED || !first_tile, first_tile = false;
-        if (!UNMASKED) steady_desc = softmax.has_row_ref && path.steady ? FULL << 2 * wg : NO_DESC;
+        if (UNMASKED) return;
         if (HAS_LENGTHS) acc.valid_keys = seq_of(params, work_tile).n_k() - k0;
+        steady_desc = is_settled() ? FULL << 2 * wg : NO_DESC;
+    }
+
+    // Whether FULL tiles may follow in the steady state.
+    __device__ __forceinline__ bool is_settled() const {
+        return softmax.has_row_ref && path.steady && !is_ragged_v();
     }
 
     // A tile that is EMPTY for this warp group, but not for another one.
@@ -312,12 +324,11 @@ struct Consumer {
         next_desc = wait_tile_desc(n + 1);
     }
 
-    // One comparison decides: has_row_ref and path.steady are part of steady_desc. With a score modification they are
-    // asked one by one, as the compiler otherwise orders the softmax worse.
+    // One comparison decides: is_settled() is part of steady_desc. With a score modification it is asked each time, as
+    // the compiler otherwise orders the softmax worse.
     __device__ __forceinline__ bool is_steady(int tile_desc) const {
         const int bits = tile_desc & (FIRST_TILE | 3 << 2 * wg);
-        return HAS_SCORE ? acc.pv_pending && softmax.has_row_ref && path.steady && bits == FULL << 2 * wg
-                         : bits == steady_desc;
+        return HAS_SCORE ? acc.pv_pending && is_settled() && bits == FULL << 2 * wg : bits == steady_desc;
     }
 
     __device__ __forceinline__ void run() {
@@ -336,7 +347,7 @@ struct Consumer {
             // A pending PV is issued by itself where no S goes with it, or where the next Q needs this one's only
             // buffer.
             if (acc.pv_pending && (state == EMPTY || (Q_BUFFERS == 1 && first_tile))) {
-                issue_pv(n - 1), finish_pv(n - 1);
+                issue_pv<false>(n - 1), finish_pv(n - 1);
                 steady_desc = NO_DESC;
             }
             if (first_tile && acc.open && !acc.pv_pending) {

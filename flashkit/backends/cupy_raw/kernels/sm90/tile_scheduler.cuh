@@ -27,16 +27,15 @@ struct TileScheduler {
     __device__ __forceinline__ void reset() const {  // by one thread of each CTA, at its end
         if (atomicAdd(p.tile_counter + 1, 1u) == gridDim.x - 1) p.tile_counter[0] = 0, p.tile_counter[1] = 0;
     }
-    // Under a mask: longest first, with L2 swizzle and LPT tail. Otherwise head after head, the ragged tiles last.
+    // Under a mask: longest first, with L2 swizzle and LPT tail. Packed sequences: in turn, with L2 swizzle, as a row
+    // of one head is next to those of the others. Otherwise head after head, the ragged tiles last.
     __device__ __forceinline__ WorkTile work_tile(int index) {  // by a warp
         const int heads = (int)p.heads / PACK_GQA, all = heads * (int)num_entries(p);
         const int rows = (int)max_n_q(p) * PACK_GQA, tiles = this->tiles();
         int tile, bh;
-        if constexpr (HAS_MASK) {
+        if constexpr (HAS_MASK || IS_PACKED) {
             const TileCoord at = tile_coord(index, tiles_before_lpt_tail(tiles), all, (int)p.heads_per_l2_group);
-            tile = tiles - 1 - at.tile, bh = at.bh;
-        } else if constexpr (IS_PACKED) {
-            bh = index / tiles, tile = index - bh * tiles;
+            tile = HAS_MASK ? tiles - 1 - at.tile : at.tile, bh = at.bh;
         } else {
             const int whole = rows / BLOCK_Q;
             if (index < whole * all) bh = index / whole, tile = index - bh * whole;

@@ -41,18 +41,20 @@ def num_work_tiles(p):
 
 @device
 def work_tile(p, index):
-    """Work tile at place `index`. Under a mask: longest first, with L2 swizzle and LPT tail. Otherwise head after head,
-    the ragged tiles last. Of packed sequences it may be past the last row. By all lanes of a warp.
+    """Work tile at place `index`. Under a mask: longest first, with L2 swizzle and LPT tail. Packed sequences: in turn,
+    with L2 swizzle, as a row of one head is next to those of the others. Otherwise head after head, the ragged tiles
+    last. Of packed sequences it may be past the last row. By all lanes of a warp.
     """
     heads, rows, index = u32(u32(p.heads) // u32(PACK_GQA)), u32(max_n_q(p) * PACK_GQA), u32(index)
     tiles, every = u32((rows + u32(BLOCK_Q - 1)) // u32(BLOCK_Q)), u32(heads * num_entries(p))
     if IS_PACKED:
         tiles = u32(num_q_tiles(p, BLOCK_Q))
-    if HAS_MASK:
+    if HAS_MASK or IS_PACKED:
         tile, head = tile_coord(index, tiles_before_lpt_tail(tiles), every, u32(p.heads_per_l2_group))
-        tile = u32(tiles - u32(1) - tile)
+        if HAS_MASK:
+            tile = u32(tiles - u32(1) - tile)
     else:
-        whole = tiles if IS_PACKED else u32(rows // u32(BLOCK_Q))
+        whole = u32(rows // u32(BLOCK_Q))
         if index < u32(whole * every):
             head = u32(index // whole)
             tile = u32(index - head * whole)
