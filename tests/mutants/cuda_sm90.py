@@ -64,7 +64,7 @@ FAULTS = (
     Fault(
         "a V with a ragged end is multiplied in the steady state", f"{SM90}/mainloop.cuh",
         "path.steady && !is_ragged_v();", "path.steady;",
-        "tests/emulator/test_kernels.py -k '(lengths_without_a_mask or packed_sequences_on_hopper) and sm90 and cupy_raw'",
+        "tests/emulator/test_kernels.py -k '(lengths_without_a_mask or sequences_on_hopper) and sm90 and cupy_raw'",
     ),
     # forward: masks, sinks, non-finite values
     Fault(
