@@ -250,6 +250,21 @@ def test_neon_code_uses_fused_products_and_does_not_spill() -> None:
     assert widest.count("fmla") == 24 and "[sp" not in widest
 
 
+@pytest.mark.parametrize("instructions", ["avx512bf16", "amx"])
+def test_every_micro_kernel_is_ordered_for_the_tuned_cpu(instructions: str) -> None:
+    wanted = target.of_class("x86-64-v4", instructions)
+    assert wanted.tune == ("" if instructions == "amx" else "znver4")
+    block = RegisterBlock("float", 1, 1, 16, "bfloat16", instructions)
+    module, machine = micro.assemble(block, wanted)
+    names = micro.kernels(block)
+    of_each = [set(map(str, function.attributes)) for function in module.functions if function.name in names]
+    assert len(of_each) == len(names)
+    tuned = [any(f'"tune-cpu"="{wanted.tune}"' in one for one in attributes) for attributes in of_each]
+    assert all(tuned) if wanted.tune else not any(tuned)
+    untuned, _ = micro.assemble(block, wanted._replace(tune=""))
+    assert (machine.emit_assembly(module) != machine.emit_assembly(untuned)) == bool(wanted.tune)
+
+
 @pytest.mark.parametrize(("lanes", "rows", "vectors"), [(4, 4, 3), (8, 4, 3), (16, 8, 3), (16, 6, 4)])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_every_width_computes_attention(lanes: int, rows: int, vectors: int, dtype: str) -> None:

@@ -45,6 +45,8 @@ def kernels(block: RegisterBlock, gemv_kernels: bool = False) -> dict[str, tuple
 def assemble(block: RegisterBlock, wanted: Target, gemv_kernels: bool = False) -> tuple[Any, Any]:
     """The optimised LLVM module and the target machine that emits it, for any CPU that LLVM was built for."""
     text = str(module(block, wanted.triple, wanted.features, kernels(block, gemv_kernels)))
+    if wanted.tune:  # llvmlite has no such attribute
+        text = text.replace(") nounwind\n", f') nounwind "tune-cpu"="{wanted.tune}"\n')
     compiled, machine = binding.parse_assembly(text), target.machine(wanted)
     compiled.verify()
     target.optimise(compiled, machine, vectorise=False)  # the IR is unrolled and vectorised already
