@@ -812,7 +812,7 @@ REPEATED = {
 def test_the_same_bits_again(backend: str, what: str, n: int) -> None:
     q, k, v = qkv(1, 4, n, n, 32, 32, group=2)
     first = everything(q, k, v, **REPEATED[what])
-    for _ in range(3):
+    for _ in range(3 if n < 100 or backend != "reference" else 1):  # which has no threads
         for name, x in everything(q, k, v, **REPEATED[what]).items():
             np.testing.assert_array_equal(x, first[name], err_msg=name)
 
