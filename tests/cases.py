@@ -672,9 +672,13 @@ def run(call: Call, backend: str) -> Results:
     return Results(call.to_plain(out), call.rows_to_plain(lse), *gradients, to_numpy(dsinks[0]) if dsinks else None)
 
 
-def computed(spec: AttentionSpec, operands: Operands, dout: np.ndarray, dlse: np.ndarray | None, dtype: Any) -> Results:
-    """The plain computation, in `dtype` throughout; in float64 it is the definition."""
+def computed(
+    spec: AttentionSpec, operands: Operands, dout: np.ndarray | None, dlse: np.ndarray | None, dtype: Any
+) -> Results:
+    """The plain computation, in `dtype` throughout; in float64 it is the definition. Without dout no gradients."""
     out, lse = reference.standard(spec, operands, dtype)
+    if dout is None:
+        return Results(out, lse, None, None, None, None)
     return Results(out, lse, *reference.standard_gradients(spec, operands, dout, dlse, dtype))
 
 
@@ -687,7 +691,7 @@ def definition(*tensors: Any, **options: Any) -> tuple[tuple[np.ndarray, np.ndar
     return reference.standard(problem.spec, operands), gradients
 
 
-def expected(call: Call, draws: int | None = None) -> tuple[Results, Results]:
+def expected(call: Call, draws: int | None = None, gradients: bool = True) -> tuple[Results, Results]:
     """The definition's results, and the tolerance for each of them (see `Yardstick`).
 
     The greatest error in a few dozen rows is luck: where there are few, more calls are drawn to measure it, or as many
@@ -699,7 +703,8 @@ def expected(call: Call, draws: int | None = None) -> tuple[Results, Results]:
     for draw in range(by_rows if draws is None else draws):
         drawn = build(call.choice, seed=call.seed + draw) if draw else call
         problem, operands, _ = prepare(**drawn.plain)
-        results = yardstick.measure(problem.spec, operands, drawn.plain_dout, drawn.plain_dlse)
+        of_results = (drawn.plain_dout, drawn.plain_dlse) if gradients else (None, None)
+        results = yardstick.measure(problem.spec, operands, *of_results)
         if draw == 0:
             exact, sums = results, magnitudes(problem.spec, operands, drawn.plain_dout, drawn.plain_dlse)
     return exact, yardstick.tolerance(sums)
@@ -724,7 +729,9 @@ class Yardstick:
         self.dtype = dtype
         self.errors = dict.fromkeys(NAMES, 0.0)
 
-    def measure(self, spec: AttentionSpec, operands: Operands, dout: np.ndarray, dlse: np.ndarray | None) -> Results:
+    def measure(
+        self, spec: AttentionSpec, operands: Operands, dout: np.ndarray | None, dlse: np.ndarray | None
+    ) -> Results:
         """Take in the plain computation's error on one call; returns the exact results."""
         exact = ideal = computed(spec, operands, dout, dlse, np.float64)
         if self.dtype == "float64":
