@@ -68,9 +68,12 @@ def slow_if(condition: bool) -> list[Any]:
 
 
 def takes_seconds(choice: cases.Choice) -> bool:
-    """To compute, or to compile: kernels with many features have many instructions."""
-    features = sum(choice[factor] != PLAIN[factor] for factor in choice)
-    return choice["dtype"] in ("float16", "bfloat16") or choice["sizes"] == "130x200" or features > 12
+    return choice["dtype"] in ("float16", "bfloat16") or choice["sizes"] == "130x200"
+
+
+def features_of(choice: cases.Choice) -> int:
+    """With more than twelve, kernels compile for half a minute."""
+    return sum(choice[factor] != PLAIN[factor] for factor in choice)
 
 
 # --- the design -------------------------------------------------------------------------------------------------------
@@ -106,7 +109,10 @@ def test_poison_between_the_elements() -> None:
         pytest.param(
             *backend.values,
             i,
-            marks=[*backend.marks, *slow_if(i >= 12 or takes_seconds(choice))],
+            marks=[
+                *backend.marks, *slow_if(i % 3 > 0 or takes_seconds(choice)),
+                *[pytest.mark.exhaustive] * (features_of(choice) > 12),
+            ],
         )
         for backend in cases.backends()
         for i, choice in enumerate(DESIGN)
