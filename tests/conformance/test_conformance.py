@@ -111,7 +111,7 @@ def test_poison_between_the_elements() -> None:
             i,
             marks=[
                 *backend.marks, *slow_if(i % 3 > 0 or takes_seconds(choice)),
-                *[pytest.mark.exhaustive] * (features_of(choice) > 12),
+                *[pytest.mark.exhaustive] * (backend.values[0] == "cpu" and features_of(choice) > 12),
             ],
         )
         for backend in cases.backends()
