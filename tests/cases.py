@@ -126,28 +126,32 @@ def pairwise(factors: Mapping[str, tuple[str, ...]], seed: int = 0, tries: int =
 
 @cache  # two files of tests have the same
 def _pairwise(items: tuple[tuple[str, tuple[str, ...]], ...], seed: int, tries: int) -> list[dict[str, str]]:
-    factors, rng = dict(items), random.Random(seed)
-    left = pairs(factors)
-    rows = []
-    while left:
+    factors, rng, rows = dict(items), random.Random(seed), []
+    levels = sorted((factor, level) for factor in factors for level in factors[factor])
+    at = {level: i for i, level in enumerate(levels)}
+    # Of each level, as the bits of an integer: with which others it can be, and has not been yet.
+    fits = [sum(1 << j for j, other in enumerate(levels) if possible(level, other)) for level in levels]
+    left = [0] * len(levels)
+    for i, j in (sorted(at[level] for level in pair) for pair in pairs(factors)):
+        left[i], left[j] = left[i] | 1 << j, left[j] | 1 << i
+    while any(left):
         best: dict[str, str] = {}
         most = 0
-        open_pairs = sorted(map(sorted, left))
+        open_pairs = [(i, j) for i, new in enumerate(left) for j in range(i + 1, len(levels)) if new >> j & 1]
         for _ in range(tries):
-            row = dict(rng.choice(open_pairs))
+            first = rng.choice(open_pairs)
+            row, taken, gain = dict(levels[i] for i in first), sum(1 << i for i in first), 1
             for factor in rng.sample(list(factors), len(factors)):
-                if factor in row:
-                    continue
-                gains = {}
-                for level in factors[factor]:
-                    new = (factor, level)
-                    if all(possible(new, old) for old in row.items()):
-                        gains[level] = sum(frozenset((new, old)) in left for old in row.items())
-                row[factor] = max(gains, key=lambda level: gains[level])
-            gain = sum(frozenset(pair) in left for pair in itertools.combinations(row.items(), 2))
+                if factor not in row:
+                    able = (at[factor, level] for level in factors[factor] if not taken & ~fits[at[factor, level]])
+                    chosen = max(able, key=lambda i: (left[i] & taken).bit_count())
+                    gain += (left[chosen] & taken).bit_count()
+                    row[factor], taken = levels[chosen][1], taken | 1 << chosen
             if gain > most:
                 best, most = row, gain
-        left -= {frozenset(pair) for pair in itertools.combinations(best.items(), 2)}
+        held = sum(1 << at[level] for level in best.items())
+        for i in map(at.__getitem__, best.items()):
+            left[i] &= ~held
         rows.append({factor: best[factor] for factor in factors})
     return rows
 
@@ -672,9 +676,13 @@ def run(call: Call, backend: str) -> Results:
     return Results(call.to_plain(out), call.rows_to_plain(lse), *gradients, to_numpy(dsinks[0]) if dsinks else None)
 
 
-def computed(spec: AttentionSpec, operands: Operands, dout: np.ndarray, dlse: np.ndarray | None, dtype: Any) -> Results:
-    """The plain computation, in `dtype` throughout; in float64 it is the definition."""
+def computed(
+    spec: AttentionSpec, operands: Operands, dout: np.ndarray | None, dlse: np.ndarray | None, dtype: Any
+) -> Results:
+    """The plain computation, in `dtype` throughout; in float64 it is the definition. Without dout no gradients."""
     out, lse = reference.standard(spec, operands, dtype)
+    if dout is None:
+        return Results(out, lse, None, None, None, None)
     return Results(out, lse, *reference.standard_gradients(spec, operands, dout, dlse, dtype))
 
 
@@ -687,7 +695,7 @@ def definition(*tensors: Any, **options: Any) -> tuple[tuple[np.ndarray, np.ndar
     return reference.standard(problem.spec, operands), gradients
 
 
-def expected(call: Call, draws: int | None = None) -> tuple[Results, Results]:
+def expected(call: Call, draws: int | None = None, gradients: bool = True) -> tuple[Results, Results]:
     """The definition's results, and the tolerance for each of them (see `Yardstick`).
 
     The greatest error in a few dozen rows is luck: where there are few, more calls are drawn to measure it, or as many
@@ -699,7 +707,8 @@ def expected(call: Call, draws: int | None = None) -> tuple[Results, Results]:
     for draw in range(by_rows if draws is None else draws):
         drawn = build(call.choice, seed=call.seed + draw) if draw else call
         problem, operands, _ = prepare(**drawn.plain)
-        results = yardstick.measure(problem.spec, operands, drawn.plain_dout, drawn.plain_dlse)
+        of_results = (drawn.plain_dout, drawn.plain_dlse) if gradients else (None, None)
+        results = yardstick.measure(problem.spec, operands, *of_results)
         if draw == 0:
             exact, sums = results, magnitudes(problem.spec, operands, drawn.plain_dout, drawn.plain_dlse)
     return exact, yardstick.tolerance(sums)
@@ -724,7 +733,9 @@ class Yardstick:
         self.dtype = dtype
         self.errors = dict.fromkeys(NAMES, 0.0)
 
-    def measure(self, spec: AttentionSpec, operands: Operands, dout: np.ndarray, dlse: np.ndarray | None) -> Results:
+    def measure(
+        self, spec: AttentionSpec, operands: Operands, dout: np.ndarray | None, dlse: np.ndarray | None
+    ) -> Results:
         """Take in the plain computation's error on one call; returns the exact results."""
         exact = ideal = computed(spec, operands, dout, dlse, np.float64)
         if self.dtype == "float64":

@@ -67,8 +67,13 @@ def slow_if(condition: bool) -> list[Any]:
     return [pytest.mark.slow] if condition else []
 
 
-def supports_16bit(choice: cases.Choice) -> bool:
-    return choice["dtype"] in ("float16", "bfloat16")
+def takes_seconds(choice: cases.Choice) -> bool:
+    return choice["dtype"] in ("float16", "bfloat16") or choice["sizes"] == "130x200"
+
+
+def features_of(choice: cases.Choice) -> int:
+    """With more than twelve, kernels compile for half a minute."""
+    return sum(choice[factor] != PLAIN[factor] for factor in choice)
 
 
 # --- the design -------------------------------------------------------------------------------------------------------
@@ -104,14 +109,17 @@ def test_poison_between_the_elements() -> None:
         pytest.param(
             *backend.values,
             i,
-            marks=[*backend.marks, *slow_if(i >= 12 or supports_16bit(choice) or choice["sizes"] == "130x200")],
+            marks=[
+                *backend.marks, *slow_if(i % 3 > 0 or takes_seconds(choice)),
+                *[pytest.mark.exhaustive] * (backend.values[0] == "cpu" and features_of(choice) > 12),
+            ],
         )
         for backend in cases.backends()
         for i, choice in enumerate(DESIGN)
         if backend.values[0] != "reference" or i % 4 == 0  # test_reference.py holds it against the definition
     ],
 )
-@pytest.mark.one_in(6, slow=12)
+@pytest.mark.one_in(6, slow=24)
 def test_pairs_of_features(row: int, backend: str) -> None:
     """Rows of a pairwise design over all factors; cases.name(DESIGN[row]) says which."""
     check(backend, DESIGN[row])
@@ -122,7 +130,7 @@ def test_pairs_of_features(row: int, backend: str) -> None:
 @pytest.mark.parametrize(
     ("factor", "level"), [pytest.param(f, x, marks=slow_if(x not in FACTORS[f][1:3])) for f, x in ALONE]
 )
-@pytest.mark.one_in(3, slow=8)
+@pytest.mark.one_in(3, slow=16)
 def test_a_feature_alone(factor: str, level: str, dtype: str, backend: str) -> None:
     choice = {**PLAIN, "sizes": "45x107", "dims": "40", "heads": "4:2", "dtype": dtype, factor: level}
     if choice["layout"] in ("three axes", "two axes"):
@@ -164,7 +172,7 @@ MANY_TILES = {
 @pytest.mark.parametrize("backend", COMPILED)
 @pytest.mark.parametrize("sizes", ["700x900", "3x2500", "1500x2"])
 @pytest.mark.parametrize("what", MANY_TILES)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_many_tiles(what: str, sizes: str, backend: str) -> None:
     """Sizes beyond a tile in both axes, in one and in the other; these take the threaded paths."""
     check(backend, {**with_(batch="1", dims="64", sizes=sizes, heads="1:1"), **MANY_TILES[what]})
@@ -224,7 +232,7 @@ DERIVED = [
         for pair in DERIVED
     ],
 )
-@pytest.mark.one_in(1, slow=3)
+@pytest.mark.one_in(1, slow=6)
 def test_finite_differences(factor: str, level: str, backend: str) -> None:
     """In float64, the gradients of sum(out * dout) + sum(lse * dlse) along random directions are central
     differences."""

@@ -189,7 +189,7 @@ FACTORS = {
 DESIGN = cases.pairwise(FACTORS, seed=5, tries=2)
 
 
-OFTEN = [pytest.mark.slow, *[pytest.mark.exhaustive] * 5]
+OFTEN = [pytest.mark.slow, *[pytest.mark.exhaustive] * 11]
 """Each takes seconds; test_steps.py has calls with few queries that are fast."""
 
 

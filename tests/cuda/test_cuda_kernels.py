@@ -69,7 +69,7 @@ def simt_kernel(part: simt.Part, spec: AttentionSpec, device: Device) -> compile
 @pytest.mark.parametrize("arch", AMPERE_OFTEN)
 @pytest.mark.parametrize("part", ["forward", "dkdv", "dq"])
 @pytest.mark.parametrize("d", [64, 96, 128, 256])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 def test_simt_float32_does_not_spill(d: int, part: simt.Part, arch: str) -> None:
     found = simt_kernel(part, AttentionSpec("float32", d, d), MODELS[arch])
     assert 0 < found.registers <= 255
@@ -80,7 +80,7 @@ def test_simt_float32_does_not_spill(d: int, part: simt.Part, arch: str) -> None
 @pytest.mark.parametrize(
     ("dims", "dtype", "part"),
     [
-        pytest.param(dims, dtype, part, marks=[pytest.mark.exhaustive] * ((i + j + k) % 3 > 0 or i % 2))
+        pytest.param(dims, dtype, part, marks=[pytest.mark.exhaustive] * ((i + j + k) % 3 > 0 or i != 2))
         for i, dims in enumerate(("3/300", "192/128", "512/512", "576/512"))
         for j, dtype in enumerate(("float32", "float64", "bfloat16"))
         for k, part in enumerate(("forward", "dkdv", "dq"))
@@ -95,7 +95,7 @@ def test_simt_compiles_for_every_dtype_and_head_dim(dims: str, dtype: str, part:
 @pytest.mark.slow
 @pytest.mark.parametrize("device", [OLD, SMALL], ids=lambda device: device.name)
 @pytest.mark.parametrize("d", [8, 128, 512])
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 def test_simt_fits_small_devices(d: int, device: Device) -> None:
     for part in ("forward", "dkdv", "dq"):
         simt_kernel(part, AttentionSpec("float32", d, d), device)
@@ -287,7 +287,7 @@ SM80 = [("bfloat16", 64), ("bfloat16", 128), ("float32", 64), ("float32", 128), 
 @pytest.mark.parametrize("name", ["sm80_forward", "sm80_backward"])
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize(("dtype", "d"), SM80)
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(20)
 def test_sm80_products_are_matrix_instructions(dtype: str, d: int, causal: bool, name: str, arch: str) -> None:
     """Both passes: their tiles fit, operands come 16 bytes at a time, and what is spilled is less than one of the
     smallest sums, some addresses and bounds.
@@ -457,7 +457,7 @@ def test_sm90_multiplies_float32_as_terms(d: int, precision: str | None, causal:
     ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(12)
 def test_sm90_gradients_in_float32(spec: AttentionSpec, dq_kernel: bool) -> None:
     """The sums of a tile and of all tiles lie in registers; what spills is what finds and loads tiles."""
     tile = sm90_fp16x2.backward_tile(spec)
@@ -481,7 +481,7 @@ SM90_MODIFIED = [  # the dilated mask takes as long as four others
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "dims"), SM90_MODIFIED)
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(12)
 def test_sm90_compiles_with_every_modification(what: str, dims: str) -> None:
     """Head dims in turn."""
     d, dv = map(int, (dims.split("/") * 2)[:2])
@@ -664,7 +664,7 @@ def test_sm90_gradients_are_warp_group_products(dims: str, causal: bool, way: st
 @pytest.mark.slow
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("what", ["softcap", "alibi"])
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 def test_sm90_gradients_have_an_affine_path(what: str, d: int) -> None:
     """In tiles as large as without one, and hardly anything is spilled within the loop, least on the way of tiles whose
     pairs are all visible: that is the text between products, up to where it joins another way.
@@ -691,7 +691,7 @@ def test_sm90_gradients_have_an_affine_path(what: str, d: int) -> None:
 @pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dims", ["64", "96", "128", "16", "100/36", "33/128"])
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(12)
 def test_sm90_tf32_gradients_have_the_loop_of_16_bit_elements(dims: str, causal: bool, deterministic: bool) -> None:
     d, dv = map(int, (dims.split("/") * 2)[:2])
     mask = expr.K <= expr.Q if causal else None

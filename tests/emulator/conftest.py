@@ -29,9 +29,16 @@ def on_hardware(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One test on the emulated device comes before all others, so that no worker waits for the interpreter that another
+    compiles.
+    """
     for item in items:
         if on_hardware(item) and hardware.exists():
             item.add_marker(pytest.mark.gpu)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        fast = (i for i, item in enumerate(items) if on_hardware(item) and not item.get_closest_marker("slow"))
+        if (first := next(fast, None)) is not None:
+            items.insert(0, items.pop(first))
 
 
 @pytest.fixture

@@ -11,7 +11,10 @@ CALLS = 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "generation"), [("cupy_raw", "simt"), ("cupy_raw", "sm80"), ("cupy_raw", "sm90")])
+@pytest.mark.parametrize(
+    ("backend", "generation"),
+    [("cupy_raw", "simt"), ("cupy_raw", "sm80"), pytest.param("cupy_raw", "sm90", marks=pytest.mark.exhaustive)],
+)
 def test_random_calls_on_the_emulated_device(backend: str, generation: str) -> None:
     if not find_spec("cuda") or find_spec("cupy"):
         pytest.skip("for machines with cuda-bindings and without CuPy")

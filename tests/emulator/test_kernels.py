@@ -84,8 +84,9 @@ def test_features(backend: str, generation: str, device: Device, launched: list[
 @slow
 @pytest.mark.parametrize(("backend", "generation", "data"), HARD_DATA)
 def test_hard_data(backend: str, generation: str, data: str, launched: list[str]) -> None:
-    """A row maximum that grows in each tile; a masked NaN. By the kernels of test_features."""
-    check(features(generation), backend, data, deterministic=True)
+    """A row maximum that grows in each tile; a masked NaN, in the first entry. By the kernels of test_features."""
+    choice = {**features(generation), "batch": "1"} if data == "NaN" else features(generation)
+    check(choice, backend, data, deterministic=True)
     assert generations(launched) == {generation}
 
 
@@ -106,7 +107,7 @@ def test_packed_sequences(backend: str, generation: str, launched: list[str]) ->
 
 
 @slow
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(("backend", "generation"), CUPY_OFTEN)
 @pytest.mark.parametrize(
     "more",
@@ -136,7 +137,7 @@ def test_packed_float32_on_tensor_cores(generation: str, launched: list[str]) ->
 
 
 @slow
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("backend", "generation"), CUPY_OFTEN)
 def test_offsets_that_change_in_a_graph(backend: str, generation: str, device: Device, launched: list[str]) -> None:
     """Kernels read where sequences begin when they run."""
@@ -292,19 +293,23 @@ def test_no_packed_sequence_has_keys(
 @slow
 @pytest.mark.parametrize("generation", ["sm90"])
 def test_tokens_behind_the_last_sequence_have_no_slopes(generation: str, device: Device, launched: list[str]) -> None:
-    """They are a sequence to the kernels, of which arrays of the caller have no entry."""
+    """They are a sequence to the kernels, of which arrays of the caller have no entry. By the kernels of
+    test_packed_sequences.
+    """
     import cupy
 
     rng, begins = np.random.default_rng(0), np.array([0, 90, 150])
-    q, k, v, dout = (rng.standard_normal((200, 2, 64)).astype(np.float16) for _ in range(4))
-    slopes = rng.random((2, 2)).astype(np.float32)
+    q, k, v, dout = (rng.standard_normal((200, heads, 64)).astype(np.float16) for heads in (4, 2, 2, 4))
+    slopes, sinks = rng.random((2, 4)).astype(np.float32), np.zeros(4, np.float32)
     given = cupy.asarray(slopes)
     if isinstance(device, hardware.Hardware):
         given = hardware.at_the_end_of_memory(given)
-    options = {"cu_seqlens": begins, "causal": True}
-    found = flashkit.attention_vjp(*map(cupy.asarray, (q, k, v)), alibi_slopes=given, backend="cupy_raw", **options)
+    options = {"cu_seqlens": begins, "causal": True, "deterministic": True}
+    found = flashkit.attention_vjp(
+        *map(cupy.asarray, (q, k, v)), alibi_slopes=given, sinks=cupy.asarray(sinks), backend="cupy_raw", **options
+    )
     wide = (x.astype(np.float64) for x in (q, k, v))
-    exact = flashkit.attention_vjp(*wide, alibi_slopes=slopes, backend="reference", **options)
+    exact = flashkit.attention_vjp(*wide, alibi_slopes=slopes, sinks=sinks, backend="reference", **options)
     results = found[0], *found[1](cupy.asarray(dout))
     for got, right in zip(results, (exact[0], *exact[1](dout.astype(np.float64))), strict=True):
         np.testing.assert_allclose(got.get().astype(np.float64), right, atol=2.0**-6)
@@ -612,7 +617,7 @@ def test_a_table_that_ends_with_the_last_key(
     if isinstance(device, hardware.Hardware):
         table = hardware.at_the_end_of_memory(table)
     out = flashkit.attention(cupy.asarray(q), *pools, page_table=table, kv_lengths=[n_k], q_offset=0, backend=backend)
-    right = flashkit.attention(*(x.astype(np.float64) for x in (q, k, v)))
+    right = flashkit.attention(*(x.astype(np.float64) for x in (q, k, v)), backend="reference")
     np.testing.assert_allclose(out.get().astype(np.float64), right, atol=2.0**-7)
     assert generations(launched) == {generation}
 
@@ -677,7 +682,7 @@ def test_a_sink_of_minus_infinity(backend: str, generation: str, launched: list[
 
 
 @slow
-@pytest.mark.parametrize("generation", ["sm90", "sm80"])
+@pytest.mark.parametrize("generation", ["sm90", pytest.param("sm80", marks=exhaustive)])
 def test_a_lone_key_far_away(generation: str, launched: list[str]) -> None:
     """A weight of 1 is recomputed from a score and a log-sum-exp of about -100, which float32 rounds."""
     choice = cases.with_(batch="1", sizes="70x1", dims="32", alibi="(Hq,)") | {"q_offset": "700"}

@@ -57,7 +57,7 @@ def loaded() -> int:
 
 def test_libraries_are_unloaded() -> None:
     before = loaded()
-    for i in range(5):
+    for i in range(3):
         np.testing.assert_allclose(call(i), right(i), atol=1e-5)
         assert loaded() - before <= 2
     np.testing.assert_allclose(call(0), right(0), atol=1e-5)
@@ -88,17 +88,17 @@ def test_kernels_of_a_captured_launch_stay(way: str) -> None:
     import cupy
 
     before, x = loaded(), cupy.asarray(X)
-    planned = flashkit.plan(x, x, x, mask_mod=mask(9), backend=CUPY) if way == "plan" else None
+    planned = flashkit.plan(x, x, x, mask_mod=mask(7), backend=CUPY) if way == "plan" else None
     with cupy.cuda.Stream(non_blocking=True) as stream:
         if planned is None:  # compiled, and checked, before the capture
-            flashkit.attention_vjp(x, x, x, mask_mod=mask(9), backend=CUPY)[1](x)
+            flashkit.attention_vjp(x, x, x, mask_mod=mask(7), backend=CUPY)[1](x)
         stream.begin_capture()
         if planned is not None:
             planned(x, x, x)
         elif way == "vjp":
-            flashkit.attention_vjp(x, x, x, mask_mod=mask(9), backend=CUPY)[1](x)
+            flashkit.attention_vjp(x, x, x, mask_mod=mask(7), backend=CUPY)[1](x)
         else:
-            flashkit.attention(x, x, x, mask_mod=mask(9), backend=CUPY)
+            flashkit.attention(x, x, x, mask_mod=mask(7), backend=CUPY)
         stream.end_capture()
     del planned
     dispatch.forget()

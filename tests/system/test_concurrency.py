@@ -130,8 +130,7 @@ def test_the_first_calls_of_all_threads_at_once(program: Callable[..., str], tmp
 
         def work(i):
             start.wait()
-            out, vjp = flashkit.attention_vjp(q, q, q, causal=True)
-            results[i] = (out, *vjp(out))
+            results[i] = flashkit.attention(q, q, q, causal=True, return_lse=True)
 
         threads = [threading.Thread(target=work, args=(i,)) for i in range(5)]
         for t in threads: t.start()
@@ -278,7 +277,7 @@ POOLS = """
 @pytest.mark.slow
 @pytest.mark.parametrize("futures", [False, True], ids=["multiprocessing", "futures"])
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_pools_of_processes(program: Callable[..., str], method: str, futures: bool) -> None:
     import multiprocessing
 

@@ -48,10 +48,9 @@ CALLS = LOOP + """
     first = len(recorder.buffer)
     loops = (time.process_time() - start) / min(loop() for _ in range(3))
     with event.install_recorder("numba:compile") as recorder:
-        masked = {"mask": rng.random((70, 70)) < 0.5, "dropout_p": 0.5, "seed": 1}
-        for options in ({"window": (9, 0), "softcap": 3.0}, masked):
-            out, vjp = flashkit.attention_vjp(q, k, v, score_mod=lambda s, b, h, q, k: s + 0.1 * h, **options)
-            vjp(out)
+        options = {"mask": rng.random((70, 70)) < 0.5, "dropout_p": 0.5, "seed": 1, "softcap": 3.0}
+        out, vjp = flashkit.attention_vjp(q, k, v, score_mod=lambda s, b, h, q, k: s + 0.1 * h, **options)
+        vjp(out)
     files = {str(p): p.stat().st_mtime_ns for p in kernel_cache.path().rglob("*") if p.is_file()}
     compiled = first + len(recorder.buffer)
     total = float(out.sum())
@@ -73,17 +72,23 @@ def test_import_is_quick_and_light(program: Callable[..., str], tmp_path: Path) 
         assert module not in runs[0]["new"], f"import flashkit imports {module}"
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "mods", "mods.block_mask", "reference", "dispatch", "devices.profiles", "devices.io_model", "devices.timing",
-        "call.explanation",
-    ],
+PUBLIC = (
+    "mods", "mods.block_mask", "reference", "dispatch", "devices.profiles", "devices.io_model", "devices.timing",
+    "call.explanation",
 )  # fmt: skip
-def test_no_module_loads_a_compiler(program: Callable[..., str], module: str) -> None:
-    """Nor does any module that the public functions are made of, before a call needs it."""
-    loaded = program(f"import sys, flashkit.{module}; print(*sys.modules)").split()
-    assert not {"numba", "llvmlite", "cupy", "torch", "jax"} & set(loaded)
+
+
+def test_no_module_loads_a_compiler(program: Callable[..., str]) -> None:
+    """Nor does any module that the public functions are made of, before a call needs it. In one process: the first that
+    does is named.
+    """
+    text = f"""
+        import importlib, sys
+        for module in {PUBLIC}:
+            importlib.import_module(f"flashkit.{{module}}")
+            print(module, *{{"numba", "llvmlite", "cupy", "torch", "jax"}} & set(sys.modules))
+    """
+    assert program(text).split("\n") == [*PUBLIC, ""]
 
 
 def test_nothing_is_written_before_the_first_call(program: Callable[..., str], tmp_path: Path) -> None:
@@ -100,7 +105,9 @@ def test_the_second_process_compiles_nothing(program: Callable[..., str], tmp_pa
     first = json.loads(program(CALLS, FLASHKIT_CACHE_DIR=tmp_path))
     assert first["files"]
     assert 0 < first["first"] < FIRST_COMPILED < first["compiled"]
-    runs = [json.loads(program(CALLS, FLASHKIT_CACHE_DIR=tmp_path)) for _ in range(4)]
+    runs = [json.loads(program(CALLS, FLASHKIT_CACHE_DIR=tmp_path)) for _ in range(2)]
+    if min(run["loops"] for run in runs) >= 6:  # others were at work
+        runs += [json.loads(program(CALLS, FLASHKIT_CACHE_DIR=tmp_path)) for _ in range(2)]
     for run in runs:
         assert run["compiled"] == 0
         assert run["files"] == first["files"]  # nothing new, nothing written again

@@ -220,7 +220,10 @@ def test_the_command_says_what_is_missing(
 
 
 @pytest.mark.slow
-def test_json_has_answers_tokens_and_times(capsys: pytest.CaptureFixture[str], file: Any, tokenizer: Any) -> None:
+def test_json_has_answers_tokens_and_times(
+    capsys: pytest.CaptureFixture[str], model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "Llama", lambda *_: model)  # loaded already
     line = ["--json", "--max-tokens", "3", "--temperature", "0.7", "--seed", "1", "Hello?", "Why?"]
     assert command.main(line) == 0
     found = json.loads(capsys.readouterr().out)

@@ -151,10 +151,11 @@ print(json.dumps([flashkit.__file__, bool(np.allclose(out, right, atol=1e-5)), v
 def test_the_wheel_works_where_it_is_installed(built: tuple[Path, Path], tmp_path: Path) -> None:
     """In an environment of its own, which borrows the packages that flashkit needs and not flashkit."""
     folder = tmp_path / "environment"
-    venv.create(folder, with_pip=True, symlinks=sys.platform != "win32")
+    venv.create(folder, symlinks=sys.platform != "win32")
     scripts = folder / ("Scripts" if sys.platform == "win32" else "bin")
     python = str(next(scripts.glob("python*")))
-    run("-m", "pip", "install", "--quiet", "--no-index", "--no-deps", str(built[1]), python=python)
+    pip = "-m", "pip", "--python", python  # this environment's, as another takes seconds to install
+    run(*pip, "install", "--quiet", "--no-index", "--no-deps", str(built[1]))
     site = Path(run("-c", "import sysconfig; print(sysconfig.get_path('purelib'))", python=python).strip())
     needed = Path(np.__file__).parents[1]  # no .pth files of this folder are read, so an editable flashkit is not found
     (site / "needed.pth").write_text(f"{needed}\n{sysconfig.get_path('purelib')}\n")

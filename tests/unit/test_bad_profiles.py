@@ -165,7 +165,7 @@ def complaints(run: Callable[[], Any]) -> tuple[list[str], Any]:
 class TestBadProfile:
     @pytest.mark.slow
     @pytest.mark.parametrize("name", BAD)
-    @pytest.mark.one_in(4)
+    @pytest.mark.one_in(8)
     def test_attention_is_right_and_the_defect_is_named(
         self, name: str, folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -598,6 +598,7 @@ def test_where_no_tile_can_be_ruled_out_memory_stays_small():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_patterns_of_a_million_tokens():
     for mask in (
         BlockMask.local(MILLION, MILLION, 8),
