@@ -168,12 +168,16 @@ def bwd_postprocess(address, thread):
         seq = seq_info(args, b, h)
         count = min(args[BLOCK_Q], seq.n_q - first)
         dq = q_rows(args, DQ, seq, b, h, first, count, d)
+        total = accum_row(dq_accum_at(args, seq, 0, b, h, first), count * d)
+        for split in range(1, args[NUM_SPLITS]):
+            of_split = accum_row(dq_accum_at(args, seq, split, b, h, first), count * d)
+            for i in range(count * d):
+                total[i] += of_split[i]
+        finite = True
         for i in range(count):
             for j in range(d):
-                total = ACCUM(0)
-                for split in range(args[NUM_SPLITS]):
-                    total += accum_row(dq_accum_at(args, seq, split, b, h, first), count * d)[i * d + j]
-                if not np.isfinite(total):
-                    args[IS_NONFINITE] = 1
-                dq[i, j] = narrow(total)
+                finite &= np.isfinite(total[i * d + j])
+                dq[i, j] = narrow(total[i * d + j])
+        if not finite:
+            args[IS_NONFINITE] = 1
         work_tile = next_q_tile(args)
