@@ -188,14 +188,14 @@ FAULTS = (
     ),
     Fault(
         "backward: the sign of dQ", BACKWARD,
-        "total += accum_row(dq_accum_at(",
-        "total -= accum_row(dq_accum_at(",
+        "narrow(total[i * d + j])",
+        "narrow(-total[i * d + j])",
         core="gradient",
     ),
     Fault(
         "backward: splits are not added", BACKWARD,
-        "for split in range(args[NUM_SPLITS]):",
-        "for split in range(1):",
+        "for split in range(1, args[NUM_SPLITS]):",
+        "for split in range(2, args[NUM_SPLITS]):",
     ),
     Fault(
         "backward: a split takes neighbouring tiles twice", BACKWARD,
@@ -204,8 +204,8 @@ FAULTS = (
     ),
     Fault(
         "backward: dQ that is not finite is kept", BACKWARD,
-        "                if not np.isfinite(total):\n                    args[IS_NONFINITE] = 1\n",
-        "",
+        "        if not finite:\n            args[IS_NONFINITE] = 1\n        work_tile",
+        "        work_tile",
         "tests/conformance/test_edges.py -k 'cpu and (poison or nan or weight)'",
     ),
     Fault(
