@@ -101,8 +101,9 @@ def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Bo
             return
         args = block.args.copy()
         count = threads.count() if flops >= threads.SERIAL_FLOPS else 1
-        # With fewer heads than threads the keys of a head are split, and each split has its own dq_accum.
-        num_splits = min(-(-n_k // block_k), -(-count // (batch * heads_kv)))
+        # With fewer heads than threads the keys of a head are split, and each split has its own dq_accum. Without keys
+        # one split clears it.
+        num_splits = max(1, min(-(-n_k // block_k), -(-count // (batch * heads_kv))))
         bwd_lse, delta = np.empty((2, *rows), accumulator)
         in_place = num_splits == 1 and gradients.dq.dtype == accumulator
         dq_accum = gradients.dq if in_place else np.empty((num_splits, *shape), accumulator)
@@ -113,7 +114,7 @@ def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Bo
         anew = (at.OUT, operands.out), (at.DOUT, gradients.dout), *scratch_tensors
         for index, tensor in (*anew, *(((at.DLSE, gradients.dlse),) if gradients.dlse is not None else ())):
             args[index : index + 4] = (address_of(tensor), *strides_of(tensor))
-        args[at.NUM_SPLITS], args[at.DQ_SPLIT_STRIDE] = num_splits, dq_accum.nbytes // max(num_splits, 1)
+        args[at.NUM_SPLITS], args[at.DQ_SPLIT_STRIDE] = num_splits, dq_accum.nbytes // num_splits
         if spec.kv_lengths:  # keys past a sequence's length, or past the last packed sequence, are in no tile
             ends = operands.kv_lengths if operands.cu_seqlens is None else operands.cu_seqlens[1][-1:]
             for entry, end in enumerate(ends.tolist()):
