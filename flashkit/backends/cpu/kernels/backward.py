@@ -173,11 +173,6 @@ def bwd_postprocess(address, thread):
             of_split = accum_row(dq_accum_at(args, seq, split, b, h, first), count * d)
             for i in range(count * d):
                 total[i] += of_split[i]
-        finite = True
-        for i in range(count):
-            for j in range(d):
-                finite &= np.isfinite(total[i * d + j])
-                dq[i, j] = narrow(total[i * d + j])
-        if not finite:
+        if not store_rounded(accum_tile(total.ctypes.data, count, d, d * ACCUM_SIZE), dq):
             args[IS_NONFINITE] = 1
         work_tile = next_q_tile(args)

@@ -7,6 +7,7 @@ KV_STORAGE, KV_SIZE and widen_kv of keys and values, SCALED (whether these have 
 (numbers over what widen_kv makes of them).
 """
 
+import numpy as np
 from numba import njit
 
 from flashkit.backends.cpu.arguments import *
@@ -35,3 +36,14 @@ def q_rows(args, tensor, seq, b, h, first, count, width):
 def q_stats(args, tensor, seq, b, h, first, count):
     """A number per query, in place: LSE, dLSE, delta."""
     return row_stats(args, tensor, seq, b, h, first, count, ACCUM)
+
+
+@njit(**options)
+def store_rounded(acc, target):
+    """Round an accumulated tile. Returns whether all of it is finite."""
+    finite = True
+    for i in range(target.shape[0]):
+        for j in range(target.shape[1]):
+            finite &= np.isfinite(acc[i, j])
+            target[i, j] = narrow(acc[i, j])
+    return finite

@@ -2,7 +2,6 @@
 kernels'; operands_bf16_pairs.py takes its place where bfloat16 is multiplied in pairs.
 """
 
-import numpy as np
 from numba import njit
 
 from flashkit.backends.cpu.arguments import *
@@ -100,12 +99,7 @@ def zero_dkv(address, count, width, row_bytes):
 @njit(**options)
 def store_dkv(args, acc, target, address):
     """Round dK or dV of a key tile. Returns whether all of it is finite."""
-    finite = True
-    for i in range(target.shape[0]):
-        for j in range(target.shape[1]):
-            finite &= np.isfinite(acc[i, j])
-            target[i, j] = narrow(acc[i, j])
-    return finite
+    return store_rounded(acc, target)
 
 
 @njit(**options)
