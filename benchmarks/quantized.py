@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -126,39 +127,46 @@ class Haystack:
         return int((nearest == self.places).sum()), float(cosines.mean())
 
 
+def needle_table(stack: Haystack, forms: list[Any], found: Callable[..., tuple[int, float]]) -> None:
+    """A row of each (format, scales, options of quantize). found: from (q, k, v), quantised where there are scales."""
+    print(f"{len(stack.places)} needles among {len(stack.v[0, 0])} keys: found, and the mean cosine\n")
+    print("| strength | " + " | ".join(map(str, STRENGTHS)) + " |\n|---|" + "---|" * len(STRENGTHS))
+    keys = [stack.keys(strength) for strength in STRENGTHS]
+    for dtype, per, form in forms:
+        cells = [found(stack.q, k, stack.v, dtype, per, form) for k in keys]
+        name = f"{dtype} per {per}{', rotated' * bool(form)}" if per else dtype
+        print(f"| {name} | " + " | ".join(f"{n}, {cosine:.3f}" for n, cosine in cells) + " |", flush=True)
+
+
+def needle_forms(formats: Iterable[str]) -> list[Any]:
+    every = itertools.product(formats, PER, ("plain", "rotated"))
+    return [("bfloat16", "", {}), *((dtype, per, FORMS[name]) for dtype, per, name in every)]
+
+
 def needle(queries: int = 64) -> None:
     """Each format among keys of noise."""
     stack = Haystack.of(queries)
-    forms = [("bfloat16", "", {})]
-    forms += [(dtype, per, FORMS[n]) for dtype, per, n in itertools.product(LARGEST, PER, ("plain", "rotated"))]
-    print(f"{queries} needles among {len(stack.v[0, 0])} keys: found, and the mean cosine\n")
-    print("| strength | " + " | ".join(map(str, STRENGTHS)) + " |\n|---|" + "---|" * len(STRENGTHS))
-    for dtype, per, form in forms:
-        name = f"{dtype} per {per}{', rotated' * bool(form)}" if per else dtype
-        cells = []
-        for strength in STRENGTHS:
-            given = stack.q, stack.keys(strength), stack.v
-            cells.append(stack.found(flashkit.attention(*(quantised(*given, dtype, per, form) if per else given))))
-        print(f"| {name} | " + " | ".join(f"{n}, {cosine:.3f}" for n, cosine in cells) + " |", flush=True)
+
+    def found(q: Any, k: Any, v: Any, dtype: Any, per: str, form: dict[str, bool]) -> tuple[int, float]:
+        return stack.found(flashkit.attention(*(quantised(q, k, v, dtype, per, form) if per else (q, k, v))))
+
+    needle_table(stack, needle_forms(LARGEST), found)
 
 
-def device_needle(queries: int = 4096) -> None:
-    """The same with the kernel for e4m3. It takes many queries; 64 of them are looked at."""
+def device_needle(queries: int = 4096, seen: int = 64) -> None:
+    """The same with the kernel for e4m3, which takes many queries; the first of them are looked at."""
     import cupy
 
     stack = Haystack.of(queries)
-    seen = replace(stack, q=stack.q[:, :, :64], places=stack.places[:64])
-    print(f"\n64 needles among {len(stack.v[0, 0])} keys, on the device\n")
-    print("| strength | " + " | ".join(map(str, STRENGTHS)) + " |\n|---|" + "---|" * len(STRENGTHS))
-    for per, form in (("", {}), *itertools.product(PER, (FORMS["plain"], FORMS["rotated"]))):
-        cells = []
-        for strength in STRENGTHS:
-            given = stack.q, stack.keys(strength), stack.v
-            arrays = tuple(map(cupy.asarray, given))
-            out = flashkit.attention(*(quantised(*arrays, "e4m3", per, form) if per else arrays), backend="cupy_raw")
-            cells.append(seen.found(out[:, :, :64].get()))
-        name = f"e4m3 per {per}{', rotated' * bool(form)}" if per else "bfloat16"
-        print(f"| {name} | " + " | ".join(f"{n}, {cosine:.3f}" for n, cosine in cells) + " |", flush=True)
+    first = replace(stack, q=stack.q[:, :, :seen], places=stack.places[:seen])
+
+    def found(*arguments: Any) -> tuple[int, float]:
+        *arrays, dtype, per, form = arguments
+        given = tuple(map(cupy.asarray, arrays))
+        out = flashkit.attention(*(quantised(*given, dtype, per, form) if per else given), backend="cupy_raw")
+        return first.found(out[:, :, :seen].get())
+
+    needle_table(stack, needle_forms(["e4m3"]), found)
 
 
 DEVICE_TOKENS, DEVICE_COLUMNS = 16384, 2048
