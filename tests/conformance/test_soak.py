@@ -256,7 +256,7 @@ def test_random_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         allowed = LARGEST_ERROR["e4m3" if "scales" in kind else str(q.dtype)]
         errors = [
             float(abs(x.astype(cupy.float32) - y).max()) / (float(size.max()) or 1.0)
-            for x, (y, size) in zip((got, *gradients), right)
+            for x, (y, size) in zip((got, *gradients), right if gradients else right[:1], strict=True)
         ]
         same = cupy.isneginf(lse) == cupy.isneginf(right_lse)
         largest = max(LARGEST_LSE_ERROR.get(name, 2e-3) for name in kind)
