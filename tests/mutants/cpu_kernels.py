@@ -204,8 +204,8 @@ FAULTS = (
     ),
     Fault(
         "backward: dQ that is not finite is kept", BACKWARD,
-        "            args[IS_NONFINITE] = 1\n        work_tile",
-        "            pass\n        work_tile",
+        "d * ACCUM_SIZE), dq):\n            args[IS_NONFINITE] = 1",
+        "d * ACCUM_SIZE), dq):\n            pass",
         "tests/conformance/test_edges.py -k 'cpu and (poison or nan or weight)'",
     ),
     Fault(
@@ -311,7 +311,7 @@ FAULTS = (
     ),
     # operands and tiles of both
     Fault(
-        "operands: row sums are not finite-checked", OPERANDS,
+        "operands: row sums are not finite-checked", f"{CPU}/kernels/common.py",
         "finite &= np.isfinite(acc[i, j])",
         "finite = np.isfinite(acc[i, j])",
         "tests/conformance/test_edges.py -k 'cpu and (poison or nan or weight)'",
