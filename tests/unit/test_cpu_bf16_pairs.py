@@ -139,7 +139,7 @@ def test_online_softmax_bf16_pairs(method: str, lanes: int) -> None:
         seen = np.concatenate(tiles)
         assert (m + 8 >= seen.max(0, initial=-np.inf)).all() and (m <= seen.max(0, initial=-np.inf)).all()
         everything = np.exp(1.3 * (seen - np.where(np.isinf(m), 0, m)))
-        assert np.allclose(l, everything.sum(0), rtol=3e-5)
+        assert np.allclose(l, everything.sum(0), rtol=1.1e-4)  # the polynomial's 1.02e-4
         wanted = np.concatenate(list(weights), 1) @ everything
         assert np.allclose(o, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max(initial=0))
 
@@ -414,7 +414,7 @@ def test_the_scale_is_not_rounded(methods: pytest.MonkeyPatch, scale: float) -> 
     _, lse = flashkit.attention(q, k, v, scale=scale, return_lse=True, backend="cpu")
     wide = (x.astype(np.float64) for x in (q, k, v))
     _, want = flashkit.attention(*wide, scale=scale, return_lse=True, backend="reference")
-    assert np.abs(lse - want).max() < 1e-5
+    assert np.abs(lse - want).max() < 1.05e-4  # a scale in bfloat16 would cost 4e-3 of a score
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -37,8 +37,10 @@ SERIAL_FLOPS = 1e7
 waits milliseconds for a thread that is not running.
 """
 
-LONG_FLOPS = 1e10
-"""Work of one thread that takes a tenth of a second to a second; from there on signals are looked for."""
+LONG_FLOPS = 3e10
+"""Work of one thread that takes two tenths of a second to three seconds; from there on signals are looked for. The
+thread that a call runs on then has a new team of OpenMP threads, which costs some milliseconds.
+"""
 
 
 class Pool(NamedTuple):

@@ -47,10 +47,10 @@ from llvmlite import ir
 
 from ..arguments import CHUNK_KEYS, CHUNK_ROWS
 from . import amx
-from .exponentials import LOG2E, exp2_short
+from .exponentials import LOG2E, exp2, exp2_short, normal_power
 from .gemm import emit_gemm
 from .register_block import RegisterBlock
-from .softmax import column_max, p_and_ds
+from .softmax import column_max
 from .vector import (
     I16,
     I32,
@@ -60,6 +60,7 @@ from .vector import (
     column_groups,
     declared,
     fill,
+    fma,
     from_bits,
     load_narrow,
     narrow,
@@ -115,6 +116,23 @@ def rounded_pairs(b: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
         order = ir.Constant(ir.VectorType(I32, 32), [lane // 2 + 16 * (lane % 2) for lane in range(32)])
         return b.bitcast(b.shuffle_vector(both, ir.Constant(halves, ir.Undefined), order), ir.VectorType(I32, 16))
     return words(b, narrow(b, low, "bfloat16"), narrow(b, high, "bfloat16"))
+
+
+def rounded_weights(b: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
+    """As rounded_pairs, for weights of the forward pass: ties are rounded up, and a NaN need not stay one, since their
+    sum has it. Intel's CPUs take half as long for these additions as for their conversion.
+    """
+    word = ir.VectorType(I32, low.type.count)
+    sixteen, half, upper = (fill(word, x) for x in (16, 0x8000, -0x10000))
+    low, high = (b.add(b.bitcast(x, word), half) for x in (low, high))
+    if not _native(b, low):
+        return b.or_(b.lshr(low, sixteen), b.and_(high, upper))
+    # By name, or LLVM makes a permutation of it, which takes three steps.
+    select = declared(b.module, "llvm.x86.avx512.pternlog.d.512", ir.FunctionType(word, [word, word, word, I32]))
+    return b.call(select, [upper, high, b.lshr(low, sixteen), I32(_SELECT)])
+
+
+_SELECT = 0xCA  # vpternlog's table of x ? y : z, bit by bit
 
 
 def _native(b: ir.IRBuilder, x: ir.Value) -> bool:
@@ -198,9 +216,6 @@ def _emit_online_softmax(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.
     scale_log2, zero = splat(b, from_bits(b, scale_bits, element), lanes), fill(memory.vector, 0.0)
     nothing_seen, threshold = fill(memory.vector, float("-inf")), fill(memory.vector, RESCALE_THRESHOLD)
 
-    def power(difference: ir.Value) -> ir.Value:
-        return exp2_short(b, b.fmul(difference, scale_log2))
-
     def group(j: ir.Value, width: int) -> None:
         offsets = [b.shl(b.add(j, I64(v * lanes)), I64(2)) for v in range(width)]
         before = [memory.load(b.add(m, offset)) for offset in offsets]
@@ -208,7 +223,7 @@ def _emit_online_softmax(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.
         exceeds = [b.fcmp_ordered(">", x, b.fadd(y, threshold)) for x, y in zip(greatest, before)]
         moves = b.icmp_signed("!=", b.bitcast(reduce(b.or_, exceeds), ir.IntType(lanes)), ir.IntType(lanes)(0))
         with b.if_then(moves, likely=False):
-            factors = [power(b.fsub(x, y)) for x, y in zip(before, greatest)]
+            factors = [exp2(b, b.fmul(b.fsub(x, y), scale_log2)) for x, y in zip(before, greatest)]
             # Nothing seen before, nor now: m stays -inf, whose difference is NaN.
             factors = [b.select(b.fcmp_ordered("==", x, nothing_seen), zero, f) for x, f in zip(before, factors)]
             for offset, x, factor in zip(offsets, greatest, factors):
@@ -221,9 +236,10 @@ def _emit_online_softmax(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.
         row_max = [b.select(moves, x, y) for x, y in zip(greatest, before)]
         # 0 for a query without a visible key so far: 2^(-inf - 0) is 0, 2^(-inf + inf) would be NaN.
         row_max = [b.select(b.fcmp_ordered("==", x, nothing_seen), zero, x) for x in row_max]
+        shift = [b.fneg(b.fmul(x, scale_log2)) for x in row_max]
 
         def p_at(at: ir.Value, v: int) -> ir.Value:
-            return power(b.fsub(memory.load(b.add(at, offsets[v])), row_max[v]))
+            return exp2_short(b, fma(b, memory.load(b.add(at, offsets[v])), scale_log2, shift[v]))
 
         start = [memory.load(b.add(l, offset)) for offset in offsets]
         # Words overwrite scores in place: row i of words follows the reading of rows 2i and 2i+1.
@@ -233,7 +249,7 @@ def _emit_online_softmax(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.
             new = []
             for v in range(width):
                 low, high = p_at(at, v), p_at(b.add(at, row), v)
-                memory.store(b.bitcast(rounded_pairs(b, low, high), memory.vector), b.add(to, offsets[v]))
+                memory.store(b.bitcast(rounded_weights(b, low, high), memory.vector), b.add(to, offsets[v]))
                 new.append(b.fadd(sums[v], b.fadd(low, high)))
             advance([*new, b.add(at, b.shl(row, I64(1))), b.add(to, row)])
         last = Loop(b, I64(0), b.and_(count, I64(1)), 1, loop.results[:width])
@@ -242,7 +258,7 @@ def _emit_online_softmax(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.
             new = []
             for v in range(width):
                 low = p_at(at, v)
-                memory.store(b.bitcast(rounded_pairs(b, low, zero), memory.vector), b.add(to, offsets[v]))
+                memory.store(b.bitcast(rounded_weights(b, low, zero), memory.vector), b.add(to, offsets[v]))
                 new.append(b.fadd(sums[v], low))
             advance(new)
         for v in range(width):
@@ -272,19 +288,24 @@ def _emit_softmax_backward(b: ir.IRBuilder, args: Sequence[ir.Value], element: i
     lanes = shape.lanes
     memory, halves = Memory(b, element, lanes), Memory(b, I16, lanes)
     scale, s_scale = (splat(b, from_bits(b, bits, element), lanes) for bits in (scale_bits, s_scale_bits))
-    zero, log2e = (fill(memory.vector, x) for x in (0.0, LOG2E))
+    zero, masked, log2e = (fill(memory.vector, x) for x in (0.0, float("-inf"), LOG2E))
+    s_scale_log2 = b.fmul(s_scale, log2e)
 
     def of_row(i: ir.Value) -> tuple[ir.Value, ir.Value]:
         at = b.shl(i, I64(2))
         lse_i, delta_i = (splat(b, memory.load_scalar(b.add(x, at)), lanes) for x in (lse, delta))
-        return lse_i, delta_i
-
-    def exp(x: ir.Value) -> ir.Value:
-        return exp2_short(b, b.fmul(x, log2e))
+        return b.fneg(b.fmul(lse_i, log2e)), b.fneg(b.fmul(delta_i, scale))
 
     def element_of(at: ir.Value, of: tuple[ir.Value, ir.Value]) -> tuple[ir.Value, ir.Value]:
-        score = b.fmul(memory.load(b.add(s, at)), s_scale)
-        return p_and_ds(b, score, memory.load(b.add(dp, at)), *of, scale, exp)
+        """P and dS of a vector."""
+        score, (minus_lse, minus_delta) = memory.load(b.add(s, at)), of
+        x = fma(b, score, s_scale_log2, minus_lse)
+        # A NaN in the LSE reaches the visible pairs of its row and no others. A masked pair has no gradient, whatever
+        # its key and value hold.
+        used = b.and_(b.fcmp_unordered("!=", score, masked), normal_power(b, x))
+        p = exp2_short(b, x, used)
+        ds = b.fmul(p, fma(b, memory.load(b.add(dp, at)), scale, minus_delta))
+        return p, b.select(used, ds, zero)
 
     def pair(i: ir.Value, two: bool) -> None:
         of = [of_row(b.add(i, I64(x))) for x in range(1 + two)]

@@ -10,8 +10,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from collections.abc import Sequence
+from functools import reduce
 
 from llvmlite import ir
 
@@ -103,19 +103,6 @@ def emit_exp_sum(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Ty
     column_groups(b, columns, vectors, lanes, group)
 
 
-def p_and_ds(
-    b: ir.IRBuilder, score: ir.Value, dp: ir.Value, lse: ir.Value, delta: ir.Value, scale: ir.Value,
-    exp: Callable[[ir.Value], ir.Value],
-) -> tuple[ir.Value, ir.Value]:  # fmt: skip
-    """P and dS of a vector."""
-    zero, masked = (fill(score.type, x) for x in (0.0, float("-inf")))
-    # A NaN in the LSE reaches the visible pairs of its row and no others.
-    p = b.select(b.fcmp_ordered("==", score, masked), zero, exp(b.fsub(score, lse)))
-    ds = b.fmul(b.fmul(p, b.fsub(dp, delta)), scale)
-    # A masked pair has no gradient, whatever its key and value hold.
-    return p, b.select(b.fcmp_ordered("==", p, zero), zero, ds)
-
-
 def emit_softmax_backward(
     builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock
 ) -> None:
@@ -124,12 +111,17 @@ def emit_softmax_backward(
     lanes = shape.lanes
     memory = Memory(b, element, lanes)
     scale = splat(b, from_bits(b, scale_bits, element), lanes)
+    zero, masked = (fill(memory.vector, x) for x in (0.0, float("-inf")))
     with Loop(b, I64(0), count, 1) as (i, _, _):
         at, across = b.mul(i, I64(memory.size)), b.mul(i, row)
         lse_i, delta_i = (splat(b, memory.load_scalar(b.add(x, at)), lanes) for x in (lse, delta))
         with Loop(b, I64(0), columns, lanes) as (j, _, _):
             offset = b.add(across, b.mul(j, I64(memory.size)))
             s_at, dp_at = b.add(s, offset), b.add(dp, offset)
-            p, ds = p_and_ds(b, memory.load(s_at), memory.load(dp_at), lse_i, delta_i, scale, partial(exp, b))
+            score, dp_ij = memory.load(s_at), memory.load(dp_at)
+            # A NaN in the LSE reaches the visible pairs of its row and no others.
+            p = b.select(b.fcmp_ordered("==", score, masked), zero, exp(b, b.fsub(score, lse_i)))
+            ds = b.fmul(b.fmul(p, b.fsub(dp_ij, delta_i)), scale)
             memory.store(p, s_at)
-            memory.store(ds, dp_at)
+            # A masked pair has no gradient, whatever its key and value hold.
+            memory.store(b.select(b.fcmp_ordered("==", p, zero), zero, ds), dp_at)
