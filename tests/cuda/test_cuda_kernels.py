@@ -363,10 +363,10 @@ def test_sm90_products_run_beside_the_softmax(d: int, causal: bool) -> None:
 
 @pytest.mark.parametrize(
     ("d", "tokens", "scores", "buffers"),
-    [(128, 4096, [], 3), (96, 4096, [], 3), (64, 512, [], 3), (64, 4096, [], 2), (128, 4096, ["alibi"], 3),
-     (128, 4096, ["softcap"], 2), (192, 4096, [], 1), (256, 4096, [], 1)],
+    [(128, 4096, [], 3), (96, 2048, [], 3), (96, 4096, [], 2), (64, 512, [], 3), (64, 4096, [], 2),
+     (128, 4096, ["alibi"], 3), (128, 4096, ["softcap"], 2), (192, 4096, [], 2), (256, 4096, [], 1)],
 )  # fmt: skip
-def test_sm90_rows_have_three_buffers_where_there_is_room(d: int, tokens: int, scores: list[str], buffers: int) -> None:
+def test_sm90_rows_have_one_more_buffer(d: int, tokens: int, scores: list[str], buffers: int) -> None:
     """Not beside the columns of ones that sum weights, nor in tiles of 192 rows."""
     spec = spec_of([SCORES[score] for score in scores], [mods.causal()], d, "bfloat16")
     tile = sm90.forward_tile(Problem(spec, 4, 16, tokens, tokens), HOPPER)
@@ -375,9 +375,20 @@ def test_sm90_rows_have_three_buffers_where_there_is_room(d: int, tokens: int, s
 
 
 @pytest.mark.parametrize(
+    ("d", "tokens", "masks", "keys"),
+    [(192, 4096, [], 80), (192, 4096, ["causal"], 64), (160, 1024, [], 80), (160, 4096, ["causal"], 96),
+     (256, 1024, [], 80), (256, 4096, ["causal"], 64)],
+)  # fmt: skip
+def test_sm90_keys_of_wide_heads(d: int, tokens: int, masks: list[str], keys: int) -> None:
+    spec = spec_of([], [MASKS[mask] for mask in masks], d, "bfloat16")
+    assert sm90.forward_tile(Problem(spec, 4, 16, tokens, tokens), HOPPER).block_k == keys
+
+
+@pytest.mark.parametrize(
     ("heads", "n_q", "n_k", "d", "rows"),
     [(64, 4096, 4096, 64, 192), (64, 4096, 1000, 64, 128), (512, 500, 4096, 64, 128), (1, 4096, 4096, 64, 64),
-     (2, 4096, 4096, 128, 64), (3, 4096, 4096, 128, 128), (1, 4096, 4096, 256, 128)],
+     (2, 4096, 4096, 128, 64), (3, 4096, 4096, 128, 128), (1, 4096, 4096, 256, 128), (64, 2048, 2048, 96, 192),
+     (64, 1024, 4096, 96, 128), (64, 4096, 1024, 80, 128), (2, 4096, 4096, 96, 64)],
 )  # fmt: skip
 def test_sm90_rows_of_a_tile(heads: int, n_q: int, n_k: int, d: int, rows: int) -> None:
     """Few where they would be empty, where few key tiles hide no latency, and where tiles do not fill the device."""

@@ -123,7 +123,8 @@ def test_modifications_of_packed_sequences(
     more: cases.Choice, backend: str, generation: str, launched: list[str]
 ) -> None:
     """Positions, heads and batch entries are those of each sequence."""
-    more = {**more, "storage": "swapped"} if generation == "sm90" and "storage" in more else more  # TMA takes no gaps
+    if "storage" in more and (generation, backend) != ("sm80", "cupy_raw"):
+        more = {**more, "storage": "swapped"}  # TMA takes no gaps, nor do Numba's copies of 16 bytes
     check({**PLAIN, "batch": "3", "sizes": "100x140", "sequences": "packed", **more}, backend)
     assert generations(launched) == {generation}
 

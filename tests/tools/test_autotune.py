@@ -487,10 +487,12 @@ def test_measured_peaks_of_this_machine() -> None:
 
 @pytest.mark.slow
 def test_autotune_end_to_end() -> None:
-    assert cli.run(["autotune", "--quick", "--budget", "8", "--backend", "cpu"]) == 0
-    (file,) = profiles.user_dir().glob("*.yaml")
-    q = np.ones((1, 4, 256, 64), np.float32)
-    row = profiles.load_file(file).tile("cpu.forward", "float32", 64, causal=False)
+    q, row = np.ones((1, 4, 256, 64), np.float32), None
+    for _ in range(8):  # on a slow machine the first runs end with the peaks, and the next go on from there
+        assert cli.run(["autotune", "--quick", "--budget", "8", "--backend", "cpu"]) == 0
+        (file,) = profiles.user_dir().glob("*.yaml")
+        if row := profiles.load_file(file).tile("cpu.forward", "float32", 64, causal=False):
+            break
     assert row is not None
     assert str(file) in str(flashkit.explain(q, q, q))
 

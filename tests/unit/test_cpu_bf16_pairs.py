@@ -175,6 +175,21 @@ def test_softmax_backward_bf16_pairs(method: str, lanes: int) -> None:
         assert (lines[:, columns:] == 7).all()
 
 
+@pytest.mark.parametrize(("method", "lanes"), [("emulate", 4), ("emulate", 16), NATIVE])
+def test_a_masked_pair_of_a_nan_row_has_no_weight(method: str, lanes: int) -> None:
+    s, dp = np.zeros((2, 2, 16), np.float32)
+    s[:, 3], dp[:, 3] = -np.inf, np.nan
+    lse, delta, lines = np.array([np.nan, 1], np.float32), np.zeros(2, np.float32), np.zeros((2, 16), np.uint16)
+    run(
+        block(method, lanes), "softmax_backward_bf16_pairs", at(s), s.strides[0], 2, 16, at(dp), at(lse), at(delta),
+        bits(1.0), at(lines), lines.strides[0], at(s), at(dp), s.strides[0], bits(1.0),
+    )  # fmt: skip
+    for words in (s, dp):
+        first, second = words[0].view(BF16).astype(np.float32).reshape(16, 2).T
+        assert np.isnan(np.delete(first, 3)).all() and np.isfinite(second).all()
+        assert first[3] == second[3] == 0
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_attend_backward_bf16_pairs(method: str) -> None:
     """The bits of products and softmax_backward one after the other, also where chunks are ragged."""

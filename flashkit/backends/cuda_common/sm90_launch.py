@@ -36,6 +36,10 @@ SHORT_QUERIES, SHORT_KEYS = 512, 1024
 """Below these, tiles of 192 rows are mostly empty without a mask, or wait: few K/V tiles hide no latency. Powers of
 two, as a plan is for all sizes up to the next one.
 """
+LONG, LONG_MASKED = 2048, 4096
+"""Queries, and for the first keys, from which on tiles of 192 rows are faster for rows of 65 to 96 columns. The terms
+of a score would spill there.
+"""
 _L2_BYTES = 12_000_000  # of K and V that CTAs read at the same time, well within half of the L2 cache
 _L2_BYTES_ARRAY_MASK = 9_000_000  # the same where the mask is read from arrays, so that CTAs read different tiles
 _SHARED = MODELS["sm_90a"].shared_per_block
@@ -151,21 +155,26 @@ def default_tile(kind: type[Tile], problem: Problem, device: Device, modified: b
         rows = 128 if modified or short or (spec.mask is not None and problem.n_q <= SHORT) else 192
         # Products are short, so that two stages do not hide the loads. FP16x2 leaves no room for three.
         return _buffered(kind(64 if few else rows, 128, 2 if is_float32 else 3), spec)
+    long = problem.mean_n_q >= LONG_MASKED if spec.mask is not None else min(problem.mean_n_q, problem.n_k) >= LONG
+    if max(dim, dim_v) <= 96 and long and spec.score is None and not (few or modified or is_float32):
+        return kind(192, 96)
     if max(dim, dim_v) <= 128:
         # Of fewer than 256 keys, two tiles of 128 are half empty.
         keys, stages = (64, 3) if problem.n_k < 256 and not is_float32 else (128, 2)
         return _buffered(kind(64 if few else 128, keys, stages), spec)
     if dim <= 192 and dim_v <= 128:
         return kind(128, 96)
-    keys = 96 if max(dim, dim_v) <= 192 else 80 if spec.mask is None else 64
-    return kind(128, keys, q_buffers=1)
+    keys = 80 if spec.mask is None else 64
+    if max(dim, dim_v) <= 160 and problem.mean_n_q >= LONG_MASKED:
+        keys = 96
+    return _buffered(kind(128, keys, q_buffers=1), spec)
 
 
 def _buffered(tile: Tile, spec: AttentionSpec) -> Tile:
-    """Three buffers of Q where there is room. With two the next Q waits for the O of the work tile before the last one,
-    which is late for work tiles of one or two K/V tiles.
+    """One more buffer of Q where there is room. With two the next Q waits for the O of the work tile before the last
+    one, which is late for work tiles of one or two K/V tiles.
     """
-    more = replace(tile, q_buffers=3)
+    more = replace(tile, q_buffers=tile.q_buffers + 1)
     return more if tile.block_q <= 128 and more.shared_memory(spec) <= _SHARED else tile
 
 
