@@ -116,6 +116,11 @@ def cpu_name() -> str:
     return _cpuinfo().get("model name") or platform.processor() or platform.machine() or "unknown"
 
 
+def cpu_is_intel() -> bool:
+    """Whether Intel made the processor; Linux and Windows tell."""
+    return "GenuineIntel" in (_cpuinfo().get("vendor_id") or platform.processor())
+
+
 def cpu_count() -> int:
     """Processors that this process may use: a container or taskset may grant fewer than the machine has. A quota of
     time counts as so many, rounded up.

@@ -317,14 +317,16 @@ def methods(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 def test_the_best_method_is_selected_with_its_reason(methods: pytest.MonkeyPatch) -> None:
     everything = frozenset({"avx512_bf16", "amx_tile", "amx_bf16"})
-    for features, refusal, name, reason in (
-        (everything, "", "amx", "the fastest here"),
-        (everything, "the kernel refuses", "avx512bf16", "the kernel refuses"),
-        (frozenset({"avx512_bf16"}), "", "avx512bf16", "no amx_tile, amx_bf16"),
-        (frozenset(), "", "widen", "no avx512_bf16"),
+    for features, intel, refusal, name, reason in (
+        (everything, True, "", "amx", "the fastest here"),
+        (everything, False, "the kernel refuses", "avx512bf16", "the kernel refuses"),
+        (everything, True, "the kernel refuses", "widen", "slower than float32 on Intel's CPUs"),
+        (frozenset({"avx512_bf16"}), False, "", "avx512bf16", "no amx_tile, amx_bf16"),
+        (frozenset(), True, "", "widen", "no avx512_bf16"),
     ):
         bf16._best.cache_clear()
         bf16._obstacle.cache_clear()
+        methods.setattr(host, "cpu_is_intel", lambda intel=intel: intel)
         methods.setattr(host, "cpu_features", lambda features=features: features)
         methods.setattr(amx, "request_permission", lambda refusal=refusal: refusal)
         method = bf16.select()
