@@ -350,6 +350,16 @@ def _hiding() -> None:
 _hiding()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_key_of_infinity_that_no_row_sees(backend: str, dtype: str) -> None:
+    """dQ alone would be NaN, 0 times the key: dK and dV have no product with it."""
+    q, k, v = qkv(1, 2, N_Q, N_K, dtype=dtype)
+    mask = np.arange(N_K) != 61
+    clean = everything(q, k, v, mask=mask)
+    k[:, :, 61] = np.inf
+    same(everything(q, k, v, mask=mask), clean)
+
+
 @pytest.mark.parametrize("where", ["k", "v", "k and v"])
 @pytest.mark.parametrize("poison", POISON)
 @pytest.mark.parametrize("hiding", HIDING)
