@@ -176,6 +176,24 @@ def test_softmax_backward_bf16_pairs(method: str, lanes: int) -> None:
 
 
 @pytest.mark.parametrize(("method", "lanes"), [("emulate", 4), ("emulate", 16), NATIVE])
+def test_what_is_too_great_for_base_2_is_nan(method: str, lanes: int) -> None:
+    """Not a row without keys."""
+    s, m, l = np.full((2, 16), 3e38, np.float32), np.full(16, -np.inf, np.float32), np.zeros(16, np.float32)
+    run(block(method, lanes), "online_softmax_bf16_pairs", at(s), 64, 2, 16, at(m), at(l), at(l), 64, 0, bits(1.4))
+    assert np.isnan(l).all()
+
+    s, dp = np.ones((2, 2, 16), np.float32)
+    lse, delta, lines = np.array([3e38, np.inf], np.float32), np.zeros(2, np.float32), np.zeros((2, 16), np.uint16)
+    run(
+        block(method, lanes), "softmax_backward_bf16_pairs", at(s), s.strides[0], 2, 16, at(dp), at(lse), at(delta),
+        bits(1.0), at(lines), lines.strides[0], at(s), at(dp), s.strides[0], bits(1.0),
+    )  # fmt: skip
+    for words in (s, dp):
+        first, second = words[0].view(BF16).astype(np.float32).reshape(16, 2).T
+        assert np.isnan(first).all() and (second == 0).all()
+
+
+@pytest.mark.parametrize(("method", "lanes"), [("emulate", 4), ("emulate", 16), NATIVE])
 def test_a_masked_pair_of_a_nan_row_has_no_weight(method: str, lanes: int) -> None:
     s, dp = np.zeros((2, 2, 16), np.float32)
     s[:, 3], dp[:, 3] = -np.inf, np.nan

@@ -209,6 +209,11 @@ scale_log2 is the most it can be, no sum comes near overflow.
 """
 
 
+def _finite(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """x, and NaN where it is infinite: a maximum or an LSE that is too great in base 2 would hide its row."""
+    return fma(b, x, fill(x.type, 0.0), x)
+
+
 def _emit_online_softmax(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
     s, row, count, columns, m, l, o, o_row, o_rows, scale_bits = args
     lanes = shape.lanes
@@ -236,7 +241,7 @@ def _emit_online_softmax(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.
         row_max = [b.select(moves, x, y) for x, y in zip(greatest, before)]
         # 0 for a query without a visible key so far: 2^(-inf - 0) is 0, 2^(-inf + inf) would be NaN.
         row_max = [b.select(b.fcmp_ordered("==", x, nothing_seen), zero, x) for x in row_max]
-        shift = [b.fneg(b.fmul(x, scale_log2)) for x in row_max]
+        shift = [b.fneg(_finite(b, b.fmul(x, scale_log2))) for x in row_max]
 
         def p_at(at: ir.Value, v: int) -> ir.Value:
             return exp2_short(b, fma(b, memory.load(b.add(at, offsets[v])), scale_log2, shift[v]))
@@ -289,12 +294,15 @@ def _emit_softmax_backward(b: ir.IRBuilder, args: Sequence[ir.Value], element: i
     memory, halves = Memory(b, element, lanes), Memory(b, I16, lanes)
     scale, s_scale = (splat(b, from_bits(b, bits, element), lanes) for bits in (scale_bits, s_scale_bits))
     zero, masked, log2e = (fill(memory.vector, x) for x in (0.0, float("-inf"), LOG2E))
+    no_key = fill(memory.vector, float("inf"))
     s_scale_log2 = b.fmul(s_scale, log2e)
 
     def of_row(i: ir.Value) -> tuple[ir.Value, ir.Value]:
         at = b.shl(i, I64(2))
         lse_i, delta_i = (splat(b, memory.load_scalar(b.add(x, at)), lanes) for x in (lse, delta))
-        return b.fneg(b.fmul(lse_i, log2e)), b.fneg(b.fmul(delta_i, scale))
+        minus_lse = b.fneg(_finite(b, b.fmul(lse_i, log2e)))
+        minus_lse = b.select(b.fcmp_ordered("==", lse_i, no_key), masked, minus_lse)
+        return minus_lse, b.fneg(b.fmul(delta_i, scale))
 
     def element_of(at: ir.Value, of: tuple[ir.Value, ir.Value]) -> tuple[ir.Value, ir.Value]:
         """P and dS of a vector."""
