@@ -175,6 +175,16 @@ def test_softmax_backward_bf16_pairs(method: str, lanes: int) -> None:
         assert (lines[:, columns:] == 7).all()
 
 
+def two_rows(block: RegisterBlock, s: np.ndarray, dp: np.ndarray, lse: list[float]) -> list[np.ndarray]:
+    """P, then dS, of softmax_backward_bf16_pairs for two rows of 16 scores, in float32."""
+    stats, delta, lines = np.array(lse, np.float32), np.zeros(2, np.float32), np.zeros((2, 16), np.uint16)
+    run(
+        block, "softmax_backward_bf16_pairs", at(s), s.strides[0], 2, 16, at(dp), at(stats), at(delta), bits(1.0),
+        at(lines), lines.strides[0], at(s), at(dp), s.strides[0], bits(1.0),
+    )  # fmt: skip
+    return [words[0].view(BF16).astype(np.float32).reshape(16, 2).T for words in (s, dp)]
+
+
 @pytest.mark.parametrize(("method", "lanes"), [("emulate", 4), ("emulate", 16), NATIVE])
 def test_what_is_too_great_for_base_2_is_nan(method: str, lanes: int) -> None:
     """Not a row without keys."""
@@ -183,13 +193,7 @@ def test_what_is_too_great_for_base_2_is_nan(method: str, lanes: int) -> None:
     assert np.isnan(l).all()
 
     s, dp = np.ones((2, 2, 16), np.float32)
-    lse, delta, lines = np.array([3e38, np.inf], np.float32), np.zeros(2, np.float32), np.zeros((2, 16), np.uint16)
-    run(
-        block(method, lanes), "softmax_backward_bf16_pairs", at(s), s.strides[0], 2, 16, at(dp), at(lse), at(delta),
-        bits(1.0), at(lines), lines.strides[0], at(s), at(dp), s.strides[0], bits(1.0),
-    )  # fmt: skip
-    for words in (s, dp):
-        first, second = words[0].view(BF16).astype(np.float32).reshape(16, 2).T
+    for first, second in two_rows(block(method, lanes), s, dp, [3e38, np.inf]):
         assert np.isnan(first).all() and (second == 0).all()
 
 
@@ -197,13 +201,7 @@ def test_what_is_too_great_for_base_2_is_nan(method: str, lanes: int) -> None:
 def test_a_masked_pair_of_a_nan_row_has_no_weight(method: str, lanes: int) -> None:
     s, dp = np.zeros((2, 2, 16), np.float32)
     s[:, 3], dp[:, 3] = -np.inf, np.nan
-    lse, delta, lines = np.array([np.nan, 1], np.float32), np.zeros(2, np.float32), np.zeros((2, 16), np.uint16)
-    run(
-        block(method, lanes), "softmax_backward_bf16_pairs", at(s), s.strides[0], 2, 16, at(dp), at(lse), at(delta),
-        bits(1.0), at(lines), lines.strides[0], at(s), at(dp), s.strides[0], bits(1.0),
-    )  # fmt: skip
-    for words in (s, dp):
-        first, second = words[0].view(BF16).astype(np.float32).reshape(16, 2).T
+    for first, second in two_rows(block(method, lanes), s, dp, [np.nan, 1]):
         assert np.isnan(np.delete(first, 3)).all() and np.isfinite(second).all()
         assert first[3] == second[3] == 0
 
