@@ -17,8 +17,8 @@ MICRO = "flashkit/backends/cpu/micro"
 FAULTS = (
     Fault(
         "gemm: the last row is left out", f"{MICRO}/gemm.py",
-        "stop = b.sub(m, I64(height - 1))",
-        "stop = b.sub(m, I64(height))",
+        "b.sub(m, I64(height - 1))",
+        "b.sub(m, I64(height))",
         core="ragged tile",
     ),
     Fault(
@@ -27,9 +27,9 @@ FAULTS = (
         "I64(0)",
     ),
     Fault(
-        "gemm: no terms leave c as it is", f"{MICRO}/gemm.py",
-        'with b.if_then(b.icmp_signed("<=", k, I64(0))):',
-        'with b.if_then(b.icmp_signed("<", k, I64(0))):',
+        "gemm: a sum of no terms is not stored", f"{MICRO}/gemm.py",
+        "k_stop = k if accumulate else",
+        "k_stop = k if not accumulate else",
     ),
     Fault(
         "gemm: the tail is not masked", f"{MICRO}/gemm.py",

@@ -40,53 +40,61 @@ def emit_gemm(
     memory = Memory(b, element, lanes)
     width = lanes * memory.size
 
+    one = I64(1)
     k_block = k
     if multiply is fma:  # at least two blocks, of at most MAX_K_BLOCK terms
-        k_block = b.sdiv(b.add(k, I64(1)), I64(2))
+        k_block = b.sdiv(b.add(k, one), I64(2))
         k_block = b.select(b.icmp_signed("<", k_block, I64(MAX_K_BLOCK)), k_block, I64(MAX_K_BLOCK))
+    k_block = b.select(b.icmp_signed(">", k_block, one), k_block, one)
+    k_stop = k if accumulate else b.select(b.icmp_signed(">", k, one), k, one)  # a sum of no terms is stored, too
 
-    def block(height: int, columns: int, i: ir.Value, j: ir.Value, mask: ir.Value | None) -> None:
-        offset = b.mul(j, I64(memory.size))
-        c_rows = [b.add(b.add(c, offset), b.mul(b.add(i, I64(x)), c_row)) for x in range(height)]
-        a_rows = [b.add(a, b.mul(b.add(i, I64(x)), a_row)) for x in range(height)]
-        zero = fill(memory.vector, 0.0)
-        outer = Loop(b, I64(0), k, k_block, [b.add(b_, offset), I64(0)])
-        with outer as (first, (b_at, a_at), advance_outer):
-            last = b.add(first, k_block)
-            last = b.select(b.icmp_signed("<", last, k), last, k)
-            inner = Loop(b, first, last, 1, [*[zero] * (height * columns), b_at, a_at])
-            with inner as (_, carried, advance):
-                *sums, b_at, a_at = carried
-                right = [memory.load(b.add(b_at, I64(v * width)), mask) for v in range(columns)]
-                new = []
-                for x in range(height):
-                    left = splat(b, memory.load_scalar(b.add(a_rows[x], a_at)), lanes)
-                    new += [multiply(b, left, right[v], sums[x * columns + v]) for v in range(columns)]
-                advance([*new, b.add(b_at, b_row), b.add(a_at, a_col)])
-            *sums, b_at, a_at = inner.results
-            overwrite = b.icmp_signed("==", first, I64(-1 if accumulate else 0))
-            for x in range(height):
-                for v in range(columns):
-                    at = b.add(c_rows[x], I64(v * width))
-                    before = b.select(overwrite, zero, memory.load(at, mask))
-                    memory.store(b.fadd(before, sums[x * columns + v]), at, mask)
-            advance_outer([b_at, a_at])
-        if not accumulate:
-            with b.if_then(b.icmp_signed("<=", k, I64(0))):
-                for x in range(height):
-                    for v in range(columns):
-                        memory.store(zero, b.add(c_rows[x], I64(v * width)), mask)
+    def over_terms(body: Callable[[ir.Value, ir.Value], None]) -> None:
+        """body(first, end) for each block of terms."""
+        with Loop(b, I64(0), k_stop, k_block) as (first, _, _):
+            end = b.add(first, k_block)
+            body(first, b.select(b.icmp_signed("<", end, k), end, k))
 
-    def panel(columns: int, j: ir.Value, mask: ir.Value | None) -> None:
+    def over_rows(body: Callable[[int, ir.Value], None]) -> None:
+        """body(number of rows, the first one) for each block of rows."""
         i: ir.Value = I64(0)
         for height in dict.fromkeys((rows, 4, 1)):
             if height > rows:
                 continue
-            stop = b.sub(m, I64(height - 1))
-            with Loop(b, i, stop, height) as (at, _, _):
-                block(height, columns, at, j, mask)
+            with Loop(b, i, b.sub(m, I64(height - 1)), height) as (at, _, _):
+                body(height, at)
             done = b.sdiv(b.sub(m, i), I64(height))
             i = b.add(i, b.mul(done, I64(height)))
+
+    def block(
+        height: int, columns: int, i: ir.Value, j: ir.Value, mask: ir.Value | None, first: ir.Value, end: ir.Value
+    ) -> None:
+        """Terms `first` ... `end` - 1 of a block of c."""
+        offset = b.mul(j, I64(memory.size))
+        c_rows = [b.add(b.add(c, offset), b.mul(b.add(i, I64(x)), c_row)) for x in range(height)]
+        a_rows = [b.add(a, b.mul(b.add(i, I64(x)), a_row)) for x in range(height)]
+        zero = fill(memory.vector, 0.0)
+        b_at, a_at = b.add(b.add(b_, offset), b.mul(first, b_row)), b.mul(first, a_col)
+        loop = Loop(b, first, end, 1, [*[zero] * (height * columns), b_at, a_at])
+        with loop as (_, carried, advance):
+            *sums, b_at, a_at = carried
+            right = [memory.load(b.add(b_at, I64(v * width)), mask) for v in range(columns)]
+            new = []
+            for x in range(height):
+                left = splat(b, memory.load_scalar(b.add(a_rows[x], a_at)), lanes)
+                new += [multiply(b, left, right[v], sums[x * columns + v]) for v in range(columns)]
+            advance([*new, b.add(b_at, b_row), b.add(a_at, a_col)])
+        overwrite = b.icmp_signed("==", first, I64(-1 if accumulate else 0))
+        for n_th, total in enumerate(loop.results[:-2]):
+            x, v = divmod(n_th, columns)
+            at = b.add(c_rows[x], I64(v * width))
+            before = b.select(overwrite, zero, memory.load(at, mask))
+            memory.store(b.fadd(before, total), at, mask)
+
+    def panel(columns: int, j: ir.Value, mask: ir.Value | None) -> None:
+        if accumulate:  # blocks of rows share the rows of b of a block of terms, in L1
+            over_terms(lambda first, end: over_rows(lambda height, i: block(height, columns, i, j, mask, first, end)))
+        else:  # a block of c stays in L1 until it is complete
+            over_rows(lambda height, i: over_terms(lambda first, end: block(height, columns, i, j, mask, first, end)))
 
     wide = vectors * lanes
     with Loop(b, I64(0), b.sub(n, I64(wide - 1)), wide) as (j, _, _):
