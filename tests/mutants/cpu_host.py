@@ -121,13 +121,28 @@ FAULTS = (
     ),
     Fault(
         "backward: dQ in place of 16 bits", PASSES,
-        "in_place = num_splits == 1 and gradients.dq.dtype == accumulator",
-        "in_place = num_splits == 1",
+        "if num_splits == 1 and gradients.dq.dtype == accumulator:",
+        "if num_splits == 1:",
     ),
     Fault(
         "backward: dQ in place of several splits", PASSES,
-        "in_place = num_splits == 1 and gradients.dq.dtype == accumulator",
-        "in_place = gradients.dq.dtype == accumulator",
+        "if num_splits == 1 and gradients.dq.dtype == accumulator:",
+        "if gradients.dq.dtype == accumulator:",
+    ),
+    Fault(
+        "backward: as many work tiles as threads", PASSES,
+        "-(-WORK_TILES_A_THREAD * count // heads)",
+        "-(-count // heads)",
+    ),
+    Fault(
+        "backward: splits take memory without a bound", PASSES,
+        "min(balanced, DQ_BYTES_A_THREAD * count // split_bytes)",
+        "balanced",
+    ),
+    Fault(
+        "scratch memory of any size is kept", f"{CPU}/scratch_pool.py",
+        "if scratch.size <= MOST_BYTES:",
+        "if True:",
     ),
     Fault(
         "backward: dQ in place is not checked", PASSES,

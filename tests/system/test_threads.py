@@ -7,10 +7,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 
-from flashkit.backends.cpu import threads
+import flashkit
+from flashkit.backends.cpu import passes, scratch_pool, threads
 
 NESTED = """
 import ctypes, numpy as np, flashkit
@@ -81,3 +85,43 @@ def test_a_setting_allows_no_more_threads_than_numba_does(monkeypatch: pytest.Mo
         assert threads.count() == count
     monkeypatch.setattr(threads, "_forked", True)
     assert threads.count() == 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "most", "splits"),
+    [(2, "float32", None, 3), (4, "float32", None, 2), (8, "float32", None, 0), (8, "bfloat16", None, 1),
+     (2, "float32", 1, 0), (1, "float32", 1, 2)],
+)  # fmt: skip
+def test_backward_passes_have_work_tiles_to_balance_threads_by(
+    heads: int, dtype: str, most: int | None, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three for each of two threads, in dq_accum of so many splits (0: dQ is summed in place), which may take `most`
+    bytes beyond what the threads need.
+    """
+    monkeypatch.setattr(threads, "count", lambda: 2)
+    if most is not None:
+        monkeypatch.setattr(passes, "DQ_BYTES_A_THREAD", most)
+    borrowed, taken = scratch_pool.borrowed, []
+
+    def recorded(size: int) -> Any:
+        taken.append(size)
+        return borrowed(size)
+
+    monkeypatch.setattr(scratch_pool, "borrowed", recorded)
+    rng, kind = np.random.default_rng(0), np.dtype(getattr(ml_dtypes, dtype, dtype))
+    q, k, v, dout = (rng.standard_normal((1, heads, 900, 16), np.float32).astype(kind) for _ in range(4))
+    found = flashkit.attention_vjp(q, k, v, backend="cpu", causal=True)[1](dout)
+    exact = flashkit.attention_vjp(q, k, v, backend="reference", causal=True)[1](dout)
+    assert taken == [splits * heads * 900 * 16 * 4] * (splits > 0)
+    for x, y in zip(found, exact):
+        close = {"rtol": 2e-2, "atol": 2e-2} if dtype == "bfloat16" else {"rtol": 1e-4, "atol": 1e-5}
+        np.testing.assert_allclose(x.astype(np.float64), y.astype(np.float64), **close)
+
+
+def test_large_scratch_memory_is_not_kept() -> None:
+    scratch_pool._free.clear()
+    for size, kept in ((scratch_pool.MOST_BYTES, 1), (scratch_pool.MOST_BYTES + 1, 0)):
+        with scratch_pool.borrowed(size) as memory:
+            assert memory.nbytes == size and memory.ctypes.data % 64 == 0
+        assert len(scratch_pool._free) == kept
+        scratch_pool._free.clear()

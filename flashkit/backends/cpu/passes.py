@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -27,6 +28,12 @@ from .plan import CpuPlan
 ROW_BLOCK = 256
 """Rows of a work tile of bwd_preprocess and bwd_postprocess."""
 
+
+WORK_TILES_A_THREAD = 3
+"""Of the backward pass, at least, where there are several threads: a core that others slow down takes fewer."""
+
+DQ_BYTES_A_THREAD = 2**23
+"""Bytes of dq_accum that these may take. Beyond, there are as many work tiles as threads."""
 
 _MAX_FORMS = 16  # of out, dout and dlse, that a bound backward pass keeps
 
@@ -96,17 +103,30 @@ def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Bo
         launches = plan.backward["bwd_preprocess"], *row_tiles, plan.backward["backward"], block_q, q_tiles
         small = _bind_small(block.args, (*launches, batch * heads_kv), np.empty(rows, accumulator), gradients.dq)
 
+    def splits(count: int) -> int:
+        """Splits of the keys of a head, each of which has its own dq_accum. Without keys one split clears it."""
+        heads, split_bytes = batch * heads_kv, max(math.prod(shape) * accumulator.itemsize, 1)
+        most, needed = -(-n_k // block_k), -(-count // heads)
+        if count > 1:
+            balanced = -(-WORK_TILES_A_THREAD * count // heads)
+            needed = max(needed, min(balanced, DQ_BYTES_A_THREAD * count // split_bytes))
+        return max(1, min(most, needed))
+
     def bound(operands: Operands, gradients: Gradients) -> None:
         if small is not None and not spec.kv_lengths and gradients.dsinks is None and small(operands, gradients):
             return
-        args = block.args.copy()
         count = threads.count() if flops >= threads.SERIAL_FLOPS else 1
-        # With fewer heads than threads the keys of a head are split, and each split has its own dq_accum. Without keys
-        # one split clears it.
-        num_splits = max(1, min(-(-n_k // block_k), -(-count // (batch * heads_kv))))
+        num_splits = splits(count)
+        if num_splits == 1 and gradients.dq.dtype == accumulator:
+            run_all(operands, gradients, count, gradients.dq[None], in_place=True)
+            return
+        every = num_splits, *shape
+        with scratch_pool.borrowed(math.prod(every) * accumulator.itemsize) as memory:
+            run_all(operands, gradients, count, memory.view(accumulator).reshape(every), in_place=False)
+
+    def run_all(operands: Operands, gradients: Gradients, count: int, dq_accum: np.ndarray, *, in_place: bool) -> None:
+        args, num_splits = block.args.copy(), len(dq_accum)
         bwd_lse, delta = np.empty((2, *rows), accumulator)
-        in_place = num_splits == 1 and gradients.dq.dtype == accumulator
-        dq_accum = gradients.dq if in_place else np.empty((num_splits, *shape), accumulator)
         of_gradients = (at.DQ, gradients.dq), (at.DK, gradients.dk), (at.DV, gradients.dv)
         for index, tensor in (*forward_tensors(operands), *of_gradients):
             args[index] = address_of(tensor)
@@ -114,7 +134,7 @@ def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Bo
         anew = (at.OUT, operands.out), (at.DOUT, gradients.dout), *scratch_tensors
         for index, tensor in (*anew, *(((at.DLSE, gradients.dlse),) if gradients.dlse is not None else ())):
             args[index : index + 4] = (address_of(tensor), *strides_of(tensor))
-        args[at.NUM_SPLITS], args[at.DQ_SPLIT_STRIDE] = num_splits, dq_accum.nbytes // num_splits
+        args[at.NUM_SPLITS], args[at.DQ_SPLIT_STRIDE] = num_splits, dq_accum.strides[0]
         if spec.kv_lengths:  # keys past a sequence's length, or past the last packed sequence, are in no tile
             ends = operands.kv_lengths if operands.cu_seqlens is None else operands.cu_seqlens[1][-1:]
             for entry, end in enumerate(ends.tolist()):

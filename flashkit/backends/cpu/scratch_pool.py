@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
+
+MOST_BYTES = 2**27
+"""Memory of more bytes than this is not kept for the next call."""
 
 
 class Scratch:
@@ -30,4 +35,18 @@ def acquire(size: int) -> Scratch:
     return scratch if scratch.size >= size else Scratch(size)
 
 
-release = _free.append
+def release(scratch: Scratch) -> None:
+    """Give memory back, for other calls."""
+    if scratch.size <= MOST_BYTES:
+        _free.append(scratch)
+
+
+@contextmanager
+def borrowed(size: int) -> Iterator[np.ndarray]:
+    """Memory of `size` bytes, as an array."""
+    scratch = acquire(size)
+    try:
+        start = scratch.address - int(scratch.array.__array_interface__["data"][0])
+        yield scratch.array[start : start + size]
+    finally:
+        release(scratch)
