@@ -125,26 +125,6 @@ FAULTS = (
         "if num_splits == 1:",
     ),
     Fault(
-        "backward: dQ in place of several splits", PASSES,
-        "if num_splits == 1 and gradients.dq.dtype == accumulator:",
-        "if gradients.dq.dtype == accumulator:",
-    ),
-    Fault(
-        "backward: as many work tiles as threads", PASSES,
-        "-(-WORK_TILES_A_THREAD * count // heads)",
-        "-(-count // heads)",
-    ),
-    Fault(
-        "backward: splits take memory without a bound", PASSES,
-        "min(balanced, DQ_BYTES_A_THREAD * count // split_bytes)",
-        "balanced",
-    ),
-    Fault(
-        "scratch memory of any size is kept", f"{CPU}/scratch_pool.py",
-        "if scratch.size <= MOST_BYTES:",
-        "if True:",
-    ),
-    Fault(
         "backward: dQ in place is not checked", PASSES,
         "if args[at.IS_NONFINITE] == 0 and not np.isfinite(gradients.dq).all():",
         "if args[at.IS_NONFINITE] == 0 and False:",

@@ -16,6 +16,21 @@ TESTS = (
 CPU = "flashkit/backends/cpu"
 
 FAULTS = (
+    Fault(
+        "backward: as many work tiles as threads", f"{CPU}/passes.py",
+        "-(-WORK_TILES_A_THREAD * count // heads)",
+        "-(-count // heads)",
+    ),
+    Fault(
+        "backward: splits take memory without a bound", f"{CPU}/passes.py",
+        "min(balanced, DQ_BYTES_A_THREAD * count // split_bytes)",
+        "balanced",
+    ),
+    Fault(
+        "scratch memory of any size is kept", f"{CPU}/scratch_pool.py",
+        "if scratch.size <= MOST_BYTES:",
+        "if True:",
+    ),
     # object files
     Fault(
         "objects: keys without the target", f"{CPU}/objects.py",

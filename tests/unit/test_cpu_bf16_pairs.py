@@ -32,7 +32,7 @@ METHODS = ["emulate", pytest.param("avx512bf16", marks=HERE)]
 NATIVE = pytest.param("avx512bf16", 16, marks=HERE)
 SHAPES = [
     (32, 32, 32), (96, 64, 48), (1, 1, 1), (13, 7, 50), (65, 40, 40), (100, 33, 17), (48, 80, 16), (31, 130, 33),
-    (16, 63, 64), (0, 3, 5), (3, 0, 5), (3, 5, 0), (7, 128, 97),
+    (16, 63, 64), (0, 3, 5), (3, 0, 5), (3, 5, 0), (7, 128, 97), (50, 64, 33),
 ]  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def test_online_softmax_bf16_pairs(method: str, lanes: int) -> None:
             tiles.append(s.astype(np.float64))
             run(
                 block(method, lanes), "online_softmax_bf16_pairs", at(s), s.strides[0], rows, columns, at(m), at(l),
-                at(o), o.strides[0], d, bits(1.3 * np.log2(np.e)),
+                at(o), o.strides[0], d, bits(1.3 * np.log2(np.e)), at(s),
             )  # fmt: skip
             want = np.exp(1.3 * (tiles[-1] - np.where(np.isinf(m), 0, m)))
             got = s[: -(-rows // 2)].view(BF16).astype(np.float64).reshape(-(-rows // 2), columns, 2)
@@ -146,8 +146,41 @@ def test_online_softmax_bf16_pairs(method: str, lanes: int) -> None:
 
 def test_online_softmax_bf16_pairs_keeps_nan_in_the_sum() -> None:
     s, m, l = np.full((3, 16), np.nan, np.float32), np.zeros(16, np.float32), np.zeros(16, np.float32)
-    run(block("emulate"), "online_softmax_bf16_pairs", at(s), 64, 3, 16, at(m), at(l), at(l), 64, 0, bits(1.0))
+    run(block("emulate"), "online_softmax_bf16_pairs", at(s), 64, 3, 16, at(m), at(l), at(l), 64, 0, bits(1.0), at(s))
     assert np.isnan(l).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("keys", "score_keys"), [(100, 32), (128, 64), (7, 16), (100, 112)])
+def test_attend_bf16_pairs(method: str, keys: int, score_keys: int) -> None:
+    """Two tiles of keys, whose scores are made in several steps. Maxima grow by more than the threshold from step to
+    step: weights that are not in o yet are relative to the m before.
+    """
+    rng, columns, panel, d = np.random.default_rng(3), 48, 32, 32
+    grown = np.linspace(0, 6, 2 * keys)[:, None]
+    k, v, q = draw(rng, 2 * keys, d), draw(rng, 2 * keys, d), draw(rng, columns, d)
+    k[...], q[:, 0] = (k.astype(np.float32) + np.where(np.arange(d) == 0, grown, 0)).astype(BF16), 4
+    panels = [slice(first, min(first + panel, columns)) for first in range(0, columns, panel)]
+    q_words, o = np.zeros((2, d // 2, panel), np.uint32), np.zeros((2, d, panel), np.float32)
+    for words, one in zip(q_words, panels):
+        words.ravel()[: d // 2 * (one.stop - one.start)] = 0
+        words[:, : one.stop - one.start] = interleaved(q[one].T)
+    m, l = np.full(columns, -np.inf, np.float32), np.zeros(columns, np.float32)
+    chunk, p = np.zeros((min(score_keys, keys), panel), np.float32), np.zeros((-(-keys // 2), panel), np.uint32)
+    for tile in (slice(0, keys), slice(keys, 2 * keys)):
+        v_words = np.ascontiguousarray(interleaved(v[tile]).T)
+        run(
+            block(method), "attend_bf16_pairs", columns, panel, at(q_words), q_words.strides[0], at(k[tile]),
+            k.strides[0], at(v_words), v_words.strides[0], at(chunk), at(p), score_keys, at(m), at(l), at(o),
+            o.strides[0], keys, d // 2, d, bits(0.5 * np.log2(np.e)),
+        )  # fmt: skip
+    s = k.astype(np.float64) @ q.astype(np.float64).T
+    weights = np.exp(0.5 * (s - m))
+    assert (m >= s.max(0) - 8.01).all() and np.allclose(l, weights.sum(0), rtol=2e-4)
+    want = v.astype(np.float64).T @ weights
+    for one, found in zip(panels, o):
+        error = found[:, : one.stop - one.start] - want[:, one]
+        assert np.abs(error).max() < 2.0**-7 * np.abs(want[:, one]).max()
 
 
 @pytest.mark.parametrize(("method", "lanes"), [("emulate", 4), ("emulate", 8), ("emulate", 16), NATIVE])
@@ -189,7 +222,8 @@ def two_rows(block: RegisterBlock, s: np.ndarray, dp: np.ndarray, lse: list[floa
 def test_what_is_too_great_for_base_2_is_nan(method: str, lanes: int) -> None:
     """Not a row without keys."""
     s, m, l = np.full((2, 16), 3e38, np.float32), np.full(16, -np.inf, np.float32), np.zeros(16, np.float32)
-    run(block(method, lanes), "online_softmax_bf16_pairs", at(s), 64, 2, 16, at(m), at(l), at(l), 64, 0, bits(1.4))
+    call = at(s), 64, 2, 16, at(m), at(l), at(l), 64, 0, bits(1.4), at(s)
+    run(block(method, lanes), "online_softmax_bf16_pairs", *call)
     assert np.isnan(l).all()
 
     s, dp = np.ones((2, 2, 16), np.float32)
@@ -419,7 +453,7 @@ def test_rows_of_head_dims_are_whole_tiles(methods: pytest.MonkeyPatch, method: 
 
     def recorded(registers: RegisterBlock) -> dict[str, int]:
         found = dict(original(registers))
-        for name, arguments, at_word in (("gemm_bf16_pairs", 10, 9), ("attend_bf16_pairs", 17, 14)):
+        for name, arguments, at_word in (("gemm_bf16_pairs", 10, 9), ("attend_bf16_pairs", 19, 16)):
             kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * arguments)
             alive.append(kind(partial(call, kind(found[name]), at_word)))
             found[name] = ctypes.cast(alive[-1], ctypes.c_void_p).value or 0

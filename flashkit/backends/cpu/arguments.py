@@ -136,6 +136,7 @@ PACK_ROWS = word()
 PACK_ROWS_T = word()
 ROUND_BF16_PAIRS = word()
 ATTEND_BF16_PAIRS = word()
+SCORE_KEYS = word()  # keys of which the forward pass makes S at a time, by AMX; 0: those of a tile
 ATTEND_BACKWARD_BF16_PAIRS = word()
 BEGIN_PRODUCTS = word()
 END_PRODUCTS = word()
