@@ -109,6 +109,15 @@ def backward_key_tile(args, seq, b, head_kv, split, key_tile, scratch):
     return epilogue(args, seq, b, head_kv, k0, n, dk, dv, scratch + at.scores)
 
 
+@njit(fastmath={"reassoc"}, **options)  # sums by vectors
+def dot(x, y):
+    """The scalar product of two rows."""
+    total = ACCUM(0)
+    for j in range(len(x)):
+        total += widen(x[j]) * widen(y[j])
+    return total
+
+
 @entry(types.void(types.int64, types.int64))
 def bwd_preprocess(address, thread):
     """delta = rowsum(dO * O) - dLSE, and bwd_lse: the LSE with +inf for rows without a visible key."""
@@ -123,9 +132,7 @@ def bwd_preprocess(address, thread):
         lse, bwd_lse = q_stats(args, LSE, seq, b, h, first, count), q_stats(args, BWD_LSE, seq, b, h, first, count)
         delta = q_stats(args, DELTA, seq, b, h, first, count)
         for i in range(count):
-            total = ACCUM(0)
-            for j in range(args[DIM_V]):
-                total += widen(out[i, j]) * widen(dout[i, j])
+            total = dot(out[i], dout[i])
             if args[DLSE] != 0:
                 total -= q_stats(args, DLSE, seq, b, h, first, count)[i]
             empty = lse[i] == -np.inf
