@@ -329,8 +329,8 @@ def test_amx_code_is_tile_instructions() -> None:
     for name, configurations in (("amx_whole_Instructions", 0), ("amx_region_Instructions", 1)):
         region = code_of(name)
         loops = [code for code in innermost_loops(region) if "tdpbf16ps" in code]
-        # The innermost loops of 2 x 2, 2 x 1, 1 x 2 and 1 x 1 tiles: each operand loaded once, sums never moved. And the
-        # one for four tiles of b, which stay.
+        # The innermost loops of 2 x 2, 2 x 1, 1 x 2 and 1 x 1 tiles: each operand loaded once, sums never moved. And
+        # the one for four tiles of b, which stay.
         counts = sorted((code.count("tdpbf16ps"), code.count("tileloadd"), code.count("tilestored")) for code in loops)
         of_four = {(4, 2, 2)} if name == "amx_whole_Instructions" else set()
         assert set(counts) == {(1, 2, 0), (2, 3, 0), (4, 4, 0)} | of_four
