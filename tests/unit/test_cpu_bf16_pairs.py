@@ -163,7 +163,6 @@ def test_attend_bf16_pairs(method: str, keys: int, score_keys: int) -> None:
     panels = [slice(first, min(first + panel, columns)) for first in range(0, columns, panel)]
     q_words, o = np.zeros((2, d // 2, panel), np.uint32), np.zeros((2, d, panel), np.float32)
     for words, one in zip(q_words, panels):
-        words.ravel()[: d // 2 * (one.stop - one.start)] = 0
         words[:, : one.stop - one.start] = interleaved(q[one].T)
     m, l = np.full(columns, -np.inf, np.float32), np.zeros(columns, np.float32)
     chunk, p = np.zeros((min(score_keys, keys), panel), np.float32), np.zeros((-(-keys // 2), panel), np.uint32)

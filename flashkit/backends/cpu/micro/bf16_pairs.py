@@ -59,6 +59,7 @@ from .vector import (
     I64,
     Loop,
     Memory,
+    at_most,
     column_groups,
     declared,
     fill,
@@ -282,10 +283,6 @@ def _online_softmax(
     column_groups(b, columns, shape.vectors, lanes, group)
 
 
-def _at_most(b: ir.IRBuilder, count: ir.Value, most: ir.Value) -> ir.Value:
-    return b.select(b.icmp_signed("<", count, most), count, most)
-
-
 def _emit_attend(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
     (
         columns, panel, q, q_panel, k, k_row, v, v_row, s, p, score_keys, m, l, o, o_panel, keys, words, o_rows,
@@ -295,7 +292,7 @@ def _emit_attend(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, sh
     row, added = b.shl(panel, I64(2)), b.alloca(I64)
 
     with Loop(b, I64(0), columns, panel, [q, o, m, l]) as (first, (q_at, o_at, m_at, l_at), advance):
-        width = _at_most(b, b.sub(columns, first), panel)
+        width = at_most(b, b.sub(columns, first), panel)
         b.store(I64(0), added)
 
         def add_up_to(pairs: ir.Value) -> None:
@@ -307,7 +304,7 @@ def _emit_attend(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, sh
             b.store(pairs, added)
 
         with Loop(b, I64(0), keys, score_keys, [k, p]) as (done, (k_at, p_at), advance_along):
-            count, pairs_before = _at_most(b, b.sub(keys, done), score_keys), b.lshr(done, I64(1))
+            count, pairs_before = at_most(b, b.sub(keys, done), score_keys), b.lshr(done, I64(1))
             b.call(gemm, [k_at, k_row, I64(4), q_at, row, s, row, count, width, words])
             softmax = [s, row, count, width, m_at, l_at, o_at, row, o_rows, scale_log2, p_at]
             # Weights of this tile that are relative to the m before belong to the o before.
@@ -375,9 +372,9 @@ def _emit_attend_backward(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir
 
     down = Loop(b, I64(0), rows, most_rows, [q, do, lse, delta, p_words, ds_words, ds_rows])
     with down as (i, (q_at, do_at, lse_at, delta_at, *targets), advance):
-        m = _at_most(b, b.sub(rows, i), I64(most_rows))
+        m = at_most(b, b.sub(rows, i), I64(most_rows))
         with Loop(b, I64(0), keys, most_keys, [k, v, *targets]) as (j, (k_at, v_at, p_at, ds_at, line), advance_along):
-            n = _at_most(b, b.sub(keys, j), I64(most_keys))
+            n = at_most(b, b.sub(keys, j), I64(most_keys))
             b.call(gemm, [q_at, q_row, I64(4), k_at, k_row, chunk, row, m, n, words])
             b.call(gemm, [do_at, do_row, I64(4), v_at, v_row, dp, row, m, n, words_v])
             b.call(softmax_backward, [

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from llvmlite import ir
 
 from .register_block import RegisterBlock
-from .vector import I64, Loop, Memory, fill, fma, splat
+from .vector import I64, Loop, Memory, at_most, fill, fma, splat
 
 Multiply = Callable[[ir.IRBuilder, ir.Value, ir.Value, ir.Value], ir.Value]
 
@@ -43,16 +43,14 @@ def emit_gemm(
     one = I64(1)
     k_block = k
     if multiply is fma:  # at least two blocks, of at most MAX_K_BLOCK terms
-        k_block = b.sdiv(b.add(k, one), I64(2))
-        k_block = b.select(b.icmp_signed("<", k_block, I64(MAX_K_BLOCK)), k_block, I64(MAX_K_BLOCK))
+        k_block = at_most(b, b.sdiv(b.add(k, one), I64(2)), I64(MAX_K_BLOCK))
     k_block = b.select(b.icmp_signed(">", k_block, one), k_block, one)
     k_stop = k if accumulate else b.select(b.icmp_signed(">", k, one), k, one)  # a sum of no terms is stored, too
 
     def over_terms(body: Callable[[ir.Value, ir.Value], None]) -> None:
         """body(first, end) for each block of terms."""
         with Loop(b, I64(0), k_stop, k_block) as (first, _, _):
-            end = b.add(first, k_block)
-            body(first, b.select(b.icmp_signed("<", end, k), end, k))
+            body(first, at_most(b, b.add(first, k_block), k))
 
     def over_rows(body: Callable[[int, ir.Value], None]) -> None:
         """body(number of rows, the first one) for each block of rows."""

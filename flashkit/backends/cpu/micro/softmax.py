@@ -17,7 +17,7 @@ from llvmlite import ir
 
 from .exponentials import exp
 from .register_block import RegisterBlock
-from .vector import I64, Loop, Memory, column_groups, fill, from_bits, splat
+from .vector import I64, Loop, Memory, at_most, column_groups, fill, from_bits, splat
 
 ROWS_IN_TURN = 4
 
@@ -83,8 +83,7 @@ def emit_exp_sum(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Ty
         outer = Loop(b, I64(0), count, ROWS_PER_SUM, [*(memory.load(b.add(l, o)) for o in offsets), s])
         with outer as (i, carried, advance_outer):
             *totals, at = carried
-            last = b.add(i, I64(ROWS_PER_SUM))
-            last = b.select(b.icmp_signed("<", last, count), last, count)
+            last = at_most(b, b.add(i, I64(ROWS_PER_SUM)), count)
             inner = Loop(b, i, last, 1, [*[fill(memory.vector, 0.0)] * width, at])
             with inner as (_, carried, advance):
                 *sums, at = carried

@@ -46,6 +46,11 @@ def declared(module: ir.Module, name: str, kind: ir.FunctionType) -> ir.Function
     return module.globals[name] if name in module.globals else ir.Function(module, kind, name)
 
 
+def at_most(builder: ir.IRBuilder, count: ir.Value, most: ir.Value) -> ir.Value:
+    """The lesser of two signed integers."""
+    return builder.select(builder.icmp_signed("<", count, most), count, most)
+
+
 def from_bits(builder: ir.IRBuilder, bits: ir.Value, element: ir.Type) -> ir.Value:
     """A number of type `element` from the bits of a float64."""
     number = builder.bitcast(bits, ir.DoubleType())
