@@ -26,6 +26,10 @@ threads that it woke on one core."""
 WARM_UP = 0.1
 """Seconds; threads fall asleep while `wait_idle` runs, so a shorter call gets an untimed sample before each sample."""
 
+SIZING_CALLS = 5
+"""Calls that set the number of repeats where `wait_idle` is given. The fastest counts: the first wakes threads, and a
+sample of one such call would be all waking."""
+
 DECIDING_ROUNDS = 2
 """Rounds after which a slow call may be dropped."""
 
@@ -75,7 +79,8 @@ def interleaved(
 ) -> dict[Key, Timing]:  # fmt: skip
     """Time every call in each round, in an order that is shuffled for each round.
 
-    Two untimed calls of each come first: the first may compile, the second sets the number of repeats of a sample.
+    Untimed calls of each come first: one that may compile, then one, or with `wait_idle` `SIZING_CALLS`, that set the
+    number of repeats of a sample.
 
     Parameters
     ----------
@@ -110,17 +115,24 @@ def interleaved(
     >>> taken = interleaved({"sum": x.sum, "product": lambda: x @ x}, rounds=3)
     >>> median, low, high = taken["product"].over(taken["sum"])
     """
+    def sample(call: Callable[[], object], repeats: int = 1) -> float:
+        before = clock()
+        for _ in range(repeats):
+            call()
+        synchronize()
+        return (clock() - before) / repeats
+
     start = clock()
     repeats, warm_up = {}, {}
     for key, call in calls.items():
-        call()
-        synchronize()
-        before = clock()
-        call()
-        synchronize()
-        seconds = clock() - before
-        repeats[key] = max(1, math.ceil(MIN_SAMPLE / max(seconds, 1e-9)))
+        sample(call)
+        if wait_idle is not None:
+            wait_idle()
+        seconds = sample(call)
         warm_up[key] = wait_idle is not None and seconds < WARM_UP
+        if warm_up[key]:
+            seconds = min(seconds, *(sample(call) for _ in range(SIZING_CALLS - 1)))
+        repeats[key] = max(1, math.ceil(MIN_SAMPLE / max(seconds, 1e-9)))
     taken: dict[Key, list[float]] = {key: [] for key in calls}
     running, order = list(calls), random.Random(0)
     with no_collection():  # a collection would be timed with whichever call happens to run
@@ -131,13 +143,9 @@ def interleaved(
             for key in running:
                 if wait_idle is not None:
                     wait_idle()
-                for _ in range(repeats[key] if warm_up[key] else 0):
-                    calls[key]()
-                before = clock()
-                for _ in range(repeats[key]):
-                    calls[key]()
-                synchronize()
-                taken[key].append((clock() - before) / repeats[key])
+                if warm_up[key]:
+                    sample(calls[key], repeats[key])
+                taken[key].append(sample(calls[key], repeats[key]))
             if done + 1 >= max(DECIDING_ROUNDS, min_rounds):
                 best = min(min(seconds) for seconds in taken.values())
                 running = [key for key in running if min(taken[key]) <= drop * best]
