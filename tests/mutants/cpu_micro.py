@@ -238,17 +238,6 @@ FAULTS = (
         "of_four",
     ),
     Fault(
-        "bf16 pairs: weights relative to the maximum before meet the rescaled O", f"{MICRO}/bf16_pairs.py",
-        "            before_o()\n",
-        "",
-        core="rescale",
-    ),
-    Fault(
-        "bf16 pairs: weights are added to O twice", f"{MICRO}/bf16_pairs.py",
-        "            b.store(pairs, added)\n",
-        "",
-    ),
-    Fault(
         "amx: an odd tile of rows is left out", f"{MICRO}/amx.py",
         "with Loop(b, b.and_(m_tiles, I64(-2)), m_tiles, 1) as (i, _, _):",
         "with Loop(b, m_tiles, m_tiles, 1) as (i, _, _):",

@@ -20,11 +20,6 @@ MIN_SPLIT_KEYS = 512
 SPLITS_PER_THREAD = 8
 """Work tiles per thread in decoding, about: enough for threads of unequal speed to share."""
 
-SCORE_BYTES = 8192
-"""Scores of a panel that AMX makes at a time. They go through memory and are read twice: a whole tile's would have left
-L1 by then.
-"""
-
 BYTES_IN_CACHE = 1 << 19
 """Keys that decoding reads at once where values are views of them: with the queries and O they fit any recent L2."""
 
@@ -75,14 +70,12 @@ def forward_launch(plan: CpuPlan, block: ArgumentBlock, thread_count: int) -> La
     size = DTYPES[plan.problem.spec.lse_dtype].size
     spec = plan.problem.spec
     gathered = ITEMSIZE[spec.dtype] if spec.paged or spec.pe_dim else 0
-    score_keys = max(SCORE_BYTES // (panel * size) // 16, 1) * 16 if plan.bf16_pairs in ("amx", "emulate") else 0
-    if score_keys >= block_k:
-        score_keys = 0
     layout = scratch.forward_layout(
-        block_q // panel, panel, block_k, d, dv, size, int(args[at.TRANSPOSED_TILES]), gathered, score_keys
+        block_q // panel, panel, block_k, d, dv, size, int(args[at.TRANSPOSED_TILES]), gathered
     )  # fmt: skip
-    args[at.BLOCK_Q], args[at.BLOCK_K], args[at.SCORE_KEYS] = block_q, block_k, score_keys
+    args[at.BLOCK_Q], args[at.BLOCK_K] = block_q, block_k
     args[at.Q_TILES], args[at.WORK_TILES] = sizes.q_tiles(block_q)
+    args[at.BY_RANGES] = args[at.CLASSIFY] == 0 and args[at.CU_SEQLENS_Q] == 0
     args[at.KERNEL] = plan.forward["forward"]
     args[at.SCRATCH_BYTES] = per_thread(layout.total)
     return _launch(args, int(args[at.SCRATCH_BYTES]) * thread_count, thread_count)

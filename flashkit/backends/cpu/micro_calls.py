@@ -39,22 +39,21 @@ def call_without_arguments(typing: Any, function: Any) -> Any:
 
 @intrinsic
 def call_attend_bf16_pairs(
-    typing: Any, function: Any, columns: Any, panel: Any, q: Any, q_panel: Any, k: Any, v: Any, s: Any, p: Any,
-    score_keys: Any, m: Any, l: Any, o: Any, o_panel: Any, words: Any, scale_log2: Any,
+    typing: Any, function: Any, columns: Any, panel: Any, q: Any, q_panel: Any, k: Any, v: Any, s: Any, m: Any, l: Any,
+    o: Any, o_panel: Any, words: Any, scale_log2: Any,
 ) -> Any:  # fmt: skip
     """Panels of queries against keys and values, views; the others are addresses, bytes and extents."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-        function, columns, panel, q, q_panel, k, v, s, p, score_keys, m, l, o, o_panel, words, scale_log2 = values
+        function, columns, panel, q, q_panel, k, v, s, m, l, o, o_panel, words, scale_log2 = values
         k_at, (keys, _), (k_row, _) = _fields(context, builder, signature.args[5], k)
         v_at, (o_rows, _), (v_row, _) = _fields(context, builder, signature.args[6], v)
         arguments = [
-            columns, panel, q, q_panel, k_at, k_row, v_at, v_row, s, p, score_keys, m, l, o, o_panel, keys, words,
-            o_rows, scale_log2,
+            columns, panel, q, q_panel, k_at, k_row, v_at, v_row, s, m, l, o, o_panel, keys, words, o_rows, scale_log2,
         ]  # fmt: skip
-        return _indirect_call(19, ir.VoidType())(context, builder, signature, [function, *arguments])
+        return _indirect_call(17, ir.VoidType())(context, builder, signature, [function, *arguments])
 
-    return types.void(*[_INT64] * 5, k, v, *[_INT64] * 9), codegen
+    return types.void(*[_INT64] * 5, k, v, *[_INT64] * 7), codegen
 
 
 @intrinsic
@@ -187,8 +186,8 @@ def call_online_softmax_bf16_pairs(
         (s_at, shape, (s_row, _)), m_of, l_of, (o_at, (o_rows, _), (o_row, _)) = (
             _fields(context, builder, kind, value) for kind, value in zip(signature.args[1:5], values[1:5], strict=True)
         )
-        arguments = [values[0], s_at, s_row, *shape, m_of[0], l_of[0], o_at, o_row, o_rows, values[5], s_at]
-        return _indirect_call(11, ir.VoidType())(context, builder, signature, arguments)
+        arguments = [values[0], s_at, s_row, *shape, m_of[0], l_of[0], o_at, o_row, o_rows, values[5]]
+        return _indirect_call(10, ir.VoidType())(context, builder, signature, arguments)
 
     return types.void(_INT64, s, m, l, o, _INT64), codegen
 

@@ -22,8 +22,7 @@ class ForwardLayout(NamedTuple):
     """After the Q^T panels."""
 
     o_acc: int  # O^T panels
-    scores: int  # one S^T tile, then P^T
-    chunk: int  # bf16 pairs by AMX: S^T of score_keys keys
+    scores: int  # one S^T tile
     k: int  # widened K tile
     v: int  # widened V tile
     m: int  # row_max
@@ -36,15 +35,13 @@ class ForwardLayout(NamedTuple):
 
 
 def forward_layout(
-    panels: int, panel: int, block_k: int, d: int, dv: int, itemsize: int, transposed_tiles: int, gathered: int,
-    score_keys: int,
-) -> ForwardLayout:  # fmt: skip
+    panels: int, panel: int, block_k: int, d: int, dv: int, itemsize: int, transposed_tiles: int, gathered: int
+) -> ForwardLayout:
     """gathered: size of an element of K and V where they are gathered, else 0."""
     queries = panels * panel
     o_acc = _end(0, queries * d, itemsize)
     scores = _end(o_acc, queries * dv, itemsize)
-    chunk = _end(scores, block_k * panel, itemsize)
-    k = _end(chunk, score_keys * panel, itemsize)
+    k = _end(scores, block_k * panel, itemsize)
     v = _end(k, block_k * d, itemsize)
     m = _end(v, block_k * dv, itemsize)
     l = _end(m, queries, itemsize)
@@ -53,7 +50,7 @@ def forward_layout(
     k_pages = _end(transposed, transposed_tiles * block_k * panel, 8)
     v_pages = _end(k_pages, block_k * d, gathered)
     total = _end(v_pages, block_k * dv, gathered)
-    return ForwardLayout(o_acc, scores, chunk, k, v, m, l, panel_rows, transposed, k_pages, v_pages, total)
+    return ForwardLayout(o_acc, scores, k, v, m, l, panel_rows, transposed, k_pages, v_pages, total)
 
 
 class BackwardLayout(NamedTuple):

@@ -129,9 +129,7 @@ def forward_work_tile(args, seq, b, h, first, count, scratch, nonfinite):
 
     # Scratch memory.
     gathered = STORAGE_SIZE if args[PAGE_TABLE] != 0 or args[DIM_PE] != 0 else 0
-    at = forward_layout(
-        panels, panel, block_k, q_rows_padded, o_rows, ACCUM_SIZE, args[TRANSPOSED_TILES], gathered, args[SCORE_KEYS]
-    )  # fmt: skip
+    at = forward_layout(panels, panel, block_k, q_rows_padded, o_rows, ACCUM_SIZE, args[TRANSPOSED_TILES], gathered)
     m, l = accum_row(scratch + at.m, panels * panel), accum_row(scratch + at.l, panels * panel)
     o_acc = accum_tile(scratch + at.o_acc, panels * o_rows, panel, panel_bytes)
     m_safe = accum_row(scratch + at.panel_rows, panel)
@@ -160,8 +158,8 @@ def forward_work_tile(args, seq, b, h, first, count, scratch, nonfinite):
             at_once = state == FULL and not nonfinite and attends_at_once(args)
             if at_once:
                 attend_at_once(
-                    args, count, scratch, q_bytes, k, v_t, scratch + at.chunk, scratch + at.scores, scratch + at.m,
-                    scratch + at.l, scratch + at.o_acc, o_bytes,
+                    args, count, scratch, q_bytes, k, v_t, scratch + at.scores, scratch + at.m, scratch + at.l,
+                    scratch + at.o_acc, o_bytes,
                 )  # fmt: skip
             for p in range(0 if at_once else panels):
                 row0 = first + p * panel
@@ -212,7 +210,7 @@ def forward(address, thread):
     args = vector(address, SIZE, 8, np.int64)
     scratch = args[SCRATCH] + thread * args[SCRATCH_BYTES]
     begin_products(args)
-    work_tile = next_q_tile(args)
+    work_tile = next_q_tile(args, thread)
     while work_tile.valid:
         b, h, first = work_tile.b, work_tile.head, work_tile.block * args[BLOCK_Q]
         seq = seq_info(args, b, h)
@@ -222,5 +220,5 @@ def forward(address, thread):
         for nonfinite in range(2):
             if forward_work_tile(args, seq, b, h, first, count, scratch, nonfinite):
                 break
-        work_tile = next_q_tile(args)
+        work_tile = next_q_tile(args, thread)
     end_products(args)

@@ -69,7 +69,7 @@ def attends_at_once(args):
 
 
 @njit(**options)
-def attend_at_once(args, count, q, q_panel, k, v_t, chunk, scores, m, l, o, o_panel):
+def attend_at_once(args, count, q, q_panel, k, v_t, scores, m, l, o, o_panel):
     """All panels of queries against a tile of keys, of which each query sees all, by one micro-kernel."""
 
 

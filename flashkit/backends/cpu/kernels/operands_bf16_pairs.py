@@ -94,15 +94,14 @@ def attends_at_once(args):
 
 
 @njit(**options)
-def attend_at_once(args, count, q, q_panel, k, v_t, chunk, scores, m, l, o, o_panel):
+def attend_at_once(args, count, q, q_panel, k, v_t, scores, m, l, o, o_panel):
     """All panels of queries against a tile of keys, of which each query sees all, by one micro-kernel. Arguments from q
     on are addresses and bytes, but for the views k and v_t.
     """
     columns = (count + args[LANES] - 1) // args[LANES] * args[LANES]
-    in_chunks = args[SCORE_KEYS] != 0
     call_attend_bf16_pairs(
-        args[ATTEND_BF16_PAIRS], columns, args[PANEL], q, q_panel, k, v_t, chunk if in_chunks else scores, scores,
-        args[SCORE_KEYS] if in_chunks else args[BLOCK_K], m, l, o, o_panel, k.shape[1], args[SOFTMAX_SCALE_LOG2],
+        args[ATTEND_BF16_PAIRS], columns, args[PANEL], q, q_panel, k, v_t, scores, m, l, o, o_panel, k.shape[1],
+        args[SOFTMAX_SCALE_LOG2],
     )  # fmt: skip
 
 

@@ -14,16 +14,14 @@ bfloat16 with contiguous rows, read as words. The right operand has rows 2k and 
         word [i][j] of target = source[2i, j], source[2i+1, j]
     pack_rows_t (source, source_row, target, target_row, m, n)
         word [j][i] of target = source[2i, j], source[2i+1, j]
-    online_softmax_bf16_pairs (s, s_row, rows, columns, m, l, o, o_row, o_rows, scale_log2, p)
+    online_softmax_bf16_pairs (s, s_row, rows, columns, m, l, o, o_row, o_rows, scale_log2)
         a step of the online softmax: where a score exceeds m by RESCALE_THRESHOLD, m follows the running maximum, and l
         and o are rescaled; p[i, j] = 2^(scale_log2 * (s[i, j] - m[j])), m = 0 for -inf; l[j] += sum_i p[i, j];
-        word [i][j] of p = p[2i, j], p[2i+1, j]; p may be s
-    attend_bf16_pairs (columns, panel, q, q_panel, k, k_row, v, v_row, s, p, score_keys, m, l, o, o_panel, keys, words,
-                       o_rows, scale_log2)
-        a tile of keys of which each query sees all: s = k @ q and online_softmax for score_keys keys at a time, an even
-        number, then o += v @ p, panel by panel. A panel has up to `panel` of the columns; q_panel and o_panel are the
-        bytes of one; s is memory for the scores of so many keys, p for the weights of all keys. It may be s, where
-        score_keys is no less than keys
+        word [i][j] of s = p[2i, j], p[2i+1, j]
+    attend_bf16_pairs (columns, panel, q, q_panel, k, k_row, v, v_row, s, m, l, o, o_panel, keys, words, o_rows,
+                       scale_log2)
+        a tile of keys of which each query sees all: s = k @ q, online_softmax, o += v @ s, panel by panel. A panel has
+        up to `panel` of the columns; q_panel and o_panel are the bytes of one; s is memory for the scores of one
     softmax_backward_bf16_pairs (s, s_row, rows, columns, dp, lse, delta, scale, ds_rows, ds_rows_row, p_words,
                                  ds_words, words_row, s_scale)
         p[i, j] = exp(s_scale * s[i, j] - lse[i]), ds[i, j] = scale * p * (dp[i, j] - delta[i]);
@@ -42,7 +40,7 @@ Packed targets are padded with zeros to whole squares of 16 words (of `lanes`, o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 from llvmlite import ir
@@ -69,6 +67,7 @@ from .vector import (
     narrow,
     splat,
     transposed,
+    transposed_rows,
 )
 
 
@@ -155,16 +154,35 @@ def _emit_pack_columns(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Ty
         high = b.bitcast(b.fmul(b.bitcast(b.and_(row, upper), memory.vector), scale), word)
         return b.bitcast(b.or_(b.lshr(low, sixteen), b.and_(high, upper)), memory.vector)
 
-    with Loop(b, I64(0), m, lanes) as (i, _, _), Loop(b, I64(0), n, 2 * lanes) as (j, _, _):
+    def whole_square(i: ir.Value, j: ir.Value, to: ir.Value) -> None:
+        at = b.add(b.add(source, b.mul(i, source_row)), b.shl(j, I64(1)))
+        for words_before in range(0, lanes, 4):
+            rows = transposed_rows(b, b.add(at, I64(4 * words_before)), source_row, lanes, I32, 4)
+            for x, row in enumerate(rows):
+                memory.store(scaled(row), b.add(to, b.mul(I64(words_before + x), target_row)))
+
+    def ragged_square(i: ir.Value, j: ir.Value, to: ir.Value) -> None:
         rows = []
         for x in range(lanes):
             row = b.add(i, I64(x))
             remaining = b.select(b.icmp_signed("<", row, m), b.sub(n, j), I64(0))
             at = b.add(b.add(source, b.mul(row, source_row)), b.shl(j, I64(1)))
             rows.append(scaled(b.bitcast(load_narrow(b, at, 2 * lanes, remaining), word)))
-        to = b.add(b.add(target, b.mul(b.lshr(j, I64(1)), target_row)), b.shl(i, I64(2)))
         for x, row in enumerate(transposed(b, rows)):
             memory.store(row, b.add(to, b.mul(I64(x), target_row)))
+
+    with Loop(b, I64(0), m, lanes) as (i, _, _), Loop(b, I64(0), n, 2 * lanes) as (j, _, _):
+        to = b.add(b.add(target, b.mul(b.lshr(j, I64(1)), target_row)), b.shl(i, I64(2)))
+        with b.if_else(_inside(b, (i, lanes, m), (j, 2 * lanes, n))) as (then, otherwise):
+            with then:
+                whole_square(i, j, to)
+            with otherwise:
+                ragged_square(i, j, to)
+
+
+def _inside(b: ir.IRBuilder, *axes: tuple[ir.Value, int, ir.Value]) -> ir.Value:
+    """Whether start + count is at most the end along each axis."""
+    return reduce(b.and_, [b.icmp_signed("<=", b.add(start, I64(count)), end) for start, count, end in axes])
 
 
 def _two_rows(
@@ -196,14 +214,34 @@ def _emit_pack_rows_t(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Typ
     lanes = shape.lanes
     memory = Memory(b, element, lanes)
     half = b.lshr(b.add(m, I64(1)), I64(1))
-    with Loop(b, I64(0), half, lanes) as (i, _, _), Loop(b, I64(0), n, lanes) as (j, _, _):
+
+    def whole_square(i: ir.Value, j: ir.Value, to: ir.Value) -> None:
+        at = b.add(b.add(source, b.mul(b.shl(i, I64(1)), source_row)), b.shl(j, I64(1)))
+        for before in range(0, lanes, 8):
+            rows = transposed_rows(b, b.add(at, I64(2 * before)), source_row, 2 * lanes, I16, 2)
+            for x, row in enumerate(rows):
+                memory.store(b.bitcast(row, memory.vector), b.add(to, b.mul(I64(before + x), target_row)))
+
+    def ragged_square(i: ir.Value, j: ir.Value, to: ir.Value) -> None:
         rows = [
             b.bitcast(_two_rows(b, source, source_row, b.add(i, I64(x)), j, m, n, lanes), memory.vector)
             for x in range(lanes)
         ]
-        to = b.add(b.add(target, b.mul(j, target_row)), b.shl(i, I64(2)))
         for x, row in enumerate(transposed(b, rows)):
             memory.store(row, b.add(to, b.mul(I64(x), target_row)))
+
+    def square(i: ir.Value, j: ir.Value, to: ir.Value) -> None:
+        if lanes < 8:  # columns of half a vector
+            ragged_square(i, j, to)
+            return
+        with b.if_else(_inside(b, (b.shl(i, I64(1)), 2 * lanes, m), (j, lanes, n))) as (then, otherwise):
+            with then:
+                whole_square(i, j, to)
+            with otherwise:
+                ragged_square(i, j, to)
+
+    with Loop(b, I64(0), half, lanes) as (i, _, _), Loop(b, I64(0), n, lanes) as (j, _, _):
+        square(i, j, b.add(b.add(target, b.mul(j, target_row)), b.shl(i, I64(2))))
 
 
 RESCALE_THRESHOLD = 8.0
@@ -218,14 +256,7 @@ def _finite(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 
 def _emit_online_softmax(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
-    _online_softmax(b, args, element, shape, lambda: None)
-
-
-def _online_softmax(
-    b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock, before_o: Callable[[], None]
-) -> None:
-    """before_o emits what happens before o is rescaled."""
-    s, row, count, columns, m, l, o, o_row, o_rows, scale_bits, p = args
+    s, row, count, columns, m, l, o, o_row, o_rows, scale_bits = args
     lanes = shape.lanes
     memory = Memory(b, element, lanes)
     scale_log2, zero = splat(b, from_bits(b, scale_bits, element), lanes), fill(memory.vector, 0.0)
@@ -238,7 +269,6 @@ def _online_softmax(
         exceeds = [b.fcmp_ordered(">", x, b.fadd(y, threshold)) for x, y in zip(greatest, before)]
         moves = b.icmp_signed("!=", b.bitcast(reduce(b.or_, exceeds), ir.IntType(lanes)), ir.IntType(lanes)(0))
         with b.if_then(moves, likely=False):
-            before_o()
             factors = [exp2(b, b.fmul(b.fsub(x, y), scale_log2)) for x, y in zip(before, greatest)]
             # Nothing seen before, nor now: m stays -inf, whose difference is NaN.
             factors = [b.select(b.fcmp_ordered("==", x, nothing_seen), zero, f) for x, f in zip(before, factors)]
@@ -258,8 +288,8 @@ def _online_softmax(
             return exp2_short(b, fma(b, memory.load(b.add(at, offsets[v])), scale_log2, shift[v]))
 
         start = [memory.load(b.add(l, offset)) for offset in offsets]
-        # Words may overwrite scores: row i of words follows the reading of rows 2i and 2i+1.
-        loop = Loop(b, I64(0), b.sub(count, I64(1)), 2, [*start, s, p])
+        # Words overwrite scores in place: row i of words follows the reading of rows 2i and 2i+1.
+        loop = Loop(b, I64(0), b.sub(count, I64(1)), 2, [*start, s, s])
         with loop as (_, carried, advance):
             *sums, at, to = carried
             new = []
@@ -284,34 +314,17 @@ def _online_softmax(
 
 
 def _emit_attend(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
-    (
-        columns, panel, q, q_panel, k, k_row, v, v_row, s, p, score_keys, m, l, o, o_panel, keys, words, o_rows,
-        scale_log2,
-    ) = args  # fmt: skip
-    gemm, gemm_add = (b.module.globals[name] for name in ("gemm_bf16_pairs", "gemm_add_bf16_pairs"))
-    row, added = b.shl(panel, I64(2)), b.alloca(I64)
-
+    columns, panel, q, q_panel, k, k_row, v, v_row, s, m, l, o, o_panel, keys, words, o_rows, scale_log2 = args
+    gemm, online_softmax, gemm_add = (
+        b.module.globals[name] for name in ("gemm_bf16_pairs", "online_softmax_bf16_pairs", "gemm_add_bf16_pairs")
+    )
+    row = b.shl(panel, I64(2))
     with Loop(b, I64(0), columns, panel, [q, o, m, l]) as (first, (q_at, o_at, m_at, l_at), advance):
         width = at_most(b, b.sub(columns, first), panel)
-        b.store(I64(0), added)
-
-        def add_up_to(pairs: ir.Value) -> None:
-            """o += v @ p for the pairs of keys that are not in o yet."""
-            begin = b.load(added)
-            with b.if_then(b.icmp_signed(">", pairs, begin)):
-                v_at, p_at = b.add(v, b.shl(begin, I64(2))), b.add(p, b.mul(begin, row))
-                b.call(gemm_add, [v_at, v_row, I64(4), p_at, row, o_at, row, o_rows, width, b.sub(pairs, begin)])
-            b.store(pairs, added)
-
-        with Loop(b, I64(0), keys, score_keys, [k, p]) as (done, (k_at, p_at), advance_along):
-            count, pairs_before = at_most(b, b.sub(keys, done), score_keys), b.lshr(done, I64(1))
-            b.call(gemm, [k_at, k_row, I64(4), q_at, row, s, row, count, width, words])
-            softmax = [s, row, count, width, m_at, l_at, o_at, row, o_rows, scale_log2, p_at]
-            # Weights of this tile that are relative to the m before belong to the o before.
-            _online_softmax(b, softmax, element, shape, partial(add_up_to, pairs_before))
-            half = b.lshr(score_keys, I64(1))
-            advance_along([b.add(k_at, b.mul(score_keys, k_row)), b.add(p_at, b.mul(half, row))])
-        add_up_to(b.lshr(b.add(keys, I64(1)), I64(1)))
+        b.call(gemm, [k, k_row, I64(4), q_at, row, s, row, keys, width, words])
+        b.call(online_softmax, [s, row, keys, width, m_at, l_at, o_at, row, o_rows, scale_log2])
+        pairs = b.lshr(b.add(keys, I64(1)), I64(1))
+        b.call(gemm_add, [v, v_row, I64(4), s, row, o_at, row, o_rows, width, pairs])
         advance([b.add(q_at, q_panel), b.add(o_at, o_panel), b.add(m_at, row), b.add(l_at, row)])
 
 
@@ -416,7 +429,7 @@ KERNELS: dict[str, tuple[int, Callable[..., None]]] = {
     "pack_columns": (7, _emit_pack_columns),
     "pack_rows": (6, _emit_pack_rows),
     "pack_rows_t": (6, _emit_pack_rows_t),
-    "online_softmax_bf16_pairs": (11, _emit_online_softmax),
+    "online_softmax_bf16_pairs": (10, _emit_online_softmax),
     "softmax_backward_bf16_pairs": (14, _emit_softmax_backward),
     "round_bf16_pairs": (8, _emit_round_bf16_pairs),
 }
@@ -439,6 +452,6 @@ def kernels(method: str) -> dict[str, tuple[int, Callable[..., None]]]:
         "end_products": (0, amx.emit_end if method == "amx" else nothing),
         "gemm_bf16_pairs": (10, lambda *args: gemm(*args, accumulate=False)),
         "gemm_add_bf16_pairs": (10, lambda *args: gemm(*args, accumulate=True)),
-        "attend_bf16_pairs": (19, _emit_attend),
+        "attend_bf16_pairs": (17, _emit_attend),
         "attend_backward_bf16_pairs": (22, _emit_attend_backward),
     }

@@ -255,3 +255,41 @@ def transposed(b: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
                 rows[i + step] = b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, n), high))
         step //= 2
     return rows
+
+
+LANE_BYTES = 16
+"""Of a lane of x86's registers. Instructions that rearrange elements within lanes take the least time."""
+
+
+def transposed_rows(
+    b: ir.IRBuilder, source: ir.Value, source_row: ir.Value, count: int, element: ir.Type, size: int
+) -> list[ir.Value]:
+    """The first columns of `count` rows of elements of `size` bytes, as many as a lane has elements.
+
+    A lane is loaded from each row, so that these follow each other in one vector, and its squares are transposed:
+    each step interleaves the elements of two vectors.
+    """
+    square = LANE_BYTES // size
+    rows = [b.add(source, b.mul(I64(x), source_row)) for x in range(count)]
+    columns = [_lanes(b, rows[x::square], ir.VectorType(element, square)) for x in range(square)]
+    for _ in range(square.bit_length() - 1):
+        pairs = zip(columns[: square // 2], columns[square // 2 :])
+        columns = [_interleaved(b, x, y, square, high) for x, y in pairs for high in (False, True)]
+    return columns
+
+
+def _lanes(b: ir.IRBuilder, addresses: Sequence[ir.Value], lane: ir.VectorType) -> ir.Value:
+    """A vector of what lies at these addresses, a lane from each."""
+    parts = [b.load(b.inttoptr(at, lane.as_pointer()), align=1) for at in addresses]
+    while len(parts) > 1:
+        both = ir.Constant(ir.VectorType(I32, 2 * parts[0].type.count), list(range(2 * parts[0].type.count)))
+        parts = [b.shuffle_vector(x, y, both) for x, y in zip(parts[::2], parts[1::2])]
+    return parts[0]
+
+
+def _interleaved(b: ir.IRBuilder, x: ir.Value, y: ir.Value, square: int, high: bool) -> ir.Value:
+    """The low or the high halves of lanes of `square` elements."""
+    count = x.type.count
+    half = [lane + high * square // 2 for lane in range(count) if lane % square < square // 2]
+    order = [place for lane in half for place in (lane, count + lane)]
+    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, count), order))
