@@ -32,7 +32,7 @@ METHODS = ["emulate", pytest.param("avx512bf16", marks=HERE)]
 NATIVE = pytest.param("avx512bf16", 16, marks=HERE)
 SHAPES = [
     (32, 32, 32), (96, 64, 48), (1, 1, 1), (13, 7, 50), (65, 40, 40), (100, 33, 17), (48, 80, 16), (31, 130, 33),
-    (16, 63, 64), (0, 3, 5), (3, 0, 5), (3, 5, 0), (7, 128, 97), (50, 64, 33),
+    (16, 63, 64), (0, 3, 5), (3, 0, 5), (3, 5, 0), (7, 128, 97), (50, 64, 33), (70, 70, 300), (40, 66, 331),
 ]  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def test_gemm(method: str) -> None:
 @pytest.mark.parametrize("lanes", [4, pytest.param(8, marks=pytest.mark.exhaustive), 16])
 def test_packing(lanes: int) -> None:
     rng = np.random.default_rng(1)
-    for m, n in ((16, 32), (48, 64), (1, 1), (13, 7), (50, 41), (33, 95), (5, 0), (0, 5)):
+    for m, n in ((16, 32), (48, 64), (96, 80), (1, 1), (13, 7), (50, 41), (33, 95), (5, 0), (0, 5)):
         source = np.full((m, n + 5), np.nan, BF16)[:, :n]
         source[...] = draw(rng, m, n)
 
@@ -103,6 +103,11 @@ def test_packing(lanes: int) -> None:
         run(block("emulate", lanes), "pack_rows", at(source), source.strides[0], at(by_rows), by_rows.strides[0], m, n)
         assert np.array_equal(by_rows[:, :n], interleaved(source))
         assert (by_rows[:, n : up(n)] == 0).all() and (by_rows[:, up(n) :] == 7).all()
+
+        padded = np.full((m, up(n, 2 * lanes) + 2), 7, np.uint16)
+        run(block("emulate", lanes), "pad_rows", at(source), source.strides[0], at(padded), padded.strides[0], m, n)
+        assert np.array_equal(padded[:, :n], source.view(np.uint16))
+        assert (padded[:, n:-2] == 0).all() and (padded[:, -2:] == 7).all()
 
         packed_t = np.full((up(n), up(half_m) + 2), 7, np.uint32)
         call = (at(source), source.strides[0], at(packed_t), packed_t.strides[0], m, n)

@@ -317,12 +317,7 @@ def test_the_scheduler_hands_out_every_work_tile_once(kind: str) -> None:
     from flashkit.backends.cpu import arguments, tile_scheduler
     from flashkit.backends.cpu.functions import options
 
-    of_kind = tile_scheduler.next_q_tile if kind == "q" else tile_scheduler.next_kv_split
-    thread = (0,) if kind == "q" else ()
-
-    @njit(**options)
-    def following(args):  # type: ignore[no-untyped-def]
-        return of_kind(args, *thread)
+    following = tile_scheduler.next_q_tile if kind == "q" else tile_scheduler.next_kv_split
 
     @njit(**options)
     def draw(args, tiles):  # type: ignore[no-untyped-def]
@@ -352,50 +347,6 @@ def test_the_scheduler_hands_out_every_work_tile_once(kind: str) -> None:
         assert blocks == sorted(blocks, reverse=True)
     else:  # all splits of a head follow each other
         assert blocks == list(range(splits)) * (count // splits)
-
-
-def test_threads_claim_their_own_range_and_then_what_others_left() -> None:
-    """A thread takes as many claims as `turns` says: a slow one leaves work tiles to the others."""
-    from numba import njit
-
-    from flashkit.backends.cpu import arguments as at
-    from flashkit.backends.cpu import tile_scheduler
-    from flashkit.backends.cpu.functions import options
-
-    threads, batch, heads, q_tiles, scratch_bytes = 3, 2, 4, 5, 192
-    memory = np.full(threads * scratch_bytes // 8, 99, np.int64)
-    memory[scratch_bytes // 8 - 8 :: scratch_bytes // 8] = 0
-    args = np.zeros(at.SIZE, np.int64)
-    for word, value in (
-        (at.BATCH, batch), (at.HEADS, heads), (at.GROUP, 1), (at.Q_TILES, q_tiles), (at.BY_RANGES, 1),
-        (at.WORK_TILES, batch * heads * q_tiles), (at.COUNT, threads), (at.SCRATCH_BYTES, scratch_bytes),
-        (at.SCRATCH, memory.ctypes.data),
-    ):  # fmt: skip
-        args[word] = value
-
-    @njit(**options)
-    def claim(args, thread):  # type: ignore[no-untyped-def]
-        found = tile_scheduler.next_q_tile(args, thread)
-        return found.number, found.valid, found.b, found.head, found.block
-
-    @njit
-    def call(args, thread):  # type: ignore[no-untyped-def]
-        return claim(args, thread)
-
-    turns, of_thread = [0, 2, 2, 1, 2, 2, 2] * 10, {thread: [] for thread in range(threads)}
-    for thread in turns:
-        number, valid, *tile = call(args, thread)
-        if valid:
-            of_thread[thread].append(number)
-            assert tile == list(np.unravel_index(number, (batch, heads, q_tiles)))
-    tiles = batch * heads * q_tiles
-    assert sorted(number for found in of_thread.values() for number in found) == list(range(tiles))
-    for thread, found in of_thread.items():
-        own = range(tiles * thread // threads, tiles * (thread + 1) // threads)
-        until = next((i for i, number in enumerate(found) if number not in own), len(found))
-        assert found[0] == own[0] and found[:until] == sorted(found[:until]) and not set(found[until:]) & set(own)
-    assert len(of_thread[2]) > len(of_thread[0]) + 10
-    assert (np.delete(memory, np.s_[scratch_bytes // 8 - 8 :: scratch_bytes // 8]) == 99).all()
 
 
 def test_sixteen_bit_conversions_round_like_numpy() -> None:

@@ -25,7 +25,8 @@ BF16_PAIR_KERNELS = {
     at.GEMM: "gemm_bf16_pairs", at.GEMM_ADD: "gemm_add_bf16_pairs",
     at.ONLINE_SOFTMAX_BF16_PAIRS: "online_softmax_bf16_pairs", at.ATTEND_BF16_PAIRS: "attend_bf16_pairs",
     at.ATTEND_BACKWARD_BF16_PAIRS: "attend_backward_bf16_pairs",
-    at.PACK_TRANSPOSED: "pack_columns", at.PACK_ROWS: "pack_rows", at.PACK_ROWS_T: "pack_rows_t",
+    at.PACK_TRANSPOSED: "pack_columns", at.PAD_ROWS: "pad_rows", at.PACK_ROWS: "pack_rows",
+    at.PACK_ROWS_T: "pack_rows_t",
     at.SOFTMAX_BACKWARD_BF16_PAIRS: "softmax_backward_bf16_pairs", at.ROUND_BF16_PAIRS: "round_bf16_pairs",
     at.BEGIN_PRODUCTS: "begin_products", at.END_PRODUCTS: "end_products",
 }  # fmt: skip

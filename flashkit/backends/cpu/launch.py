@@ -75,7 +75,6 @@ def forward_launch(plan: CpuPlan, block: ArgumentBlock, thread_count: int) -> La
     )  # fmt: skip
     args[at.BLOCK_Q], args[at.BLOCK_K] = block_q, block_k
     args[at.Q_TILES], args[at.WORK_TILES] = sizes.q_tiles(block_q)
-    args[at.BY_RANGES] = args[at.CLASSIFY] == 0 and args[at.CU_SEQLENS_Q] == 0
     args[at.KERNEL] = plan.forward["forward"]
     args[at.SCRATCH_BYTES] = per_thread(layout.total)
     return _launch(args, int(args[at.SCRATCH_BYTES]) * thread_count, thread_count)

@@ -222,7 +222,7 @@ def call_transpose(typing: Any, function: Any, source: Any, target: Any) -> Any:
 
 @intrinsic
 def call_pack_rows(typing: Any, function: Any, source: Any, target: Any) -> Any:
-    """bf16 pairs of rows, by pack_rows or pack_rows_t."""
+    """bf16 pairs of rows, by pack_rows or pack_rows_t, or padded rows, by pad_rows."""
     return types.void(_INT64, source, target), _repack
 
 

@@ -1,10 +1,7 @@
-"""The tile scheduler: atomic counters hand out work tiles, and this file says which one each number stands for.
+"""The tile scheduler: an atomic counter hands out work tiles, and this file says which one each number stands for.
 
 Threads of unequal speed balance themselves, since each claims the next work tile when it is done with the last. No
 result depends on which thread computed it.
-
-Where all work tiles take the same time, each thread has a range of them, so that those it claims share a head, whose
-keys it has at hand. A thread whose range is empty claims from the next thread's.
 
 Packed sequences begin at any row. The query tiles of sequence b begin at number cu_seqlens[b] // BLOCK_Q + b, which
 leaves room for all of them and needs no sums over the sequences before. The numbers that stand for no tile, at most one
@@ -21,16 +18,12 @@ from numba import njit
 from .arguments import (
     BATCH,
     BLOCK_Q,
-    BY_RANGES,
-    COUNT,
     CU_SEQLENS_Q,
     GROUP,
     HEADS,
     HEADS_PER_TILE,
     NUM_SPLITS,
     Q_TILES,
-    SCRATCH,
-    SCRATCH_BYTES,
     STOP,
     TILE_COUNTER,
     WORK_TILES,
@@ -87,35 +80,10 @@ def sequence_of(args: Any, tile: int) -> Any:
 
 
 @njit(**options)
-def range_counter(args: Any, thread: int) -> Any:
-    """Address of the number of work tiles that are claimed of a thread's range: in its last cache line of scratch
-    memory (launch.py).
-    """
-    return args[SCRATCH] + (thread + 1) * args[SCRATCH_BYTES] - 64
-
-
-@njit(**options)
-def claim_from_ranges(args: Any, thread: int) -> Any:
-    """The number of a work tile of the thread's range, or of the next one that is not empty."""
-    threads, tiles = args[COUNT], args[WORK_TILES]
-    for i in range(threads):
-        owner = (thread + i) % threads
-        number = tiles * owner // threads + atomic_increment(range_counter(args, owner))
-        if number < tiles * (owner + 1) // threads:
-            return number
-    return tiles
-
-
-@njit(**options)
-def next_q_tile(args: Any, thread: int) -> WorkTile:
+def next_q_tile(args: Any) -> WorkTile:
     """A query tile: every head's last rows first. Under a causal mask they see the most keys, so this is the
-    longest-processing-time-first (LPT) order. By ranges, one head after another.
+    longest-processing-time-first (LPT) order.
     """
-    if args[BY_RANGES]:
-        number = claim_from_ranges(args, thread)
-        head, tile = number // args[Q_TILES], number % args[Q_TILES]
-        valid = number < args[WORK_TILES] and not stopped(args)
-        return WorkTile(number, valid, head // args[HEADS], head % args[HEADS], tile)
     packed = args[CU_SEQLENS_Q] != 0
     heads = args[HEADS] if packed else args[BATCH] * args[HEADS]
     while True:

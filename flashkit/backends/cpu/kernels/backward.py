@@ -122,7 +122,7 @@ def dot(x, y):
 def bwd_preprocess(address, thread):
     """delta = rowsum(dO * O) - dLSE, and bwd_lse: the LSE with +inf for rows without a visible key."""
     args = vector(address, SIZE, 8, np.int64)
-    work_tile = next_q_tile(args, thread)
+    work_tile = next_q_tile(args)
     while work_tile.valid:
         b, h, first = work_tile.b, work_tile.head, work_tile.block * args[BLOCK_Q]
         seq = seq_info(args, b, h)
@@ -138,7 +138,7 @@ def bwd_preprocess(address, thread):
             empty = lse[i] == -np.inf
             delta[i] = ACCUM(0) if empty else total
             bwd_lse[i] = np.inf if empty else lse[i]
-        work_tile = next_q_tile(args, thread)
+        work_tile = next_q_tile(args)
 
 
 @entry(types.void(types.int64, types.int64))
@@ -169,7 +169,7 @@ def bwd_postprocess(address, thread):
     """dQ from its accumulators: the splits are added in their order, and the sum is rounded."""
     args = vector(address, SIZE, 8, np.int64)
     d = args[DIM]
-    work_tile = next_q_tile(args, thread)
+    work_tile = next_q_tile(args)
     while work_tile.valid:
         b, h, first = work_tile.b, work_tile.head, work_tile.block * args[BLOCK_Q]
         seq = seq_info(args, b, h)
@@ -182,4 +182,4 @@ def bwd_postprocess(address, thread):
                 total[i] += of_split[i]
         if not store_rounded(accum_tile(total.ctypes.data, count, d, d * ACCUM_SIZE), dq):
             args[IS_NONFINITE] = 1
-        work_tile = next_q_tile(args, thread)
+        work_tile = next_q_tile(args)

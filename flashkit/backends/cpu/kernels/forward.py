@@ -210,7 +210,7 @@ def forward(address, thread):
     args = vector(address, SIZE, 8, np.int64)
     scratch = args[SCRATCH] + thread * args[SCRATCH_BYTES]
     begin_products(args)
-    work_tile = next_q_tile(args, thread)
+    work_tile = next_q_tile(args)
     while work_tile.valid:
         b, h, first = work_tile.b, work_tile.head, work_tile.block * args[BLOCK_Q]
         seq = seq_info(args, b, h)
@@ -220,5 +220,5 @@ def forward(address, thread):
         for nonfinite in range(2):
             if forward_work_tile(args, seq, b, h, first, count, scratch, nonfinite):
                 break
-        work_tile = next_q_tile(args, thread)
+        work_tile = next_q_tile(args)
     end_products(args)

@@ -17,7 +17,6 @@ from flashkit.backends.cpu.micro_calls import (
     call_set_num_threads,
 )
 from flashkit.backends.cpu.seq_info import keys_of, set_lengths
-from flashkit.backends.cpu.tile_scheduler import range_counter
 from flashkit.backends.cpu.views import integer_at, vector
 
 
@@ -59,13 +58,10 @@ def start(args, block, threads):
     args[TILE_COUNTER] = args[SPLITS_DONE] = 0
     if args[MAX_SPLITS] != 0:
         threads = split_keys(args, threads)
-    args[FIRST], args[COUNT], args[STEP] = 0, threads, 1
-    if args[BY_RANGES]:
-        for thread in range(threads):
-            vector(range_counter(args, thread), 1, 8, np.int64)[0] = 0
     if threads == 1:
         call_kernel(args[KERNEL], block, 0)
     else:
+        args[FIRST], args[COUNT], args[STEP] = 0, threads, 1
         first, count, step = block + 8 * FIRST, block + 8 * COUNT, block + 8 * STEP
         allowed = call_get_num_threads(args[GET_NUM_THREADS])
         call_parallel_for(args[PARALLEL_FOR], args[THREAD_MAIN], first, count, step, block, 0, 1, threads)

@@ -51,13 +51,10 @@ def load_tile(args, source, address):
     words = ((width + 1) // 2 + args[LEFT_WORDS] - 1) // args[LEFT_WORDS] * args[LEFT_WORDS]
     if width == 2 * words:
         return accum_tile(source.ctypes.data, count, words, source.strides[0])
-    copy = matrix(address, count, 2 * words, words * ACCUM_SIZE, STORAGE_SIZE, STORAGE)
-    for i in range(count):
-        for j in range(width):
-            copy[i, j] = source[i, j]
-        for j in range(width, 2 * words):
-            copy[i, j] = 0
-    return accum_tile(address, count, words, words * ACCUM_SIZE)
+    vectors = (words + args[LANES] - 1) // args[LANES]
+    copy = accum_tile(address, count, words, vectors * args[LANES] * ACCUM_SIZE)
+    call_pack_rows(args[PAD_ROWS], source, copy)
+    return copy
 
 
 @njit(**options)

@@ -12,6 +12,8 @@ bfloat16 with contiguous rows, read as words. The right operand has rows 2k and 
         word [j][i] of target = scale * source[i, 2j], source[i, 2j+1]: rows become columns; scale is a power of two
     pack_rows (source, source_row, target, target_row, m, n)
         word [i][j] of target = source[2i, j], source[2i+1, j]
+    pad_rows (source, source_row, target, target_row, m, n)
+        the rows of source, with zeros up to whole vectors
     pack_rows_t (source, source_row, target, target_row, m, n)
         word [j][i] of target = source[2i, j], source[2i+1, j]
     online_softmax_bf16_pairs (s, s_row, rows, columns, m, l, o, o_row, o_rows, scale_log2)
@@ -198,6 +200,18 @@ def _two_rows(
 
     first = b.shl(i, I64(1))
     return words(b, row(first), row(b.add(first, I64(1))))
+
+
+def _emit_pad_rows(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
+    source, source_row, target, target_row, m, n = args
+    count = 2 * shape.lanes
+    halves = Memory(b, I16, count)
+    with Loop(b, I64(0), n, count) as (j, _, _):
+        remaining, along = b.sub(n, j), b.shl(j, I64(1))
+        rows = Loop(b, I64(0), m, 1, [b.add(source, along), b.add(target, along)])
+        with rows as (_, (at, to), advance):
+            halves.store(load_narrow(b, at, count, remaining), to)
+            advance([b.add(at, source_row), b.add(to, target_row)])
 
 
 def _emit_pack_rows(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
@@ -427,6 +441,7 @@ def _emit_round_bf16_pairs(b: ir.IRBuilder, args: Sequence[ir.Value], element: i
 
 KERNELS: dict[str, tuple[int, Callable[..., None]]] = {
     "pack_columns": (7, _emit_pack_columns),
+    "pad_rows": (6, _emit_pad_rows),
     "pack_rows": (6, _emit_pack_rows),
     "pack_rows_t": (6, _emit_pack_rows_t),
     "online_softmax_bf16_pairs": (10, _emit_online_softmax),

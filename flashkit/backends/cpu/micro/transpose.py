@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
 
 from llvmlite import ir
 
@@ -20,7 +19,6 @@ from .register_block import RegisterBlock
 from .vector import (
     I32,
     I64,
-    LANE_BYTES,
     SIZE,
     STORED,
     Loop,
@@ -32,7 +30,6 @@ from .vector import (
     prefetch,
     splat,
     transposed,
-    transposed_rows,
     widen,
 )
 
@@ -83,18 +80,6 @@ def emit_unpack_transposed(
     memory, stored = Memory(b, element, lanes), Memory(b, STORED.get(shape.storage, element), lanes)
     zero = fill(memory.vector, 0.0)
 
-    def square(i: ir.Value, j: ir.Value) -> None:
-        first = b.add(b.add(source, b.mul(j, source_row)), b.mul(i, I64(memory.size)))
-        marks = [zero] * (LANE_BYTES // memory.size)
-        for x in range(0, lanes, len(marks)):
-            rows = transposed_rows(b, b.add(first, I64(x * memory.size)), source_row, lanes, element, memory.size)
-            for y, row in enumerate(rows):
-                to = b.add(i, I64(x + y))
-                value = b.fmul(row, splat(b, memory.load_scalar(b.add(factor, b.mul(to, I64(memory.size)))), lanes))
-                marks[y] = fma(b, value, zero, marks[y])
-                stored.store(narrow(b, value, shape.storage), address(to, j))
-        memory.store(reduce(b.fadd, marks, memory.load(check)), check)
-
     def scaled(i: ir.Value, j: ir.Value) -> ir.Value:
         """Column j of the rows from i on, scaled; non-finite elements mark `check`."""
         at = b.add(b.add(source, b.mul(j, source_row)), b.mul(i, I64(memory.size)))
@@ -107,7 +92,9 @@ def emit_unpack_transposed(
 
     with Loop(b, I64(0), b.sub(m, I64(lanes - 1)), lanes) as (i, _, _):
         with Loop(b, I64(0), b.sub(n, I64(lanes - 1)), lanes) as (j, _, _):
-            square(i, j)
+            columns = [scaled(i, b.add(j, I64(x))) for x in range(lanes)]
+            for x, row in enumerate(transposed(b, columns)):
+                stored.store(narrow(b, row, shape.storage), address(b.add(i, I64(x)), j))
         with Loop(b, b.mul(b.sdiv(n, I64(lanes)), I64(lanes)), n, 1) as (j, _, _):
             column = scaled(i, j)
             for x in range(lanes):

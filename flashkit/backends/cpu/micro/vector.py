@@ -232,11 +232,11 @@ def narrow(b: ir.IRBuilder, x: ir.Value, storage: str) -> ir.Value:
         return b.bitcast(b.fptrunc(x, of(ir.HalfType())), of(I16))
     if storage == "bfloat16":
         bits = b.bitcast(x, of(I32))
-        high = b.lshr(bits, number(I32, 16))
-        carried = b.add(bits, b.add(b.and_(high, number(I32, 1)), number(I32, 0x7FFF)))
-        rounded = b.trunc(b.lshr(carried, number(I32, 16)), of(I16))
-        quiet = b.or_(b.trunc(high, of(I16)), number(I16, 0x40))
-        return b.select(b.fcmp_unordered("uno", x, x), quiet, rounded)
+        odd = b.and_(b.lshr(bits, number(I32, 16)), number(I32, 1))
+        carried = b.add(bits, b.add(odd, number(I32, 0x7FFF)))
+        quiet = b.or_(bits, number(I32, 0x400000))
+        found = b.select(b.fcmp_unordered("uno", x, x), quiet, carried)
+        return b.trunc(b.lshr(found, number(I32, 16)), of(I16))
     return x
 
 
