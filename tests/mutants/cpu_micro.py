@@ -223,6 +223,26 @@ FAULTS = (
         "strides = [q_row, do_row, I64(4), I64(0), b.lshr(words_row, I64(1))",
     ),
     Fault(
+        "bf16 pairs: squares with a ragged edge are whole", f"{MICRO}/bf16_pairs.py",
+        "return reduce(b.and_, [b.icmp_signed(\"<=\", b.add(start, I64(count)), end) for",
+        "return reduce(b.or_, [b.icmp_signed(\"<=\", b.add(start, I64(count)), end) for",
+    ),
+    Fault(
+        "bf16 pairs: rows are padded with what follows them", f"{MICRO}/bf16_pairs.py",
+        "halves.store(load_narrow(b, at, count, remaining), to)",
+        "halves.store(load_narrow(b, at, count, I64(count)), to)",
+    ),
+    Fault(
+        "transposes within lanes: halves exchanged", f"{MICRO}/vector.py",
+        "half = [lane + high * square // 2 for",
+        "half = [lane + (not high) * square // 2 for",
+    ),
+    Fault(
+        "bfloat16: a NaN with all bits is rounded to zero", f"{MICRO}/vector.py",
+        'found = b.select(b.fcmp_unordered("uno", x, x), quiet, carried)',
+        "found = carried",
+    ),
+    Fault(
         "amx: the remainder of the terms replaces c", f"{MICRO}/amx.py",
         "before = b.select(used, I64(1), before)",
         "before = b.select(used, before, before)",

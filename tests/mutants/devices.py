@@ -9,6 +9,7 @@ TESTS = (
     "tests/unit/test_profiles.py",
     "tests/system/test_cache_trust.py",
     "tests/unit/test_dispatch.py",
+    "tests/unit/test_timing.py",
     "tests/tools/test_autotune.py",
 )
 
@@ -16,6 +17,11 @@ DEVICES = "flashkit/devices"
 MODEL, SCHEMA, PROFILES, TRUST = (f"{DEVICES}/{name}.py" for name in ("io_model", "schema", "profiles", "trust"))
 
 FAULTS = (
+    Fault(
+        "timing: the call that wakes threads sets the repeats", f"{DEVICES}/timing.py",
+        "seconds = min(seconds, *(sample(call) for _ in range(SIZING_CALLS - 1)))",
+        "[sample(call) for _ in range(SIZING_CALLS - 1)]",
+    ),
     Fault("33 warps", MODEL, "if 32 * self.warps > 1024:", "if 32 * self.warps > 1056:"),
     Fault("32 warps", MODEL, "if 32 * self.warps > 1024:", "if 32 * self.warps >= 1024:"),
     Fault(
