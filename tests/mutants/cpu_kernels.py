@@ -356,12 +356,6 @@ FAULTS = (
         "call_pack_transposed(args[PACK_TRANSPOSED], rows, v_t, args[PACK_SCALE])",
     ),
     Fault(
-        "bf16 pairs: the odd half is not cleared", PAIRS,
-        "            copy[i, j] = 0\n",
-        "            copy[i, j] = 32704\n",
-        "tests/unit/test_cpu_bf16_pairs.py",
-    ),
-    Fault(
         "bf16 pairs: rows are no whole tiles", PAIRS,
         "words = ((width + 1) // 2 + args[LEFT_WORDS] - 1) // args[LEFT_WORDS] * args[LEFT_WORDS]",
         "words = (width + 1) // 2",
