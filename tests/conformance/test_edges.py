@@ -278,6 +278,18 @@ def test_documents_of_unequal_sizes(backend: str, n_q: int, n_k: int, options: d
     )
 
 
+@pytest.mark.parametrize("row", [0, -1])
+def test_one_row_of_a_tile_sees_other_keys(backend: str, row: int) -> None:
+    """The first or the last of a whole tile: without it the tile would see none of these keys."""
+    q, k, v = qkv(1, 2, 128, 128)
+    q_ids, kv_ids = np.zeros(128, int), np.arange(128) // 64
+    q_ids[row] = 1
+    same(
+        everything(q, k, v, mask_mod=mods.document(q_ids, kv_ids)),
+        everything(q, k, v, mask=q_ids[:, None] == kv_ids),
+    )
+
+
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (9, 2)}], ids="+".join)
 def test_lengths_are_shorter_sequences(backend: str, options: dict[str, Any]) -> None:
     """Each batch entry alone, with the keys that it has: its last query is at its last key, by default."""
