@@ -65,8 +65,8 @@ def bench(
     suite: Annotated[
         str | None,
         typer.Option(
-            help="Cases: float32, bfloat16, float16, float64, masks, decode, small (default: all; with --sizes the "
-            "first)."
+            help="Cases: float32, bfloat16, float16, float64, masks, decode, small, shapes (default: all; with --sizes "
+            "the first)."
         ),
     ] = None,
     baselines: Annotated[
