@@ -21,7 +21,7 @@ import torch
 
 import flashkit
 from flashkit import torch as ft
-from flashkit.call import foreign, torch_plans
+from flashkit.call import interop, torch_plans
 
 SHAPE = (1, 1, 16, 16)
 ROUNDS, CALLS = 400, 4
@@ -34,7 +34,7 @@ def calls(device: str, dtype: torch.dtype) -> Calls:
     """What is timed, by name."""
     q, k, v = (torch.randn(SHAPE, device=device, dtype=dtype) for _ in range(3))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    own = [foreign.native("x", x) for x in (q, k, v)]
+    own = [interop.native("x", x) for x in (q, k, v)]
     planned, dout = flashkit.plan(*own), torch.ones_like(q)
     sdpa = torch.nn.functional.scaled_dot_product_attention
 
@@ -64,7 +64,7 @@ def parts(device: str, dtype: torch.dtype) -> Calls:
     """Steps of a call that finds its plan, by name."""
     q, k, v = (torch.randn(SHAPE, device=device, dtype=dtype) for _ in range(3))
     out, lse = ft.attention(q, k, v, return_lse=True)
-    memory, name = foreign.TORCH.memory, torch_plans.name_of(True, NO_OPTIONS)
+    memory, name = interop.TORCH.memory, torch_plans.name_of(True, NO_OPTIONS)
     leaves, dout = [x.clone().requires_grad_() for x in (q, k, v)], torch.ones_like(q)
     recorded = ft.attention(*leaves)
     torch.autograd.grad(recorded, leaves, dout, retain_graph=True)
@@ -72,7 +72,7 @@ def parts(device: str, dtype: torch.dtype) -> Calls:
     planned, lent = known[0], [memory(x) for x in (q, k, v)]
 
     def scope() -> None:
-        with foreign.TORCH.scope(q):
+        with interop.TORCH.scope(q):
             pass
 
     backward = dout, None, out, lse, False, q, k, v, {}, NO_OPTIONS, {}
@@ -85,7 +85,7 @@ def parts(device: str, dtype: torch.dtype) -> Calls:
         "device and stream": scope,
         "memory of a tensor": lambda: memory(q),
         "a new tensor": lambda: q.new_empty(SHAPE),
-        "an array made of a tensor": lambda: foreign.TORCH.native("q", q),
+        "an array made of a tensor": lambda: interop.TORCH.native("q", q),
         "the plan's call, with its results": lambda: planned.run(*lent, None),
         "forward pass": lambda: ft._call(False, q, k, v, {}, NO_OPTIONS, None),
         "backward pass": lambda: ft._backward(known_backward, *backward),

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
-from . import dispatch
-from .backends.base import Backend
-from .call import arrays, foreign, fp8, pickled_plan, plan_cache
-from .call.arguments import prepare
-from .call.in_place import in_place
-from .call.loans import Dequantised, loan_of
-from .call.options import Layout, Options, Precision, unknown
-from .call.planned import Planned, QuantisingPlan
+from .call import arrays
+from .call.arguments import Prepared, prepare
+from .call.call import Call
+from .call.codes import on_codes
+from .call.planned import Planned
+from .call.plans import plan_of
 from .call.positions import queries_of
 from .call.quantized import Quantized
-from .call.shape import Shape
-from .call.views import View
 from .call.vjp import Vjp
 from .errors import UnsupportedError
-from .spec import Operands, Problem
+from .options import Options, documented
+from .spec import Operands
 
 if TYPE_CHECKING:
     from .call.explanation import Explanation
@@ -49,14 +45,10 @@ def attention(
     q: A, k: Any, v: Any, *, return_lse: bool, out: Any = None, backend: str | None = None,
     **options: Unpack[Options],
 ) -> A | tuple[A, Any]: ...  # fmt: skip
+@documented()
 def attention(
-    q: Any, k: Any, v: Any, *, scale: float | None = None, causal: bool = False, q_offset: Any = None,
-    window: tuple[int | None, int | None] | None = None, softcap: float | None = None, alibi_slopes: Any = None,
-    bias: Any = None, mask: Any = None, block_mask: Any = None, score_mod: Any = None, mask_mod: Any = None,
-    kv_lengths: Any = None, q_lengths: Any = None, cu_seqlens: Any = None, page_table: Any = None,
-    dropout_p: float = 0.0, seed: int | None = None, sinks: Any = None, layout: Layout = "bhnd",
-    return_lse: bool = False, out: Any = None, deterministic: bool = False, precision: Precision | None = None,
-    backend: str | None = None, **unexpected: Any,
+    q: Any, k: Any, v: Any, *, return_lse: bool = False, out: Any = None, backend: str | None = None,
+    **options: Unpack[Options],
 ) -> Any:  # fmt: skip
     """Exact attention, softmax(scale * q k^T, modified and masked) v, in memory linear in the number of tokens.
 
@@ -74,52 +66,7 @@ def attention(
         v may be a view of k, such as k[..., :Dv]: then memory is read once. Each may be a flashkit.Quantized instead,
         made from an array of the others' dtype: it counts as that array. It is dequantised for the call, except where a
         kernel reads 8 bits: decoding on a CPU, and with FLASHKIT_FP8_KERNELS=1 e4m3 on Hopper.
-    scale
-        Factor on q k^T; 1 / sqrt(D) by default.
-    causal
-        Key j is visible to query i iff j <= i + q_offset.
-    q_offset
-        Position of the first query on the key axis: an integer, or one for each batch entry. By default the number of
-        keys less that of queries, of each sequence, so that the last query sees every key. 0 is the top-left alignment
-        of PyTorch and ONNX, and fits batches that are padded on the right. Masks and scores by position need it where a
-        length other than 0 is less than Nq, and where lengths are on a device and Nq is above 1.
-    window
-        (left, right): key j is visible to query i iff i + q_offset - left <= j <= i + q_offset + right. None is no
-        bound.
-    softcap
-        Scores become softcap * tanh(score / softcap).
-    alibi_slopes
-        (Hq,) or (B, Hq): slope * |i + q_offset - j| is subtracted from the score.
-    bias
-        Floating, broadcasts to (..., Hq, Nq, Nk), added after softcap. -inf masks a pair.
-    mask
-        Bool, broadcasts to (..., Hq, Nq, Nk), True = attend. A floating mask is added like a bias.
-    block_mask
-        A flashkit.BlockMask for Nq queries and Nk keys.
-    score_mod, mask_mod
-        A function (s, b, h, q, k) -> s or (b, h, q, k) -> bool, or a flashkit.mods.Mod; see flashkit.mods.
-    kv_lengths
-        (B,) integers: keys at or past the length do not exist, and the memory there never affects the result.
-    q_lengths
-        (B,) integers: queries at or past the length see no key, so their rows are 0. The default q_offset is then
-        kv_lengths - q_lengths: batches that are padded on the right are right with causal=True.
-    cu_seqlens
-        Sequences of any length that follow each other, without padding: q (T, Hq, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv).
-        Integers (sequences + 1,), from 0 to at most T, where each sequence begins and the last one ends; a pair (of q,
-        of k) where these differ. Batch entry b of masks, scores and offsets is sequence b, and positions count within
-        it. lse is (Hq, T). Rows past the last offset are 0. Integers on a GPU are not read by the host.
-    page_table
-        Keys and values in pages: k (pages, page, Hkv, D), v (pages, page, Hkv, Dv), any strides. Integers (B, pages of
-        a sequence): the page that holds keys i * page to (i + 1) * page - 1 of sequence b is page_table[b, i]. It
-        needs kv_lengths, behind which entries do not matter (-1 is customary). q is (B, Hq, Nq, D) by layout, or
-        (T, Hq, D) with cu_seqlens.
-    dropout_p, seed
-        Weights are dropped with this probability, the others scaled by 1 / (1 - dropout_p). The same seed drops the
-        same pairs on every backend. Without a seed each call draws one.
-    sinks
-        (Hq,): one more logit in the softmax of each row, without a value.
-    layout
-        "bhnd", or "bnhd" for (..., N, H, D) arrays.
+    {options}
     return_lse
         Return (out, lse).
     out
@@ -134,8 +81,6 @@ def attention(
         rotation.
     backend
         Name of the backend. By default the fastest one by the profile of the device.
-    **unexpected
-        Not accepted: the error says which argument was probably meant.
 
     Returns
     -------
@@ -178,59 +123,11 @@ def attention(
     >>> lse.shape
     (1, 8, 256)
     """
-    if unexpected:
-        raise unknown(unexpected)
-    entry = packed = None
-    if cu_seqlens is not None:
-        packed, cu_seqlens = plan_cache.frozen(cu_seqlens)
-    others_are_none = score_mod is mask_mod is q_lengths is page_table is sinks is None
-    if others_are_none and _is_constant(q_offset, window, dropout_p):
-        options = scale, causal, q_offset, window, softcap, seed, return_lse, deterministic, precision, backend
-        of_pairs, offsets = (alibi_slopes, bias, mask), (cu_seqlens, packed, q_offset)
-        entry = plan_cache.entry((q, k, v), out, of_pairs, block_mask, kv_lengths, layout, options, *offsets)
-        if entry is not None and entry.planned is not None:
-            return entry.run(q, k, v, out)
-    arguments: Any = dict(
-        scale=scale, causal=causal, q_offset=q_offset, window=window, softcap=softcap, alibi_slopes=alibi_slopes,
-        bias=bias, mask=mask, block_mask=block_mask, score_mod=score_mod, mask_mod=mask_mod, kv_lengths=kv_lengths,
-        q_lengths=q_lengths, cu_seqlens=cu_seqlens, page_table=page_table, dropout_p=dropout_p, seed=seed, sinks=sinks,
-        layout=layout, out=out, deterministic=deterministic, precision=precision,
-    )  # fmt: skip
-    if (loan := loan_of(q, k, v, precision)) is not None:
-        with loan.scope():
-            if isinstance(loan, Dequantised):
-                on_codes = in_place(loan, q, k, v, arguments, backend) or (
-                    fp8.prepared(loan, q, k, v, backend, **arguments)
-                )
-                if not isinstance(on_codes, str):
-                    return computed(*on_codes, out, return_lse, backend)
-            borrowed = loan.lend(q=q, k=k, v=v, **arguments)
-            return loan.give_back(attention(**borrowed, return_lse=return_lse, backend=backend), out)
-    problem, operands, shape = prepare(q, k, v, **arguments)
-    if entry is not None and entry.plan(problem, operands, shape, (q, k, v), q_offset, backend, return_lse):
-        return entry.run(q, k, v, out)
-    return computed(problem, operands, shape, out, return_lse, backend)
+    with Call("attention", q, k, v, {**options}, out) as call:
+        return call.to_caller(plan_of(call, backend, return_lse).run(call))
 
 
-def computed(
-    problem: Problem, operands: Operands, shape: Shape, out: Any, return_lse: bool, backend: str | None
-) -> Any:  # fmt: skip
-    """The result of a prepared call."""
-    _forward(problem, operands, backend)
-    result = _deliver(operands, shape, out)
-    return (result, shape.rows(operands.lse)) if return_lse else result
-
-
-def _is_constant(q_offset: Any, window: Any, dropout_p: Any) -> bool:
-    """Whether these are plain numbers, and not arrays, whose contents can change, or a request for random numbers."""
-    return (
-        (q_offset is None or type(q_offset) is int)
-        and (window is None or (type(window) is tuple and all(x is None or type(x) is int for x in window)))
-        and type(dropout_p) in (float, int)
-        and dropout_p == 0
-    )
-
-
+@documented()
 def plan(
     q: Any, k: Any, v: Any, *, return_lse: bool = False, backend: str | None = None, **options: Unpack[Options]
 ) -> Planned:
@@ -276,22 +173,23 @@ def plan(
     True
     """
     if "out" in options:
-        raise TypeError("plan() takes no out; the planned call does, planned(q, k, v, out=out)")
+        raise TypeError("plan() got an unexpected argument 'out': pass it to the planned call, planned(..., out=out)")
     if options.get("dropout_p") and options.get("seed") is None:
         raise ValueError("dropout_p without seed: a planned call drops the same pairs each time; seed=... fits")
-    if (loan := loan_of(q, k, v, options.get("precision"))) is not None:
-        with loan.scope():
-            made = plan(**loan.borrow(q=q, k=k, v=v, **options), return_lse=return_lse, backend=backend)
-            return QuantisingPlan(made) if isinstance(loan, Dequantised) and loan.fp8 else made
-    problem, operands, shape = prepare(q, k, v, **options)
-    if not problem.spec.packed:  # whose lengths are new
-        operands.kv_lengths = operands.kv_lengths.copy()  # on a device they may be the caller's array
-    varies = problem.spec.kv_lengths and not problem.spec.packed
-    follows = None
-    if varies and options.get("q_offset") is None:
-        queries = options.get("q_lengths")
-        follows = queries_of(queries, problem.array_kind, shape, problem.batch, problem.n_q, problem.n_q)
-    return Planned(problem, operands, shape, (q, k, v), backend, return_lse, varies=varies, follows=follows)
+    with Call("plan", q, k, v, {**options}) as call:
+        fp8 = call.quantised is not None and call.quantised.fp8
+        call.dequantise()
+        call.require_arrays()
+        prepared = problem, operands, shape = prepare(call.q, call.k, call.v, **call.options)
+        if not problem.spec.packed:  # whose lengths are new
+            operands.kv_lengths = operands.kv_lengths.copy()  # on a device they may be the caller's array
+        varies = problem.spec.kv_lengths and not problem.spec.packed
+        follows = None
+        if varies and call.options.get("q_offset") is None:
+            queries = call.options.get("q_lengths")
+            follows = queries_of(queries, problem.array_kind, shape, problem.batch, problem.n_q, problem.n_q)
+        given = call.q, call.k, call.v
+        return Planned(prepared, given, backend, return_lse, varies=varies, follows=follows, fp8=fp8)
 
 
 @overload
@@ -314,6 +212,7 @@ def attention_vjp(
     q: A, k: Any, v: Any, *, return_lse: bool, out: Any = None, backend: str | None = None,
     **options: Unpack[Options],
 ) -> tuple[A | tuple[A, Any], Vjp[A]]: ...  # fmt: skip
+@documented()
 def attention_vjp(
     q: Any, k: Any, v: Any, *, return_lse: bool = False, out: Any = None, backend: str | None = None,
     **options: Unpack[Options],
@@ -360,63 +259,22 @@ def attention_vjp(
     """
     if options.get("page_table") is not None:
         raise UnsupportedError("attention_vjp does not take page_table: keys in pages have no gradients")
-    entry = entry_of(q, k, v, backend=backend, **options) if out is None else None
-    if entry is not None and entry.planned is not None:
-        return _planned_vjp(entry, q, k, v, return_lse)
-    if (loan := loan_of(q, k, v, options.get("precision"))) is not None:
-        with loan.scope():
-            borrowed = loan.borrow(q=q, k=k, v=v, out=out, **options)
-            result, lent = attention_vjp(**borrowed, return_lse=return_lse, backend=backend)
-            if out is not None and borrowed["out"] is None:
-                _check_apart(out, lent.problem, lent.operands, {**options})
-            lent._loans = (loan, *lent._loans)
-            return loan.give_back(result, out), lent
-    problem, operands, shape = prepare(q, k, v, out=out, **options)
-    if entry is not None and entry.plan(problem, operands, shape, (q, k, v), options.get("q_offset"), backend, True):
-        return _planned_vjp(entry, q, k, v, return_lse)
-    if not problem.spec.packed:  # whose lengths are new
-        operands.kv_lengths = operands.kv_lengths.copy()  # the caller may change its array between the two passes
-    if out is not None:
-        _check_apart(out, problem, operands, {"q": q, "k": k, "v": v, **options})
-    chosen = _forward(problem, operands, backend)
-    result = _deliver(operands, shape, out)
-    vjp: Vjp[Any] = Vjp(problem, operands, shape, _backward_of(chosen), options.get("sinks"))
-    return (result, shape.rows(operands.lse)) if return_lse else result, vjp
+    with Call("attention_vjp", q, k, v, {**options}, out) as call:
+        planned = plan_of(call, backend, True, recorded=True)
+        if out is not None:
+            _check_apart(call, planned.operands)
+        result = planned.run(call)
+        vjp: Vjp[Any] = Vjp(planned.recorded(call, *result), call.options.get("sinks"), call.adapters)
+        return call.to_caller(result if return_lse else result[0]), vjp
 
 
-def entry_of(
-    q: Any, k: Any, v: Any, *, return_lse: bool = True, recorded: bool = True, scale: Any = None, causal: Any = False,
-    q_offset: Any = None, window: Any = None, softcap: Any = None, alibi_slopes: Any = None, bias: Any = None,
-    mask: Any = None, block_mask: Any = None, kv_lengths: Any = None, dropout_p: Any = 0.0, seed: Any = None,
-    layout: Any = "bhnd", deterministic: Any = False, precision: Any = None, backend: Any = None, **others: Any,
-) -> plan_cache.Entry | None:  # fmt: skip
-    """The cache's entry for a call; None if its plan cannot be cached. recorded: a backward pass follows."""
-    if others or not _is_constant(q_offset, window, dropout_p):
-        return None
-    return plan_cache.entry(
-        (q, k, v), None, (alibi_slopes, bias, mask), block_mask, kv_lengths, layout,
-        (scale, causal, q_offset, window, softcap, seed, return_lse, deterministic, precision, backend),
-        recorded=recorded,
-    )  # fmt: skip
-
-
-def _planned_vjp(entry: plan_cache.Entry, q: Any, k: Any, v: Any, return_lse: bool) -> tuple[Any, Vjp[Any]]:
-    out, lse = entry.run(q, k, v, None)
-    vjp = entry.vjp(q, k, v, out, lse)
-    return (out, lse) if return_lse else out, vjp
-
-
-def _backward_of(chosen: tuple[Backend, Any] | None) -> Any:
-    """The backward pass of a backend and its plan."""
-    return None if chosen is None else partial(chosen[0].backward, chosen[1])
-
-
-def _check_apart(out: Any, problem: Problem, operands: Operands, given: dict[str, Any]) -> None:
-    """Check that `out` shares no memory with these arguments, or with arrays of modifications."""
-    for name, array in (given | operands.arrays).items():
-        if arrays.kind_of(array) == problem.array_kind and arrays.share_memory(out, array):
+def _check_apart(call: Call, operands: Operands) -> None:
+    """Check that the caller's `out` shares no memory with what the backward pass reads."""
+    named = {"q": call.q, "k": call.k, "v": call.v, **call.options, **operands.arrays}
+    for name, array in named.items():
+        if arrays.kind_of(array) is not None and arrays.share_memory(call.native_out, array):
             what = "an array of a modification" if name in operands.arrays else name
-            raise ValueError(f"out shares memory with {what}, which the gradient reads again; another array fits")
+            raise ValueError(f"out must not share memory with {what}: the backward pass reads it")
 
 
 def vjp_of(q: Any, k: Any, v: Any, out: Any, lse: Any, *, backend: str | None = None, **options: Any) -> Vjp[Any]:
@@ -424,39 +282,12 @@ def vjp_of(q: Any, k: Any, v: Any, out: Any, lse: Any, *, backend: str | None = 
 
     out and lse are those of `attention` for the same arguments, dropout's seed among them.
     """
-    entry = entry_of(q, k, v, backend=backend, **options)
-    if entry is None and type(q) is View:
-        q, k, v, out, lse = [foreign.native("an array", x) for x in (q, k, v, out, lse)]
-        return vjp_of(q, k, v, out, lse, backend=backend, **options)
-    if entry is None or entry.planned is None:
-        problem, operands, shape = prepare(q, k, v, out=out, **options)
-        given = (q, k, v), options.get("q_offset"), backend
-        if entry is None or not entry.plan(problem, operands, shape, *given, True):
-            operands.out, operands.lse = shape.to_four(out), lse.reshape(operands.lse.shape)
-            chosen = None if 0 in operands.q.shape[:3] else dispatch.plan(problem, backend)
-            return Vjp(problem, operands, shape, _backward_of(chosen), options.get("sinks"))
-    return entry.vjp(q, k, v, out, lse)
+    with Call("vjp_of", q, k, v, options) as call:
+        recorded = plan_of(call, backend, True, recorded=True).recorded(call, out, lse, kept=True)
+        return Vjp(recorded, call.options.get("sinks"))
 
 
-def _forward(problem: Problem, operands: Operands, backend: str | None) -> tuple[Backend, Any] | None:
-    """Run the forward pass and return the backend and its plan; None without queries."""
-    chosen = dispatch.plan(problem, backend)
-    if 0 in operands.q.shape[:3]:
-        return None
-    chosen[0].forward(chosen[1], operands)
-    return chosen
-
-
-def _deliver(operands: Operands, shape: Shape, out: Any) -> Any:
-    """The result in the caller's shape, written to `out` if it is given."""
-    result = shape.like(operands.out)
-    if out is None:
-        return result
-    if not arrays.same_address(out, result):
-        out[...] = result
-    return out
-
-
+@documented()
 def explain(
     q: Any, k: Any, v: Any, *, backend: str | None = None, return_lse: bool = False, measure: bool = False,
     **options: Unpack[Options],
@@ -498,22 +329,15 @@ def explain(
     """
     from .call.explanation import explain_problem
 
-    if (loan := loan_of(q, k, v, options.get("precision"), described=not measure)) is not None:
-        with loan.scope():
-            on_codes: Any = ""
-            if isinstance(loan, Dequantised):
-                on_codes = fp8.prepared(loan, q, k, v, backend, not measure, **options)
-                if not isinstance(on_codes, str):
-                    return explain_problem(on_codes[0], on_codes[1], backend, measure)
-            borrowed = loan.borrow(q=q, k=k, v=v, **options)
-            found = explain(**borrowed, backend=backend, return_lse=return_lse, measure=measure)
-            if isinstance(loan, Dequantised):
-                return replace(found, problem=loan.described(found.problem, on_codes))
-            return found
-    problem, operands, _ = prepare(q, k, v, described=not measure, **options)
-    return explain_problem(problem, operands, backend, measure)
+    with Call("explain", q, k, v, {**options}, described=not measure) as call:
+        call.require_arrays()
+        quantised, why = call.quantised, on_codes(call, backend) if call.quantised is not None else ""
+        if isinstance(why, Prepared):
+            return explain_problem(why.problem, why.operands, backend, measure)
+        call.dequantise()
+        problem, operands, _ = prepare(call.q, call.k, call.v, described=not measure, **call.options)
+        found = explain_problem(problem, operands, backend, measure)
+        return found if quantised is None else replace(found, problem=quantised.described(found.problem, why))
 
-
-pickled_plan.register()
 
 __all__: list[str] = ["Planned", "Vjp", "attention", "attention_vjp", "explain", "plan"]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from .api import attention, computed
-from .call import arrays, foreign
-from .call.arguments import prepare
+from .api import attention
+from .call import arrays, interop
+from .call.arguments import Memory, prepare
+from .call.call import Call
 from .call.checks import choice, number
+from .call.planned import Once
 from .call.shape import LAYOUTS
 from .spec import MAX_HEAD_DIM
 
@@ -73,11 +75,21 @@ def mla(
     >>> flashkit.mla(q_nope, q_pe, ckv, k_pe, scale=(128 + 64) ** -0.5, causal=True).shape
     (2, 16, 1, 512)
     """
-    if (library := foreign.library_of(q_nope)) is not None:
-        loan = foreign.Loan(library, q_nope)
-        with loan.scope():
-            borrowed = loan.borrow(q_nope=q_nope, q_pe=q_pe, ckv=ckv, k_pe=k_pe, out=out, **options)
-            return loan.give_back(mla(**borrowed, scale=scale, return_lse=return_lse, backend=backend), out)
+    adapter = interop.adapter_of(q_nope)
+    with adapter.scope():
+        native = adapter.to_native(q_nope=q_nope, q_pe=q_pe, ckv=ckv, k_pe=k_pe, out=out, **options)
+        four = [native.pop(name) for name in ("q_nope", "q_pe", "ckv", "k_pe")]
+        found = _mla(*four, scale, return_lse, native.pop("out"), backend, native)
+        result, *lse = found if return_lse else (found,)
+        result = adapter.from_native("out", result) if out is None else out
+        return (result, adapter.from_native("lse", *lse)) if return_lse else result
+
+
+def _mla(
+    q_nope: Any, q_pe: Any, ckv: Any, k_pe: Any, scale: Any, return_lse: bool, out: Any, backend: str | None,
+    options: dict[str, Any],
+) -> Any:  # fmt: skip
+    """`mla` of arrays of NumPy or CuPy."""
     layout = options.get("layout", "bhnd")
     kind = _checked(q_nope, q_pe, ckv, k_pe, layout)
     options["scale"] = number("scale", scale)
@@ -89,7 +101,9 @@ def mla(
     if _is_one_array(ckv, k_pe):
         k = xp.lib.stride_tricks.as_strided(ckv, (*ckv.shape[:-1], q.shape[-1]), ckv.strides)
     elif kind == "numpy":
-        return computed(*prepare(q, ckv, ckv, k_pe=k_pe, out=out, **options), out, return_lse, backend)
+        with Call("mla", q, ckv, ckv, options, out) as call:
+            prepared = prepare(q, ckv, ckv, out=out, memory=Memory(k_pe=k_pe), **call.options)
+            return Once(prepared, backend, return_lse).run(call)
     else:
         k = xp.concatenate([ckv, k_pe], axis=-1)
     return attention(q, k, k[..., :latent], return_lse=return_lse, out=out, backend=backend, **options)

@@ -173,11 +173,11 @@ def _forward(
     mods: dict[str, Any],
 ) -> tuple[Any, Any]:  # fmt: skip
     """out, and lse or None. known: of `_known` for `with_lse` and q, k and v."""
-    with foreign.TORCH.scope(q):
+    with interop.TORCH.scope(q):
         if known is not None:
             planned, turned = known
-            memory = View if q.is_cuda else foreign.TORCH.memory
-            found = planned.run(memory(q), memory(k), memory(v), None)  # it reads addresses, in whatever order the axes
+            memory = View if q.is_cuda else interop.TORCH.memory
+            found = planned.run_on(memory(q), memory(k), memory(v), None)  # it reads addresses, in whatever order the axes
         else:
             given, own_options = (q, k, v), options
             turned = _bhnd_in_bnhd_memory(q, options[LAYOUT]) and "page_table" not in tensors
@@ -189,14 +189,14 @@ def _forward(
             if by_plan is not None:
                 found, planned = by_plan
             else:
-                lent = foreign.Loan(foreign.TORCH, q).lend(*given, **keywords)
+                lent = interop.Loan(interop.TORCH, q).lend(*given, **keywords)
                 found = _attention(**lent, return_lse=with_lse)
                 planned = None if tensors or mods else _cached_plan(return_lse=with_lse, recorded=False, **lent)
             if planned is not None:
                 torch_plans.keep(torch_plans.name_of(with_lse, options), (q, k, v), (planned, turned))
     out, lse = found if with_lse else (found, None)
-    out = foreign.TORCH.own(out, q)
-    return out.transpose(1, 2) if turned else out, None if lse is None else foreign.TORCH.own(lse, q)
+    out = interop.TORCH.own(out, q)
+    return out.transpose(1, 2) if turned else out, None if lse is None else interop.TORCH.own(lse, q)
 
 
 def _results(dout: Any, dlse: Any, out: Any, lse: Any) -> tuple[Any, ...]:
@@ -212,14 +212,14 @@ def _backward(
 
     known: of `_known` for the number of `_results`, and q, k, v and these.
     """
-    with foreign.TORCH.scope(q):
+    with interop.TORCH.scope(q):
         if known is not None:
-            planned, memory = known[0], foreign.TORCH.memory
+            planned, memory = known[0], interop.TORCH.memory
             of_results = planned.recorded(memory(q), memory(k), memory(v), memory(out), memory(lse))
             vjp: Any = Vjp(planned.problem, *of_results)
             arrays = memory(dout), None if dlse is None else memory(dlse)
         else:
-            loan = foreign.Loan(foreign.TORCH, q)
+            loan = interop.Loan(interop.TORCH, q)
             lent = loan.views(q=q, k=k, v=v, out=out, lse=lse, dout=dout, dlse=dlse)
             arrays = lent.pop("dout"), lent.pop("dlse")
             keywords = loan.borrow(**_keywords(tensors, options, mods))
@@ -230,7 +230,7 @@ def _backward(
                 torch_plans.keep(torch_plans.name_of(len(results), options), (q, k, v, *results), (planned, False))
         empty = arrays[0].empty if type(arrays[0]) is View else None
         found = vjp.gradients(*arrays, WRT if "sinks" in tensors else WRT[:3], empty)
-        dq, dk, dv, *dsinks = [foreign.TORCH.own(x, q) for x in found]
+        dq, dk, dv, *dsinks = [interop.TORCH.own(x, q) for x in found]
         dbias = None
         if of_bias:
             given = dict.fromkeys(TENSORS) | tensors | dict(zip(OPTIONS, options, strict=True))
@@ -254,7 +254,7 @@ def _by_cached_plan(
     """
     if not (_PLAIN.issuperset(map(type, given)) and all(x.is_cpu for x in given)):
         return None
-    q, k, v = map(foreign.TORCH.memory, given)
+    q, k, v = map(interop.TORCH.memory, given)
     entry = entry_of(q, k, v, return_lse=with_lse, recorded=False, **keywords)
     return None if entry is None or entry.planned is None else (entry.run(q, k, v, None), entry.repeated)
 
@@ -366,7 +366,7 @@ _BATCHED_GRADIENTS = torch._C._parse_dispatch_key("VmapMode")  # torch.autograd.
 
 def _refuse_tangents(tensors: tuple[Any, ...]) -> None:
     """NotImplementedError where forward mode differentiates: operators without a rule for it would drop tangents."""
-    if not torch.compiler.is_compiling() and any(map(foreign.is_dual, tensors)):
+    if not torch.compiler.is_compiling() and any(map(interop.is_dual, tensors)):
         raise NotImplementedError("flashkit has no forward mode AD of attention; torch.autograd and torch.func.vjp fit")
 
 

@@ -124,8 +124,9 @@ class Cascade:
         if planned is None:
             table, lengths = prefix.pages[None], np.array([prefix.tokens])
             backend = options.pop("backend", None)
-            prepared = prepare(rows, **pools.named(), page_table=table, kv_lengths=lengths, **options)
-            planned = self._plans[key] = Planned(*prepared, (rows, pools.k, pools.v), backend, True)
+            k, v, memory = pools.k, pools.v, pools.memory
+            prepared = prepare(rows, k, v, page_table=table, kv_lengths=lengths, memory=memory, **options)
+            planned = self._plans[key] = Planned(prepared, (rows, k, v), backend, True)
             while len(self._plans) > MAX_PLANS:
                 self._plans.popitem(last=False)
         out, lse = (x.reshape(heads_kv, sequences, each, -1) for x in planned(rows, pools.k, pools.v))

@@ -176,7 +176,7 @@ class Layer:
             return merged
         planned = steps.plans.find(q, pools, options, steps.version)
         if planned is not None:
-            return planned.run(q, pools.k, pools.v, out)
+            return planned.run_on(q, pools.k, pools.v, out)
         k, v = pools.as_arrays(q.dtype)
         return attention(q, k, v, page_table=steps.readable, kv_lengths=steps.lengths, out=out, **options)
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..call.arguments import Memory
 from ..call.quantized import LARGEST, Quantized, quantize
 
 SCALE_BYTES = 4
@@ -33,11 +34,10 @@ class Pools(NamedTuple):
         parts = [_parts(x, kv_format, d) for x, d in ((k, dim), (v, value_dim))]
         return cls(parts[0][0], parts[1][0], kv_format, parts[0][1], parts[1][1])
 
-    def named(self) -> dict[str, Any]:
-        """Arguments of `prepare`."""
-        if not self.kv_format:
-            return {"k": self.k, "v": self.v}
-        return {"k": self.k, "v": self.v, "kv_format": self.kv_format, "scales": (self.k_scale, self.v_scale)}
+    @property
+    def memory(self) -> Memory:
+        """What `prepare` has to know of keys and values."""
+        return Memory(kv_format=self.kv_format, scales=(self.k_scale, self.v_scale))
 
     def as_arrays(self, dtype: Any) -> tuple[Any, Any]:
         """Keys and values as `attention` takes them. dtype: that of its queries, for numbers of 8 bits."""

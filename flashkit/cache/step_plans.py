@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import dispatch
 from ..call import arrays
-from ..call.arguments import prepare
+from ..call.arguments import Prepared, prepare
 from ..call.planned import Planned
 from ..call.positions import are_read
 from ..errors import UnsupportedError
@@ -101,12 +101,13 @@ class StepPlans:
     def _made(self, q: Any, pools: Pools, options: dict[str, Any], queries: int) -> Entry:
         rest = {name: x for name, x in options.items() if name not in ("backend", "return_lse")}
         self._lengths[...] = self._keys  # a backend may take the plan's sizes from them
-        problem, operands, shape = prepare(q, **pools.named(), page_table=self._table, kv_lengths=self._lengths, **rest)
-        operands, offsets = replace(operands, kv_lengths=self._lengths, page_table=self._table), None
+        k, v, table, memory = pools.k, pools.v, self._table, pools.memory
+        problem, operands, shape = prepare(q, k, v, page_table=table, kv_lengths=self._lengths, memory=memory, **rest)
+        operands, offsets = replace(operands, kv_lengths=self._lengths, page_table=table), None
         if are_read(problem.spec.score, problem.spec.mask):
             offsets = operands.q_offset = self._lengths - queries
         backend, return_lse = options.get("backend"), options.get("return_lse", False)
-        return Entry(Planned(problem, operands, shape, (q, pools.k, pools.v), backend, return_lse), offsets)
+        return Entry(Planned(Prepared(problem, operands, shape), (q, k, v), backend, return_lse), offsets)
 
     def _fill(self, version: int) -> None:
         """The lengths and the table of this step, for all plans and layers."""

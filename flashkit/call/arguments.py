@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
 from .. import mods
+from ..mods import Mod
 from ..spec import MAX_PAGE_RUN, AttentionSpec, Fp8, Operands, Problem, name_of
-from . import arrays, options
+from ..options import DEFAULTS, Options, unknown
+from . import arrays
 from .checks import (
     block_mask_of,
     can_write,
@@ -29,7 +32,7 @@ from .checks import (
 )
 from .compose import check_indices, compose
 from .positions import are_read, check_default_offset, q_offset_range, q_offsets_of, queries_of
-from .sequences import queries_within, sequences_of
+from .sequences import Sequences, queries_within, sequences_of
 from .shape import Shape, pairwise
 
 PRECISIONS = (None, "highest", "tf32", "fp8")
@@ -45,25 +48,46 @@ class Fp8Arrays(NamedTuple):
     scales: tuple[Any, ...]
 
 
+class Memory(NamedTuple):
+    """Where the numbers of q, k and v are, if not in the three arrays alone.
+
+    Attributes
+    ----------
+    k_pe : array or None
+        The last columns of the keys, an array that has been checked; k has the other columns.
+    fp8 : Fp8Arrays or None
+        q, k and v are codes of e4m3, uint8.
+    kv_format : str
+        k and v are numbers of 8 bits of this format,
+    scales : (array, array)
+        with these scales of k and v, of the same axes, which have been checked.
+    """
+
+    k_pe: Any = None
+    fp8: Fp8Arrays | None = None
+    kv_format: str = ""
+    scales: tuple[Any, Any] = (None, None)
+
+
+PLAIN = Memory()
+
+
+class Prepared(NamedTuple):
+    """A checked call."""
+
+    problem: Problem
+    operands: Operands
+    shape: Shape
+
+
 def prepare(
-    q: Any, k: Any, v: Any, *, scale: float | None = None, causal: bool = False, q_offset: Any = None,
-    window: tuple[int | None, int | None] | None = None, softcap: float | None = None, alibi_slopes: Any = None,
-    bias: Any = None, mask: Any = None, block_mask: Any = None, score_mod: Any = None, mask_mod: Any = None,
-    kv_lengths: Any = None, q_lengths: Any = None, cu_seqlens: Any = None, page_table: Any = None,
-    dropout_p: float = 0.0, seed: int | None = None, sinks: Any = None, layout: str = "bhnd",
-    out: Any = None, deterministic: bool = False, precision: str | None = None, described: bool = False,
-    k_pe: Any = None, fp8: Fp8Arrays | None = None, kv_format: str = "", scales: tuple[Any, Any] = (None, None),
-    **others: Any,
-) -> tuple[Problem, Operands, Shape]:  # fmt: skip
+    q: Any, k: Any, v: Any, *, out: Any = None, described: bool = False, memory: Memory = PLAIN,
+    **given: Unpack[Options],
+) -> Prepared:  # fmt: skip
     """Check the arguments of attention() and fill in defaults.
 
     described: the call is only described. Then nothing takes memory in proportion to its sizes: results, lengths and
     offsets are stand-ins, q, k and v are not copied, and axes of stride 0 of a bias and a mask count as of length 1.
-
-    k_pe: the last columns of the keys, an array that has been checked; k has the other columns.
-
-    fp8: q, k and v are codes of e4m3, uint8.
-    kv_format, scales: k and v are numbers of 8 bits, with these scales of the same axes, which have been checked.
 
     Kernels compute addresses from lengths, offsets, integers of modifications, shapes and strides. These are copied
     before they are checked, because the caller's arrays may change at any time. Lengths on a device are not read; the
@@ -77,109 +101,127 @@ def prepare(
     shape : Shape
         From (B, H, N, D) back to the caller's shapes.
     """
-    if others:
-        raise options.unknown(others)
+    if not DEFAULTS.keys() >= given.keys():
+        raise unknown("attention", [name for name in given if name not in DEFAULTS])
+    o: Any = SimpleNamespace(**DEFAULTS | given)
     kind = arrays.require("q", q)
     for name, array in (("k", k), ("v", v)):
         arrays.require(name, array, kind)
+    fp8, k_pe = memory.fp8, memory.k_pe
     dtype, own_dtype = (name_of(fp8.dtype), fp8.dtype) if fp8 else (arrays.dtype_name("q", q), q.dtype)
-    for name, array in () if fp8 or kv_format else (("k", k), ("v", v)):
+    for name, array in () if fp8 or memory.kv_format else (("k", k), ("v", v)):
         if arrays.dtype_name(name, array) != dtype:
             raise TypeError(f"{name} has dtype {array.dtype}, q has {dtype}; q, k and v have one dtype")
     pe_dim = 0 if k_pe is None else k_pe.shape[-1]
     q_of_k = q[..., : q.shape[-1] - pe_dim]
-    seqs = sequences_of(q_of_k, k, v, kind, layout, kv_lengths, cu_seqlens, page_table, not described)
+    seqs = sequences_of(
+        q_of_k, k, v, kind, o.layout, o.kv_lengths, o.cu_seqlens, o.page_table, not described
+    )  # fmt: skip
     shape, batch, most_q, most_k = seqs.shape, seqs.batch, seqs.most_q, seqs.most_k
     q4 = (shape.four_axes if described else shape.to_four)(q).view()
     k4, v4 = ((shape.four_axes if described and not shape.paged else shape.keys_to_four)(x).view() for x in (k, v))
     entries, heads, n_q, d = q4.shape
     heads_kv, dv = k4.shape[1], v4.shape[3]
-    xp = arrays.namespace(kind)
-
-    if q_lengths is not None and seqs.extra:
+    if o.q_lengths is not None and seqs.extra:
         raise ValueError("q_lengths beside cu_seqlens, which gives the lengths; one of them fits")
-    queries = queries_of(q_lengths, kind, shape, batch, seqs.n_q, most_q, not described)
+    queries = queries_of(o.q_lengths, kind, shape, batch, seqs.n_q, most_q, not described)
     offsets = seqs.positions
-    find_offsets = partial(q_offsets_of, q_offset, kind, shape, batch, seqs.lengths, queries, most_k, not described)
-    later = q_offset is offsets is None and not isinstance(seqs.lengths, np.ndarray)
-    if not later and (q_offset is not None or offsets is None):
+    find_offsets = partial(q_offsets_of, o.q_offset, kind, shape, batch, seqs.lengths, queries, most_k, not described)
+    later = o.q_offset is offsets is None and not isinstance(seqs.lengths, np.ndarray)
+    if not later and (o.q_offset is not None or offsets is None):
         offsets = find_offsets()
-    full = (batch, heads, most_q, seqs.room)
-    scores, masks = [], []
 
-    def pairs(name: str, array: Any, dtypes: str) -> Any:
-        if seqs.cu_seqlens is not None:
-            raise ValueError(f"{name} beside cu_seqlens; a score_mod or a mask_mod fits")
-        found = pairwise(name, array, kind, shape, full, dtypes)
-        return arrays.without_repeats(found) if described else found
-
-    def empty(shape: tuple[int, ...], dtype: Any) -> Any:
-        return arrays.stand_in(xp.zeros((), dtype), shape) if described else xp.empty(shape, dtype)
-
-    if softcap is not None:
-        scores.append(mods.softcap(number("softcap", softcap)))
-    if alibi_slopes is not None:
-        scores.append(mods.alibi(slopes_of(alibi_slopes, kind, batch, heads, layout)).snapshot())
-    if bias is not None:
-        scores.append(mods.bias(pairs("bias", bias, "f")).snapshot())
-    if flag("causal", causal, ", and mask= for an array of pairs"):
-        masks.append(mods.causal())
-    if q_lengths is not None:
-        masks.append(queries_within(queries))
-    if window is not None:
-        masks.append(mods.sliding_window(*window_of(window)))
-    if mask is not None:
-        # A floating mask is added to the scores, as in other libraries.
-        array = pairs("mask", mask, "bf")
-        if array.dtype.kind == "b":
-            masks.append(mods.visible(array).snapshot())
-        else:
-            scores.append(mods.bias(array).snapshot())
-    given = [] if score_mod is None else [mods.trace(score_mod, "score").snapshot()]
-    scores += given
-    if block_mask is not None:
-        given.append(block_mask_of(block_mask, batch, heads, most_q, most_k, layout, seqs.differ).snapshot())
-        masks.append(given[-1])
-    if mask_mod is not None:
-        given.append(mods.trace(mask_mod, "mask").snapshot())
-        masks.append(given[-1])
-    for mod in given:
-        reach = q_offset_range(offsets, q_offset is not None, batch, most_q, most_k)
+    scores, masks, given_mods = _modifications(o, kind, heads, seqs, queries, described)
+    for mod in given_mods:
+        reach = q_offset_range(offsets, o.q_offset is not None, batch, most_q, most_k)
         check_indices(mod, batch, heads, seqs.n_q if isinstance(seqs.n_q, np.ndarray) else most_q, most_k, *reach)
     score, hidden, slots, params, values = compose(scores, masks)
     if later:  # two launches on a device, whose kernels mostly do not read the result
         offsets = find_offsets() if are_read(score, hidden) else np.zeros(batch, np.int64)
-    if q_offset is q_lengths is page_table is None and kv_lengths is not None:
+    if o.q_offset is o.q_lengths is o.page_table is None and o.kv_lengths is not None:
         check_default_offset(seqs.lengths, n_q, (score, hidden))
 
     if out is not None:
         check_out(out, kind, dtype, (*q.shape[:-1], v.shape[-1]))
-    dropout_p = number("dropout_p", dropout_p)
+    dropout_p = number("dropout_p", o.dropout_p)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p is {dropout_p}; a probability of at least 0 and below 1 fits")
-    choice("precision", precision, PRECISIONS)
-    if precision == "fp8":  # the functions that take it quantise, and come here without it
+    choice("precision", o.precision, PRECISIONS)
+    if o.precision == "fp8":  # the functions that take it quantise, and come here without it
         raise ValueError(
             "precision is 'fp8', which attention, attention_vjp, plan, explain and weights of flashkit itself take; "
             "None, 'highest' or 'tf32' fits here"
         )
     spec = AttentionSpec(
-        dtype, d, dv, heads // heads_kv if heads_kv else 1, score, hidden, slots, dropout_p > 0, sinks is not None,
-        kv_lengths is not None or cu_seqlens is not None, is_deterministic(deterministic),
-        None if precision == "highest" else precision, cu_seqlens is not None, page_table is not None, pe_dim,
-        fp8.per if fp8 else None, kv_format, 1 if page_table is None else math.gcd(k.shape[1], MAX_PAGE_RUN),
+        dtype, d, dv, heads // heads_kv if heads_kv else 1, score, hidden, slots, dropout_p > 0, o.sinks is not None,
+        o.kv_lengths is not None or o.cu_seqlens is not None, is_deterministic(o.deterministic),
+        None if o.precision == "highest" else o.precision, o.cu_seqlens is not None, o.page_table is not None, pe_dim,
+        fp8.per if fp8 else None, memory.kv_format, 1 if o.page_table is None else math.gcd(k.shape[1], MAX_PAGE_RUN),
     )  # fmt: skip
     problem = Problem(spec, batch + seqs.extra, heads, most_q, most_k, kind, seqs.tokens(n_q))
     read = [q, k, v, *values.values(), *([] if k_pe is None else [k_pe])]
     direct = out is not None and can_write(out, *read)
+    xp = arrays.namespace(kind)
+
+    def empty(shape: tuple[int, ...], dtype: Any) -> Any:
+        return arrays.stand_in(xp.zeros((), dtype), shape) if described else xp.empty(shape, dtype)
+
     operands = Operands(
-        q4, k4, v4, 1 / math.sqrt(d) if scale is None else number("scale", scale),
+        q4, k4, v4, 1 / math.sqrt(d) if o.scale is None else number("scale", o.scale),
         seqs.with_extra(offsets), seqs.with_extra(seqs.lengths), params, values,
-        sinks_of(sinks, kind, heads, layout, spec.lse_dtype, not described), dropout_p, seed_of(seed, dropout_p),
+        sinks_of(o.sinks, kind, heads, o.layout, spec.lse_dtype, not described), dropout_p, seed_of(o.seed, dropout_p),
         shape.to_four(out).view() if direct else shape.empty(empty, entries, heads, n_q, dv, own_dtype),
-        empty((entries, heads, n_q), spec.lse_dtype), block_mask if len(masks) == 1 else None, seqs.cu_seqlens,
+        empty((entries, heads, n_q), spec.lse_dtype), o.block_mask if len(masks) == 1 else None, seqs.cu_seqlens,
         seqs.page_table, None if k_pe is None else shape.keys_to_four(k_pe),
         tuple(map(shape.four_axes, fp8.scales)) if fp8 else None,
-        *(None if x is None else shape.keys_to_four(x) for x in scales),
+        *(None if x is None else shape.keys_to_four(x) for x in memory.scales),
     )  # fmt: skip
-    return problem, operands, shape
+    return Prepared(problem, operands, shape)
+
+
+def _modifications(
+    o: Any, kind: str, heads: int, seqs: Sequences, queries: Any, described: bool
+) -> tuple[list[Mod], list[Mod], list[Mod]]:
+    """The options that change scores, in their order, those that hide pairs, and those of them whose indices have to be
+    proved in range.
+    """
+    batch, layout = seqs.batch, o.layout
+    scores: list[Mod] = []
+    masks: list[Mod] = []
+
+    def pairs(name: str, array: Any, dtypes: str) -> Any:
+        if seqs.cu_seqlens is not None:
+            raise ValueError(f"{name} beside cu_seqlens; a score_mod or a mask_mod fits")
+        found = pairwise(name, array, kind, seqs.shape, (batch, heads, seqs.most_q, seqs.room), dtypes)
+        return arrays.without_repeats(found) if described else found
+
+    if o.softcap is not None:
+        scores.append(mods.softcap(number("softcap", o.softcap)))
+    if o.alibi_slopes is not None:
+        scores.append(mods.alibi(slopes_of(o.alibi_slopes, kind, batch, heads, layout)).snapshot())
+    if o.bias is not None:
+        scores.append(mods.bias(pairs("bias", o.bias, "f")).snapshot())
+    if flag("causal", o.causal, ", and mask= for an array of pairs"):
+        masks.append(mods.causal())
+    if o.q_lengths is not None:
+        masks.append(queries_within(queries))
+    if o.window is not None:
+        masks.append(mods.sliding_window(*window_of(o.window)))
+    if o.mask is not None:
+        # A floating mask is added to the scores, as in other libraries.
+        array = pairs("mask", o.mask, "bf")
+        if array.dtype.kind == "b":
+            masks.append(mods.visible(array).snapshot())
+        else:
+            scores.append(mods.bias(array).snapshot())
+    given = [] if o.score_mod is None else [mods.trace(o.score_mod, "score").snapshot()]
+    scores += given
+    if o.block_mask is not None:
+        given.append(
+            block_mask_of(o.block_mask, batch, heads, seqs.most_q, seqs.most_k, layout, seqs.differ).snapshot()
+        )
+        masks.append(given[-1])
+    if o.mask_mod is not None:
+        given.append(mods.trace(o.mask_mod, "mask").snapshot())
+        masks.append(given[-1])
+    return scores, masks, given

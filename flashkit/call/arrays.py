@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..spec import ITEMSIZE, name_of
-from . import foreign
+from . import interop
 from .views import View
 
 
@@ -42,7 +42,7 @@ def require(name: str, array: Any, kind: str | None = None) -> str:
         hint = "; give x.filled(...) and mask=" if isinstance(array, np.ma.MaskedArray) else "; numpy.asarray(x) fits"
         raise TypeError(f"{name} is a {type(array).__name__}; a plain numpy.ndarray fits{hint}")
     if found is None:
-        if kind is not None and (library := foreign.library_of(array)) is not None:
+        if kind is not None and (library := interop.library_of(array)) is not None:
             raise TypeError(
                 f"{name} is a {library.describe(array)}, but q is a {kind} array; all arrays of a call live in one "
                 "library"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
 import numpy as np
 
 from ..errors import shown
-from . import arrays, foreign
+from . import arrays, interop
 from .checks import choice
 from .shape import LAYOUTS
 
@@ -65,10 +66,14 @@ def merge(*parts: tuple[Any, Any], layout: str = "bhnd") -> tuple[Any, Any]:
     True
     """
     first = parts[0][0] if parts and isinstance(parts[0], (tuple, list)) and parts[0] else None
-    if (library := foreign.library_of(first)) is not None:
-        loan = foreign.Loan(library, first)
-        with loan.scope():
-            return loan.give_back(merge(*(_borrowed(loan, *part) for part in enumerate(parts)), layout=layout))
+    adapter = interop.adapter_of(first)
+    with adapter.scope():
+        out, lse = merge_native([_native(adapter, *part) for part in enumerate(parts)], layout)
+        return adapter.from_native("out", out), adapter.from_native("lse", lse)
+
+
+def merge_native(parts: Sequence[Any], layout: str) -> tuple[Any, Any]:
+    """`merge` of arrays of NumPy or CuPy."""
     kind = _checked(parts, layout)
     xp: Any = arrays.namespace(kind)
     dtype = parts[0][0].dtype
@@ -92,15 +97,15 @@ def merge(*parts: tuple[Any, Any], layout: str = "bhnd") -> tuple[Any, Any]:
     return result.astype(dtype, copy=False), merged
 
 
-def _borrowed(loan: foreign.Loan, number: int, part: Any) -> Any:
+def _native(adapter: interop.Foreign | interop.Native, number: int, part: Any) -> Any:
     """A part with arrays of NumPy or CuPy, if it has arrays."""
     if not isinstance(part, (tuple, list)):
         return part
     names = (f"{name} of part {number}" for name in ("out", "lse", *map(str, range(2, len(part)))))
-    return tuple(loan.borrow(**dict(zip(names, part))).values())
+    return tuple(adapter.to_native(**dict(zip(names, part))).values())
 
 
-def _checked(parts: tuple[Any, ...], layout: str) -> str:
+def _checked(parts: Sequence[Any], layout: str) -> str:
     """The kind of the arrays and the shape of an lse; an error if the parts do not fit each other."""
     choice("layout", layout, LAYOUTS)
     fits = "(out, lse), as attention(..., return_lse=True) returns it, fits"

@@ -1,26 +1,40 @@
-"""`Planned`: a call of attention with everything done that does not depend on the contents of q, k and v."""
+"""`Planned`: a call of attention with everything done that does not depend on the contents of q, k and v, and `Once`: a
+prepared call whose plan no other call can use.
+"""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import dispatch
 from ..backends.base import Backend, Bound, BoundBackward
+from ..errors import shown
 from ..mods import Mod
 from ..mods.tracing import values_of
 from ..spec import Gradients, Operands, Problem
-from . import arrays, foreign
+from . import arrays
+from .arguments import Prepared, prepare
+from .call import Call
 from .checks import check_out
 from .compose import check_indices
-from .loans import loan_of
-from .positions import are_read, check_default_offset, kv_lengths_of, q_offset_range, q_offsets_of
+from .positions import are_read, check_default_offset, kv_lengths_of, q_offset_range, q_offsets_of, queries_of
 from .sequences import check_pages, table_of
 from .shape import Shape
 from .views import View
+
+class Recorded(NamedTuple):
+    """What a backward pass needs of its call."""
+
+    problem: Problem
+    operands: Operands
+    shape: Shape
+    run: BoundBackward | None  # None without queries
+
 
 LENGTHS = "kv_lengths", "q_offset", "page_table"
 """What calls of a plan that was made with kv_lengths may pass, in the order of a bound call's arguments."""
@@ -52,33 +66,39 @@ class Planned:
     """
 
     def __init__(
-        self, problem: Problem, operands: Operands, shape: Shape, given: tuple[Any, Any, Any], backend: str | None,
-        return_lse: bool, anew: tuple[str, ...] = (), varies: bool = False, follows: Any = None,
-        room: int | None = None,
+        self, prepared: Prepared, given: tuple[Any, Any, Any], backend: str | None, return_lse: bool,
+        per_call: tuple[str, ...] = (), varies: bool = False, follows: Any = None, room: int | None = None,
+        fp8: bool = False,
     ) -> None:  # fmt: skip
         """
         Parameters
         ----------
-        anew
-            Names of the operands' arrays that each call of `run` passes.
+        given
+            q, k and v of a first call.
+        per_call
+            Names of the operands' arrays that each call passes.
         varies
             Whether calls may pass lengths; see `with_lengths`.
         follows
             Queries of each batch entry where the offsets of such calls follow their lengths, None where they stay.
         room
             The most keys of such calls; by default those of k or of its pages.
+        fp8
+            Whether calls quantise their arrays first.
         """
+        problem, operands, shape = prepared
+        self._fp8 = fp8
         chosen, plan = dispatch.plan(problem, backend)
         self.problem, self.backend, self.tile = problem, chosen.name, plan.tile
-        self._return_lse, self._shape, self._chosen, self._anew = return_lse, shape, (chosen, plan), anew
+        self._return_lse, self._shape, self._chosen, self._per_call = return_lse, shape, (chosen, plan), per_call
         self._run_backward: BoundBackward | None = None
         self._asked, self.last_use = backend, 0
-        fixed = {name: array for name, array in operands.arrays.items() if name not in anew}
+        fixed = {name: array for name, array in operands.arrays.items() if name not in per_call}
         self._values = tuple(fixed.values())
         self._operands = replace(operands, q=None, k=None, v=None, out=None, lse=None, arrays=fixed)  # for pickles
         self._layouts = tuple(map(arrays.layout, given))
         fours = operands.q, operands.k, operands.v
-        binds = hasattr(chosen, "bind") and (not anew or getattr(chosen, "takes_arrays", False))
+        binds = hasattr(chosen, "bind") and (not per_call or getattr(chosen, "takes_arrays", False))
         # A bound call reads addresses, so each call copies arrays that are not addressable, as attention() does.
         self._copied = not all(map(arrays.same_address, given, fours))
         self._copies = binds and self._copied
@@ -93,9 +113,9 @@ class Planned:
             self._run = _nothing
         elif binds:
             bind: Any = chosen.bind  # type: ignore[attr-defined]
-            self._run = bind(plan, operands, anew) if anew else bind(plan, operands)
+            self._run = bind(plan, operands, per_call) if per_call else bind(plan, operands)
         else:
-            self._run = _forward(chosen, plan, operands, shape, anew)
+            self._run = _forward(chosen, plan, operands, shape, per_call)
         self._varies = varies
         self._follows = follows if are_read(problem.spec.score, problem.spec.mask) else None
         self.takes_lengths = getattr(chosen, "takes_lengths", False) and not self._copies
@@ -136,7 +156,29 @@ class Planned:
 
     def __repr__(self) -> str:
         returned = "(out, lse)" if self._return_lse else "out"
-        return f"<Planned: {self.problem.describe()}; {self.backend}, {self.tile}; returns {returned}>"
+        fp8 = "; precision 'fp8'" if self._fp8 else ""
+        return f"<Planned: {self.problem.describe()}; {self.backend}, {self.tile}; returns {returned}{fp8}>"
+
+    def __reduce__(self) -> Any:
+        """What was asked for, not compiled code. Loading it plans again, on the machine that loads it, with every check
+        of `flashkit.plan`.
+        """
+        spec, operands = self.problem.spec, self._operands
+        score, mask = self.mods()
+        own = slice(-1 if spec.packed else None)  # without the sequence that a packed call adds
+        of_q, of_k = (None if x is None else x[own] for x in operands.cu_seqlens or (None, None))
+        has_lengths = spec.kv_lengths and (spec.paged or not spec.packed)
+        # Causal masks, windows, biases and lengths of queries are in the joined mods.
+        options = dict(
+            scale=operands.scale, q_offset=operands.q_offset[own],
+            kv_lengths=operands.kv_lengths[own] if has_lengths else None, score_mod=score,
+            mask_mod=mask if operands.blocks is None else None, block_mask=operands.blocks,
+            dropout_p=operands.dropout_p, seed=operands.seed if spec.dropout else None, sinks=operands.sinks,
+            layout=self._shape.layout, deterministic=spec.deterministic, precision=spec.precision,
+            cu_seqlens=of_q if of_k is None else (of_q, of_k), page_table=operands.page_table,
+        )  # fmt: skip
+        tensors = [(self.problem.array_kind, *rest) for _, *rest in self._layouts]
+        return _unpickled, (tensors, options, self._asked, self._return_lse, self._follows, self._fp8)
 
     def __call__(
         self, q: Any, k: Any, v: Any, *, out: Any = None, kv_lengths: Any = None, q_offset: Any = None,
@@ -182,16 +224,34 @@ class Planned:
         >>> bool((out == flashkit.attention(q[:, :, :1], k, v, kv_lengths=[11])).all())
         True
         """
-        if (arrays.layout(q), arrays.layout(k), arrays.layout(v)) != self._layouts:
-            if (loan := loan_of(q, k, v)) is not None:
-                with loan.scope():
-                    lengths = {"kv_lengths": kv_lengths, "q_offset": q_offset, "page_table": page_table}
-                    lend = loan.lend if self.reads_addresses else loan.borrow
-                    return loan.give_back(self(**lend(q=q, k=k, v=v, out=out, **lengths)), out)
-            self._check(q, k, v)
-        if kv_lengths is q_offset is page_table is None:
-            return self.run(q, k, v, out)
-        return self.with_lengths(q, k, v, out, kv_lengths, q_offset, page_table)
+        fits = (arrays.layout(q), arrays.layout(k), arrays.layout(v)) == self._layouts
+        if fits and not self._fp8 and kv_lengths is q_offset is page_table is None:
+            return self.run_on(q, k, v, out)
+        given: Any = {"kv_lengths": kv_lengths, "q_offset": q_offset, "page_table": page_table}
+        if self._fp8:
+            given["precision"] = "fp8"
+        with Call("a planned call", q, k, v, given, out) as call:
+            call.dequantise()
+            call.require_arrays()
+            self._check(call.q, call.k, call.v)
+            q, k, v, out, lengths = call.q, call.k, call.v, call.out, [call.options[name] for name in LENGTHS]
+            planned = all(x is None for x in lengths)
+            return call.to_caller(self.run_on(q, k, v, out) if planned else self.with_lengths(q, k, v, out, *lengths))
+
+    def run(self, call: Call) -> Any:
+        """The call by this plan, whose key it has."""
+        q, k, v, out = call.q, call.k, call.v, call.out
+        pairs, axis, lengths, offsets, follows = call.per_call
+        if lengths is not None:
+            return self.with_lengths(q, k, v, out, lengths)
+        if axis < 0:
+            return self.with_keys(q, k, v, out, axis)
+        if offsets:
+            from ..backends.cuda_common.cu_seqlens import derive
+
+            derived = derive(offsets[0], len(q), offsets[1], len(k))
+            pairs += derived if follows else derived[:-1]
+        return self.run_on(q, k, v, out, *pairs)
 
     def with_keys(self, q: Any, k: Any, v: Any, out: Any, axis: int) -> Any:
         """The call for as many keys as k has along this axis; for arrays that fit but for that."""
@@ -246,16 +306,17 @@ class Planned:
                 if mod is not None:
                     check_indices(mod, problem.batch, problem.heads, n_q, self._room, *reach)
 
-    def run(self, q: Any, k: Any, v: Any, out: Any, *anew: Any) -> Any:
+    def run_on(self, q: Any, k: Any, v: Any, out: Any, *per_call: Any) -> Any:
         """The call, for arrays that are known to fit."""
-        return self._run_on(self._run, q, k, v, out, *anew)
+        return self._run_on(self._run, q, k, v, out, *per_call)
 
-    def recorded(
-        self, q: Any, k: Any, v: Any, out: Any, lse: Any, *anew: Any
-    ) -> tuple[Operands, Shape, BoundBackward | None]:
-        """The operands of a call of `run` with its results, and its backward pass; None where there are no queries.
+    def recorded(self, call: Call, out: Any, lse: Any, kept: bool = False) -> Recorded:
+        """What the backward pass of a call of `run` needs. kept: as of `Once.recorded`."""
+        return self.recorded_on(call.q, call.k, call.v, out, lse, *call.per_call.arrays)
 
-        They are views: the caller may set the shape of an array object anew.
+    def recorded_on(self, q: Any, k: Any, v: Any, out: Any, lse: Any, *per_call: Any) -> Recorded:
+        """What the backward pass of a call of `run_on` needs. The operands are views: the caller may set the shape of
+        an array object.
         """
         (backend, plan), shape = self._chosen, self._shape
         if out.shape != self._out or out.dtype != self._dtype or lse.dtype != self._lse[1]:
@@ -267,29 +328,31 @@ class Planned:
         q, k, v, out = (x.view() for x in (four(q), four(k), four(v), shape.to_four(out)))
         operands = object.__new__(Operands)
         vars(operands).update(vars(self._operands), q=q, k=k, v=v, out=out, lse=lse.reshape(self._rows))
-        if anew:
-            operands.arrays = operands.arrays | {name: x.view() for name, x in zip(self._anew, anew, strict=True)}
+        if per_call:
+            named = zip(self._per_call, per_call, strict=True)
+            operands.arrays = operands.arrays | {name: x.view() for name, x in named}
         if 0 in q.shape[:3]:
-            return operands, shape, None
-        binds = hasattr(backend, "bind_backward") and (not anew or getattr(backend, "takes_arrays", False))
-        return operands, shape, self._backward if binds else partial(backend.backward, plan)
+            return Recorded(self.problem, operands, shape, None)
+        binds = hasattr(backend, "bind_backward") and (not per_call or getattr(backend, "takes_arrays", False))
+        run = self._backward if binds else partial(backend.backward, plan)
+        return Recorded(self.problem, operands, shape, run)
 
     def _backward(self, operands: Operands, gradients: Gradients) -> None:
         if self._run_backward is None:
             backend, plan = self._chosen
             bind: Any = backend.bind_backward  # type: ignore[attr-defined]
-            anew = (self._anew,) if self._anew else ()
-            self._run_backward = bind(plan, operands, gradients, *anew)
+            names = (self._per_call,) if self._per_call else ()
+            self._run_backward = bind(plan, operands, gradients, *names)
         self._run_backward(operands, gradients)
 
-    def _run_on(self, bound: Bound, q: Any, k: Any, v: Any, out: Any, *anew: Any) -> Any:
+    def _run_on(self, bound: Bound, q: Any, k: Any, v: Any, out: Any, *rest: Any) -> Any:
         lent = type(q) is View  # with memory for the result
         empty = q.empty if lent else self._empty
-        target = out if out is not None and (lent or self._fits(out, q, k, v, *anew)) else empty(self._out, self._dtype)
+        target = out if out is not None and (lent or self._fits(out, q, k, v, *rest)) else empty(self._out, self._dtype)
         lse = None if self._spares_lse and bound is self._run else empty(*self._lse)
         if self._copies and bound is self._run:
             q, k, v = self._shape.to_four(q), self._shape.keys_to_four(k), self._shape.keys_to_four(v)
-        bound(q, k, v, target, lse, *anew)
+        bound(q, k, v, target, lse, *rest)
         if out is None:
             out = target
         elif out is not target:
@@ -327,38 +390,89 @@ def _nothing(*tensors: Any) -> None:
 
 
 def _forward(
-    backend: Backend, plan: Any, operands: Operands, shape: Shape, anew: tuple[str, ...], lengths: tuple[str, ...] = ()
+    backend: Backend, plan: Any, operands: Operands, shape: Shape, per_call: tuple[str, ...], lengths: tuple[str, ...] = ()
 ) -> Bound:
     """The forward pass of a backend that cannot bind, or not with the arrays and lengths that each call passes."""
     rows = operands.lse.shape
-    fixed = {name: array for name, array in operands.arrays.items() if name not in anew}
+    fixed = {name: array for name, array in operands.arrays.items() if name not in per_call}
     rest = replace(operands, q=None, k=None, v=None, out=None, lse=None, arrays=fixed)
 
     def forward(q: Any, k: Any, v: Any, out: Any, lse: Any, *arrays: Any) -> None:
         q, out = map(shape.to_four, (q, out))
         k, v = map(shape.keys_to_four, (k, v))
-        named = fixed | dict(zip(anew, arrays[: len(anew)], strict=True))
-        own = dict(zip(lengths, arrays[len(anew) :], strict=True))
+        named = fixed | dict(zip(per_call, arrays[: len(per_call)], strict=True))
+        own = dict(zip(lengths, arrays[len(per_call) :], strict=True))
         backend.forward(plan, replace(rest, q=q, k=k, v=v, out=out, lse=lse.reshape(rows), arrays=named, **own))
 
     return forward
 
 
-class QuantisingPlan(Planned):
-    """A planned call with precision="fp8": each call quantises its arrays first."""
+class Once:
+    """A prepared call whose plan no other call can use, because it depends on more than layouts."""
 
-    def __init__(self, planned: Planned) -> None:
-        vars(self).update(vars(planned))
-        self._planned = planned
+    def __init__(self, prepared: Prepared, backend: str | None, return_lse: bool) -> None:
+        self.problem, self.operands, self._shape = prepared
+        self._return_lse = return_lse
+        self._chosen = dispatch.plan(self.problem, backend)
 
-    def __repr__(self) -> str:
-        return f"{super().__repr__()[:-1]}; precision 'fp8'>"
+    def run(self, call: Call) -> Any:
+        """The result, in `call.out` if that is given."""
+        operands, shape, out = self.operands, self._shape, call.out
+        if 0 not in operands.q.shape[:3]:
+            backend, plan = self._chosen
+            backend.forward(plan, operands)
+        result = shape.like(operands.out)
+        if out is None:
+            out = result
+        elif not arrays.same_address(out, result):
+            out[...] = result
+        return (out, shape.rows(operands.lse)) if self._return_lse else out
 
-    def __call__(self, q: Any, k: Any, v: Any, *, out: Any = None, **lengths: Any) -> Any:
-        loan: Any = loan_of(q, k, v, "fp8")
-        planned = self if isinstance(loan, foreign.Loan) else self._planned
-        with loan.scope():
-            return loan.give_back(planned(**loan.borrow(q=q, k=k, v=v, out=out, **lengths)), out)
+    def recorded(self, call: Call, out: Any, lse: Any, kept: bool = False) -> Recorded:
+        """What the backward pass of this call needs. kept: its results were kept by the caller, and `run` was not
+        called.
+        """
+        operands, shape = self.operands, self._shape
+        if kept:
+            operands.out, operands.lse = shape.to_four(out), lse.reshape(operands.lse.shape)
+        elif not self.problem.spec.packed:  # whose lengths are new
+            operands.kv_lengths = operands.kv_lengths.copy()  # the caller may change its array between the two passes
+        backend, plan = self._chosen
+        run = None if 0 in operands.q.shape[:3] else partial(backend.backward, plan)
+        return Recorded(self.problem, operands, shape, run)
 
-    def __reduce__(self) -> Any:
-        return QuantisingPlan, (self._planned,)
+
+def _unpickled(
+    tensors: Any, options: Any, backend: Any, return_lse: Any, follows: Any, fp8: Any
+) -> Planned:  # fmt: skip
+    """The plan whose pickled form this is."""
+    if not isinstance(tensors, list) or len(tensors) != 3 or not isinstance(options, dict):
+        raise ValueError(f"no pickled plan: {shown(tensors)}")
+    given = tuple(_laid_out(*each) for each in tensors)
+    prepared = prepare(*given, **options)
+    problem, _, shape = prepared
+    if follows is not None:
+        n_q, queries = problem.n_q, None if isinstance(follows, int) else follows
+        follows = queries_of(queries, problem.array_kind, shape, problem.batch, n_q, n_q)
+    varies = problem.spec.kv_lengths and not problem.spec.packed
+    return Planned(
+        prepared, (given[0], given[1], given[2]), backend, return_lse is True, varies=varies, follows=follows,
+        fp8=fp8 is True,
+    )  # fmt: skip
+
+
+def _laid_out(kind: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, place: Any) -> Any:
+    """An array of this layout with arbitrary contents; its memory is not touched here."""
+    shape, strides, dtype = tuple(map(int, shape)), tuple(map(int, strides)), np.dtype(dtype)
+    reach = [(n - 1) * stride for n, stride in zip(shape, strides, strict=True)] if 0 not in shape else []
+    first, last = sum(x for x in reach if x < 0), sum(x for x in reach if x > 0)
+    size = last - first + dtype.itemsize
+    if kind != "cupy":
+        memory = np.empty(size + 2 * dtype.itemsize, np.uint8)
+        start = -first + (-memory.ctypes.data + first) % dtype.itemsize + (0 if place else 1)
+        return np.ndarray(shape, dtype, memory, start, strides)
+    import cupy
+
+    with cupy.cuda.Device(int(place)) if place is not None else nullcontext():
+        held = cupy.empty(size, np.uint8)
+        return cupy.ndarray(shape, dtype, held.data + -first, strides)

@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import shown
 from ..mods.dropout import philox
 from ..spec import DTYPES, MAX_HEAD_DIM, name_of
-from . import arrays, foreign
+from . import arrays, interop
 from .checks import choice, flag, seed_of
 from .shape import HEADS_AND_TOKENS, LAYOUTS
 
@@ -255,7 +255,7 @@ def quantize(
     >>> bool(abs(error).max() < 0.05)
     True
     """
-    if (library := foreign.library_of(x)) is not None:
+    if (library := interop.library_of(x)) is not None:
         raise TypeError(f"x is a {library.describe(x)}; an array of NumPy or CuPy fits")
     kind = arrays.require("x", x)
     arrays.dtype_name("x", x)

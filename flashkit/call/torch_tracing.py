@@ -17,7 +17,7 @@ from .. import mods
 from ..mods import Mod, ModKind, expr
 from ..mods.expr import Expr
 from ..mods.tracing import SYMBOLS, trace_graph, value_kind
-from . import foreign
+from . import interop
 
 
 def trace(function: Mod | Callable[..., Any], kind: ModKind) -> Mod:
@@ -48,7 +48,7 @@ def from_block_mask(block_mask: Any) -> Mod:
     function = getattr(block_mask, "mask_mod", None)
     if function is None:
         raise TypeError(
-            f"block_mask is a {foreign.full_name(block_mask)}; a flashkit.BlockMask fits, or one of flex_attention"
+            f"block_mask is a {interop.full_name(block_mask)}; a flashkit.BlockMask fits, or one of flex_attention"
         )
     return trace(function, "mask")
 
@@ -67,7 +67,7 @@ def trace_torch(function: Callable[..., Any], kind: ModKind) -> Mod:
     except (TypeError, AttributeError, RuntimeError, NotImplementedError) as error:
         names = ", ".join(str(symbol.value) for symbol in SYMBOLS[kind])
         raise TypeError(f"{kind}_mod {traced.__name__}({names}) cannot be traced: {error}") from error
-    return Mod(kind, graph, {}, {name: foreign.native(name, tensor) for name, tensor in tensors.items()})
+    return Mod(kind, graph, {}, {name: interop.native(name, tensor) for name, tensor in tensors.items()})
 
 
 class Symbol:
@@ -220,5 +220,5 @@ class _Indexing(TorchFunctionMode):
             raise TypeError(f"a tensor with {tensor.dim()} axes is indexed by {len(symbols)} positions; as many fit")
         name = next((name for name, known in self.tensors.items() if known is tensor), f"t{len(self.tensors)}_")
         self.tensors[name] = tensor
-        array = foreign.native("an indexed tensor", tensor)
+        array = interop.native("an indexed tensor", tensor)
         return Symbol(expr.Array(name, array.ndim, value_kind(name, array))[tuple(symbols)])

@@ -16,8 +16,7 @@ import numpy as np
 class View:
     """A tensor on a CUDA device as what a plan reads of an array of CuPy: layout and address.
 
-    To make an array of CuPy takes several times as long. A call that finds no plan makes them of its views
-    (`foreign.Views`).
+    To make an array of CuPy takes several times as long, so only a call that finds no plan makes them of its views.
 
     Attributes
     ----------
@@ -65,6 +64,10 @@ class View:
 
     def view(self) -> View:
         return self
+
+    def as_array(self, name: str) -> Any:
+        """Its memory as an array of CuPy."""
+        return cuda_array(sys.modules["torch"], name, self.tensor)
 
     def copy(self) -> View:
         """A C-contiguous copy."""

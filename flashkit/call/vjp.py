@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, Generic, TypeVar
 
-from ..backends.base import BoundBackward
 from ..errors import shown
-from ..spec import Gradients, Operands, Problem
-from . import arrays, foreign
-from .loans import Dequantised
-from .shape import Shape
+from ..spec import Gradients
+from . import arrays
+from .call import Adapter
+from .planned import Recorded
 
 WRT = ("q", "k", "v", "sinks")
 
@@ -20,13 +21,11 @@ A = TypeVar("A")
 class Vjp(Generic[A]):
     """The vector-Jacobian product of one call of attention; see `flashkit.attention_vjp`."""
 
-    def __init__(
-        self, problem: Problem, operands: Operands, shape: Shape, run: BoundBackward | None, sinks: Any = None
-    ) -> None:
-        """run: the backward pass; None without queries."""
-        self.problem, self.operands, self.shape, self._run = problem, operands, shape, run
+    def __init__(self, recorded: Recorded, sinks: Any = None, adapters: Sequence[Adapter] = ()) -> None:
+        """sinks: the caller's. adapters: of the call, the outermost first."""
+        self.problem, self.operands, self.shape, self._run = recorded
         self._sinks_dtype = getattr(sinks, "dtype", None)
-        self._loans: tuple[foreign.Loan | Dequantised, ...] = ()  # the outermost first
+        self._adapters = adapters
 
     def __call__(self, dout: Any, dlse: Any = None, *, wrt: tuple[str, ...] = ("q", "k", "v")) -> tuple[A, ...]:
         """Gradients of sum(out * dout) + sum(lse * dlse).
@@ -66,18 +65,15 @@ class Vjp(Generic[A]):
         for name in wrt:
             if not isinstance(name, str) or name not in fit:
                 raise ValueError(f"wrt has {shown(name)}; {', '.join(map(repr, fit))} fit here")
-        return self._lent(dout, dlse, tuple(wrt), self._loans)
-
-    def _lent(
-        self, dout: Any, dlse: Any, wrt: tuple[str, ...], loans: tuple[foreign.Loan | Dequantised, ...]
-    ) -> tuple[Any, ...]:
-        """The gradients, through these loans."""
-        if not loans:
-            return self.gradients(dout, dlse, wrt)
-        loan, *inner = loans
-        with loan.scope():
-            borrowed = loan.borrow(dout=dout, dlse=dlse)
-            return loan.give_back_gradients(self._lent(**borrowed, wrt=wrt, loans=tuple(inner)), wrt)
+        with ExitStack() as scopes:
+            for adapter in self._adapters:
+                scopes.enter_context(adapter.scope())
+                native = adapter.to_native(dout=dout, dlse=dlse)
+                dout, dlse = native["dout"], native["dlse"]
+            found = self.gradients(dout, dlse, tuple(wrt))
+            for adapter in reversed(self._adapters):
+                found = tuple(adapter.from_native(f"d{name}", x) for name, x in zip(wrt, found, strict=True))
+            return found
 
     def gradients(self, dout: Any, dlse: Any, wrt: tuple[str, ...], empty: Any = None) -> tuple[Any, ...]:
         """The gradients of arrays as backends read them. empty: f(shape, dtype) makes an array; by default that of the

@@ -9,16 +9,17 @@ from typing import Any, Unpack
 import numpy as np
 
 from ..errors import shown
+from ..options import Options, documented
 from ..spec import Operands
-from . import arrays, foreign, options
+from . import arrays
 from .arguments import prepare
-from .loans import loan_of
-from .options import Options
+from .call import Call
 from .shape import HEADS_AND_TOKENS
 
 _PAIRS = 1 << 20  # that are computed at once, in float64
 
 
+@documented()
 def weights(q: Any, k: Any, *, rows: Any = None, heads: Any = None, **given: Unpack[Options]) -> Any:
     """The attention probabilities of some rows and heads: what `attention` multiplies the values by.
 
@@ -64,13 +65,15 @@ def weights(q: Any, k: Any, *, rows: Any = None, heads: Any = None, **given: Unp
     >>> np.allclose(found[0, 0] @ v[0, 3], out[0, 3, [10, -1]], atol=1e-5)
     True
     """
-    if "out" in given:
-        raise options.unknown(["out"])
-    if (loan := loan_of(q, k, k, given.get("precision"))) is not None:
-        with loan.scope():
-            found = weights(rows=rows, heads=heads, **loan.borrow(q=q, k=k, **given))
-            return loan.give_back(found) if isinstance(loan, foreign.Loan) else found
-    problem, operands, shape = prepare(q, k, k, described=True, **given)
+    with Call("weights", q, k, k, {**given}) as call:
+        call.dequantise()
+        call.require_arrays()
+        found = _weights(call, rows, heads)
+        return found if call.foreign is None else call.foreign.from_native("weights", found)
+
+
+def _weights(call: Call, rows: Any, heads: Any) -> Any:
+    problem, operands, shape = prepare(call.q, call.k, call.k, described=True, **call.options)
     entries, n_heads, n_q, _ = operands.q.shape
     row, head = _chosen("rows", rows, n_q), _chosen("heads", heads, n_heads)
     n_k = problem.n_k if problem.spec.paged else operands.k.shape[2]
@@ -82,6 +85,7 @@ def weights(q: Any, k: Any, *, rows: Any = None, heads: Any = None, **given: Unp
     return result if problem.array_kind == "numpy" else arrays.namespace(problem.array_kind).asarray(result)
 
 
+@documented()
 def plot_weights(
     q: Any, k: Any, *, rows: Any = None, heads: Any = None, batch: int = 0, figure: Any = None,
     **given: Unpack[Options],

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from ..call import foreign
+from ..call import interop
 from ..errors import shown
 from . import expr
 from .expr import Array, Expr, Kind
@@ -71,7 +71,7 @@ def native_array(name: str, value: Any) -> Any:
     TypeError
         Another library's array cannot be read in place; or see `as_array`.
     """
-    value = foreign.native(name, value)
+    value = interop.native(name, value)
     return value if hasattr(value, "__cuda_array_interface__") else as_array(name, value)
 
 

@@ -17,7 +17,7 @@ import flashkit
 from flashkit import dispatch
 from flashkit.backends.cpu import launch
 from flashkit.backends.cpu.plan import DECODE_BLOCK_K
-from flashkit.call import plan_cache
+from flashkit.call import plans
 from flashkit.call.arguments import prepare
 
 SIZES = {"decoding": "3x150", "tiles": "33x80"}
@@ -115,7 +115,7 @@ def test_views_are_read_in_pieces_that_stay_in_cache(monkeypatch: pytest.MonkeyP
     dispatch.forget()
 
     def out(v: np.ndarray) -> np.ndarray:
-        plan_cache.clear()
+        plans.clear()
         return flashkit.attention(q, k, v)
 
     apart, views = out(v), out(k[..., :512])

@@ -25,7 +25,7 @@ from flashkit.backends.cuda_common.simt import Simt
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
 from flashkit.backends.numba_cuda import sm80 as numbas_sm80
 from flashkit.backends.numba_cuda.sm80_decode import Decode
-from flashkit.call import plan_cache
+from flashkit.call import plans
 from flashkit.call.arguments import prepare
 from flashkit.spec import Gradients
 
@@ -82,7 +82,7 @@ def test_arrays_that_come_anew(kept: list[Any]) -> None:
     """
     arrays = given(0)
     problem, operands = operands_of(block_mask=BLOCKS, **arrays)
-    names = plan_cache.names_of(list(arrays.values()), operands)
+    names = plans.names_of(list(arrays.values()), operands)
     assert names is not None
     plan, seen = watched(problem)
     bound = CupyRawBackend().bind(plan, operands, names)
@@ -274,7 +274,7 @@ def test_pull_backs_of_other_layouts(kept: list[Any]) -> None:
     arrays = given(0)
     problem, operands = operands_of(block_mask=BLOCKS, sinks=np.zeros(4, np.float32), **arrays)
     operands.sinks = on_device(operands.sinks)
-    names = plan_cache.names_of(list(arrays.values()), operands)
+    names = plans.names_of(list(arrays.values()), operands)
     assert names is not None
     plan, seen = watched(problem)
     first = of_another_call(operands)

@@ -700,7 +700,7 @@ def test_a_kept_call_reads_the_arrays_that_it_gets(generation: str, monkeypatch:
     import cupy
 
     from flashkit import api
-    from flashkit.call import plan_cache
+    from flashkit.call import plans
 
     rng, shape = np.random.default_rng(3), (2, 4, 128, 64)
     q, k, v = tensors(shape, shape, shape, dtype="float16")
@@ -721,7 +721,7 @@ def test_a_kept_call_reads_the_arrays_that_it_gets(generation: str, monkeypatch:
             stream.begin_capture()
             flashkit.attention(q, k, v, out=out, **given, **options)
             graph = stream.end_capture()
-    with mock.patch.object(plan_cache, "key", return_value=None):
+    with mock.patch.object(plans, "key_of", return_value=None):
         right = flashkit.attention(q, k, v, **given, **options).get()
     np.testing.assert_array_equal(got, right)
     del given

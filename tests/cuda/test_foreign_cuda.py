@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import flashkit
-from flashkit.call import foreign
+from flashkit.call import interop
 
 pytestmark = pytest.mark.gpu
 SHAPE = (2, 4, 300, 64)
@@ -41,7 +41,7 @@ def close(torch: Any, found: Any, *qkv: Any, causal: bool = False) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_tensors_come_back_as_tensors(torch: Any, dtype: str) -> None:
     q, k, v = qkv(torch, dtype)
-    view = foreign.native("q", q.transpose(1, 2))
+    view = interop.native("q", q.transpose(1, 2))
     assert view.data.ptr == q.data_ptr() and view.strides == tuple(
         n * q.element_size() for n in q.transpose(1, 2).stride()
     )
@@ -70,11 +70,11 @@ def test_every_array_argument_may_be_a_tensor(torch: Any) -> None:
     import cupy
 
     expected = flashkit.attention(
-        *(foreign.native("x", x) for x in (q, k, v)),
-        **{name: foreign.native(name, x) for name, x in options.items()},
+        *(interop.native("x", x) for x in (q, k, v)),
+        **{name: interop.native(name, x) for name, x in options.items()},
     )
     assert isinstance(expected, cupy.ndarray)
-    cupy.testing.assert_array_equal(foreign.native("x", flashkit.attention(q, k, v, **options)), expected)
+    cupy.testing.assert_array_equal(interop.native("x", flashkit.attention(q, k, v, **options)), expected)
     host = {**options, "kv_lengths": torch.tensor([300, 7]), "q_offset": torch.tensor([0, 2])}
     assert torch.equal(flashkit.attention(q, k, v, **host), flashkit.attention(q, k, v, **options))
 
@@ -138,7 +138,7 @@ def test_jax_arrays_on_the_device() -> None:
     q, k, v = (jax.random.normal(jax.random.key(n), SHAPE, "bfloat16") for n in range(3))
     out, vjp = flashkit.attention_vjp(q, k, v, causal=True)
     assert isinstance(out, jax.Array) and out.device == q.device and out.dtype == q.dtype
-    expected = flashkit.attention(*(foreign.native("x", x) for x in (q, k, v)), causal=True)
+    expected = flashkit.attention(*(interop.native("x", x) for x in (q, k, v)), causal=True)
     np.testing.assert_array_equal(np.asarray(out, np.float32), expected.astype(np.float32).get())
     assert all(isinstance(x, jax.Array) and x.shape == q.shape for x in vjp(out))
 

@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 
 import flashkit  # noqa: E402
 from flashkit import torch as ft  # noqa: E402
-from flashkit.call import foreign, views  # noqa: E402
+from flashkit.call import interop, views  # noqa: E402
 
 sdpa = torch.nn.functional.scaled_dot_product_attention
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -175,7 +175,7 @@ def lse_of(q: Any, k: Any, v: Any) -> Any:
 def test_host_time_of_a_call() -> None:
     """Above that of a planned call on CuPy's arrays; the least of many, because other work disturbs it."""
     q, k, v = (x.detach() for x in qkv(torch.bfloat16, (1, 1, 64, 64)))
-    own = [foreign.native("x", x) for x in (q, k, v)]
+    own = [interop.native("x", x) for x in (q, k, v)]
     planned = flashkit.plan(*own)
 
     def least(call: Callable[[], Any]) -> float:

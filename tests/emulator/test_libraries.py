@@ -13,7 +13,7 @@ import flashkit
 from flashkit import dispatch
 from flashkit.backends.cuda_common import launch
 from flashkit.backends.cuda_common.backend import VARIABLE
-from flashkit.call import plan_cache
+from flashkit.call import plans
 
 from .driver import DRIVER
 
@@ -62,7 +62,7 @@ def test_libraries_are_unloaded() -> None:
         assert loaded() - before <= 2
     np.testing.assert_allclose(call(0), right(0), atol=1e-5)
     dispatch.forget()
-    plan_cache.clear()
+    plans.clear()
     assert loaded() <= before
 
 
@@ -102,7 +102,7 @@ def test_kernels_of_a_captured_launch_stay(way: str) -> None:
         stream.end_capture()
     del planned
     dispatch.forget()
-    plan_cache.clear()
+    plans.clear()
     assert loaded() > before
     launch._captured.clear()
     assert loaded() <= before
@@ -111,7 +111,7 @@ def test_kernels_of_a_captured_launch_stay(way: str) -> None:
 def test_nothing_is_unloaded_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     call(0)
     dispatch.forget()
-    plan_cache.clear()
+    plans.clear()
     gc.collect()
     with monkeypatch.context() as patch:
         patch.setattr(launch, "capturing", lambda stream: True)

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 import flashkit  # noqa: E402
 from flashkit import torch as ft  # noqa: E402
 from flashkit.backends.cuda_common.backend import VARIABLE  # noqa: E402
-from flashkit.call import foreign, plan_cache, views  # noqa: E402
+from flashkit.call import interop, plans, views  # noqa: E402
 from flashkit.call.planned import Planned  # noqa: E402
 
 from .device import BASE  # noqa: E402
@@ -111,7 +111,7 @@ def torch_on_the_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iter
     yield
     STATE.held.clear()
     STATE.stream = 0
-    plan_cache.clear()
+    plans.clear()
 
 
 def qkv(shape: tuple[int, ...] = SHAPE, make: Callable[..., Any] = torch.randn) -> list[Any]:
@@ -251,7 +251,7 @@ def test_a_view_is_as_an_array_of_cupy() -> None:
     import cupy
 
     x = on_device(torch.randn(3, 4, 5)).transpose(0, 1)
-    view, array = views.View(x), foreign.native("x", x)
+    view, array = views.View(x), interop.native("x", x)
     assert type(array) is cupy.ndarray
     from flashkit.call import arrays
 

@@ -11,7 +11,7 @@ import pytest
 
 import flashkit
 from flashkit import mods
-from flashkit.call import foreign
+from flashkit.call import interop
 
 RNG = np.random.default_rng(0)
 SHAPE = (2, 4, 19, 16)
@@ -57,7 +57,7 @@ def standard_array(x: np.ndarray) -> Any:
 
 
 def as_numpy(x: Any) -> np.ndarray:
-    return x.array if isinstance(x, Standard) else foreign.native("x", x)
+    return x.array if isinstance(x, Standard) else interop.native("x", x)
 
 
 KINDS: dict[str, Callable[[np.ndarray], Any]] = {
@@ -143,7 +143,7 @@ def scaled_by(table: Any) -> mods.Mod:
 def test_torch_tensors_are_read_and_written_in_place(dtype: str) -> None:
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     tensor = torch.zeros(2, 3, 4, dtype=getattr(torch, dtype))[:, ::2].transpose(0, 1)
-    view = foreign.native("x", tensor)
+    view = interop.native("x", tensor)
     assert view.__array_interface__["data"][0] == tensor.data_ptr()
     assert view.strides == tuple(n * tensor.element_size() for n in tensor.stride())
     q, k, v = (torch_tensor(x) for x in qkv(dtype))

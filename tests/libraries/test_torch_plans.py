@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode  # noqa: E402
 
 import flashkit  # noqa: E402
 from flashkit import torch as ft  # noqa: E402
-from flashkit.call import plan_cache, torch_plans  # noqa: E402
+from flashkit.call import plans, torch_plans  # noqa: E402
 from flashkit.call.planned import Planned  # noqa: E402
 
 
@@ -31,9 +31,9 @@ def name() -> Any:
 @pytest.fixture(autouse=True)
 def no_plans() -> Iterator[None]:
     torch.manual_seed(0)
-    plan_cache.clear()
+    plans.clear()
     yield
-    plan_cache.clear()
+    plans.clear()
 
 
 def qkv(n: int = 21, dtype: Any = torch.float32) -> list[Any]:
@@ -158,7 +158,7 @@ def test_many_layouts() -> None:
             expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
             torch.testing.assert_close(ft.attention(q, k, v), expected)
     options = (None, False, None, None, None, None, 0.0, "bhnd", False, None, None)
-    found: Any = plan_cache.get(torch_plans.name_of(False, options))
+    found: Any = plans.get(torch_plans.name_of(False, options))
     assert [known[0].problem.n_q for _, known in found.known] == list(range(29, 21, -1))
 
 
@@ -257,10 +257,10 @@ def test_a_plan_is_kept_with_what_it_is_of(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_steps_of_decoding_share_a_plan(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has one key more, and views of a cache as models keep it: nothing is prepared and checked anew."""
-    from flashkit.call import foreign
+    from flashkit.call import interop
 
-    lent, lend = list[Any](), foreign.Loan.lend
-    monkeypatch.setattr(foreign.Loan, "lend", lambda *given, **options: lent.append(1) or lend(*given, **options))
+    lent, lend = list[Any](), interop.Loan.lend
+    monkeypatch.setattr(interop.Loan, "lend", lambda *given, **options: lent.append(1) or lend(*given, **options))
     keys, values = torch.randn(2, 2, 2, 100, 16, dtype=dtype)
     for n in range(65, 100):
         q = torch.randn(2, 1, 4, 16, dtype=dtype).transpose(1, 2)

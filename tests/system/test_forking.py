@@ -38,7 +38,7 @@ EVERY_LOCK = (
     """
     import numpy, flashkit
     from flashkit.backends.cpu import objects, threads
-    from flashkit.call import plan_cache
+    from flashkit.call import plans
     from flashkit.devices import profiles
     from flashkit.mods.expr import graph
     from flashkit import dispatch
@@ -48,7 +48,7 @@ EVERY_LOCK = (
     locks = {
         "pool": threads._lock, "profiles": profiles._lock, "imports": forking.imports, "compiler": forking._compiler,
         "numba": global_compiler_lock, "llvm": ffi.lib._lock, "graph": graph._intern_lock,
-        "plans": dispatch._plans_lock, "cache": plan_cache._lock,
+        "plans": dispatch._plans_lock, "cache": plans._lock,
     }
     for name, lock in locks.items():
         held, release = threading.Event(), threading.Event()

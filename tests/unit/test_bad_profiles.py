@@ -17,7 +17,7 @@ import yaml
 
 import flashkit
 from flashkit import dispatch
-from flashkit.call import plan_cache
+from flashkit.call import plans
 from flashkit.devices import host, io_model, profiles, schema
 from flashkit.tools import cli
 from flashkit.tools.doctor import probes
@@ -140,7 +140,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     def forget() -> None:
         profiles.forget()
         dispatch.forget()
-        plan_cache.clear()
+        plans.clear()
 
     def expired(*_: Any) -> None:
         raise TimeoutError("a bad profile is read for ever")

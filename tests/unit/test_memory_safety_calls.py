@@ -15,7 +15,7 @@ from operands import on_device
 import flashkit
 from flashkit import BlockMask, attention, attention_vjp, dispatch, mods, plan
 from flashkit.backends.cuda_common.arguments import Arguments
-from flashkit.call import arguments, arrays, plan_cache
+from flashkit.call import arguments, arrays, plans
 from flashkit.call.arguments import prepare
 from flashkit.call.checks import can_write
 from flashkit.spec import Gradients, Operands, Problem
@@ -61,7 +61,7 @@ def test_several_batch_axes(batch: tuple[int, ...], own: tuple[int, ...], name: 
     """Each batch entry alone, by the reference, is the measure: for a first call and repeated ones, planned or not,
     and for gradients.
     """
-    plan_cache.clear()
+    plans.clear()
     wide, narrow = (*batch, HEADS, N_Q, D), (*batch, 2, N_K, D)
     q, k, v, dout = tensors(wide, narrow, narrow, wide)
     array = of_pairs(name, own)
@@ -120,10 +120,10 @@ def test_a_repeated_call_takes_arrays_of_the_form_it_was_made_for() -> None:
     (q,) = tensors((1, 1, HEADS, N_K, D))
     bias = of_pairs("bias", (1, 1))[..., :1, :]
     _, operands, _ = prepare(q, q, q, bias=bias)
-    assert plan_cache.names_of([bias], operands) is None
-    assert plan_cache.names_of([bias[0]], operands) == tuple(operands.arrays)
+    assert plans.names_of([bias], operands) is None
+    assert plans.names_of([bias[0]], operands) == tuple(operands.arrays)
     for other in (bias[0].swapaxes(-1, -2), bias[0].view(np.int64), bias[0, :, :2], bias[0, ..., ::2]):
-        assert plan_cache.names_of([other], operands) is None
+        assert plans.names_of([other], operands) is None
 
 
 # --- arrays that do not fit their slots -------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import copyreg
 import pickle
 from collections.abc import Callable
 from dataclasses import fields
@@ -267,7 +266,7 @@ def test_a_malformed_block_mask() -> None:
 def test_malformed_plans() -> None:
     q, k, v = RNG.standard_normal((3, 2, 16, 8), dtype=np.float32)
     planned = flashkit.plan(q, k, v, kv_lengths=[16])
-    make, (tensors, options, *rest) = copyreg.dispatch_table[flashkit.Planned](planned)  # type: ignore[misc]
+    make, (tensors, options, *rest) = planned.__reduce__()
     kind, shape, strides, dtype, place = tensors[0]
     bad_tensors = [
         [], tensors[:2], [(kind, (-1, 16, 8), strides, dtype, place), *tensors[1:]],
@@ -277,14 +276,16 @@ def test_malformed_plans() -> None:
     for each in bad_tensors:
         with pytest.raises((TypeError, ValueError)):
             make(each, options, *rest)
-    for place, value in ((2, np.array([17])), (2, np.array([-1])), (0, "x"), (3, 5), (6, 1.5), (9, "nd")):
-        changed = [value if i == place else x for i, x in enumerate(options)]
+    for change in (
+        {"kv_lengths": np.array([17])}, {"kv_lengths": np.array([-1])}, {"scale": "x"}, {"score_mod": 5},
+        {"dropout_p": 1.5}, {"layout": "nd"}, {"other": 1},
+    ):  # fmt: skip
         with pytest.raises((TypeError, ValueError)):
-            make(tensors, changed, *rest)
+            make(tensors, options | change, *rest)
     with pytest.raises(ValueError, match="pickled plan"):
-        make(tensors, options[:-1], *rest)
+        make(tensors, list(options), *rest)
     with pytest.raises(ValueError, match="no backend"):
         make(tensors, options, "nonsense", *rest[1:])
     for follows in ([17], [-1], [1, 1], [0.5], "x"):
         with pytest.raises((TypeError, ValueError)):
-            make(tensors, options, *rest[:2], follows)
+            make(tensors, options, *rest[:2], follows, False)

@@ -17,7 +17,8 @@ import pytest
 
 import flashkit
 from flashkit import attention, dispatch, mods, plan
-from flashkit.call import plan_cache
+from flashkit.call import plans
+from flashkit.call.call import Call
 
 rng = np.random.default_rng(0)
 
@@ -62,7 +63,7 @@ def same(a: Any, b: Any) -> None:
 
 def full(*args: Any, **options: Any) -> Any:
     """attention() by its full path."""
-    with mock.patch.object(plan_cache, "key", return_value=None):
+    with mock.patch.object(plans, "key_of", return_value=None):
         return attention(*args, **options)
 
 
@@ -94,7 +95,7 @@ def test_repeated_pull_backs(name: str, backend: str) -> None:
         options |= more
         (out, lse), vjp = flashkit.attention_vjp(*given, **options)
         flashkit.attention_vjp(*operands(), **options)
-        with mock.patch.object(plan_cache, "key", return_value=None):
+        with mock.patch.object(plans, "key_of", return_value=None):
             exact, alone = flashkit.attention_vjp(*given, **options)
         same((out, lse), exact)
         same(pulled_back(vjp, out, lse, number), pulled_back(alone, out, lse, number))
@@ -134,7 +135,7 @@ def test_pull_backs_of_other_lengths_do_not_meet() -> None:
     for n in (44, 35, 44):
         given = q, k[:, :, :n], v[:, :, :n]
         out, vjp = flashkit.attention_vjp(*given, causal=True)
-        with mock.patch.object(plan_cache, "key", return_value=None):
+        with mock.patch.object(plans, "key_of", return_value=None):
             exact, alone = flashkit.attention_vjp(*given, causal=True)
         same(out, exact)
         same(vjp(out), alone(out))
@@ -147,7 +148,7 @@ def test_pull_backs_of_other_options_do_not_meet() -> None:
             continue
         for value in (plain, other):
             out, vjp = flashkit.attention_vjp(q, k, v, **{name: value})
-            with mock.patch.object(plan_cache, "key", return_value=None):
+            with mock.patch.object(plans, "key_of", return_value=None):
                 exact, alone = flashkit.attention_vjp(q, k, v, **{name: value})
             same((out, *vjp(out)), (exact, *alone(exact)))
 
@@ -163,7 +164,7 @@ def test_repeated_pull_backs_prepare_nothing(monkeypatch: pytest.MonkeyPatch) ->
     for options in ({}, {"causal": True}, {"bias": bias}):
         once(options)
     with monkeypatch.context() as patch:
-        patch.setattr(flashkit.api, "prepare", None)
+        patch.setattr(plans, "prepare", None)
         for options in ({}, {"causal": True}, {"bias": bias}):
             once(options)
         with pytest.raises(TypeError, match="not callable"):
@@ -285,7 +286,7 @@ def test_arrays_that_fit_all_the_same(tmp_path: Any) -> None:
 
 def test_options_that_do_not_fit() -> None:
     q, k, v = operands()
-    with pytest.raises(TypeError, match="plan\\(\\) takes no out"):
+    with pytest.raises(TypeError, match="unexpected argument .out."):
         plan(q, k, v, out=q)
     with pytest.raises(ValueError, match="dropout_p without seed"):
         plan(q, k, v, dropout_p=0.5)
@@ -409,12 +410,12 @@ NOT_CACHED = {"score_mod", "mask_mod", "q_lengths", "page_table", "sinks", "drop
 
 
 def test_every_option_is_part_of_the_key_or_prevents_caching(monkeypatch: pytest.MonkeyPatch) -> None:
-    parameters = set(inspect.signature(attention).parameters) - {"q", "k", "v", "out", "unexpected"}
+    parameters = set(inspect.signature(attention).parameters) - {"q", "k", "v", "out"}
     assert parameters == set(KEYED) | NOT_CACHED | {"cu_seqlens"}  # see packed calls below
     q, k, v = operands()
     keys: list[Any] = []
-    make: Any = plan_cache.key
-    monkeypatch.setattr(plan_cache, "key", lambda *a: (keys.append(make(*a)), None)[1])
+    make: Any = plans.key_of
+    monkeypatch.setattr(plans, "key_of", lambda *a: (keys.append(make(*a)), None)[1])
     for name, (plain, other) in KEYED.items():
         keys.clear()
         for value in (plain, other):
@@ -427,7 +428,7 @@ def test_every_option_is_part_of_the_key_or_prevents_caching(monkeypatch: pytest
         {"sinks": np.ones(4)}, {"dropout_p": 0.5}, {"q_offset": np.array([1, 2])}, {"window": [1, 2]},
     ):  # fmt: skip
         attention(q, k, v, **options)
-    assert not keys
+    assert keys == [None] * 8
 
 
 LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -444,7 +445,8 @@ def test_the_layout_of_each_array_is_part_of_the_key(which: str, change: str) ->
     given = dict(zip("qkv", operands(), strict=True)) | {"bias": pairwise(1, 40, 40), "mask": pairwise(2, 40, 40)}
 
     def key(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
-        return plan_cache.key((q, k, v), (None, bias, mask), ())
+        with Call("attention", q, k, v, {"bias": bias, "mask": mask}) as call:
+            return plans.key_of(call, None, False)
 
     assert key(**given) == key(**{name: x.copy() for name, x in given.items()})
     assert key(**given) != key(**given | {which: LAYOUTS[change](given[which])})
@@ -557,8 +559,8 @@ def test_plans_are_cached_by_their_block_mask(monkeypatch: pytest.MonkeyPatch) -
     expected = [full(q, k, v, mask=grid.repeat(8, 0).repeat(8, 1), return_lse=True) for grid in grids]
     dispatch.forget()
     prepared: list[Any] = []
-    prepare: Any = api.prepare
-    monkeypatch.setattr(api, "prepare", lambda *a, **o: (prepared.append(1), prepare(*a, **o))[1])
+    prepare: Any = plans.prepare
+    monkeypatch.setattr(plans, "prepare", lambda *a, **o: (prepared.append(1), prepare(*a, **o))[1])
     for _ in range(3):
         for block_mask, (out, lse) in zip(masks, expected, strict=True):
             got = attention(q, k, v, block_mask=block_mask, return_lse=True)
@@ -568,7 +570,7 @@ def test_plans_are_cached_by_their_block_mask(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(TypeError, match="block_mask is a list"):
         attention(q, k, v, block_mask=[True])
     prepared.clear()
-    monkeypatch.setattr(plan_cache, "_MAX_MASK_BYTES", 24)
+    monkeypatch.setattr(plans, "_MAX_MASK_BYTES", 24)
     for _ in range(2):
         attention(q, k, v, block_mask=masks[0], return_lse=True)
     assert len(prepared) == 2
@@ -592,11 +594,9 @@ WITH_ARRAYS: dict[str, Callable[[int], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", WITH_ARRAYS)
 def test_plans_are_cached_by_layout(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other arrays of the same layout are read by each call; a result is written to `out`."""
-    from flashkit import api
-
     prepared: list[Any] = []
-    prepare: Any = api.prepare
-    monkeypatch.setattr(api, "prepare", lambda *a, **o: (prepared.append(1), prepare(*a, **o))[1])
+    prepare: Any = plans.prepare
+    monkeypatch.setattr(plans, "prepare", lambda *a, **o: (prepared.append(1), prepare(*a, **o))[1])
     for i in range(1, 4):
         q, k, v = operands()
         options = WITH_ARRAYS[name](i)
@@ -646,13 +646,11 @@ def packed(n_q: int = 40, n_k: int = 40) -> tuple[np.ndarray, ...]:
 
 def test_packed_calls_share_the_plan_of_their_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Offsets are the same where they hold the same numbers, whatever array they are in."""
-    from flashkit import api
-
     q, k, v = packed()
     prepared: list[Any] = []
-    prepare = api.prepare
-    monkeypatch.setattr(api, "prepare", lambda *a, **o: (prepared.append(o["cu_seqlens"]), prepare(*a, **o))[1])
-    plan_cache.clear()
+    prepare = plans.prepare
+    monkeypatch.setattr(plans, "prepare", lambda *a, **o: (prepared.append(o["cu_seqlens"]), prepare(*a, **o))[1])
+    plans.clear()
     offsets = np.array([0, 9, 40])
     for first in (9, 30, 9):
         offsets[1] = first
@@ -660,11 +658,11 @@ def test_packed_calls_share_the_plan_of_their_offsets(monkeypatch: pytest.Monkey
         same(result, attention(q, k, v, causal=True, cu_seqlens=offsets.copy()))
         same(result, full(q, k, v, causal=True, cu_seqlens=[0, first, 40]))
     assert len(prepared) == 2 + 3  # for each plan, and by `full`
-    assert len(plan_cache._plans) == 2
+    assert len(plans._plans) == 2
     out = np.empty_like(q)
     for given in 2 * [(offsets, offsets), (offsets, np.array([0, 20, 33])), offsets[:-1], offsets.astype("u1")]:
         same(attention(q, k, v, causal=True, cu_seqlens=given, out=out), full(q, k, v, causal=True, cu_seqlens=given))
-    assert len(plan_cache._plans) == 6
+    assert len(plans._plans) == 6
     with pytest.raises(TypeError, match="tuple of 1"):
         attention(q, k, v, causal=True, cu_seqlens=(offsets,))
     with pytest.raises(ValueError, match="kv_lengths beside cu_seqlens"):
@@ -674,7 +672,7 @@ def test_packed_calls_share_the_plan_of_their_offsets(monkeypatch: pytest.Monkey
 def test_packed_calls_whose_plans_are_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slopes beside offsets, and offsets that are no array, that no key can hold, or more than a key shall hold."""
     q, k, v = packed()
-    plan_cache.clear()
+    plans.clear()
     numbers = [0, 9, 40]
     offsets, expected = np.array(numbers), full(q, k, v, cu_seqlens=numbers)
     same(attention(q, k, v, cu_seqlens=numbers), expected)
@@ -685,9 +683,9 @@ def test_packed_calls_whose_plans_are_not_cached(monkeypatch: pytest.MonkeyPatch
     for slopes in (np.ones(4, np.float32), np.zeros(4, np.float32)):
         options = {"alibi_slopes": slopes, "cu_seqlens": offsets}
         same(attention(q, k, v, **options), full(q, k, v, **options))
-    monkeypatch.setattr(plan_cache, "_MAX_OFFSET_BYTES", offsets.nbytes - 1)
+    monkeypatch.setattr(flashkit.call.call, "_MAX_OFFSET_BYTES", offsets.nbytes - 1)
     same(attention(q, k, v, cu_seqlens=offsets), expected)
-    assert not plan_cache._plans
+    assert not plans._plans
 
 
 def test_few_packed_queries_are_no_cache_that_grows() -> None:
@@ -702,29 +700,29 @@ def test_few_packed_queries_are_no_cache_that_grows() -> None:
 def test_offsets_that_change_during_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan has the offsets of its key."""
     q, k, v = packed()
-    offsets, entry = np.array([0, 9, 40]), plan_cache.entry
+    offsets, key_of = np.array([0, 9, 40]), plans.key_of
     expected = full(q, k, v, cu_seqlens=[0, 9, 40])
 
     def changes(*args: Any) -> Any:
         offsets[1] = 30
-        return entry(*args)
+        return key_of(*args)
 
-    plan_cache.clear()
-    monkeypatch.setattr(plan_cache, "entry", changes)
+    plans.clear()
+    monkeypatch.setattr(plans, "key_of", changes)
     for _ in range(2):
         offsets[1] = 9
         same(attention(q, k, v, cu_seqlens=offsets), expected)
 
 
 def test_few_plans_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_cache, "_MAX_PLANS", 5)
+    monkeypatch.setattr(plans, "_MAX_PLANS", 5)
     q, k, v = operands()
     for i in range(30):
         attention(q, k, v, scale=1 + i / 8)
-    assert len(plan_cache._plans) == 5
+    assert len(plans._plans) == 5
     attention(q, k, v, scale=1 + 25 / 8)  # most recently used
     attention(q, k, v, scale=9.0)
-    assert (1 + 25 / 8) in [name[1][0] for name in plan_cache._plans]
+    assert (1 + 25 / 8) in [part for key in plans._plans for part in key[1]]
     for i in range(30):
         same(attention(q, k, v, scale=1 + i / 8), full(q, k, v, scale=1 + i / 8))
 
@@ -822,7 +820,7 @@ def test_lengths_that_change_during_a_call(n_q: int) -> None:
             seen.append(x)
             return start(x, np.float32)
 
-        for planned in [call, *(plan_cache._plans.values() if function is attention else ())]:
+        for planned in [call, *(plans._plans.values() if function is attention else ())]:
             planned._empty = lambda shape, dtype: changes(shape)
         same(function(*given, kv_lengths=lengths), expected)
         assert lengths[0] == 1 << 40
@@ -858,11 +856,11 @@ def test_a_cache_that_grows_shares_plans(name: str) -> None:
     if options.get("layout") == "bnhd":
         q, k, v = (as_bnhd(x) for x in (q, k, v))
     cut = (slice(None),) * (1 if options.get("layout") else k.ndim - 2)
-    plan_cache.clear()
+    plans.clear()
     for n in (16, 17, 31, 32, 33, 63, 64, 511, 512, 1023, 1024, 1100):
         few = (*cut, slice(n))
         same(attention(q, k[few], v[few], **options), full(q, k[few], v[few], **options))
-    assert len(plan_cache._plans) == 6  # for numbers of 5, 6, 7, 9, 10 and 11 bits
+    assert len(plans._plans) == 6  # for numbers of 5, 6, 7, 9, 10 and 11 bits
     with pytest.raises(ValueError, match="v has 40 tokens"):
         attention(q, k[(*cut, slice(41))], v[(*cut, slice(40))], **options)
 
@@ -871,7 +869,7 @@ def test_few_queries_of_plans_that_grow_are_decoded() -> None:
     """A kernel that has tiles of queries would compute other bits for a plan of more keys."""
     from flashkit.backends.cpu import plan as cpu_plan
 
-    assert plan_cache.FEW_QUERIES <= cpu_plan.DECODE_QUERIES and plan_cache.MIN_KEYS >= cpu_plan.DECODE_MIN_KEYS
+    assert plans.FEW_QUERIES <= cpu_plan.DECODE_QUERIES and plans.MIN_KEYS >= cpu_plan.DECODE_MIN_KEYS
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------
@@ -897,7 +895,7 @@ def test_one_planned_call_from_many_threads(n: int) -> None:
 
 def test_cached_plans_from_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """While plans are evicted all the time."""
-    monkeypatch.setattr(plan_cache, "_MAX_PLANS", 2)
+    monkeypatch.setattr(plans, "_MAX_PLANS", 2)
     given = operands(24, 24)
     scales = [0.1 * i for i in range(1, 6)]
     expected = [full(*given, scale=s) for s in scales]

@@ -151,7 +151,7 @@ def test_memory_is_that_of_the_rows() -> None:
         ({"rows": [[1]]}, TypeError, r"rows is \[\[1\]\]; integers"),
         ({"rows": [[1], [2, 3]]}, TypeError, r"rows is .*; integers"),
         ({"rows": True}, TypeError, "rows is True; integers"),
-        ({"out": None}, TypeError, "no argument 'out'"),
+        ({"out": None}, TypeError, "unexpected argument 'out'"),
         ({"is_causal": True}, TypeError, "did you mean causal"),
         ({"mask": np.ones((3, 3), bool)}, ValueError, "mask has shape"),
     ],

@@ -253,27 +253,9 @@ class CudaArrays(Library):
         return cuda.as_cuda_array(native)
 
 
-class Views(Library):
-    """Views, whose calls have no plan yet: their memory as arrays of CuPy."""
+TORCH, JAX, STANDARD, CUDA = Torch(), Jax(), Library(), CudaArrays()
 
-    name = "torch"
-
-    def place(self, array: Any) -> Any:
-        return array.device_id
-
-    def describe(self, array: Any) -> str:
-        return TORCH.describe(array.tensor)
-
-    def native(self, name: str, array: Any) -> Any:
-        return views.cuda_array(sys.modules["torch"], name, array.tensor)
-
-    def own(self, native: Any, like: Any) -> Any:
-        return View(sys.modules["torch"].from_dlpack(native))
-
-
-TORCH, JAX, STANDARD, CUDA, VIEWS = Torch(), Jax(), Library(), CudaArrays(), Views()
-
-_known: dict[type, Library | None] = {np.ndarray: None, View: VIEWS}
+_known: dict[type, Library | None] = {np.ndarray: None, View: None}
 
 
 def library_of(array: Any) -> Library | None:
@@ -328,8 +310,8 @@ HOST_INTEGERS = ("kv_lengths", "q_offset", "q_lengths", "cu_seqlens", "page_tabl
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
 
-class Loan:
-    """The arrays of one call, lent to NumPy or CuPy, and its results on the way back.
+class Foreign:
+    """The adapter between the arrays of a library and those of NumPy or CuPy, for one call.
 
     Parameters
     ----------
@@ -346,7 +328,7 @@ class Loan:
         """Where to compute: on q's device and its library's current stream."""
         return self.library.scope(self.q)
 
-    def borrow(self, **given: Any) -> dict[str, Any]:
+    def to_native(self, **given: Any) -> dict[str, Any]:
         """Arguments with NumPy's or CuPy's arrays; numbers, lists, functions and None stay what they are.
 
         Raises
@@ -354,61 +336,53 @@ class Loan:
         TypeError
             An array is of another library, on another device, or cannot be read in place.
         """
-        return {name: value if type(value) in _PLAIN else self._borrowed(name, value) for name, value in given.items()}
-
-    def lend(self, q: Any, k: Any, v: Any, out: Any = None, **given: Any) -> dict[str, Any]:
-        """The arguments of a call that looks for a cached plan first: as `borrow`, with views of tensors on a GPU, and
-        memory of theirs for the result.
-        """
-        if out is not None or not self.library.lends_views(q):
-            return self.borrow(q=q, k=k, v=v, out=out, **given)
-        lent, borrowed = self.views(q=q, k=k, v=v), self.borrow(**given)
-        if type(lent["q"]) is View and v.dim():
-            borrowed["out"] = View(q.new_empty((*q.shape[:-1], v.shape[-1])))
-        return lent | borrowed
+        return {name: value if type(value) in _PLAIN else self._native(name, value) for name, value in given.items()}
 
     def views(self, **given: Any) -> dict[str, Any]:
-        """Arrays and None as `borrow` gives them, or all as views."""
+        """Arrays and None as Views, or all as `to_native` gives them."""
         if self.library.lends_views(self.q):
             take = self.library.view  # type: ignore[attr-defined]
-            found = {name: x if x is None else self._borrowed(name, x, take) for name, x in given.items()}
+            found = {name: x if x is None else self._native(name, x, take) for name, x in given.items()}
             if {View, type(None)}.issuperset(map(type, found.values())):
                 return found
-        return self.borrow(**given)
+        return self.to_native(**given)
 
-    def _borrowed(self, name: str, value: Any, take: Any = None) -> Any:
+    def _native(self, name: str, value: Any, take: Any = None) -> Any:
         if isinstance(value, tuple) and name == "cu_seqlens":
-            return tuple(self._borrowed(name, each) for each in value)
+            return tuple(self._native(name, each) for each in value)
         other = library_of(value)
         if other is self.library:
             made = (take or other.native)(name, value)
             on_host = name in HOST_INTEGERS and isinstance(made, np.ndarray)
             if value is self.q or on_host or other.place(value) == other.place(self.q):
                 return made
-            rule = "lie on one device"
-        elif other is None and type(self.q) is View:
-            return value  # of a tensor, or on the host
+            rule = "must be on one device"
         elif other is not None or (name not in HOST_INTEGERS and getattr(value, "ndim", 0) != 0):
-            rule = "live in one library"
+            rule = "must be of one library"
         else:
             return value
         what = full_name(value) if other is None else other.describe(value)
         raise TypeError(f"{name} is a {what}, but q is a {self.library.describe(self.q)}; all arrays of a call {rule}")
 
-    def give_back(self, result: Any, out: Any = None) -> Any:
-        """A result, or a tuple of results, as arrays of the library.
+    def from_native(self, name: str, result: Any) -> Any:
+        """A result as an array of the library. name: "out", "lse", "dq", ..., as for other adapters."""
+        return self.library.own(result, self.q)
 
-        Parameters
-        ----------
-        result
-            The result, or several; the first of them has been written to `out`.
-        out
-            The caller's array, or None.
-        """
-        if isinstance(result, tuple):
-            return tuple(self.give_back(each, None if index else out) for index, each in enumerate(result))
-        return self.library.own(result, self.q) if out is None else out
 
-    def give_back_gradients(self, gradients: tuple[Any, ...], wrt: tuple[str, ...]) -> tuple[Any, ...]:
-        """The gradients with respect to these arguments as arrays of the library."""
-        return tuple(map(self.give_back, gradients))
+class Native:
+    """The adapter of arrays that are native already."""
+
+    def scope(self) -> AbstractContextManager[None]:
+        return _HERE
+
+    def to_native(self, **given: Any) -> dict[str, Any]:
+        return given
+
+    def from_native(self, name: str, result: Any) -> Any:
+        return result
+
+
+def adapter_of(array: Any) -> Foreign | Native:
+    """The adapter for the arrays of a call whose first one this is."""
+    library = library_of(array)
+    return Native() if library is None else Foreign(library, array)

@@ -1,9 +1,8 @@
-"""Calls whose arrays are not what backends read: those of another library, and quantised ones.
+"""Calls with quantised arrays: `Dequantised` is the adapter between these and float arrays.
 
-Such arrays are lent for the call as plain arrays of NumPy or CuPy, and its results are given back in the caller's form.
 A quantised array is dequantised to the computing dtype, float32 or float64, as a number of e4m3 times its scale does
-not fit into bfloat16. Of pages only those that the table names are dequantised. A backend may read the codes instead:
-the CPU's, where few queries read quantised keys and values (in_place.py), and Hopper's (fp8.py).
+not fit into bfloat16. Of pages only those that the table names are dequantised. A backend may read the codes instead
+(codes.py).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..spec import DTYPES
-from . import arrays, foreign
+from . import arrays
 from .checks import check_out
 from .quantized import Per, Quantized, check_shape, quantize, scale_shape
 
@@ -23,21 +22,6 @@ FP8_DTYPES = ("float16", "bfloat16")
 
 FP8_PER: Per = "token"
 """Its scales."""
-
-
-def loan_of(
-    q: Any, k: Any, v: Any, precision: Any = None, described: bool = False
-) -> foreign.Loan | Dequantised | None:  # fmt: skip
-    """How the arrays of a call become NumPy's or CuPy's; None if backends read them as they are.
-
-    described: the call is only described, so arrays that take no memory stand in for dequantised ones.
-    """
-    if (library := foreign.library_of(q)) is not None:
-        return foreign.Loan(library, q)
-    fp8 = isinstance(precision, str) and precision == "fp8"
-    if fp8 or Quantized in (type(q), type(k), type(v)):
-        return Dequantised(q, k, v, fp8, described)
-    return None
 
 
 class Dequantised:
@@ -68,24 +52,22 @@ class Dequantised:
                     f"precision='fp8' quantises {' and '.join(FP8_DTYPES)}, and {name} has dtype {found}; "
                     f"flashkit.quantize({name}, ...) fits, or another precision"
                 )
-        self._wide = DTYPES[self.dtype].accumulator
-        self._said = ", ".join(f"{name} {self._told(x)}" for name, x in named.items())
+        self._dtype = DTYPES[self.dtype].accumulator
+        self._description = ", ".join(f"{name} {self._describe(x)}" for name, x in named.items())
 
     @property
     def narrow(self) -> bool:
         """Whether results are rounded to the caller's dtype."""
-        return self.dtype != self._wide
+        return self.dtype != self._dtype
 
     def scope(self) -> AbstractContextManager[Any]:
         """Where to compute: on q's device."""
         return arrays.scope(_memory(self._q))
 
-    def borrow(self, **given: Any) -> dict[str, Any]:
-        """Arguments with arrays of the computing dtype. An `out` of another dtype is left to `give_back`."""
+    def to_native(self, **given: Any) -> dict[str, Any]:
+        """Arguments with arrays of the computing dtype. An `out` of another dtype is left to `from_native`."""
         given = self._pages_in_use(given)
-        return {name: self._borrowed(name, value) for name, value in given.items()}
-
-    lend = borrow
+        return {name: self._wide(name, value) for name, value in given.items()}
 
     def _pages_in_use(self, given: dict[str, Any]) -> dict[str, Any]:
         """The arguments with the pages that a table on the host names, if that are fewer than there are."""
@@ -102,13 +84,13 @@ class Dequantised:
         renumbered = np.where(known, np.searchsorted(pages, table), np.where(table < 0, table, len(pages)))
         return given | {"k": k.pages(pages), "v": v.pages(pages), "page_table": renumbered}
 
-    def _borrowed(self, name: str, value: Any) -> Any:
+    def _wide(self, name: str, value: Any) -> Any:
         if name in ("q", "k", "v"):
             if self._described:
-                return arrays.stand_in(arrays.namespace(self.kind).zeros((), self._wide), value.shape)
-            value = self.quantised(name, value)
+                return arrays.stand_in(arrays.namespace(self.kind).zeros((), self._dtype), value.shape)
+            value = self.quantise(name, value)
             self._quantised.pop(name, None)
-            return self._widened(value) if not isinstance(value, Quantized) else value.dequantize(self._wide)
+            return self._widened(value) if not isinstance(value, Quantized) else value.dequantize(self._dtype)
         if name == "precision":
             return None if self.fp8 else value
         if name == "out":
@@ -120,15 +102,12 @@ class Dequantised:
             return self._widened(value)
         return value
 
-    def quantised(self, name: str, value: Any, described: bool = False) -> Any:
-        """q, k or v as precision="fp8" makes it, until it is borrowed; the array itself without it.
-
-        described: an array that takes no memory stands in for it.
-        """
+    def quantise(self, name: str, value: Any) -> Any:
+        """q, k or v as precision="fp8" makes it, until it is dequantised; the array itself without it."""
         if not self.fp8 or isinstance(value, Quantized):
             return value
         check_shape(name, value.shape)
-        if described:
+        if self._described:
             xp = arrays.namespace(self.kind)
             codes = "float8_e4m3fn" if self.kind == "numpy" else "uint8"
             scale = arrays.stand_in(xp.ones((), np.float32), scale_shape(value.shape, FP8_PER, 1, "bhnd"))
@@ -139,21 +118,18 @@ class Dequantised:
         return self._quantised[name]
 
     def _widened(self, value: Any) -> Any:
-        return value.astype(self._wide, copy=False)
+        return value.astype(self._dtype, copy=False)
 
-    def give_back(self, result: Any, out: Any = None) -> Any:
-        """out, or (out, lse), with out in the caller's dtype, or in the caller's array."""
-        if isinstance(result, tuple):
-            return self.give_back(result[0], out), *result[1:]
+    def from_native(self, name: str, result: Any, out: Any = None) -> Any:
+        """A result ("out", "lse", "dq", ...) in the caller's dtype; in `out`, if that is given and of another dtype."""
+        if name in ("lse", "dsinks"):
+            return result
+        result = self._rounded(result)
         if out is None or not self.narrow:
-            return self._rounded(result)
+            return result
         check_out(out, self.kind, self.dtype, result.shape)
-        out[...] = self._rounded(result)
+        out[...] = result
         return out
-
-    def give_back_gradients(self, gradients: tuple[Any, ...], wrt: tuple[str, ...]) -> tuple[Any, ...]:
-        """The gradients with respect to these arguments; those of q, k and v in the caller's dtype."""
-        return tuple(x if name == "sinks" else self._rounded(x) for name, x in zip(wrt, gradients, strict=True))
 
     def _rounded(self, result: Any) -> Any:
         dtype = self._q.dtype
@@ -164,9 +140,9 @@ class Dequantised:
 
     def described(self, problem: str, why: str) -> str:
         """The description of the call that runs, with what comes before it, and why."""
-        return f"{problem}; dequantised before: {self._said} ({why})"
+        return f"{problem}; dequantised before: {self._description} ({why})"
 
-    def _told(self, x: Any) -> str:
+    def _describe(self, x: Any) -> str:
         if isinstance(x, Quantized):
             return f"{x.format} per {x.per}"
         return f"e4m3 per {FP8_PER}" if self.fp8 else self.dtype

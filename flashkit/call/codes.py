@@ -1,0 +1,104 @@
+"""Calls on quantised arrays whose backend reads the codes themselves, and why others are dequantised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .. import dispatch, settings
+from . import arrays
+from .arguments import Fp8Arrays, Memory, Prepared, prepare
+from .call import Call
+from .quantized import Quantized, token_scales
+
+ALIGNMENT = 16
+"""Bytes, of addresses and strides: what Hopper's copy engine (TMA) needs."""
+
+
+def on_codes(call: Call, backend: str | None) -> Prepared | str:
+    """The call on the codes of its arrays, for which `dispatch.plan` has a backend, or a sentence that says why they
+    are dequantised.
+    """
+    on_host = call.quantised is not None and call.quantised.kind == "numpy"
+    found = _keys_of_8_bits(call) if on_host else _e4m3(call)
+    if isinstance(found, str):
+        return found
+    ranked = dispatch.candidates(found.problem, only=dispatch.forced(backend))
+    if not any(candidate.verdict for candidate in ranked):
+        of_fp8 = found.problem.spec.fp8 is not None
+        asked = [c for c in ranked if not of_fp8 or getattr(dispatch.registry()[c.name], "takes_fp8", False)]
+        return "; ".join(f"{c.name}: {c.verdict.reason}" for c in asked) or "this backend has no kernels for e4m3"
+    return found
+
+
+def _keys_of_8_bits(call: Call) -> Prepared | str:
+    """Keys and values of 8 bits beside float queries. Scales are factors of scores and weights then: they belong to
+    tokens, or to more than a token, and there is no rotation and no mean.
+    """
+    q, k, v, options = call.q, call.k, call.v, call.options
+    if isinstance(q, Quantized) or call.quantised is None or call.quantised.fp8:
+        return "queries are quantised, and the CPU has kernels for quantised keys and values alone"
+    if not (isinstance(k, Quantized) and isinstance(v, Quantized) and k.format == v.format):
+        return "k and v are not both quantised to one format"
+    packed_or_paged = options.get("cu_seqlens") is not None or options.get("page_table") is not None
+    layout = "bnhd" if packed_or_paged else options.get("layout", "bhnd")
+    if any(x.seed is not None or x.mean is not None or x.per == "block" for x in (k, v)):
+        return "k or v is rotated, smoothed or has scales per block"
+    if not all(x.per == "tensor" or x.ndim == 2 or x.layout == layout for x in (k, v)):
+        return "scales of k or v are of another layout"
+    scales = np.broadcast_to(k.scale, (*k.shape[:-1], 1)), np.broadcast_to(v.scale, (*v.shape[:-1], 1))
+    memory = Memory(kv_format=k.format, scales=scales)
+    return prepare(q, k.data, v.data, out=call.out, described=call.described, memory=memory, **options)
+
+
+def _e4m3(call: Call) -> Prepared | str:
+    """Codes of e4m3 of q, k and v."""
+    quantised: Any = call.quantised
+    options = call.options
+    if options.get("precision") == "highest":
+        return "precision='highest' is float32"
+    if not settings.FP8_KERNELS.read():
+        return "e4m3 kernels are opt-in: set FLASHKIT_FP8_KERNELS=1"
+    if options.get("cu_seqlens") is not None or options.get("page_table") is not None:
+        return "packed sequences and keys in pages have no kernels for e4m3"
+    given = [quantised.quantise(name, x) for name, x in (("q", call.q), ("k", call.k), ("v", call.v))]
+    if refused := _refused(given):
+        return refused
+    layout = options.get("layout", "bhnd")
+    per_head = all(x.per == "tensor" or (x.per == "head" and x.layout == layout) for x in given[1:])
+    codes = Fp8Arrays(given[0].dtype, "head" if per_head else "token", tuple(map(token_scales, given)))
+    options = {**options, "precision": None if quantised.fp8 else options.get("precision")}
+    q, k, v = (x.data for x in given)
+    prepared = prepare(q, k, v, out=call.out, described=call.described, memory=Memory(fp8=codes), **options)
+    operands = prepared.operands
+    if not operands.k.shape[2]:
+        return "there are no keys"
+    if not operands.scale > 1e-30:
+        return f"scale is {operands.scale:g}, and kernels for e4m3 mask scores before they multiply by it"
+    if not call.described:
+        operands.q, operands.k, operands.v = map(_addressable, (operands.q, operands.k, operands.v))
+    return prepared
+
+
+def _refused(given: list[Any]) -> str:
+    """Why codes and scales of these arrays do not give the scores, or nothing."""
+    for name, x in zip("qkv", given, strict=True):
+        if not isinstance(x, Quantized):
+            return f"{name} is {x.dtype.name}"
+        if x.format != "e4m3":
+            return f"{name} is {x.format}"
+        if x.mean is not None:
+            return f"{name} is smoothed: its mean is no part of the codes"
+    q, k, v = given
+    if q.seed != k.seed:
+        return "q and k are rotated differently"
+    return "v is rotated" if v.seed is not None else ""
+
+
+def _addressable(x: Any) -> Any:
+    """The array itself, or a copy, whose rows the copy engine reaches."""
+    strides = [stride for stride, n in zip(x.strides, x.shape) if n > 1]
+    if not (x.data.ptr | sum({s % ALIGNMENT for s in strides[:-1]})) % ALIGNMENT and min(strides[:-1], default=1) > 0:
+        return x
+    return arrays.namespace("cupy").array(x, order="C", copy=True)

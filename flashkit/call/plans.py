@@ -1,0 +1,214 @@
+"""The plans of calls: `plan_of` finds the cached plan of a call, or makes one.
+
+A plan is cached by the layout of a call's arrays and by its options. What the key leaves out (contents of arrays,
+lengths) each call passes to the plan. Kernels have a cache of their own (dispatch.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import chain, count
+from typing import Any
+
+import numpy as np
+
+from .. import dispatch
+from ..devices.forking import inner_lock
+from ..mods.block_mask import BlockMask
+from ..options import OPTIONS, Role
+from ..spec import Operands
+from . import arrays
+from .arguments import Prepared, prepare
+from .call import ONLY_TENSORS, Call, PerCall
+from .codes import on_codes
+from .planned import Once, Planned
+from .shape import LAYOUTS
+from .views import View
+
+FEW_QUERIES, MIN_KEYS = 8, 16
+"""Fewer queries over at least so many keys are decoded on the CPU. Then nothing but lengths depends on the exact number
+of keys, so calls over more and more keys share a plan and give the bits of a plan for each."""
+
+_MAX_PLANS = 256
+_MAX_MASK_BYTES = 1 << 20  # of a block mask that a cached plan keeps alive
+_plans: dict[Any, Any] = {}  # plans, and `torch_plans.Layouts`; each has a `last_use`
+_lock = inner_lock()
+_ticks = count()
+_SCALARS = frozenset({bool, int, float, str, type(None)})
+
+
+def plan_of(call: Call, backend: str | None, return_lse: bool, recorded: bool = False) -> Planned | Once:
+    """The plan of a call, from the cache or made for it; `call.per_call` is what it has to be passed.
+
+    recorded: a backward pass follows, so lengths are those of the plan.
+    """
+    if call.quantised is not None:
+        if not recorded and isinstance(prepared := on_codes(call, backend), Prepared):
+            call.quantised = None
+            return Once(prepared, backend, return_lse)
+        call.dequantise()
+    key = key_of(call, backend, return_lse, recorded)
+    planned: Planned | None = get(key)
+    if planned is not None and (planned.reads_addresses or type(call.q) is not View):
+        return planned
+    call.require_arrays()
+    prepared = prepare(call.q, call.k, call.v, out=call.out, **call.options)
+    return _made(key, call, prepared, backend, return_lse) or Once(prepared, backend, return_lse)
+
+
+def _made(key: Any, call: Call, prepared: Prepared, backend: str | None, return_lse: bool) -> Planned | None:
+    """The plan of a prepared call, put into the cache; None if it cannot serve other calls."""
+    given, operands = call.per_call, prepared.operands
+    names = names_of(given.arrays, operands)
+    if key is None or names is None:
+        return None
+    if given.offsets:
+        names += tuple(name for name in operands.sequences() if given.follows or name != "q_offset")
+    axis, varies = given.keys_axis, given.keys_axis < 0 or given.lengths is not None
+    planned = Planned(
+        prepared, (call.q, call.k, call.v), backend, return_lse, names, varies,
+        follows=prepared.problem.n_q if varies and given.follows else None,
+        room=_room(call.k.shape[axis]) if axis < 0 else None,
+    )  # fmt: skip
+    if not varies or planned.takes_lengths:
+        put(key, planned)
+    return planned
+
+
+def key_of(call: Call, backend: str | None, return_lse: bool, recorded: bool = False) -> Any:
+    """The key of a call, which determines it but for the contents of arrays; None if its plan cannot be cached.
+
+    It sets `call.per_call`. The types of options belong to the key, since True == 1, and so does the state that chooses
+    the backend. Block masks are equal only to themselves.
+    """
+    q, k, v, options, out = call.q, call.k, call.v, call.options, call.out
+    call.per_call = ONLY_TENSORS
+    kind = type(q)
+    on_host = kind is np.ndarray
+    if not kind is type(k) is type(v) or not (on_host or arrays.kind_of(q) == "cupy"):
+        return None
+    if call.has_out and (recorded or (out is not None and not arrays.contiguous(out))):
+        return None
+    parts: list[Any] = []
+    pairs: list[Any] = []
+    lengths = mask = None
+    offsets: tuple[Any, ...] = ()
+    for name, value in options.items():
+        if type(value) in _SCALARS:
+            if name == "dropout_p" and value:
+                return None
+            parts += name, type(value), value
+            continue
+        role = OPTIONS[name].role
+        if role is Role.CONSTANT and type(value).__hash__ is not None:
+            parts += name, type(value), value, tuple(map(type, value)) if type(value) is tuple else ()
+        elif role is Role.PAIRS:
+            pairs.append(value)
+            parts += name, arrays.layout(value)
+        elif role is Role.LENGTHS:
+            if recorded or not on_host:
+                return None
+            lengths = value
+            parts.append(name)
+        elif role is Role.OFFSETS:
+            if call.offsets:
+                parts += name, call.offsets
+            elif offsets := _on_device(q, value):
+                parts += name, *map(arrays.layout, offsets)
+            else:
+                return None
+        elif role is Role.IDENTITY and _is_small(value):
+            mask = value
+            parts += name, value
+        else:
+            return None
+    axis, differ = 0, lengths is not None or bool(call.offsets) or bool(offsets)
+    if pairs or mask is not None:
+        if differ or not {arrays.layout(q)[0]}.issuperset(map(type, pairs)):
+            return None
+    elif on_host and not (recorded or differ):
+        axis = keys_axis(q.shape, k.shape, v.shape, options.get("layout", "bhnd"))
+    if axis < 0:  # the path of a step of decoding
+        at, after, of_k, of_v = axis, axis + 1, k.shape, v.shape
+        layouts: Any = (
+            q.shape, of_k[:at], of_k[after:], of_v[:at], of_v[after:], of_k[at].bit_length(), q.strides, k.strides,
+            v.strides, q.dtype, k.dtype, v.dtype, q.flags.aligned, k.flags.aligned, v.flags.aligned,
+        )  # fmt: skip
+    else:
+        layouts = arrays.layout(q), arrays.layout(k), arrays.layout(v)
+    if pairs or axis or differ:
+        call.per_call = PerCall(tuple(pairs), axis, lengths, offsets, options.get("q_offset") is None)
+    return layouts, tuple(parts), axis, type(backend), backend, return_lse, dispatch.state()
+
+
+def _on_device(q: Any, cu_seqlens: Any) -> tuple[Any, ...]:
+    """The offsets of q and of k, where all lie on the device of q, or nothing."""
+    given = cu_seqlens if type(cu_seqlens) is tuple else (cu_seqlens, cu_seqlens)
+    on_device = arrays.kind_of(q) == "cupy" and all(arrays.kind_of(each) == "cupy" for each in given)
+    return given if on_device and len(given) == 2 else ()
+
+
+def _is_small(block_mask: Any) -> bool:
+    """Whether a plan with this block mask may be cached: it keeps the arrays of the mask alive."""
+    if not isinstance(block_mask, BlockMask):
+        return False
+    return sum(array.nbytes for array in block_mask.mod.arrays.values()) <= _MAX_MASK_BYTES
+
+
+def keys_axis(of_q: tuple[int, ...], of_k: tuple[int, ...], of_v: tuple[int, ...], layout: Any) -> int:
+    """The axis of the keys, a negative number, if each call of these shapes brings its own number of keys; else 0."""
+    if not (type(layout) is str and layout in LAYOUTS and len(of_q) == len(of_k) == len(of_v) > 1):
+        return 0
+    axis = -2 if len(of_q) == 2 or layout == "bhnd" else -3
+    return axis if of_q[axis] < FEW_QUERIES and of_k[axis] == of_v[axis] >= MIN_KEYS else 0
+
+
+def _room(n_k: int) -> int:
+    """The most keys of calls that share a plan with a call of n_k: their numbers have as many bits."""
+    return (1 << n_k.bit_length()) - 1
+
+
+def names_of(given: Sequence[Any], operands: Operands) -> tuple[str, ...] | None:
+    """The names of these arrays among the operands' arrays.
+
+    None if one of them was copied or reshaped, or matches two: a kernel reads an array in the layout of the operand.
+    """
+    found = [
+        [
+            name
+            for name, own in operands.arrays.items()
+            if arrays.layout(own) == arrays.layout(array) and arrays.same_address(array, own)
+        ]
+        for array in given
+    ]
+    names = tuple(chain.from_iterable(found))
+    return names if all(len(each) == 1 for each in found) and len(set(names)) == len(names) else None
+
+
+def get(key: Any) -> Any:
+    """The cached plan of this key, or None."""
+    if key is None:
+        return None
+    try:
+        found = _plans.get(key)
+    except TypeError:  # an option cannot be hashed
+        return None
+    if found is not None:
+        found.last_use = next(_ticks)
+    return found
+
+
+def put(key: Any, planned: Any) -> None:
+    """Cache a plan, or what else has a `last_use`; the least recently used ones are dropped."""
+    with _lock, suppress(TypeError):
+        _plans[key] = planned
+        planned.last_use = next(_ticks)
+        if len(_plans) > _MAX_PLANS:
+            del _plans[min(_plans, key=lambda each: _plans[each].last_use)]
+
+
+def clear() -> None:
+    """Drop all plans."""
+    with _lock:
+        _plans.clear()

@@ -1,0 +1,234 @@
+"""The options of attention(), one row each: type, default, kind, meaning, and its names in other libraries.
+
+Everything that lists options derives the list from this table: signatures and docstrings (`documented`), the keys of
+cached plans (`Role`), the schema of PyTorch's operator, the static arguments in JAX, the blocks of Dask, the planned
+steps of a cache, and "did you mean".
+"""
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
+from enum import Enum
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_args
+
+from .errors import shown
+
+Layout = Literal["bhnd", "bnhd"]
+Precision = Literal["highest", "tf32", "fp8"]
+
+
+class Role(Enum):
+    """What a cached plan makes of an option."""
+
+    CONSTANT = "a number, flag or name: the plan is for its value"
+    POSITIONS = "where rows see keys, by position: a plan is for a number, and for no array"
+    PAIRS = "an array: the plan is for its layout, and each call passes its own"
+    LENGTHS = "integers, one for each batch entry: a plan serves all values"
+    OFFSETS = "where packed sequences begin: a plan is for their contents on the host, and serves all on a device"
+    IDENTITY = "an immutable object: the plan is for this one"
+    PER_CALL = "whatever it is, the call is planned anew"
+
+
+class Option(NamedTuple):
+    """A row of the table.
+
+    Attributes
+    ----------
+    meaning : str
+        The entry in the docstring of `attention`.
+    role : Role
+    default : object
+    theirs : tuple of str
+        The names of this argument in PyTorch, JAX, FlashAttention, xFormers and cuDNN.
+    is_array : bool
+        Whether it is an array, of the library of q where it is large.
+    by_position : bool
+        Whether its effect on a pair depends on the positions of query and key.
+    """
+
+    meaning: str
+    role: Role = Role.CONSTANT
+    default: Any = None
+    theirs: tuple[str, ...] = ()
+    is_array: bool = False
+    by_position: bool = False
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments that `attention`, `attention_vjp`, `plan`, `explain` and `weights` share."""
+
+    scale: Annotated[float | None, Option(
+        "Factor on q k^T; 1 / sqrt(D) by default.", theirs=("softmax_scale", "sm_scale"),
+    )]  # fmt: skip
+    causal: Annotated[bool, Option(
+        "Key j is visible to query i iff j <= i + q_offset.", default=False, theirs=("is_causal",), by_position=True,
+    )]  # fmt: skip
+    q_offset: Annotated[Any, Option(
+        "Position of the first query on the key axis: an integer, or one for each batch entry. By default the number "
+        "of keys less that of queries, of each sequence, so that the last query sees every key. 0 is the top-left "
+        "alignment of PyTorch and ONNX, and fits batches that are padded on the right. Masks and scores by position "
+        "need it where a length other than 0 is less than Nq, and where lengths are on a device and Nq is above 1.",
+        Role.POSITIONS, is_array=True, by_position=True,
+    )]  # fmt: skip
+    window: Annotated[tuple[int | None, int | None] | None, Option(
+        "(left, right): key j is visible to query i iff i + q_offset - left <= j <= i + q_offset + right. None is no "
+        "bound.",
+        theirs=("window_size", "local_window_size", "sliding_window"), by_position=True,
+    )]  # fmt: skip
+    softcap: Annotated[float | None, Option(
+        "Scores become softcap * tanh(score / softcap).",
+        theirs=("soft_cap", "logits_soft_cap", "attn_logits_soft_cap"),
+    )]  # fmt: skip
+    alibi_slopes: Annotated[Any, Option(
+        "(Hq,) or (B, Hq): slope * |i + q_offset - j| is subtracted from the score.",
+        Role.PAIRS, theirs=("alibi", "slopes"), is_array=True, by_position=True,
+    )]  # fmt: skip
+    bias: Annotated[Any, Option(
+        "Floating, broadcasts to (..., Hq, Nq, Nk), added after softcap. -inf masks a pair.",
+        Role.PAIRS, theirs=("attn_bias",), is_array=True, by_position=True,
+    )]  # fmt: skip
+    mask: Annotated[Any, Option(
+        "Bool, broadcasts to (..., Hq, Nq, Nk), True = attend. A floating mask is added like a bias.",
+        Role.PAIRS, theirs=("attn_mask", "attention_mask"), is_array=True, by_position=True,
+    )]  # fmt: skip
+    block_mask: Annotated[Any, Option(
+        "A flashkit.BlockMask for Nq queries and Nk keys.", Role.IDENTITY, by_position=True,
+    )]  # fmt: skip
+    score_mod: Annotated[Callable[..., Any] | Any, Option(
+        "A function (s, b, h, q, k) -> s, or a flashkit.mods.Mod; see flashkit.mods.", Role.PER_CALL, by_position=True,
+    )]  # fmt: skip
+    mask_mod: Annotated[Callable[..., Any] | Any, Option(
+        "A function (b, h, q, k) -> bool, or a flashkit.mods.Mod.", Role.PER_CALL, by_position=True,
+    )]  # fmt: skip
+    kv_lengths: Annotated[Any, Option(
+        "(B,) integers: keys at or past the length do not exist, and the memory there never affects the result.",
+        Role.LENGTHS, is_array=True, by_position=True,
+        theirs=("cache_seqlens", "seqused_k", "kv_seqlens", "key_value_seq_lengths", "seqlens_k"),
+    )]  # fmt: skip
+    q_lengths: Annotated[Any, Option(
+        "(B,) integers: queries at or past the length see no key, so their rows are 0. The default q_offset is then "
+        "kv_lengths - q_lengths: batches that are padded on the right are right with causal=True.",
+        Role.PER_CALL, is_array=True, by_position=True, theirs=("seqused_q", "query_seq_lengths", "seqlens_q"),
+    )]  # fmt: skip
+    cu_seqlens: Annotated[Any, Option(
+        "Sequences of any length that follow each other, without padding: q (T, Hq, D), k (Tk, Hkv, D), v (Tk, Hkv, "
+        "Dv). Integers (sequences + 1,), from 0 to at most T, where each sequence begins and the last one ends; a pair "
+        "(of q, of k) where these differ. Batch entry b of masks, scores and offsets is sequence b, and positions "
+        "count within it. lse is (Hq, T). Rows past the last offset are 0. Integers on a GPU are not read by the host.",
+        Role.OFFSETS, is_array=True, by_position=True,
+    )]  # fmt: skip
+    page_table: Annotated[Any, Option(
+        "Keys and values in pages: k (pages, page, Hkv, D), v (pages, page, Hkv, Dv), any strides. Integers (B, pages "
+        "of a sequence): the page that holds keys i * page to (i + 1) * page - 1 of sequence b is page_table[b, i]. It "
+        "needs kv_lengths, behind which entries do not matter (-1 is customary). q is (B, Hq, Nq, D) by layout, or (T, "
+        "Hq, D) with cu_seqlens.",
+        Role.PER_CALL, is_array=True, by_position=True, theirs=("block_table", "block_tables", "page_indices"),
+    )]  # fmt: skip
+    dropout_p: Annotated[float, Option(
+        "Weights are dropped with this probability, the others scaled by 1 / (1 - dropout_p).",
+        Role.PER_CALL, 0.0, ("dropout", "dropout_rate"), by_position=True,
+    )]  # fmt: skip
+    seed: Annotated[int | None, Option(
+        "The same seed drops the same pairs on every backend. Without a seed each call draws one.",
+        theirs=("generator", "rng", "dropout_rng"), by_position=True,
+    )]  # fmt: skip
+    sinks: Annotated[Any, Option(
+        "(Hq,): one more logit in the softmax of each row, without a value.",
+        Role.PER_CALL, theirs=("s_aux", "attention_sinks"), is_array=True, by_position=True,
+    )]  # fmt: skip
+    layout: Annotated[Layout, Option(
+        '"bhnd", or "bnhd" for (..., N, H, D) arrays.',
+        default="bhnd", theirs=("tensor_layout", "qkv_layout", "qkv_format"),
+    )]  # fmt: skip
+    deterministic: Annotated[bool, Option(
+        "Give the same bits for the same inputs in the backward pass on a GPU too. All other passes always do. The "
+        "environment variable FLASHKIT_DETERMINISTIC=1 asks for it in every call.", default=False,
+    )]  # fmt: skip
+    precision: Annotated[Precision | None, Option(
+        '"tf32" allows TensorFloat-32 products for float32 inputs on GPUs that have them. None or "highest" is full '
+        'float32; of e4m3 arrays None may round weights to e4m3 as well. "fp8" quantises float16 and bfloat16 to e4m3 '
+        'first, each token by itself, q and k rotated: as quantize(x, "e4m3", "token", rotate=True), and for v without '
+        "rotation.",
+    )]  # fmt: skip
+
+
+OPTIONS: Mapping[str, Option] = {name: get_args(hint)[1] for name, hint in Options.__annotations__.items()}
+"""The table."""
+
+DEFAULTS = {name: option.default for name, option in OPTIONS.items()}
+
+_ELSEWHERE = {
+    "mask=~key_padding_mask[:, None, None, :]": ("key_padding_mask",),  # PyTorch's is True where a key is ignored
+    "cu_seqlens=(of q, of k)": ("cu_seqlens_q", "cu_seqlens_k", "cu_seq_lens_q", "cu_seqlens_kv"),
+    "return_lse": ("return_softmax_lse", "return_residual"),
+    "flashkit.weights(q, k, ...)": ("need_weights", "return_attn_probs", "return_weights"),
+}
+"""What to write for arguments of other libraries that are no option's."""
+
+_NOT_NEEDED = {
+    "enable_gqa": "grouped-query heads need no flag",
+    "max_seqlen": "no longest sequence is needed",
+    "max_seqlen_q": "no longest sequence is needed",
+    "max_seqlen_k": "no longest sequence is needed",
+}
+
+
+def unknown(
+    function: str, names: Iterable[str], known: Collection[str] = (*OPTIONS, "out", "return_lse", "backend")
+) -> TypeError:  # fmt: skip
+    """The error for keyword arguments that do not exist: it says which was probably meant.
+
+    Examples
+    --------
+    >>> from flashkit import options
+    >>> print(options.unknown("attention", ["is_causal"]))
+    attention() got an unexpected argument 'is_causal': did you mean causal?
+    """
+    import difflib  # only for errors
+
+    name = str(next(iter(names)))
+    message = f"{function}() got an unexpected argument {shown(name)}: "
+    if name.lower() in _NOT_NEEDED:
+        return TypeError(message + _NOT_NEEDED[name.lower()])
+    theirs = {ours: option.theirs for ours, option in OPTIONS.items()} | _ELSEWHERE
+    meant = next((ours for ours, names in theirs.items() if name.lower() in names), None)
+    known = [each for each in known if each != name]
+    meant = meant or next(iter(difflib.get_close_matches(name.lower(), known, 1)), None)
+    return TypeError(message + (f"did you mean {meant}?" if meant else f"expected one of {', '.join(known)}"))
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def documented(*left_out: str) -> Callable[[F], F]:
+    """Give a function with **options their names in its signature and, for {options} in its docstring, their meanings.
+
+    left_out: options that the function does not take.
+    """
+    taken = [name for name in OPTIONS if name not in left_out]
+
+    def document(function: F) -> F:
+        own = inspect.signature(function)
+        first = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        positional = [p for p in first if p.kind is not p.KEYWORD_ONLY]
+        named = [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=OPTIONS[name].default,
+                annotation=Options.__annotations__[name].__origin__,
+            )
+            for name in taken
+        ]  # fmt: skip
+        rest = [p for p in first if p.kind is p.KEYWORD_ONLY]
+        function.__signature__ = own.replace(parameters=[*positional, *named, *rest])  # type: ignore[attr-defined]
+        if function.__doc__:  # absent under python -OO
+            lines = [f"{name}\n        {_wrapped(OPTIONS[name].meaning)}" for name in taken]
+            function.__doc__ = function.__doc__.replace("{options}", "\n    ".join(lines))
+        return function
+
+    return document
+
+
+def _wrapped(text: str) -> str:
+    """A paragraph in a docstring."""
+    import textwrap
+
+    return "\n        ".join(textwrap.wrap(text, 112, break_long_words=False, break_on_hyphens=False))
