@@ -224,12 +224,17 @@ class Backward(OrderedBackward):
 
 def splits(problem: Problem, device: Device) -> bool:
     """Whether to use split-KV: queries would leave most of a tile empty, or most SMs idle."""
-    if problem.spec.packed:
-        return False
     if problem.n_q <= FEW_ROWS:
         return problem.n_q > 0
     blocks = -(-problem.n_q // 128) * problem.heads * problem.batch
     return 3 * blocks <= device.sms and problem.n_k >= MANY_KEYS
+
+
+def on_tensor_cores(spec: AttentionSpec) -> Verdict:
+    """Whether q, k and v lie as the kernels for tensor cores read them, on Ampere and on Hopper."""
+    if spec.packed:
+        return Verdict(False, "packed sequences run on the simt kernels")
+    return Verdict(True)
 
 
 def of_float32(problem: Problem, device: Device) -> Verdict:
@@ -261,6 +266,8 @@ class Sm80(Generation):
         spec = problem.spec
         if device.capability < (8, 0):
             return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, older than sm_80")
+        if not (able := on_tensor_cores(spec)):
+            return able
         if spec.dtype == "float32" and direction == "forward":
             if not (able := of_float32(problem, device)):
                 return able

@@ -15,7 +15,7 @@ from ...spec import AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler, sm90_bwd_launch, sm90_launch
 from ..cuda_common.device import Device
 from ..cuda_common.fallback import Fallback
-from ..cuda_common.generation import Generation, Kernels, Pass, supports_16bit, supports_packed, supports_paged, tile_of
+from ..cuda_common.generation import Generation, Kernels, Pass, supports_16bit, supports_paged, tile_of
 from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_candidates, backward_tile, cluster_size
 from ..cuda_common.sm90_launch import (
     CHOSEN,
@@ -28,6 +28,7 @@ from ..cuda_common.sm90_launch import (
     work_enough,
 )
 from ..cuda_common.smem import SmemLayout
+from .sm80 import on_tensor_cores
 
 MAX_DIM = 256
 
@@ -116,8 +117,7 @@ class Sm90(Generation):
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         spec = problem.spec
-        # A cluster's CTAs would have to skip key tiles that packed sequences lack together, and clear dQ for them.
-        if direction == "backward" and cluster_size(spec) > 1 and not (able := supports_packed(spec, "wide backward")):
+        if not (able := on_tensor_cores(spec)):
             return able
         if not (able := supports_paged(spec, self.name)):
             return able

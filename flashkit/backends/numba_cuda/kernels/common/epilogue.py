@@ -39,7 +39,7 @@ def normalize_row(j, rest):
     """A row's log-sum-exp to memory; the factor of its output, and whether it needs the non-finite fallback."""
     p, at, m, l, finite_or_nan = rest
     index, top, total = at[2] + row_of_lane(j), m[j], l[j]
-    row, h, exists = index // PACK_GQA, at[1] + index % PACK_GQA, index < seq_info(p, at[0]).n_q * PACK_GQA
+    row, h, exists = index // PACK_GQA, at[1] + index % PACK_GQA, index < p.n_q * PACK_GQA
     factor = np.float32(1)
     if HAS_SINKS:
         if exists:
@@ -47,7 +47,7 @@ def normalize_row(j, rest):
     empty = total == ZERO  # no key is visible
     if exists and thread() % 4 == 0:
         lse = HIDDEN if empty else log_of_sum(top, total)
-        store(np.float32, number_address(p.lse, at[0], h, q_token(p, at[0], row)), 0, lse)
+        store(np.float32, number_address(p.lse, at[0], h, row), 0, lse)
     finite = abs(total) < np.float32(math.inf)
     is_nonfinite = not abs(finite_or_nan[j]) < np.float32(math.inf)
     return ZERO if empty else divided(factor, total), is_nonfinite and finite and exists
@@ -87,7 +87,7 @@ def accumulate_nonfinite(p, at, m, factor, staged, tile_rows):
     assembler would take nothing behind it as uniform.
     """
     lane, row0 = opaque(thread() % 32), opaque(uniform(thread() % GROUP_THREADS // 32)) * WARP_ROWS
-    b, n_k, last = at[0], uniform(i32(seq_info(p, at[0]).n_k)), i32(seq_info(p, at[0]).n_q) * PACK_GQA - 1
+    b, n_k, last = at[0], uniform(i32(seq_info(p, at[0]).n_k)), i32(p.n_q) * PACK_GQA - 1
     offset = seq_info(p, b).q_position
     for r in range(WARP_ROWS):
         index = min(at[2] + row0 + r, last)

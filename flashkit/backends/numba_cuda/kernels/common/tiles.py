@@ -83,21 +83,6 @@ def packed_tile(cu_seqlens, batch, number, block):
 
 
 @device
-def packed_tile_of_warp(cu_seqlens, batch, number, block):
-    """The same by all lanes of a warp, which look at 32 places at a time."""
-    low, high = I(0), batch
-    while high - low > 1:
-        step = (high - low + 31) >> 5
-        place = low + I(thread() % 32) * step
-        before = False
-        if place < high:
-            before = first_tile(cu_seqlens, place, block) <= number
-        low += (lowest_bit(~ballot(before)) - 1) * step
-        high = min(low + step, high)
-    return SeqTile(low, number - first_tile(cu_seqlens, low, block))
-
-
-@device
 def num_entries(p):
     """Batch entries that grids and schedules count."""
     return I(1) if IS_PACKED else p.batch
@@ -123,23 +108,10 @@ def q_tile(p, entry, number, block):
 
 
 @device
-def q_tile_of_warp(p, entry, number, block):
-    if IS_PACKED:
-        return packed_tile_of_warp(p.cu_seqlens_q, p.batch, I(number), block)
-    return SeqTile(I(entry), I(number))
-
-
-@device
 def k_tile(p, entry, number, block):
     if IS_PACKED:
         return packed_tile(p.cu_seqlens_k, p.batch, I(number), block)
     return SeqTile(I(entry), I(number))
-
-
-@device
-def q_tile_number(p, b, tile, block):
-    """The number of a query tile, where accumulators of query tiles are."""
-    return first_tile(p.cu_seqlens_q, I(b), block) + I(tile) if IS_PACKED else I(tile)
 
 
 @device

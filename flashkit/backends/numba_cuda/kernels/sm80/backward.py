@@ -21,16 +21,16 @@ def load_rows_async(stage, p, b, h, row0, wanted):
     """bwd_lse, then delta, of a query tile by cp.async: bwd_preprocess pads them to whole tiles."""
     i = i32(thread())
     rows = p.bwd_lse if i < BLOCK_Q // 4 else p.delta
-    source = number_address(rows, I(b), I(h), stats_row(p, b, I(row0))) + VEC_BYTES * (i & (BLOCK_Q // 4 - 1))
+    source = number_address(rows, I(b), I(h), I(row0)) + VEC_BYTES * (i & (BLOCK_Q // 4 - 1))
     cp_async_if(stage + AT_STAGE_ROWS + VEC_BYTES * i, source, 0, 1, 1 if wanted and i < BLOCK_Q // 2 else 0)
 
 
 @device
 def load_qdo(p, stage, b, h, tile):
     """Q, dO, bwd_lse and delta of a query tile to a stage."""
-    row0, n_q, start = i32(tile) * BLOCK_Q, i32(seq_info(p, I(b)).n_q), seq_info(p, I(b)).row_offset
-    load_tile(stage, p.q, b, h, start, row0, n_q, BLOCK_Q, HEAD_DIM, PADDED_QK)
-    load_tile(stage + AT_STAGE_DOUT, p.dout, b, h, start, row0, n_q, BLOCK_Q, HEAD_DIM_V, PADDED_V)
+    row0, n_q = i32(tile) * BLOCK_Q, i32(p.n_q)
+    load_tile(stage, p.q, b, h, row0, n_q, BLOCK_Q, HEAD_DIM, PADDED_QK)
+    load_tile(stage + AT_STAGE_DOUT, p.dout, b, h, row0, n_q, BLOCK_Q, HEAD_DIM_V, PADDED_V)
     load_rows_async(stage, p, b, h, row0, True)
 
 
@@ -56,7 +56,7 @@ def sm80_backward(p):
     h, stage = I(head) * GQA_GROUP, I(0)
     last = h + GQA_GROUP if k0 < n_k else h
     while h < last:
-        n_q, previous = seq_info(p, I(b)).n_q, I(-1)
+        n_q, previous = p.n_q, I(-1)
         walk = walk_queries(p, I(b), h, I(k0), min(I(k0) + BLOCK_K, I(n_k)), n_q, descending)
         if walk.state != EMPTY:
             load_qdo(p, base + AT_QDO + stage * STAGE_BYTES, b, h, walk.tile)
@@ -67,9 +67,9 @@ def sm80_backward(p):
             qdo, free = base + AT_QDO + stage * STAGE_BYTES, base + AT_QDO + (1 - stage) * STAGE_BYTES
             ahead = next_tile(p, walk)
             more = ahead.state != EMPTY
-            row0, start = i32(ahead.tile) * BLOCK_Q, seq_info(p, I(b)).row_offset
-            copy_q = copy_of(free, p.q, b, h, start, row0, i32(n_q), more)
-            copy_dout = copy_of(free + AT_STAGE_DOUT, p.dout, b, h, start, row0, i32(n_q), more)
+            row0 = i32(ahead.tile) * BLOCK_Q
+            copy_q = copy_of(free, p.q, b, h, row0, i32(n_q), more)
+            copy_dout = copy_of(free + AT_STAGE_DOUT, p.dout, b, h, row0, i32(n_q), more)
             scale_log2 = load_f32(base + AT_SCALE)
             own_rows = listed(row_values, ROWS, (qdo + AT_STAGE_ROWS, rows))
             full = walk.state == FULL and k0 + BLOCK_K <= n_k

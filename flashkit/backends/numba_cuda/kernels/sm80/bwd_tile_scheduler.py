@@ -15,10 +15,9 @@ def initial_work_tile(p, base):
         store_word(base + AT_TILE_COUNTER, i32(fetch_add(p.tile_counter, 1)))
     threads_sync()
     index, heads = u32(load_word(base + AT_TILE_COUNTER)), u32(u32(p.heads) // u32(GQA_GROUP))
-    tiles, all_heads = u32(num_k_tiles(p, BLOCK_K)), u32(heads * u32(num_entries(p)))
+    tiles, all_heads = u32(num_k_tiles(p, BLOCK_K)), u32(heads * u32(p.batch))
     group = u32(p.heads_per_l2_group)
     tile, head = tile_coord(index, tiles, all_heads, group)
     descending = HAS_MASK and all_heads > group and head >= u32(u32(all_heads - u32(1)) // group * group)
     number = i32(tile) if descending else i32(tiles - u32(1) - tile)
-    at = k_tile(p, head // heads, number, BLOCK_K)
-    return i32(at.b), i32(head % heads), i32(at.tile), descending
+    return i32(head // heads), i32(head % heads), number, descending

@@ -19,6 +19,6 @@ def epilogue(p, base, at, m, l, output):
     target = q_row_address(p, p.out, I(at[0]), I(at[1]), I(at[2] + row0))
     for i in range(lane, WARP_ROWS * ROW_VECS_V, 32):
         row, vec = i // ROW_VECS_V, i % ROW_VECS_V
-        if at[2] + row0 + row < seq_info(p, I(at[0])).n_q:
+        if at[2] + row0 + row < p.n_q:
             vector = load_vec(staged + vec // 8 * CHUNK_Q + swizzled(row, vec % 8))
             store_vec(target + row * p.out.token * ITEMSIZE + VEC_BYTES * vec, vector)

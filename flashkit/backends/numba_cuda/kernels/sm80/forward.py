@@ -29,13 +29,10 @@ def is_one(j, so_far, factor):
 @kernel(THREADS, BLOCKS_PER_SM)
 def sm80_forward(p):
     base, at = shared_address(), work_tile(p, block())
-    n_k, n_q = i32(seq_info(p, I(at[0])).n_k), seq_info(p, I(at[0])).n_q
-    if IS_PACKED and at[2] >= n_q:
-        return
+    n_k, n_q = i32(seq_info(p, I(at[0])).n_k), p.n_q
     scale_log2, kv = softmax_scale_log2(p), kv_source(p, at[0], at[1] // GQA_GROUP, n_k)
     q = base + thread() // 32 * WARP_ROWS * CHUNK_ROW
-    row_offset = seq_info(p, I(at[0])).row_offset
-    load_tile(base, p.q, at[0], at[1], row_offset, at[2], i32(n_q), BLOCK_Q, HEAD_DIM, COLUMNS_QK)
+    load_tile(base, p.q, at[0], at[1], at[2], i32(n_q), BLOCK_Q, HEAD_DIM, COLUMNS_QK)
     end = min(I(at[2]) + BLOCK_Q, n_q)
     walk = walk_keys(p, I(at[0]), I(at[1]), I(at[2]), end, I(n_k))
     if walk.state != EMPTY:

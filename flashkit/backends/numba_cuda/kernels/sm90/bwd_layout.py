@@ -58,9 +58,7 @@ assert (AT_DOUT, AT_DS, AT_DQ) == (AT_Q + STAGES * BYTES_Q, AT_DOUT + DOUT_STAGE
 # P and dS of a masked pair are 0, but 0 times NaN is NaN. So rows of Q, dO and K that are not finite are cleared in
 # shared memory before they are multiplied. The log-sum-exp of such a row is NaN and such a key has a bit in
 # AT_NONFINITE_KEYS, from which the gradients of visible pairs become NaN (softmax_p_one).
-#
-# Behind the last rows of a packed sequence are those of the next one, which every tile hides.
-CLEARS_ROWS = HAS_MASK or HAS_SCORE or HAS_DROPOUT or IS_PACKED
+CLEARS_ROWS = HAS_MASK or HAS_SCORE or HAS_DROPOUT
 CLEARS_KEYS = HAS_MASK or HAS_SCORE or HAS_DROPOUT or HAS_LENGTHS
 NONFINITE_WORDS = CTA_KEYS // 32
 

@@ -19,8 +19,7 @@ DK_FIRST = CHUNKS == 1 and not FROM_DIAGONAL  # not where the next CTA waits for
 
 BUFFERS = BYTES_DQ_WARP // BYTES_PIECE
 store_dv, store_dk = (
-    make_store_dkv(padded(columns), columns, before, BUFFERS, BYTES_PIECE)
-    for columns, before in ((HEAD_DIM_V, 0), (HEAD_DIM, CHUNKS_V))
+    make_store_dkv(columns, before, BUFFERS, BYTES_PIECE) for columns, before in ((PADDED_DIM_V, 0), (PADDED_DIM, CHUNKS_V))
 )
 
 wgmma_dk = wgmma_registers(STORAGE, PADDED_DIM, along_columns(BLOCK_Q), turned_b=True)
@@ -189,8 +188,8 @@ def epilogue(p, base, k_tile, number, n, state, warp_args):
         consumer_wait(base + AT_DQ_GRANTED, u32(n - 1), 2)  # dQ has left shared memory
     lane, buffer = opaque(thread() % 32), base + AT_DQ + BYTES_DQ_WARP * warp
     key = i32(at[2] + 16 * warp)
-    store_dv(p, map_address("map_dv"), p.dv, at, key, lane, buffer, dv_acc, np.float32(1))
-    store_dk(p, map_address("map_dk"), p.dk, at, key, lane, buffer, dk_acc, np.float32(p.softmax_scale))
+    store_dv(map_address("map_dv"), at, key, lane, buffer, dv_acc, np.float32(1))
+    store_dk(map_address("map_dk"), at, key, lane, buffer, dk_acc, np.float32(p.softmax_scale))
     return dk_acc, dv_acc
 
 

@@ -25,8 +25,8 @@ DQ_CHUNK_REGS = BLOCK_Q // 2  # registers of a lane for 64 columns of dQ
 DQ_REGS = DQ_CHUNKS * DQ_CHUNK_REGS
 DS_CONSUMER_BARRIER, DK_DQ_CONSUMER_BARRIER = 1, 2
 
-store_dv = make_store_dkv(PADDED_DIM_V, HEAD_DIM_V, 0, CHUNKS_V, CTA_KEYS * CHUNK_ROW)
-store_dk = make_store_dkv(PADDED_DIM, HEAD_DIM, 0, DQ_CHUNKS, CTA_KEYS * CHUNK_ROW)
+store_dv = make_store_dkv(PADDED_DIM_V, 0, CHUNKS_V, CTA_KEYS * CHUNK_ROW)
+store_dk = make_store_dkv(PADDED_DIM, 0, DQ_CHUNKS, CTA_KEYS * CHUNK_ROW)
 
 wgmma_dk = wgmma(STORAGE, PADDED_DIM, along_rows(BLOCK_Q, CTA_KEYS), along_columns(BLOCK_Q), turned_b=True)
 wgmma_dq, wgmma_dq_zero_init = (
@@ -114,7 +114,7 @@ def ds_epilogue(p, base, k_tile, number, n, state, warp_args):
     named_barrier_sync(DS_CONSUMER_BARRIER, 128)  # no warp reads V any more: dV leaves through its place
     lane, buffer = opaque(thread() % 32), base + AT_V + BYTES_PIECE * warp
     key = i32(at[2] + CTA_KEYS * rank + 16 * warp)
-    store_dv(p, map_address("map_dv"), p.dv, at, key, lane, buffer, dv_acc, np.float32(1))
+    store_dv(map_address("map_dv"), at, key, lane, buffer, dv_acc, np.float32(1))
     bulk_wait_read(0)
     lanes_sync()
     consumer_release(base + AT_V_PIPE, number, 1)
@@ -221,7 +221,7 @@ def dk_dq_epilogue(p, base, k_tile, number, n, state, warp_args):
     named_barrier_sync(DK_DQ_CONSUMER_BARRIER, 128)
     lane, buffer = opaque(thread() % 32), base + AT_PEER_K + BYTES_PIECE * warp
     key = i32(at[2] + CTA_KEYS * rank + 16 * warp)
-    store_dk(p, map_address("map_dk"), p.dk, at, key, lane, buffer, dk_acc, np.float32(p.softmax_scale))
+    store_dk(map_address("map_dk"), at, key, lane, buffer, dk_acc, np.float32(p.softmax_scale))
     bulk_wait_read(0)
     lanes_sync()
     consumer_release(base + AT_PEER_K_PIPE, number, 1)

@@ -15,20 +15,17 @@ def state_of_keys(p, b, h, n_k, row0, row1, k0, k1):
 @device
 def tile_states(p, coord, n_k, tile, many):
     """Flags and states for the descriptor of query tiles `tile` ... `tile` + many - 1; 0 if all are EMPTY. coord: batch
-    entry, query head, first key. A tile that reaches past the last row of a packed sequence is PARTIAL.
+    entry, query head, first key.
     """
     b, h, k0 = coord
     row0 = i32(tile * BLOCK_Q)
-    row1 = i32(min(row0 + many * BLOCK_Q, i32(seq_info(p, I(b)).n_q)))
+    row1 = i32(min(row0 + many * BLOCK_Q, i32(p.n_q)))
     every, states = state_of_keys(p, b, h, n_k, row0, row1, k0, i32(k0 + BLOCK_K)), i32(0)
-    ragged = IS_PACKED and row0 + many * BLOCK_Q > row1
     for g in range(MMA_WARPGROUPS):
         state = every
         if every == PARTIAL and many == 1:
             first = i32(k0 + WARPGROUP_KEYS * g)
             state = state_of_keys(p, b, h, n_k, row0, row1, first, i32(first + WARPGROUP_KEYS))
-        if ragged and state == FULL:
-            state = i32(PARTIAL)
         states = i32(states | state << 2 * g)
     if CLEARS_ROWS:
         if states != 0 and many == 1 and load(np.int32, dq_semaphore(p, b, h, tile) + SEMAPHORE_FLAGS, 0) != 0:
@@ -56,14 +53,8 @@ def look(p, coord, n_k, tiles, place, many):
 
 
 @device
-def tiles_of_sequence(p, b):
-    """Its query tiles."""
-    return ceil_div(seq_info(p, I(b)).n_q if IS_PACKED else max_n_q(p), BLOCK_Q)
-
-
-@device
 def scheduler(p, base):
-    leader, tiles, work_tiles = thread() % 32 == 0, ceil_div(max_n_q(p), BLOCK_Q), num_bwd_work_tiles(p)
+    leader, tiles, work_tiles = thread() % 32 == 0, tiles_of_queries(p), num_bwd_work_tiles(p)
     c, number = u32(0), u32(0)  # lists and work tiles so far
     while True:
         index = next_work_tile(p, base, number)
@@ -71,14 +62,8 @@ def scheduler(p, base):
             break
         at = bwd_work_tile(p, index)
         n_k = i32(seq_info(p, I(at[0])).n_k)
-        if IS_PACKED:
-            tiles = tiles_of_sequence(p, at[0])
-            if at[2] >= n_k:
-                if not DETERMINISTIC:
-                    clear_dq_ahead(p, index)
-                continue
         if KEY_BUFFERS > 1:
-            load_k(p, base, at, number)
+            load_k(base, at, number)
         first, member, place = YES, i32(0), i32(0)
         while member < GQA_GROUP:
             h = i32(at[1] * GQA_GROUP + member)
@@ -101,7 +86,7 @@ def scheduler(p, base):
             if first:
                 first = NO
                 if KEY_BUFFERS == 1:
-                    load_k(p, base, at, number)
+                    load_k(base, at, number)
                 if CLEARS_KEYS:
                     clear_nonfinite_k(p, base, at, number)
                 if CLUSTER_SIZE > 1:

@@ -17,7 +17,7 @@ def clearing_plan(p):
 
 @device
 def cleared_count(p, b, head):
-    return number_address(p.dq_semaphore, I(entry_of(b)), I(head * GQA_GROUP), I(0)) + SEMAPHORE_ADDED
+    return number_address(p.dq_semaphore, I(b), I(head * GQA_GROUP), I(0)) + SEMAPHORE_ADDED
 
 
 @device
@@ -26,7 +26,7 @@ def clear_dq_ahead(p, work_tile_index):
     of_head, with_work_tile, before = clearing_plan(p)
     heads, lane = i32(p.heads // GQA_GROUP), opaque(thread() % 32)
     first = before + work_tile_index * with_work_tile
-    index, end = first + cta_rank(), min(first + with_work_tile, of_head * heads * num_entries(p))
+    index, end = first + cta_rank(), min(first + with_work_tile, of_head * heads * p.batch)
     while index < end:
         target = dq_accum_at(p, index, 16 * I(lane))
         for i in range(i32(BYTES_DQ // 512)):
@@ -43,7 +43,7 @@ def clear_dq_ahead(p, work_tile_index):
 def wait_until_cleared(p, at):
     """Until dq_accum of a work tile's head is cleared."""
     of_head, _, before = clearing_plan(p)
-    end = (I(entry_of(at[0])) * (p.heads // GQA_GROUP) + at[1] + 1) * of_head - before
+    end = (I(at[0]) * (p.heads // GQA_GROUP) + at[1] + 1) * of_head - before
     need, count = min(end, of_head), cleared_count(p, at[0], at[1])
     while I(load_acquire(count)) < need:
         pass

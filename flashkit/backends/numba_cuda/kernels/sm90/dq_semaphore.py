@@ -12,12 +12,12 @@ SEMAPHORE_FLAGS, SEMAPHORE_ADDED = 0, 4
 
 @device
 def dq_semaphore(p, b, h, tile):
-    return number_address(p.dq_semaphore, I(b), I(h), q_tile_number(p, b, tile, BLOCK_Q))
+    return number_address(p.dq_semaphore, I(b), I(h), I(tile))
 
 
 @device
 def added_words_per_cta(p):
-    return ceil_div(max_n_k(p), 32 * BLOCK_K)
+    return ceil_div(p.n_k, 32 * BLOCK_K)
 
 
 @device
@@ -45,17 +45,9 @@ def release_dq(added, tile_k):
 
 
 @device
-def key_tiles_of(p, index):
-    """How many key tiles the sequence of query tile `index` has."""
-    if IS_PACKED:
-        return ceil_div(seq_info(p, q_tile(p, 0, index % tiles_of_queries(p), BLOCK_Q).b).n_k, BLOCK_K)
-    return ceil_div(max_n_k(p), BLOCK_K)
-
-
-@device
 def acquire_dq(p, added, index, tile_k):
     """A warp waits until all key tiles that add to query tile `index` before tile_k does have been added."""
-    first, end = (tile_k + 1, key_tiles_of(p, index)) if FROM_DIAGONAL else (0, tile_k)
+    first, end = (tile_k + 1, tiles_of_keys(p)) if FROM_DIAGONAL else (0, tile_k)
     for word in range(first // 32 + thread() % 32, (end + 31) // 32, 32):
         left = end - 32 * word
         needed = u32(0xFFFFFFFF) if left >= 32 else u32((u32(1) << u32(left)) - u32(1))

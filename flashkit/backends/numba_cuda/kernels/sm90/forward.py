@@ -37,12 +37,10 @@ def sm90_forward(p):
         setmaxnreg_dec(PRODUCER_REGISTERS)
         if warp == 2:
             scheduler_warp(p, base)
-        elif IS_PACKED and warp == 1:
-            store_warp(p, base)
         elif elect_one():
             if warp == 0:
                 producer(p, base)
-            elif not IS_PACKED and warp == 1:
+            elif warp == 1:
                 store_warp(p, base)
     else:
         setmaxnreg_inc(CONSUMER_REGISTERS)
