@@ -16,7 +16,7 @@ from test_cuda_kernels import disassembled
 
 from flashkit.backends.cuda_common import compiler, sm90_bwd_launch
 from flashkit.backends.cuda_common.device import MODELS
-from flashkit.backends.numba_cuda import sm80, sm80_decode, sm90, specialise
+from flashkit.backends.numba_cuda import sm80, sm90, specialise
 from flashkit.backends.numba_cuda.sm90 import backward_kernel
 from flashkit.call.arguments import prepare
 from flashkit.spec import AttentionSpec, Problem
@@ -127,26 +127,6 @@ def test_the_forward_pass_by_mma(dtype: str, d: int, options: dict, arch: str) -
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
-    ("dtype", "d", "options"),
-    [
-        ("bfloat16", 64, {}),
-        ("float16", 128, {"causal": True}),
-    ],
-)  # fmt: skip
-@pytest.mark.exhaustive
-def test_few_queries_by_mma(dtype: str, d: int, options: dict, arch: str) -> None:
-    spec, device = spec_of(dtype, d, **options), MODELS[arch]
-    tile, *_ = sm80_decode.decode_tiles(spec, device)
-    binary = compiler.binary(specialise.source("sm80/decode", spec, tile.constants(spec, device)), arch)
-    assert [binary.resources[kernel].spills for kernel in ("sm80_decode", "combine")] == [0, 0]
-    code = disassembled(binary.path)
-    for instruction in ("HMMA.16816.F32", "LDSM.16.M88.4", "LDSM.16.MT88.4", "LDGSTS"):
-        assert instruction in code
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(
     ("dtype", "d", "options", "spilled"),
     [
         ("bfloat16", 128, {}, 96),
@@ -207,19 +187,9 @@ def test_float32_is_split_where_it_repays_and_is_exact() -> None:
         return generation("sm80").supports(problem(dtype="float32", **changes), HOPPER, "forward")
 
     assert answer() and answer(d=84)
-    assert "few queries" in answer(n_q=9).reason
     assert "more accurate without TF32" in answer(d=8).reason
     assert "not by fours" in answer(d=82).reason
     assert "float32 is not for these" in generation("sm90").supports(problem(dtype="float32"), HOPPER, "forward").reason
-
-
-@pytest.mark.parametrize("changes", [{"n_q": 9}, {"heads": 2, "n_q": 300, "n_k": 9000}])
-def test_keys_are_split_where_queries_would_leave_the_device_idle(changes: dict) -> None:
-    few = problem(**changes)
-    assert not generation("sm90").supports(few, HOPPER, "forward")
-    assert generation("sm80").supports(few, HOPPER, "forward")
-    assert isinstance(generation("sm80").candidates(few, HOPPER, "forward")[0], sm80_decode.DecodeTile)
-    assert isinstance(generation("sm80").candidates(problem(), HOPPER, "forward")[0], sm80.Tile)
 
 
 def test_what_the_backward_pass_by_mma_cannot_do_is_refused() -> None:

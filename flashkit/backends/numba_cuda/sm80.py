@@ -23,15 +23,12 @@ from ..cuda_common.launch import check_grid
 from ..cuda_common.params import AT
 from ..cuda_common.sm80_bwd_launch import OrderedBackward, Shaped
 from ..cuda_common.smem import SmemLayout, stage_constants
-from .sm80_decode import OWN_DECODE, Decode, DecodeTile, decode_tiles
 
 THREADS = 128
 _ADDRESSES, _HEADS_PER_L2_GROUP = addresses(ROW_TENSORS), AT["heads_per_l2_group"]
 _BACKWARD_ROWS = "q", "k", "v", "dout", "dq", "dk", "dv"
 _BACKWARD_ADDRESSES = addresses(_BACKWARD_ROWS)
 MAX_DIM = 256
-FEW_ROWS = 64
-MANY_KEYS = 1024
 MIN_TF32X3_DIM = 16  # terms of a sum that average out what TF32x3 leaves out
 _L2_BYTES = 24_000_000  # of K and V of the heads that CTAs work on at the same time
 _WHY = "the largest that fits"
@@ -222,14 +219,6 @@ class Backward(OrderedBackward):
         return super().run(arguments, stream)
 
 
-def splits(problem: Problem, device: Device) -> bool:
-    """Whether to use split-KV: queries would leave most of a tile empty, or most SMs idle."""
-    if problem.n_q <= FEW_ROWS:
-        return problem.n_q > 0
-    blocks = -(-problem.n_q // 128) * problem.heads * problem.batch
-    return 3 * blocks <= device.sms and problem.n_k >= MANY_KEYS
-
-
 def on_tensor_cores(spec: AttentionSpec) -> Verdict:
     """Whether q, k and v lie as the kernels for tensor cores read them, on Ampere and on Hopper."""
     if spec.packed:
@@ -237,17 +226,14 @@ def on_tensor_cores(spec: AttentionSpec) -> Verdict:
     return Verdict(True)
 
 
-def of_float32(problem: Problem, device: Device) -> Verdict:
-    """Whether TF32x3 applies: many queries, rows of whole vectors of 16 bytes, sums of enough terms."""
-    spec = problem.spec
+def of_float32(spec: AttentionSpec) -> Verdict:
+    """Whether TF32x3 applies: rows of whole vectors of 16 bytes, sums of enough terms."""
     if max(spec.head_dim, spec.head_dim_v) > MAX_DIM or spec.head_dim % 4 or spec.head_dim_v % 4:
         dims = f"{spec.head_dim} and {spec.head_dim_v}"
         return Verdict(False, f"float32 of head dims {dims}, over {MAX_DIM} or not by fours")
     if spec.head_dim < MIN_TF32X3_DIM:
         under = f"{spec.head_dim}, under {MIN_TF32X3_DIM},"
         return Verdict(False, f"float32 of head dim {under} is more accurate without TF32")
-    if splits(problem, device):
-        return Verdict(False, "float32 of few queries, which need split-KV")
     return Verdict(True)
 
 
@@ -269,7 +255,7 @@ class Sm80(Generation):
         if not (able := on_tensor_cores(spec)):
             return able
         if spec.dtype == "float32" and direction == "forward":
-            if not (able := of_float32(problem, device)):
+            if not (able := of_float32(spec)):
                 return able
         elif not (able := supports_16bit(spec, MAX_DIM)):
             return able
@@ -280,11 +266,9 @@ class Sm80(Generation):
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
         if direction == "backward":
             return backward_tiles(problem.spec, device)
-        if splits(problem, device):
-            return decode_tiles(problem.spec, device)
         return forward_tiles(problem.spec, device)
 
-    def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Forward | Backward | Decode:
+    def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Forward | Backward:
         spec = problem.spec
 
         def fits(tile: Any, spec: AttentionSpec) -> bool:
@@ -293,7 +277,5 @@ class Sm80(Generation):
         if direction == "backward":
             profiled, why = tile_of(BackwardTile, row, spec, fits, _WHY_BACKWARD)
             return Backward(self, problem, device, profiled or backward_tiles(spec, device)[0], why)
-        if splits(problem, device):
-            return Decode(self.kernels, self.below, problem, device, *tile_of(DecodeTile, row, spec, fits, OWN_DECODE))
         tile, why = tile_of(Tile, row, spec, fits, _WHY)
         return Forward(self, problem, device, tile or forward_tiles(spec, device)[0], why)

@@ -19,7 +19,8 @@ DK_FIRST = CHUNKS == 1 and not FROM_DIAGONAL  # not where the next CTA waits for
 
 BUFFERS = BYTES_DQ_WARP // BYTES_PIECE
 store_dv, store_dk = (
-    make_store_dkv(columns, before, BUFFERS, BYTES_PIECE) for columns, before in ((PADDED_DIM_V, 0), (PADDED_DIM, CHUNKS_V))
+    make_store_dkv(columns, before, BUFFERS, BYTES_PIECE)
+    for columns, before in ((PADDED_DIM_V, 0), (PADDED_DIM, CHUNKS_V))
 )
 
 wgmma_dk = wgmma_registers(STORAGE, PADDED_DIM, along_columns(BLOCK_Q), turned_b=True)
