@@ -223,6 +223,8 @@ def on_tensor_cores(spec: AttentionSpec) -> Verdict:
     """Whether q, k and v lie as the kernels for tensor cores read them, on Ampere and on Hopper."""
     if spec.packed:
         return Verdict(False, "packed sequences run on the simt kernels")
+    if spec.paged:
+        return Verdict(False, "paged keys run on the simt kernels")
     return Verdict(True)
 
 

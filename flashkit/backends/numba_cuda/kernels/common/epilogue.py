@@ -97,12 +97,12 @@ def accumulate_nonfinite(p, at, m, factor, staged, tile_rows):
         if not IS_FLOAT32:  # P relative to the log-sum-exp is at most 1: large P may have been what overflowed
             reference -= ZERO if scale == ZERO else log2_fast(scale)
             scale = ZERO if scale == ZERO else np.float32(1)
-        q = q_row_address(p, p.q, b, h, row)
+        q = row_address(p.q, b, h, row)
         for i in range((COLUMNS + 31) // 32):
             column, total = lane + 32 * i, ZERO
             for k0 in range(0, n_k, 32):
                 k = min(k0 + lane, n_k - 1)
-                key, w = kv_row_address(p, p.k, b, h // GQA_GROUP, k), ZERO
+                key, w = row_address(p.k, b, h // GQA_GROUP, k), ZERO
                 for d in range(HEAD_DIM):
                     w += widen(load(STORED, q, d)) * widen(load(STORED, key, d))
                 w = modify(w * np.float32(p.softmax_scale), PARTIAL, b, h, row, row + offset, k, p)
@@ -111,7 +111,7 @@ def accumulate_nonfinite(p, at, m, factor, staged, tile_rows):
                     w = drop(w, p, b, h, row, k)
                 for other in range(min(32, n_k - k0)):
                     weight = from_lane_float(w, other)
-                    value = kv_row_address(p, p.v, b, h // GQA_GROUP, k0 + other)
+                    value = row_address(p.v, b, h // GQA_GROUP, k0 + other)
                     x = widen(load(STORED, value, min(column, HEAD_DIM_V - 1)))
                     total += ZERO if weight == ZERO else weight * x
             place = swizzled(row0 + r, column % PER_CHUNK // VEC_ELEMENTS) + column % VEC_ELEMENTS * ITEMSIZE

@@ -175,14 +175,6 @@ def page_and_row(table, b, n):
     return min(max(page, 0), table.pages - 1), n - at * table.page
 
 
-@device
-def kv_row_address(p, tensor, b, h, n):
-    if IS_PAGED:
-        page, row = page_and_row(page_table(p), b, I(n))
-        return row_address(tensor, page, h, row)
-    return row_address(tensor, b, h, kv_token(p, b, n))
-
-
 # --- the walk over tiles ----------------------------------------------------------------------------------------------
 #
 # Along one axis over the tiles that are not EMPTY. Every warp of a CTA walks by itself, in step with the others. The

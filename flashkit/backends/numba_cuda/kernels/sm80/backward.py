@@ -47,9 +47,8 @@ def sm80_backward(p):
     add_after, add_end = (0, tile_k) if descending else (tile_k + 1, tiles_k)
     rows, keys = warp // ACROSS_S * 32, warp % ACROSS_S * KEYS_S  # of S, that this warp computes
     dk, dv = filled(ZERO, SUMS), filled(ZERO, SUMS_V)
-    kv = kv_source(p, b, head, n_k)
-    load_k(base, kv, k0, PADDED_QK)
-    load_v(base + AT_V, kv, k0, PADDED_V)
+    load_tile(base, p.k, b, head, k0, n_k, BLOCK_K, HEAD_DIM, PADDED_QK)
+    load_tile(base + AT_V, p.v, b, head, k0, n_k, BLOCK_K, HEAD_DIM_V, PADDED_V)
     if k0 < n_k:
         semaphore_skip_empty(p, b, head, tile_k, n_k)
 

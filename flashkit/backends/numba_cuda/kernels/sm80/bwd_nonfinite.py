@@ -16,13 +16,13 @@ def dot(x, y, dim):
 @device
 def recompute_pair(p, b, h, query, key):
     """P of a pair after dropout, and its dS."""
-    q, k = q_row_address(p, p.q, b, h, query), kv_row_address(p, p.k, b, h // GQA_GROUP, key)
+    q, k = row_address(p.q, b, h, query), row_address(p.k, b, h // GQA_GROUP, key)
     s, position = dot(q, k, HEAD_DIM) * np.float32(p.softmax_scale), query + seq_info(p, b).q_position
     lse = load(np.float32, number_address(p.bwd_lse, b, h, query), 0)
     delta = load(np.float32, number_address(p.delta, b, h, query), 0)
     x = modify(s, PARTIAL, b, h, query, position, key, p)
     p_pair = ZERO if x == HIDDEN else exp2_fast(x * LOG2E - lse * LOG2E)
-    dp = dot(q_row_address(p, p.dout, b, h, query), kv_row_address(p, p.v, b, h // GQA_GROUP, key), HEAD_DIM_V)
+    dp = dot(row_address(p.dout, b, h, query), row_address(p.v, b, h // GQA_GROUP, key), HEAD_DIM_V)
     if HAS_DROPOUT:
         dp = drop(dp, p, b, h, query, key)
     ds = ZERO if p_pair == ZERO else p_pair * (dp - delta)

@@ -8,7 +8,7 @@ def store_eight(p, b, h, row, column, x):
     """Stores eight neighbours of a row that exists."""
     if row < p.n_q and column < HEAD_DIM:
         words = pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7])
-        store_vec(q_row_address(p, p.dq, I(b), I(h), I(row)) + ITEMSIZE * column, words)
+        store_vec(row_address(p.dq, I(b), I(h), I(row)) + ITEMSIZE * column, words)
 
 
 @device

@@ -16,7 +16,7 @@ def epilogue(p, base, at, m, l, output):
         if any_lane(nonfinite):
             accumulate_nonfinite(p, at, m, factor, base, BLOCK_Q)
             lanes_sync()
-    target = q_row_address(p, p.out, I(at[0]), I(at[1]), I(at[2] + row0))
+    target = row_address(p.out, I(at[0]), I(at[1]), I(at[2] + row0))
     for i in range(lane, WARP_ROWS * ROW_VECS_V, 32):
         row, vec = i // ROW_VECS_V, i % ROW_VECS_V
         if at[2] + row0 + row < p.n_q:

@@ -90,7 +90,7 @@ if IS_FLOAT32:
     @device
     def score_nonfinite(p, b, h, row, key):
         """The modified score of a pair in base 2, from Q and K."""
-        q, k, x = q_row_address(p, p.q, b, h, row), kv_row_address(p, p.k, b, h // GQA_GROUP, key), ZERO
+        q, k, x = row_address(p.q, b, h, row), row_address(p.k, b, h // GQA_GROUP, key), ZERO
         for d in range(HEAD_DIM):
             x += load(F, q, d) * load(F, k, d)
         position = row + seq_info(p, b).q_position

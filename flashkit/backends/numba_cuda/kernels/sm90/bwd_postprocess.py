@@ -22,4 +22,4 @@ def bwd_postprocess(p):
             warp, half = vec // 2, vec % 2
             address = accum + part * BYTES_DQ_PART + warp * BYTES_DQ_WARP + r // 8 * 512 + r % 8 // 2 * 16
             x = listed(scaled_dq, 8, (address + 8 * half + r % 2 * 4, scale))
-            store_vec(q_row_address(p, p.dq, I(at[0]), I(at[1]), I(row)) + column * ITEMSIZE, join(pack, x))
+            store_vec(row_address(p.dq, I(at[0]), I(at[1]), I(row)) + column * ITEMSIZE, join(pack, x))
