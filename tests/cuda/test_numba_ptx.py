@@ -51,7 +51,6 @@ AMPERE = {
     "ldmatrix.sync.aligned.m8n8.x4.trans": "r = ldmatrix_x4_trans(shared_address()); i[0] = r[0] + r[3]",
     "m16n8k16.row.col.f32.bf16": "x[0] = mma_bf16(filled(x[0], 4), ldmatrix_x4(0), i[0], i[1])[3]",
     "m16n8k16.row.col.f32.f16": "x[0] = mma_f16(filled(x[0], 4), ldmatrix_x4(0), i[0], i[1])[3]",
-    "m16n8k8.row.col.f32.tf32": "x[0] = mma_tf32(filled(x[0], 4), ldmatrix_x4(0), i[0], i[1])[3]",
 }
 HOPPER = {
     "red.relaxed.gpu.global.add.v4.f32": "red_add_four(l, filled(x[0], 4))",
@@ -98,7 +97,7 @@ HEAD = """
 from numba.cuda.types import float32, int32
 from flashkit.backends.numba_cuda.fragments import *
 from flashkit.backends.numba_cuda.ptx import *
-mma_bf16, mma_f16, mma_tf32 = mma("bfloat16"), mma("float16"), mma("float32")
+mma_bf16, mma_f16 = mma("bfloat16"), mma("float16")
 load_word, store_word = load_from("shared", int32), store_to("shared", int32)
 load_constant = load_from("global", float32, True)
 fresh = wgmma("bfloat16", 128, (0, 2), (0, 4), fresh=True)

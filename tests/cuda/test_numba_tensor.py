@@ -182,16 +182,6 @@ def test_what_a_generation_cannot_do_is_refused(changes: dict, reason: str, name
     assert reason in generation(name).supports(problem(**changes), HOPPER, "forward").reason
 
 
-def test_float32_is_split_where_it_repays_and_is_exact() -> None:
-    def answer(**changes: object) -> Any:
-        return generation("sm80").supports(problem(dtype="float32", **changes), HOPPER, "forward")
-
-    assert answer() and answer(d=84)
-    assert "more accurate without TF32" in answer(d=8).reason
-    assert "not by fours" in answer(d=82).reason
-    assert "float32 is not for these" in generation("sm90").supports(problem(dtype="float32"), HOPPER, "forward").reason
-
-
 def test_what_the_backward_pass_by_mma_cannot_do_is_refused() -> None:
     chosen = generation("sm80")
     for changes, reason in (*REFUSALS, NO_FLOAT32):

@@ -146,11 +146,6 @@ FAULTS = (
         "tests/emulator/test_kernels.py -k 'test_features and numba_cuda-sm80'", on_device("sm80",
         "same_bits and float16"),
     ),
-    Fault(
-        "TF32x3 without the low part of the left", f"{SM80}/tf32x3.py",
-        "x = mma_sync(zeros, part(left, 4, 4), b0, b1)", "x = zeros",
-        "tests/emulator/test_kernels.py -k 'float32_on_tensor_cores and numba_cuda'",
-    ),
     # sm90
     Fault(
         "sm90: V behind the length is multiplied", f"{SM90}/mainloop.py",

@@ -29,7 +29,6 @@ _ADDRESSES, _HEADS_PER_L2_GROUP = addresses(ROW_TENSORS), AT["heads_per_l2_group
 _BACKWARD_ROWS = "q", "k", "v", "dout", "dq", "dk", "dv"
 _BACKWARD_ADDRESSES = addresses(_BACKWARD_ROWS)
 MAX_DIM = 256
-MIN_TF32X3_DIM = 16  # terms of a sum that average out what TF32x3 leaves out
 _L2_BYTES = 24_000_000  # of K and V of the heads that CTAs work on at the same time
 _WHY = "the largest that fits"
 _WHY_BACKWARD = "as in CUDA C++"
@@ -76,7 +75,7 @@ class Tile:
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         """Whether shared memory suffices, and registers for a lane's part of O."""
-        registers = self.block_q == 64 or (spec.head_dim_v <= 128 and spec.dtype != "float32")
+        registers = self.block_q == 64 or (spec.head_dim_v <= 128)
         return registers and self.shared_memory(spec) <= device.shared_per_block
 
     def constants(self, spec: AttentionSpec, device: Device) -> dict[str, int]:
@@ -91,9 +90,6 @@ class Tile:
 def forward_tiles(spec: AttentionSpec, device: Device) -> list[Tile]:
     """The tiles that fit; the fastest first."""
     most = max(spec.head_dim, spec.head_dim_v)
-    if spec.dtype == "float32":
-        tiles = [Tile(64, 32)] * (most <= 64) + [Tile(64, 16), Tile(64, 32, 1)]
-        return [tile for tile in dict.fromkeys(tiles) if tile.fits(spec, device)]
     tiles = [Tile(64, 64, 1)] if most > 128 else []
     tiles += [Tile(128, keys) for keys in (64, 32, 96, 48, 128, 16)]
     tiles += [Tile(64, keys, 1) for keys in (64, 32, 16)]
@@ -220,29 +216,16 @@ class Backward(OrderedBackward):
 
 
 def on_tensor_cores(spec: AttentionSpec) -> Verdict:
-    """Whether q, k and v lie as the kernels for tensor cores read them, on Ampere and on Hopper."""
+    """Whether the kernels for tensor cores, of Ampere and of Hopper, support q, k and v of this kind."""
     if spec.packed:
         return Verdict(False, "packed sequences run on the simt kernels")
     if spec.paged:
         return Verdict(False, "paged keys run on the simt kernels")
-    return Verdict(True)
-
-
-def of_float32(spec: AttentionSpec) -> Verdict:
-    """Whether TF32x3 applies: rows of whole vectors of 16 bytes, sums of enough terms."""
-    if max(spec.head_dim, spec.head_dim_v) > MAX_DIM or spec.head_dim % 4 or spec.head_dim_v % 4:
-        dims = f"{spec.head_dim} and {spec.head_dim_v}"
-        return Verdict(False, f"float32 of head dims {dims}, over {MAX_DIM} or not by fours")
-    if spec.head_dim < MIN_TF32X3_DIM:
-        under = f"{spec.head_dim}, under {MIN_TF32X3_DIM},"
-        return Verdict(False, f"float32 of head dim {under} is more accurate without TF32")
-    return Verdict(True)
+    return supports_16bit(spec, MAX_DIM)
 
 
 class Sm80(Generation):
-    """Kernels for tensor cores: float16 and bfloat16, and the forward pass in float32 by TF32x3. `below`: the
-    generation that takes all other problems.
-    """
+    """Kernels for tensor cores: float16 and bfloat16. `below`: the generation that takes all other problems."""
 
     name = "sm80"
     directions: tuple[Direction, ...] = ("forward", "backward")
@@ -255,11 +238,6 @@ class Sm80(Generation):
         if device.capability < (8, 0):
             return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, older than sm_80")
         if not (able := on_tensor_cores(spec)):
-            return able
-        if spec.dtype == "float32" and direction == "forward":
-            if not (able := of_float32(spec)):
-                return able
-        elif not (able := supports_16bit(spec, MAX_DIM)):
             return able
         if not self.candidates(problem, device, direction):
             return Verdict(False, f"no tile fits in {device.shared_per_block} bytes of shared memory")

@@ -15,7 +15,7 @@ from ...spec import AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler, sm90_bwd_launch, sm90_launch
 from ..cuda_common.device import Device
 from ..cuda_common.fallback import Fallback
-from ..cuda_common.generation import Generation, Kernels, Pass, supports_16bit, tile_of
+from ..cuda_common.generation import Generation, Kernels, Pass, tile_of
 from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_candidates, backward_tile, cluster_size
 from ..cuda_common.sm90_launch import (
     CHOSEN,
@@ -29,8 +29,6 @@ from ..cuda_common.sm90_launch import (
 )
 from ..cuda_common.smem import SmemLayout
 from .sm80 import on_tensor_cores
-
-MAX_DIM = 256
 
 
 @dataclass(frozen=True)
@@ -116,12 +114,9 @@ class Sm90(Generation):
         return next(able).plan(problem, None, device, direction)
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
-        spec = problem.spec
-        if not (able := on_tensor_cores(spec)):
-            return able
         if device.capability[0] != 9:
             return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, not sm_90")
-        if not (able := supports_16bit(spec, MAX_DIM)):
+        if not (able := on_tensor_cores(problem.spec)):
             return able
         if direction == "forward":
             return work_enough(problem, device)

@@ -1,8 +1,7 @@
 """Matrix products of a warp (mma.sync, Ampere) and of a warp group (wgmma, Hopper).
 
-mma.sync multiplies 16 x 16 (8 for TF32) by 16 (8) x 8 elements; wgmma, which is asynchronous, 64 x 16 by 16 x n. Both
-accumulate in registers of a lane: with g = lane / 4, t = lane % 4, element
-4 i + 2 half + c of the tuple
+mma.sync multiplies 16 x 16 by 16 x 8 elements; wgmma, which is asynchronous, 64 x 16 by 16 x n. Both accumulate in
+registers of a lane: with g = lane / 4, t = lane % 4, element 4 i + 2 half + c of the tuple
 
     row 16 * (warp of the group) + g + 8 half,  column 8 i + 2 t + c
 
@@ -57,9 +56,8 @@ store_matrices_turned = instruction(
 def mma(dtype: str) -> Any:
     """mma(dtype)(c, a, b0, b1): c + a b; c: four float32, a: four registers."""
     kind = DTYPES[dtype].mma
-    shape = "m16n8k8" if kind == "tf32" else "m16n8k16"
     return instruction(
-        f"mma.sync.aligned.{shape}.row.col.f32.{kind}.{kind}.f32 "
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
         "{$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$0, $1, $2, $3};",
         UniTuple(float32, 4), UniTuple(float32, 4), FOUR, uint32, uint32, tied=True,
     )  # fmt: skip

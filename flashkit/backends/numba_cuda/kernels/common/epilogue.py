@@ -13,27 +13,6 @@ def with_sink(p, h, top, total):
     return greatest, total * factor + exp2_fast(sink - greatest), factor
 
 
-if IS_FLOAT32:
-
-    @device
-    def log_of_sum(top, total):
-        return LN2 * top + math.log(total)
-
-    @device
-    def divided(x, total):
-        return x / total
-
-else:  # approximations, to float32's last bits
-
-    @device
-    def log_of_sum(top, total):
-        return LN2 * (top + log2_fast(total))
-
-    @device
-    def divided(x, total):
-        return x * reciprocal(total)
-
-
 @device
 def normalize_row(j, rest):
     """A row's log-sum-exp to memory; the factor of its output, and whether it needs the non-finite fallback."""
@@ -46,11 +25,11 @@ def normalize_row(j, rest):
             top, total, factor = with_sink(p, h, top, total)
     empty = total == ZERO  # no key is visible
     if exists and thread() % 4 == 0:
-        lse = HIDDEN if empty else log_of_sum(top, total)
+        lse = HIDDEN if empty else LN2 * (top + log2_fast(total))
         store(np.float32, number_address(p.lse, at[0], h, row), 0, lse)
     finite = abs(total) < np.float32(math.inf)
     is_nonfinite = not abs(finite_or_nan[j]) < np.float32(math.inf)
-    return ZERO if empty else divided(factor, total), is_nonfinite and finite and exists
+    return ZERO if empty else factor * reciprocal(total), is_nonfinite and finite and exists
 
 
 @device
@@ -94,9 +73,9 @@ def accumulate_nonfinite(p, at, m, factor, staged, tile_rows):
         row, h = index // PACK_GQA, at[1] + index % PACK_GQA
         reference = shift_of(from_lane_float(m[r // 8], r % 8 * 4), 0)
         scale = from_lane_float(factor[r // 8], r % 8 * 4)
-        if not IS_FLOAT32:  # P relative to the log-sum-exp is at most 1: large P may have been what overflowed
-            reference -= ZERO if scale == ZERO else log2_fast(scale)
-            scale = ZERO if scale == ZERO else np.float32(1)
+        # P relative to the log-sum-exp is at most 1: large P may have been what overflowed.
+        reference -= ZERO if scale == ZERO else log2_fast(scale)
+        scale = ZERO if scale == ZERO else np.float32(1)
         q = row_address(p.q, b, h, row)
         for i in range((COLUMNS + 31) // 32):
             column, total = lane + 32 * i, ZERO
@@ -115,4 +94,4 @@ def accumulate_nonfinite(p, at, m, factor, staged, tile_rows):
                     x = widen(load(STORED, value, min(column, HEAD_DIM_V - 1)))
                     total += ZERO if weight == ZERO else weight * x
             place = swizzled(row0 + r, column % PER_CHUNK // VEC_ELEMENTS) + column % VEC_ELEMENTS * ITEMSIZE
-            store_element(staged + column // PER_CHUNK * tile_rows * CHUNK_ROW + place, total * scale)
+            store_half(staged + column // PER_CHUNK * tile_rows * CHUNK_ROW + place, pack(total * scale, ZERO))

@@ -1,9 +1,8 @@
 # parts: common/tiles common/fragment
 # Score and mask modifications and dropout of an S or P tile in the registers of a warp.
 
-# A masked pair has P = 0, but 0 * NaN is NaN: the epilogue detects outputs that this may have spoilt. Float32 inputs
-# that are computed as TF32x3 terms make NaN of infinity.
-MAY_HIDE = HAS_MASK or HAS_SCORE or HAS_DROPOUT or IS_FLOAT32
+# A masked pair has P = 0, but 0 * NaN is NaN: the epilogue detects outputs that this may have spoilt.
+MAY_HIDE = HAS_MASK or HAS_SCORE or HAS_DROPOUT
 
 
 @device

@@ -5,7 +5,6 @@
 @device
 def epilogue(p, base, at, m, l, output):
     """Divides O by the row sums; stores the log-sum-exp, and O by way of shared memory in vectors of 16 bytes."""
-    m, l = finite_sums(p, at, m, l)
     output, factor, nonfinite = normalize_rows(p, at, m, l, output)
     lane, row0 = thread() % 32, thread() // 32 * WARP_ROWS
     staged = base + row0 * CHUNK_ROW
