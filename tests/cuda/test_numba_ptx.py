@@ -79,10 +79,9 @@ HOPPER = {
     "cp.async.bulk.wait_group 0": "bulk_wait()",
     "fence.proxy.async;": "fence_proxies()",
     "cp.async.bulk.shared::cluster.global.mbarrier": "load_bulk(shared_address(), l, 256, shared_address())",
-    "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32": (
-        "bulk_reduce_add(l, shared_address(), 1024); bulk_commit()"
+    "@p cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32": (
+        "add_bulk_once(l, shared_address(), 1024); bulk_commit()"
     ),
-    "@p cp.reduce.async.bulk": "add_bulk_once(l, shared_address(), 1024); bulk_commit()",
     "st.shared.v4.f32": "store_four(shared_address(), filled(x[0], 4))",
     "ld.acquire.gpu.global.b32": "i[0] = load_acquire(l)",
     "stmatrix.sync.aligned.m8n8.x4.shared": "stmatrix_x4(shared_address(), i[0], i[1], i[2], i[3])",

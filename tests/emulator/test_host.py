@@ -279,7 +279,7 @@ def test_packed_calls_of_equal_offsets_copy_them_once(
 
 GENERATIONS = [
     pytest.param(*each, marks=[pytest.mark.exhaustive] * (each[0] == "numba_cuda"))
-    for each in (("cupy_raw", "sm90"), ("cupy_raw", "sm80"), ("cupy_raw", "simt"), ("numba_cuda", "sm90"))
+    for each in (("cupy_raw", "sm90"), ("cupy_raw", "sm80"), ("cupy_raw", "simt"), ("numba_cuda", "sm80"))
 ]
 
 
@@ -434,15 +434,14 @@ def test_tile_counters_serve_again(
     """A kernel leaves a pair of counters as the next one expects it."""
     monkeypatch.setattr(tensor_maps.TileCounters, "COUNT", 4)
     monkeypatch.setattr(tensor_maps, "_tile_counters", cache(lambda ordinal: tensor_maps.TileCounters()))
-    call = build({**PLAIN, "sizes": "140x130"})
-    found = []
+    call, found, in_order = build({**PLAIN, "sizes": "140x130"}), [], backend == "cupy_raw"
     for _ in range(5):
-        out, vjp = flashkit.attention_vjp(call.q, call.k, call.v, deterministic=True, backend=backend)
+        out, vjp = flashkit.attention_vjp(call.q, call.k, call.v, deterministic=in_order, backend=backend)
         found.append([x.get().astype(np.float64) for x in (out, *vjp(call.dout))])
     for results in found:
         assert all(np.isfinite(x).all() for x in results)
         for got, right in zip(results, found[0], strict=True):
-            np.testing.assert_array_equal(got, right)
+            np.testing.assert_allclose(got, right, rtol=0, atol=0 if in_order else 2.0**-7)
     assert generations(launched) == {generation}
 
 

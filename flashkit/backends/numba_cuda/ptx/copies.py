@@ -9,7 +9,6 @@ from .asm import CONSTANT, NOTHING, instruction
 __all__ = [
     "add_bulk_once",
     "bulk_commit",
-    "bulk_reduce_add",
     "bulk_wait",
     "bulk_wait_read",
     "cp_async",
@@ -70,17 +69,13 @@ load_bulk = instruction(
     NOTHING, uint32, uint64, CONSTANT, uint32,
 )  # fmt: skip
 """load_bulk(target, source, bytes, barrier): bytes as they lie, which arrive at the barrier"""
-bulk_reduce_add = instruction(
-    "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], #0;", NOTHING, uint64, uint32, CONSTANT
-)
-"""bulk_reduce_add(target, source, bytes): adds float32 numbers of shared memory to those in memory, as they lie"""
-
 add_bulk_once = instruction(
     "{ .reg .pred p; elect.sync _|p, -1;"
     " @p cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], #0; }",
     NOTHING, uint64, uint32, CONSTANT,
 )  # fmt: skip
-"""The same by one lane of a warp, without a branch, see `mbarrier_arrive_once`."""
+"""add_bulk_once(target, source, bytes): adds float32 numbers of shared memory to those in memory, as they lie; by one
+lane of a warp without a branch, see `mbarrier_arrive_once`"""
 
 bulk_commit = instruction("cp.async.bulk.commit_group;", NOTHING)
 """What was started since the last one is a group."""

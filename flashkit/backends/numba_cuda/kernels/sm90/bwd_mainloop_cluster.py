@@ -77,10 +77,6 @@ def ds_step(p, base, k_tile, number, keys_finite, step, state, warp_args):
     dout_tile = base + AT_DOUT + dout_stage * BYTES_DOUT
     tile_desc = uniform(load_word(tile_desc_slot(base, n)))
     last = tile_desc & LAST_TILE != 0
-    if DETERMINISTIC:
-        if thread() == 128:
-            index, k0 = load_word(tile_desc_slot(base, n) + DESC_INDEX), load_word(work_tile_slot(base, number) + 8)
-            request_dq_turn(base, n, index, k0 // BLOCK_K)
     early_lse = listed(row_stats_of, EARLY_LSE, lse)
     consumer_wait(base + AT_DOUT_PIPE, n, DOUT_STAGES)
     wgmma_wait(0)  # S
@@ -130,10 +126,7 @@ def ds_consumer(p, base, rank, warp, lane):
     ds_of_lane = u32(opaque(ds_of_warp + swizzled(lane % 16, lane // 16)))
     peer_ds, peer_full = mapa(u32(ds_of_warp + BYTES_DS), 1 - rank), mapa(u32(base + AT_DSMEM_PIPE), 1 - rank)
     warp_args = 0, rank, warp, stats_of_lane, (ds_of_warp, ds_of_lane, peer_ds, peer_full), scale_log2
-    n = consume_work_tiles(p, base, filled(ZERO, DV_REGS), ds_prologue, ds_step, ds_epilogue, warp_args)
-    if DETERMINISTIC:
-        if thread() == 128:
-            end_dq_requests(base, n)
+    consume_work_tiles(p, base, filled(ZERO, DV_REGS), ds_prologue, ds_step, ds_epilogue, warp_args)
 
 
 # --- the dK/dQ consumer -----------------------------------------------------------------------------------------------
@@ -200,15 +193,10 @@ def dk_dq_step(p, base, k_tile, number, keys_finite, step, state, warp_args):
     if warp == 0:
         arrive_and_expect_once(base + AT_DSMEM_PIPE, BYTES_DS)  # of the next query tile
     dsmem_arrive(peer_empty)
-    if DETERMINISTIC:
-        consumer_wait(base + AT_DQ_GRANTED, n, 2)
     if last:
         consumer_release(base + AT_K_PIPE, number, KEY_BUFFERS)
     chunk = DQ_CHUNKS * rank
     groups(add_dq_chunk, DQ_CHUNK_REGS, dq_acc, (dq_accum_at(p, index, chunk * BYTES_DQ_PART + dq_of_lane), chunk))
-    if DETERMINISTIC:
-        lanes_sync()
-        mbarrier_arrive_once(full_barrier(base + AT_DQ_WRITTEN, n, 2))
     return (dk_acc, at), last
 
 

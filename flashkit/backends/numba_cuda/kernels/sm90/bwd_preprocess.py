@@ -78,7 +78,7 @@ def store_row_stats(i, nonfinite, args):
 def bwd_preprocess(p):
     at = query_tile_of_cta(p)
     accum, b, h, row = dq_accum(p, at), I(at[0]), I(at[1]), I(at[2] * BLOCK_Q + thread() // LANES_PER_ROW)
-    if DETERMINISTIC or block() < clearing_plan(p)[2]:
+    if block() < clearing_plan(p)[2]:
         for i in range(BYTES_DQ // 4096):  # a constant trip count
             store_vec(accum + 16 * I(thread() + 256 * i), ZEROS)
     totals = listed(lane_dot, ROWS_OF_LANE, (p.out, p.dout, b, h, row, p.n_q))
@@ -88,6 +88,4 @@ def bwd_preprocess(p):
     semaphore = dq_semaphore(p, b, h, at[2])
     if thread() == 0:
         store(np.int32, semaphore + SEMAPHORE_FLAGS, 0, i32(1 if nonfinite else 0))
-    words = i32(CLUSTER_SIZE * added_words_per_cta(p)) if DETERMINISTIC else i32(1)  # or the count of cleared tiles
-    for i in range(i32(thread()), words, i32(256)):
-        store(np.int32, semaphore + SEMAPHORE_ADDED, i, i32(0))
+        store(np.int32, semaphore + SEMAPHORE_CLEARED, 0, i32(0))

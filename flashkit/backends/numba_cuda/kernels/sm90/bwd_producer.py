@@ -62,17 +62,14 @@ def producer(p, base):
         h, count, i = load_word(tile_list + LIST_HEAD), load_word(tile_list + LIST_COUNT), i32(0)
         claim_at = i32(max(count - CLAIM_AHEAD, 0) if load_word(tile_list + LIST_ENDS) != 0 else -1)
         while i < count:
-            if not DETERMINISTIC:
-                if i == claim_at and elect_one():
-                    mbarrier_arrive(base + AT_CLAIM)
+            if i == claim_at and elect_one():
+                mbarrier_arrive(base + AT_CLAIM)
             if held != 0:
                 nonfinite_tiles = load_q_and_dout(
                     p, base, tile_list, number, n, nonfinite_tiles, first, held, held_head, NO
                 )  # fmt: skip
                 first, n = NO, u32(n + 1)
             held, held_head, i = load_word(tile_list + LIST_HEADER + 4 * i), h, i32(i + 1)
-            if DETERMINISTIC and not FROM_DIAGONAL:
-                held = i32(query_tile_at(tiles_of_queries(p), held >> 8, i32(1)) << 8 | held & 255)
         if claim_at >= 0:
             # Consumers expect a query tile in each work tile: where there is none, one whose pairs are all masked. Its
             # rows may be non-finite.
@@ -82,9 +79,7 @@ def producer(p, base):
                 p, base, tile_list, number, n, nonfinite_tiles, first, held, held_head, YES
             )  # fmt: skip
             first, held, n, number = YES, i32(0), u32(n + 1), u32(number + 1)
-            # DETERMINISTIC: a CTA that claimed early, while it waits for its turn, would keep others waiting for its
-            # next turns.
-            if (DETERMINISTIC or claim_at == count) and elect_one():
+            if claim_at == count and elect_one():
                 mbarrier_arrive(base + AT_CLAIM)
         lanes_sync()
         if elect_one():

@@ -1,4 +1,4 @@
-# parts: sm90/bwd_tile_scheduler sm90/dq_semaphore sm90/dq_clear sm90/bwd_nonfinite sm90/bwd_kv_source sm90/tile_lists
+# parts: sm90/bwd_tile_scheduler sm90/dq_clear sm90/bwd_nonfinite sm90/bwd_kv_source sm90/tile_lists
 # The scheduler warp of Hopper's backward pass: claims work tiles, lists the query tiles that see them, loads their K.
 # It runs ahead of the producer, as classifying 32 query tiles may take as long as the products of a few.
 
@@ -13,9 +13,9 @@ def state_of_keys(p, b, h, n_k, row0, row1, k0, k1):
 
 
 @device
-def tile_states(p, coord, n_k, tile, many):
-    """Flags and states for the descriptor of query tiles `tile` ... `tile` + many - 1; 0 if all are EMPTY. coord: batch
-    entry, query head, first key.
+def look(p, coord, n_k, tiles, tile, many):
+    """For sm90/tile_lists: flags and states for the descriptor of query tiles `tile` ... `tile` + many - 1 of `tiles`; 0
+    if all are EMPTY. coord: batch entry, query head, first key.
     """
     b, h, k0 = coord
     row0 = i32(tile * BLOCK_Q)
@@ -30,25 +30,6 @@ def tile_states(p, coord, n_k, tile, many):
     if CLEARS_ROWS:
         if states != 0 and many == 1 and load(np.int32, dq_semaphore(p, b, h, tile) + SEMAPHORE_FLAGS, 0) != 0:
             states = i32(states | NONFINITE_ROWS)
-    return states
-
-
-@device
-def query_tile_at(tiles, place, many):
-    """The query tile at a place of the order in which a CTA takes them, or the first of `many`."""
-    return i32(tiles - place - many) if DETERMINISTIC and not FROM_DIAGONAL else i32(place)
-
-
-@device
-def look(p, coord, n_k, tiles, place, many):
-    """States for sm90/tile_lists. Tiles that see nothing of the work tile are marked as added to."""
-    tile = query_tile_at(tiles, place, many)
-    states = tile_states(p, coord, n_k, tile, many)
-    if DETERMINISTIC:
-        if states == 0:
-            b, h, k0 = coord
-            for other in range(tile, tile + many):
-                skip_dq(p, dq_semaphore(p, b, h, other), k0 // BLOCK_K)
     return states
 
 
@@ -76,9 +57,8 @@ def scheduler(p, base):
                 store_word(tile_list + LIST_K0, at[2])
                 store_word(tile_list + LIST_COUNT, count)
                 store_word(tile_list + LIST_ENDS, 1 if ends and member == GQA_GROUP - 1 else 0)
-            if not DETERMINISTIC:
-                if first:
-                    wait_until_cleared(p, at)
+            if first:
+                wait_until_cleared(p, at)
             commit_list(base, c)
             c = u32(c + 1)
             if ends:
@@ -91,8 +71,7 @@ def scheduler(p, base):
                     clear_nonfinite_k(p, base, at, number)
                 if CLUSTER_SIZE > 1:
                     load_peer_k(p, base, at, number)
-        if not DETERMINISTIC:
-            clear_dq_ahead(p, index)
+        clear_dq_ahead(p, index)
         number = u32(number + 1)
     tile_list = acquire_list(base, c)  # END to the producer and the consumers
     if leader:

@@ -26,21 +26,18 @@ def num_bwd_work_tiles(p):
 
 @device
 def key_tiles_before_lpt_tail(p):
-    tiles = u32(tiles_of_keys(p))
-    return tiles if DETERMINISTIC else tiles_before_lpt_tail(tiles)
+    return tiles_before_lpt_tail(u32(tiles_of_keys(p)))
 
 
 @device
 def bwd_work_tile(p, index):
     """Under a mask key tiles ascend, of p.heads_per_l2_group heads at a time: under a causal mask the first have most
-    to do. The last quarter of each head's is the LPT tail, which evens out the CTAs' ends. FROM_DIAGONAL: they descend.
+    to do. The last quarter of each head's is the LPT tail, which evens out the CTAs' ends.
     """
-    heads, tiles = u32(u32(p.heads) // u32(GQA_GROUP)), u32(tiles_of_keys(p))
+    heads = u32(u32(p.heads) // u32(GQA_GROUP))
     tile, bh = tile_coord(
         u32(index), key_tiles_before_lpt_tail(p), u32(heads * p.batch), u32(p.heads_per_l2_group)
     )  # fmt: skip
-    if FROM_DIAGONAL:
-        tile = u32(tiles - u32(1) - tile)
     return i32(bh // heads), i32(bh % heads), i32(tile * BLOCK_K)
 
 
