@@ -46,7 +46,7 @@ def spec_of(dtype: str, d: int, **options: object) -> AttentionSpec:
 def test_hoppers_forward_pass(dtype: str, d: int, options: dict, spilled: int) -> None:
     """Products are not serialised (or `binary` raises); little is spilled, in code that runs once an item."""
     spec = spec_of(dtype, d, **options)
-    constants = sm90.forward_tile(Problem(spec, 4, 16, 300, 300), HOPPER).constants(spec, 1)
+    constants = sm90.forward_tile(Problem(spec, 4, 16, 300, 300), HOPPER).constants(spec)
     binary = compiler.binary(specialise.source("sm90/forward", spec, constants), "sm_90a")
     resources = binary.resources["sm90_forward"]
     assert resources.registers in (128, 168)

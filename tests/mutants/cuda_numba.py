@@ -168,11 +168,6 @@ FAULTS = (
         "tests/emulator/test_kernels.py -k 'test_features and numba_cuda-sm90'",
     ),
     Fault(
-        "sm90: packed heads share the first one's mask", f"{SM90}/tile_scheduler.py",
-        "for other in range(1, PACK_GQA):", "for other in range(1, 1):",
-        "tests/emulator/test_kernels.py -k 'test_features and numba_cuda-sm90'",
-    ),
-    Fault(
         "sm90: tile counters are not reset", f"{SM90}/tile_scheduler.py",
         "        store(np.int32, p.tile_counter, 0, i32(0))\n", "",
         "FLASHKIT_TEST_ALL=1 tests/emulator/test_host.py -k 'serve_again and numba_cuda'",

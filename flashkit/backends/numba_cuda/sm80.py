@@ -82,7 +82,7 @@ class Tile:
         resident = device.shared_per_sm // (self.shared_memory(spec) + 1024)
         return {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "STAGES": self.stages,
-            "BLOCKS_PER_SM": min(resident, 2), "FAST_MATH": True,
+            "BLOCKS_PER_SM": min(resident, 2),
             **self.smem(spec).constants(), **stage_constants(self.stage(spec)),
         }  # fmt: skip
 
@@ -180,7 +180,7 @@ class BackwardTile:
     def constants(self, spec: AttentionSpec, device: Device) -> dict[str, int]:
         return {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "WARPS": self.warps,
-            "VECTOR_ADDS": device.capability >= (9, 0), "FAST_MATH": True,
+            "VECTOR_ADDS": device.capability >= (9, 0),
             **self.smem(spec).constants(), **stage_constants(self.stage(spec)),
         }  # fmt: skip
 

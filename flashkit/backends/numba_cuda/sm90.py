@@ -22,7 +22,6 @@ from ..cuda_common.sm90_launch import (
     ForwardTile,
     chunks,
     default_tile,
-    packed,
     padded,
     with_most_buffers,
     work_enough,
@@ -45,8 +44,8 @@ class Tile(ForwardTile):
         available = self.registers(_classifies(spec))[0] - 24
         return self.shared_memory(spec) <= device.shared_per_block and needed <= available
 
-    def constants(self, spec: AttentionSpec, pack: int) -> dict[str, int]:
-        return {**self.common(spec, pack, _classifies(spec)), "FAST_MATH": True}
+    def constants(self, spec: AttentionSpec) -> dict[str, int]:
+        return self.common(spec, 1, _classifies(spec))
 
 
 def _classifies(spec: AttentionSpec) -> bool:
@@ -74,10 +73,11 @@ class Forward(sm90_launch.Forward):
         self, generation: Sm90, problem: Problem, device: Device, tile: Tile | None, why: str = CHOSEN
     ) -> None:
         spec, tile = problem.spec, tile or forward_tile(problem, device)
-        constants = tuple(tile.constants(spec, packed(problem)).items())
+        constants = tuple(tile.constants(spec).items())
         library = generation.kernels("sm90/forward", spec, constants, compiler.target(device.capability))
         fallback = Fallback(partial(generation.older, problem, device, "forward"), spec, device, "forward")
         super().__init__(problem, device, tile, why, library, fallback)
+        self.pack = 1  # a tile has rows of one head
 
 
 def backward_kernel(spec: AttentionSpec) -> str:

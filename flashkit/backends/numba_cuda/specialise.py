@@ -33,7 +33,7 @@ def text(name: str, spec: AttentionSpec, constants: Mapping[str, int]) -> str:
         "HAS_MASK": spec.mask is not None, "HAS_DROPOUT": spec.dropout, "HAS_SINKS": spec.sinks,
         "HAS_LENGTHS": spec.kv_lengths,
         "IS_PACKED": spec.packed, "IS_PAGED": spec.paged, "STORAGE": spec.dtype, "ITEMSIZE": ITEMSIZE[spec.dtype],
-        "FAST_MATH": False, **constants,
+        **constants,
     }  # fmt: skip
     double = spec.dtype == "float64"
     head = [

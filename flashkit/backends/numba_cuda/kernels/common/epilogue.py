@@ -17,8 +17,8 @@ def with_sink(p, h, top, total):
 def normalize_row(j, rest):
     """A row's log-sum-exp to memory; the factor of its output, and whether it needs the non-finite fallback."""
     p, at, m, l, finite_or_nan = rest
-    index, top, total = at[2] + row_of_lane(j), m[j], l[j]
-    row, h, exists = index // PACK_GQA, at[1] + index % PACK_GQA, index < p.n_q * PACK_GQA
+    row, top, total = at[2] + row_of_lane(j), m[j], l[j]
+    h, exists = at[1], row < p.n_q
     factor = np.float32(1)
     if HAS_SINKS:
         if exists:
@@ -66,11 +66,10 @@ def accumulate_nonfinite(p, at, m, factor, staged, tile_rows):
     assembler would take nothing behind it as uniform.
     """
     lane, row0 = opaque(thread() % 32), opaque(uniform(thread() % GROUP_THREADS // 32)) * WARP_ROWS
-    b, n_k, last = at[0], uniform(i32(seq_info(p, at[0]).n_k)), i32(p.n_q) * PACK_GQA - 1
+    b, n_k, last = at[0], uniform(i32(seq_info(p, at[0]).n_k)), i32(p.n_q) - 1
     offset = seq_info(p, b).q_position
     for r in range(WARP_ROWS):
-        index = min(at[2] + row0 + r, last)
-        row, h = index // PACK_GQA, at[1] + index % PACK_GQA
+        row, h = min(at[2] + row0 + r, last), at[1]
         reference = shift_of(from_lane_float(m[r // 8], r % 8 * 4), 0)
         scale = from_lane_float(factor[r // 8], r % 8 * 4)
         # P relative to the log-sum-exp is at most 1: large P may have been what overflowed.

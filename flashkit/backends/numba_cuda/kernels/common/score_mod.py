@@ -39,9 +39,8 @@ def modify_partial(x, column, row, rest):
 def row_of_tile(j, rest):
     """Head, row and position of a lane's row; rows past the end stand for the last one."""
     p, at, offset = rest
-    index = min(opaque(at[2]) + row_of_lane(j), i32(p.n_q) * PACK_GQA - 1)
-    row = index // PACK_GQA
-    return at[1] + index % PACK_GQA, row, row + offset
+    row = min(opaque(at[2]) + row_of_lane(j), i32(p.n_q) - 1)
+    return at[1], row, row + offset
 
 
 @device

@@ -1,7 +1,7 @@
 # parts: common/fragment
 # The order in which CTAs take the tiles of all heads: L2 swizzle and longest-processing-time-first (LPT).
 #
-# A work tile of the forward pass is (batch entry, first of its PACK_GQA heads, first of its BLOCK_Q rows).
+# A work tile of the forward pass is (batch entry, head, first of its BLOCK_Q rows).
 
 
 @device
@@ -35,7 +35,7 @@ def tiles_before_lpt_tail(tiles):
 
 @device
 def num_work_tiles(p):
-    return i32((p.n_q * PACK_GQA + BLOCK_Q - 1) // BLOCK_Q * (p.heads // PACK_GQA) * p.batch)
+    return i32((p.n_q + BLOCK_Q - 1) // BLOCK_Q * p.heads * p.batch)
 
 
 @device
@@ -43,7 +43,7 @@ def work_tile(p, index):
     """Work tile at place `index`. Under a mask: longest first, with L2 swizzle and LPT tail. Otherwise head after head,
     the ragged tiles last.
     """
-    heads, rows, index = u32(u32(p.heads) // u32(PACK_GQA)), u32(p.n_q * PACK_GQA), u32(index)
+    heads, rows, index = u32(p.heads), u32(p.n_q), u32(index)
     tiles, every = u32((rows + u32(BLOCK_Q - 1)) // u32(BLOCK_Q)), u32(heads * p.batch)
     if HAS_MASK:
         tile, head = tile_coord(index, tiles_before_lpt_tail(tiles), every, u32(p.heads_per_l2_group))
@@ -56,4 +56,4 @@ def work_tile(p, index):
         else:
             head = u32(index - whole * every)
             tile = whole
-    return i32(head // heads), i32(head % heads * PACK_GQA), i32(tile * BLOCK_Q)
+    return i32(head // heads), i32(head % heads), i32(tile * BLOCK_Q)

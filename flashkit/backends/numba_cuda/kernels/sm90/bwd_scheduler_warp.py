@@ -14,8 +14,8 @@ def state_of_keys(p, b, h, n_k, row0, row1, k0, k1):
 
 @device
 def look(p, coord, n_k, tiles, tile, many):
-    """For sm90/tile_lists: flags and states for the descriptor of query tiles `tile` ... `tile` + many - 1 of `tiles`; 0
-    if all are EMPTY. coord: batch entry, query head, first key.
+    """For sm90/tile_lists: flags and states for the descriptor of query tiles `tile` ... `tile` + many - 1; 0 if all
+    are EMPTY. coord: batch entry, query head, first key.
     """
     b, h, k0 = coord
     row0 = i32(tile * BLOCK_Q)

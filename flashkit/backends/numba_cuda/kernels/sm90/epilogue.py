@@ -43,14 +43,10 @@ def store_warp(p, base):
         for wg in range(MMA_WARPGROUPS):
             row0, place = load_word(slot + 8) + 64 * wg, buffer * MMA_WARPGROUPS + wg
             mbarrier_wait_backoff(base + AT_OUT_READY + 8 * place, parity, BACKOFF_NS)
-            if row0 < i32(p.n_q) * PACK_GQA:
-                token = i32(row0 // PACK_GQA)
+            if row0 < i32(p.n_q):
                 for c in range(chunks_v):
                     source = base + place * BYTES_Q + c * 64 * CHUNK_ROW
-                    if PACK_GQA > 1:
-                        tma_store(map_address("map_out"), source, 64 * c, 0, token, h // PACK_GQA, b)
-                    else:
-                        tma_store(map_address("map_out"), source, 64 * c, token, 0, h, b)
+                    tma_store(map_address("map_out"), source, 64 * c, row0, 0, h, b)
             bulk_commit()
         bulk_wait_read(0)
         mbarrier_arrive(base + AT_Q_PIPE + 8 * Q_BUFFERS + 8 * buffer)

@@ -3,8 +3,7 @@
 # softmax and products as in FlashAttention-3, Shah et al. 2024, arXiv 2407.08608). docs/numba_hopper.md walks through
 # it.
 #
-# The grid is persistent: one CTA per SM takes work tiles, BLOCK_Q rows of a head, until none is left. With PACK_GQA > 1
-# a row is one of the PACK_GQA query heads that share a K/V head, at one token.
+# The grid is persistent: one CTA per SM takes work tiles, BLOCK_Q rows of a head, until none is left.
 #
 #     Q, then O   [Q_BUFFERS][MMA_WARPGROUPS][64][..]   shared memory; O leaves through the buffer that its Q came in
 #     K, V        [STAGES][BLOCK_K][..]                 shared memory, two pipelines

@@ -38,13 +38,9 @@ def load_q(base, number, work):
     store_word(slot + 8, row0)
     mbarrier_arrive_expect_tx(full, MMA_WARPGROUPS * 64 * CHUNK_ROW * chunks_q)
     for wg in range(MMA_WARPGROUPS):
-        token = i32((row0 + 64 * wg) // PACK_GQA)
         for c in range(chunks_q):
             target = base + (buffer * MMA_WARPGROUPS + wg) * BYTES_Q + c * 64 * CHUNK_ROW
-            if PACK_GQA > 1:
-                tma_load(target, map_address("map_q"), full, 64 * c, 0, token, h // PACK_GQA, b)
-            else:
-                tma_load(target, map_address("map_q"), full, 64 * c, token, 0, h, b)
+            tma_load(target, map_address("map_q"), full, 64 * c, i32(row0 + 64 * wg), 0, h, b)
 
 
 @device

@@ -8,13 +8,7 @@ def kv_tile_state(p, work, n_k, row0, row1, tile, count):
     """State of rows row0 ... row1 - 1 and K/V tiles tile ... tile + count - 1. A ragged tile is PARTIAL."""
     b, h, _ = work
     k0, whole = i32(tile * BLOCK_K), i32((tile + count) * BLOCK_K)
-    first, last, k1 = i32(row0 // PACK_GQA), i32((row1 + PACK_GQA - 1) // PACK_GQA), i32(min(whole, n_k))
-    offset = seq_info(p, b).q_position
-    state = i32(tile_state(p, b, h, offset, first, last, k0, k1))
-    if HAS_MASK:
-        for other in range(1, PACK_GQA):
-            if tile_state(p, b, i32(h + other), offset, first, last, k0, k1) != state:
-                state = i32(PARTIAL)
+    state = i32(tile_state(p, b, h, seq_info(p, b).q_position, row0, row1, k0, i32(min(whole, n_k))))
     return i32(PARTIAL) if state == FULL and whole > n_k else state
 
 
@@ -22,7 +16,7 @@ def kv_tile_state(p, work, n_k, row0, row1, tile, count):
 def kv_tile_states(p, work, n_k, tile, count):
     """States of the warp groups' rows in K/V tiles tile ... tile + count - 1, two bits each."""
     row0 = work[2]
-    end = i32(min(row0 + BLOCK_Q, i32(p.n_q) * PACK_GQA))
+    end = i32(min(row0 + BLOCK_Q, i32(p.n_q)))
     every, states = kv_tile_state(p, work, n_k, row0, end, tile, count), i32(0)
     for wg in range(MMA_WARPGROUPS):
         first = i32(row0 + 64 * wg)
