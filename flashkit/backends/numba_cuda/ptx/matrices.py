@@ -21,17 +21,8 @@ from ....spec import DTYPES
 from .asm import CONSTANT, NOTHING, _emit, instruction, parts
 
 __all__ = [
-    "fence_operand",
-    "ldmatrix_x4",
-    "ldmatrix_x4_trans",
-    "mma",
-    "stmatrix_x4",
-    "store_matrices_turned",
-    "wgmma",
-    "wgmma_commit",
-    "wgmma_fence",
-    "wgmma_registers",
-    "wgmma_wait",
+    "fence_operand", "ldmatrix_x4", "ldmatrix_x4_trans", "mma", "stmatrix_x4", "store_matrices_turned", "wgmma",
+    "wgmma_commit", "wgmma_fence", "wgmma_registers", "wgmma_wait",
 ]  # fmt: skip
 
 # --- ldmatrix, stmatrix: shared memory and registers ------------------------------------------------------------------

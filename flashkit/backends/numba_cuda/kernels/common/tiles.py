@@ -47,18 +47,6 @@ def seq_info(p, b):
     return SeqInfo(I(0), p.n_q, I(0), kv_length(p, b), q_position)
 
 
-@device
-def max_n_q(p):
-    """Queries of the longest sequence: grids and schedules are sized by it."""
-    return p.n_q
-
-
-@device
-def max_n_k(p):
-    """Keys of the longest sequence: grids, schedules and the rows of dK and dV are sized by it."""
-    return p.n_k
-
-
 # A tile of a sequence. Packed sequences begin at any token: the tiles of sequence b have numbers from
 # start // block + b on, where start is its first token. That leaves room for the tiles of all sequences before it, and
 # needs no sum over them; at most one number for each sequence stands for no tile (is past the sequence's end).
@@ -273,21 +261,9 @@ if HAS_MASK:
                 tile = walk.top - tile
             live &= live - 1
         return Walk(
-            tile,
-            state,
-            walk.b,
-            walk.h,
-            walk.start,
-            walk.end,
-            walk.n,
-            walk.along_keys,
-            walk.top,
-            chunk,
-            live,
-            full,
-            first_group,
-            groups,
-        )
+            tile, state, walk.b, walk.h, walk.start, walk.end, walk.n, walk.along_keys, walk.top, chunk, live, full,
+            first_group, groups,
+        )  # fmt: skip
 
 else:
 
