@@ -1,6 +1,5 @@
-# parts: common/dropout
 # Tiles of the score matrix: SeqInfo, mask classification, the walk over tiles that are not EMPTY, modification of
-# scores.
+# scores, dropout.
 #
 # The host passes no list of tiles. classify() proves from the corners of a tile that it is EMPTY (no pair is visible)
 # or FULL (all pairs are); where it proves neither, the tile is PARTIAL and visible() decides each pair. Tiles may
@@ -14,6 +13,7 @@
 #     visible(b, h, row, q, k, p)
 #     classify(b, h, row0, row1, q0, q1, k0, k1, p)        EMPTY, PARTIAL or FULL
 
+U, LOW = np.uint64, np.uint64(0xFFFFFFFF)
 
 # Where a batch entry's tokens lie and how many there are: first row in the tensors of queries, number of queries, first
 # row in the tensors of keys, number of keys, position of query 0 on the axis of the keys.
@@ -288,3 +288,31 @@ def modify(s, state, b, h, row, q, k, p):
         if state == PARTIAL:
             s = s if visible(b, h, row, q, k, p) else HIDDEN
     return s
+
+
+# --- dropout ----------------------------------------------------------------------------------------------------------
+#
+# Of P and dP by a counter-based generator (flashkit/mods/dropout.py): the forward and the backward pass compute the
+# same bits from (seed, batch entry, head, row, key).
+
+
+@device
+def philox(seed, key_group, row, h, b):
+    """Philox-4x32-10: four words, for keys 4 * key_group ... 4 * key_group + 3 of a row."""
+    c0, c1, c2, c3 = U(key_group) & LOW, U(row) & LOW, U(h) & LOW, U(b) & LOW
+    key0, key1 = seed & LOW, seed >> U(32)
+    for _ in range(10):
+        product0, product1 = U(0xD2511F53) * c0, U(0xCD9E8D57) * c2
+        c0, c1 = (product1 >> U(32)) ^ c1 ^ key0, product1 & LOW
+        c2, c3 = (product0 >> U(32)) ^ c3 ^ key1, product0 & LOW
+        key0, key1 = (key0 + U(0x9E3779B9)) & LOW, (key1 + U(0xBB67AE85)) & LOW
+    return c0, c1, c2, c3
+
+
+@device
+def drop(x, p, b, h, row, key):
+    """An element of P or dP, dropped or scaled."""
+    word0, word1, word2, word3 = philox(p.seed, key >> 2, row, h, b)
+    lane = key & 3
+    word = word0 if lane == 0 else word1 if lane == 1 else word2 if lane == 2 else word3
+    return x * F(p.dropout_scale) if word >= p.dropout_threshold else ZERO
