@@ -200,6 +200,37 @@ def test_what_hoppers_backward_pass_cannot_do_is_refused() -> None:
     assert "not sm_90" in chosen.supports(problem(), MODELS["sm_80"], "backward").reason
 
 
+WHERE = [
+    ({}, "sm90", "sm90", ""),
+    ({"kv_lengths": True, "dropout": True, "sinks": True}, "sm90", "sm90", ""),
+    ({"d": 256}, "sm90", "sm90", ""),
+    ({"n_q": 9}, "sm80", "sm90", "rows share keys"),
+    ({"deterministic": True}, "sm90", "sm80", "deterministic gradients run on the sm80 kernels"),
+    ({"packed": True}, "simt", "simt", "packed sequences run on the simt kernels"),
+    ({"packed": True, "paged": True}, "simt", "simt", "packed sequences run on the simt kernels"),
+    ({"paged": True}, "simt", "simt", "paged keys run on the simt kernels"),
+    ({"dtype": "float32"}, "simt", "simt", "float32 is not for these tensor cores"),
+]
+
+
+@pytest.mark.parametrize(("changes", "forward", "backward", "reason"), WHERE, ids=lambda x: str(x))
+def test_which_kernels_take_a_call(changes: dict, forward: str, backward: str, reason: str) -> None:
+    """What tensor cores do not take here runs on older kernels, and each refusal says why."""
+    from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
+    from flashkit.devices import schema
+
+    flags = {name: x for name, x in changes.items() if isinstance(x, bool)}
+    asked = problem(**{name: x for name, x in changes.items() if name not in flags})
+    asked = replace(asked, spec=replace(asked.spec, **flags))
+    profile = schema.parse("schema: 1\ndevice: {kind: cuda}\n")
+    backend, rejected = NumbaCudaBackend(), list[str]()
+    for direction, name in (("forward", forward), ("backward", backward)):
+        choice = backend.choose(asked, profile, HOPPER, direction)
+        assert choice.generation is not None and choice.generation.name == name
+        rejected += choice.rejected
+    assert all(reason in line for line in rejected) and bool(rejected) == bool(reason)
+
+
 def test_tiles_are_checked() -> None:
     with pytest.raises(ValueError, match="block_q is 64, 128 or 192"):
         sm90.Tile(100, 128)
