@@ -19,7 +19,7 @@ from test_cuda_kernels import MASKS, SCORES, disassembled, spec_of
 from flashkit.backends.cuda_common import compiler, simt
 from flashkit.backends.cuda_common import params as fields
 from flashkit.backends.cuda_common.device import MODELS
-from flashkit.backends.numba_cuda import assemble, modify, params, specialise
+from flashkit.backends.numba_cuda import assemble, modify, specialise
 from flashkit.backends.numba_cuda import compile as numbas
 from flashkit.spec import AttentionSpec
 
@@ -57,11 +57,11 @@ def test_a_name_means_one_thing_in_a_kernel(name: str) -> None:
 
 def test_params_are_the_block_of_arguments() -> None:
     """The words of Params are those of the block, in order; host code writes integers, kernels read some as floats."""
-    assert params.Params._fields == (*(field.name for field in fields.FIELDS), "values")
-    kinds = dict(zip(params.Params._fields, map(str, params.numba_type(3).types)))
+    assert numbas.Params._fields == (*(field.name for field in fields.FIELDS), "values")
+    kinds = dict(zip(numbas.Params._fields, map(str, numbas.params_type(3).types)))
     assert kinds["values"] == "UniTuple(int64 x 3)"
     assert (kinds["softmax_scale"], kinds["seed"], kinds["n_q"]) == ("float64", "uint64", "int64")
-    assert kinds["k"].startswith("Tensor(int64 x 4)") and params.Tensor._fields == ("data", "batch", "head", "token")
+    assert kinds["k"].startswith("Tensor(int64 x 4)") and numbas.Tensor._fields == ("data", "batch", "head", "token")
 
 
 # --- compiled ---------------------------------------------------------------------------------------------------------

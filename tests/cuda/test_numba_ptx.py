@@ -82,7 +82,7 @@ HOPPER = {
     "st.shared.v4.f32": "store_four(shared_address(), filled(x[0], 4))",
     "ld.acquire.gpu.global.b32": "i[0] = load_acquire(l)",
     "stmatrix.sync.aligned.m8n8.x4.shared": "stmatrix_x4(shared_address(), i[0], i[1], i[2], i[3])",
-    "stmatrix.sync.aligned.m8n8.x4.trans": "store_matrices_turned(shared_address(), i[0], i[1], i[2], i[3])",
+    "stmatrix.sync.aligned.m8n8.x4.trans": "stmatrix_x4_trans(shared_address(), i[0], i[1], i[2], i[3])",
     "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16": (
         "wgmma_fence(); s = fresh(l, l); s = more(s, l, l, 1); wgmma_commit(); wgmma_wait(0); s = fence_operand(s)\n"
         "    o = filled(x[0], 32); w = packed(s); wgmma_fence(); o = weigh(o, w, l, 0); wgmma_commit()\n"
@@ -97,8 +97,8 @@ mma_bf16, mma_f16 = mma("bfloat16"), mma("float16")
 load_word, store_word = load_from("shared", int32), store_to("shared", int32)
 load_constant = load_from("global", float32, True)
 fresh = wgmma("bfloat16", 128, (0, 2), (0, 4), fresh=True)
-more = wgmma("bfloat16", 128, (0, 2), (0, 4), turned_a=True, turned_b=True)
-weigh = wgmma_registers("bfloat16", 64, tuple(range(0, 1024, 128)), turned_b=True)
+more = wgmma("bfloat16", 128, (0, 2), (0, 4), trans_a=True, trans_b=True)
+weigh = wgmma_registers("bfloat16", 64, tuple(range(0, 1024, 128)), trans_b=True)
 from numba import cuda
 device = cuda.jit(device=True, forceinline=True)
 @device

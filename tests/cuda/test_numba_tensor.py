@@ -236,7 +236,7 @@ def test_tiles_are_checked() -> None:
         sm90.Tile(100, 128)
     with pytest.raises(ValueError, match="block_k a multiple of 16"):
         sm80.Tile(128, 24)
-    with pytest.raises(ValueError, match="stages are one or two"):
+    with pytest.raises(ValueError, match="expected one or two stages"):
         sm80.Tile(64, 64, 3)
     with pytest.raises(ValueError, match="in groups of 32 rows"):
         sm80.BackwardTile(32, 32)

@@ -51,9 +51,9 @@ class Tile:
 
     def __post_init__(self) -> None:
         if self.block_q not in (64, 128) or self.block_k % 16 or not 16 <= self.block_k <= 128:
-            raise ValueError(f"{self=}: block_q is 64 or 128, block_k a multiple of 16 up to 128")
+            raise ValueError(f"{self=}: expected block_q 64 or 128, block_k a multiple of 16 up to 128")
         if self.stages not in (1, 2):
-            raise ValueError(f"{self=}: stages are one or two")
+            raise ValueError(f"{self=}: expected one or two stages")
 
     def stage(self, spec: AttentionSpec) -> SmemLayout:
         """A stage of K and V."""
@@ -143,9 +143,11 @@ class BackwardTile:
     def __post_init__(self) -> None:
         across_s, across_kv = (self.warps * 32 / rows for rows in (self.block_q, self.block_k))
         if self.block_q % 32 or self.block_k % 64 or across_s % 1 or across_kv % 1:
-            raise ValueError(f"{self=}: warps share the tile in groups of 32 rows, block_k is a multiple of 64")
+            raise ValueError(
+                f"{self=}: expected warps that share the tile in groups of 32 rows, block_k a multiple of 64"
+            )
         if self.block_k / across_s % 16 or 64 / across_kv % 16:
-            raise ValueError(f"{self=}: a warp has less than 16 keys or columns")
+            raise ValueError(f"{self=}: expected at least 16 keys and columns for a warp")
 
     def stage(self, spec: AttentionSpec) -> SmemLayout:
         """A stage of Q and dO, with bwd_lse and delta of their rows; swizzled tiles begin on 1024 bytes."""

@@ -53,11 +53,11 @@ def text(name: str, spec: AttentionSpec, constants: Mapping[str, int]) -> str:
 
 def parts(name: str) -> list[str]:
     """The files of kernels/ that make up a kernel, in the order of their dependencies."""
-    found: dict[str, None] = {}
+    earlier: dict[str, None] = {}
     for line in takewhile(lambda line: line.startswith("# parts: "), _part(name).splitlines()):
         for other in line.removeprefix("# parts: ").split():
-            found.update(dict.fromkeys(parts(other)))
-    return [*found, name]
+            earlier.update(dict.fromkeys(parts(other)))
+    return [*earlier, name]
 
 
 @cache

@@ -33,13 +33,13 @@ def normalize_row(j, rest):
 
 
 @device
-def factor_of(found, _):
-    return found[0]
+def factor_of(row, _):
+    return row[0]
 
 
 @device
-def any_nonfinite(j, so_far, found):
-    return so_far or found[j][1]
+def any_nonfinite(j, so_far, rows):
+    return so_far or rows[j][1]
 
 
 @device
@@ -54,9 +54,9 @@ def normalize_rows(p, at, m, l, output):
     finite_or_nan = ZERO_ROWS
     if MAY_HIDE:
         finite_or_nan = fold(nan_if_nonfinite, output, ZERO_ROWS)
-    found = listed(normalize_row, ROWS, (p, at, m, across_row(add, l), finite_or_nan))
-    factor = alike(factor_of, found, 0)
-    return rows_scaled(output, factor), factor, repeat(any_nonfinite, ROWS, False, found)
+    rows = listed(normalize_row, ROWS, (p, at, m, across_row(add, l), finite_or_nan))
+    factor = alike(factor_of, rows, 0)
+    return rows_scaled(output, factor), factor, repeat(any_nonfinite, ROWS, False, rows)
 
 
 @device

@@ -119,8 +119,8 @@ def load_tile(source, first, column, rows, shape, shared, start):
     step = THREADS // shape.across
     row, lane_column = thread // shape.across, (thread & (shape.across - 1)) * 4
     if lane_column < shape.width:
-        apart = (source.token | source.batch) * ITEMSIZE
-        vectorized = shape.dim % 4 == 0 and (source.data | apart) & (min(4 * ITEMSIZE, 16) - 1) == 0
+        strides = (source.token | source.batch) * ITEMSIZE
+        vectorized = shape.dim % 4 == 0 and (source.data | strides) & (min(4 * ITEMSIZE, 16) - 1) == 0
         exist = source.count - first - row  # rows from this one on
         address = source.data + ((first + row) * source.token + column + lane_column) * ITEMSIZE
         for i in range(0, rows, step):

@@ -18,7 +18,7 @@
 
 wgmma_s = wgmma(STORAGE, BLOCK_Q, along_rows(HEAD_DIM, CTA_KEYS), along_rows(HEAD_DIM, BLOCK_Q), fresh=True)
 wgmma_dp = wgmma(STORAGE, BLOCK_Q, along_rows(HEAD_DIM_V, CTA_KEYS), along_rows(HEAD_DIM_V, BLOCK_Q), fresh=True)
-wgmma_dv = wgmma_registers(STORAGE, PADDED_DIM_V, along_columns(BLOCK_Q), turned_b=True)
+wgmma_dv = wgmma_registers(STORAGE, PADDED_DIM_V, along_columns(BLOCK_Q), trans_b=True)
 
 
 @device

@@ -23,9 +23,9 @@ store_dv, store_dk = (
     for columns, before in ((PADDED_DIM_V, 0), (PADDED_DIM, CHUNKS_V))
 )
 
-wgmma_dk = wgmma_registers(STORAGE, PADDED_DIM, along_columns(BLOCK_Q), turned_b=True)
+wgmma_dk = wgmma_registers(STORAGE, PADDED_DIM, along_columns(BLOCK_Q), trans_b=True)
 wgmma_dq = wgmma(
-    STORAGE, DQ_PART_ROWS, along_columns(BLOCK_K), along_rows(BLOCK_K, BLOCK_Q), turned_a=True, fresh=True
+    STORAGE, DQ_PART_ROWS, along_columns(BLOCK_K), along_rows(BLOCK_K, BLOCK_Q), trans_a=True, fresh=True
 )  # fmt: skip
 
 # Where a warp group's part of dQ begins in K and in dS.
@@ -58,7 +58,7 @@ def issue_dk(base, dk_acc, ds, n, first):
 @device
 def store_ds_matrices(i, words, target):
     """16 rows of a warp's keys, transposed."""
-    store_matrices_turned(target + 16 * i * CHUNK_ROW, words[0], words[1], words[2], words[3])
+    stmatrix_x4_trans(target + 16 * i * CHUNK_ROW, words[0], words[1], words[2], words[3])
 
 
 @device

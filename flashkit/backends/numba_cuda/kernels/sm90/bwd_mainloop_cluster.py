@@ -28,10 +28,10 @@ DS_CONSUMER_BARRIER, DK_DQ_CONSUMER_BARRIER = 1, 2
 store_dv = make_store_dkv(PADDED_DIM_V, 0, CHUNKS_V, CTA_KEYS * CHUNK_ROW)
 store_dk = make_store_dkv(PADDED_DIM, 0, DQ_CHUNKS, CTA_KEYS * CHUNK_ROW)
 
-wgmma_dk = wgmma(STORAGE, PADDED_DIM, along_rows(BLOCK_Q, CTA_KEYS), along_columns(BLOCK_Q), turned_b=True)
+wgmma_dk = wgmma(STORAGE, PADDED_DIM, along_rows(BLOCK_Q, CTA_KEYS), along_columns(BLOCK_Q), trans_b=True)
 wgmma_dq, wgmma_dq_zero_init = (
     wgmma(
-        STORAGE, BLOCK_Q, along_columns(CTA_KEYS), along_columns(CTA_KEYS), turned_a=True, turned_b=True, fresh=fresh
+        STORAGE, BLOCK_Q, along_columns(CTA_KEYS), along_columns(CTA_KEYS), trans_a=True, trans_b=True, fresh=fresh
     ) for fresh in (False, True)
 )  # fmt: skip
 

@@ -64,11 +64,11 @@ def producer(p, base):
             if i == claim_at:
                 mbarrier_arrive(base + AT_CLAIM)
             entry = load_word(at + LIST_HEADER + 4 * i)
-            found = i32(last - (entry >> 8))
-            load_k(base, n, found << 8 | entry & 63 | first_bits, found, work[1] // GQA_GROUP, work[0])
+            kv_tile = i32(last - (entry >> 8))
+            load_k(base, n, kv_tile << 8 | entry & 63 | first_bits, kv_tile, work[1] // GQA_GROUP, work[0])
             if n > 0:
                 load_v(base, n - 1, tile, head, b)
-            tile, head, b, n = found, i32(work[1] // GQA_GROUP), work[0], u32(n + 1)
+            tile, head, b, n = kv_tile, i32(work[1] // GQA_GROUP), work[0], u32(n + 1)
             if first_bits != 0:
                 load_q(base, number, work)
                 first_bits, number = i32(0), u32(number + 1)

@@ -95,7 +95,7 @@ def scheduler_warp(p, base):
         next_tile, first = i32(0), True
         while first or next_tile < tiles:
             to = acquire_list(base, c)
-            found, next_tile, seen = fill(p, c, to + LIST_HEADER, work, n_k, next_tile, tiles)
+            entries, next_tile, seen = fill(p, c, to + LIST_HEADER, work, n_k, next_tile, tiles)
             # A warp group without any visible key still gets one tile, as PARTIAL with every pair masked: rows without
             # keys need no code of their own.
             first_bits = FIRST_TILE if first else 0
@@ -104,7 +104,7 @@ def scheduler_warp(p, base):
                     if seen >> 2 * wg & 3 == EMPTY:
                         first_bits |= PARTIAL << 2 * wg
             if leader:
-                write_list(p, to, work, found, first_bits, tiles, next_tile >= tiles)
+                write_list(p, to, work, entries, first_bits, tiles, next_tile >= tiles)
             commit_list(base, c)
             first, c = False, u32(c + 1)
         if late:
