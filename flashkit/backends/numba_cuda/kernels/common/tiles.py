@@ -38,7 +38,9 @@ def kv_length(p, b):
 
 @device
 def seq_info(p, b):
-    """The only reader of the lengths and positions in Params, with the functions of SeqTile."""
+    """The only reader of the lengths and positions in Params, with the functions of SeqTile. Where sequences are not
+    packed all have p.n_q queries, and grids and schedules are for p.n_k keys.
+    """
     q_position = p.q_offset if p.q_offsets == 0 else load(np.int64, p.q_offsets, b)
     if IS_PACKED:
         start, end = load(np.int64, p.cu_seqlens_q, b), load(np.int64, p.cu_seqlens_q, b + 1)
