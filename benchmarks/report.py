@@ -95,7 +95,6 @@ SUMMARY = (
         for dtype, kind in (("float32", "cpu"), ("bfloat16", "cpu with AMX"))
     ),
     Row("decoding, bfloat16, 32,768 keys", "cuda", "forward", _DECODING, ("cudnn", "flash")),
-    Row("decoding, bfloat16, 32,768 keys", "cpu", "forward", _DECODING, ("torch",)),
 )  # fmt: skip
 
 

@@ -46,13 +46,13 @@ class Prefix(NamedTuple):
 class Rest:
     """The sequences without their prefixes: what `StepPlans` reads of a PageTable."""
 
-    def __init__(self, pages: PageTable, prefixes: list[Prefix], changes: int) -> None:
+    def __init__(self, pages: PageTable, prefixes: list[Prefix]) -> None:
         self.page, self.lengths, self.table = pages.page, pages.lengths.copy(), pages.table.copy()
         for at, shared, tokens in prefixes:
             columns = len(shared)
             self.lengths[at] -= tokens
             self.table[at, : self.table.shape[1] - columns] = pages.table[at, columns:]
-        self.longest, self.changes = int(self.lengths.max()), changes
+        self.longest = int(self.lengths.max())
 
 
 class Cascade:
@@ -61,7 +61,7 @@ class Cascade:
     Parameters
     ----------
     pages
-        The table of pages.
+        Sequences of the cache, with or without tokens.
     kind
         The library of the arrays.
     token_bytes
@@ -71,30 +71,32 @@ class Cascade:
     """
 
     def __init__(self, pages: PageTable, kind: str, token_bytes: int, asked: bool | None) -> None:
-        self._pages, self._kind, self._token_bytes = pages, kind, token_bytes
+        self._kind, self._token_bytes = kind, token_bytes
         self._least = (LEAST_BYTES, LEAST_TOKENS) if asked is None else (1, 0)
         self._off = asked is False or pages.left is not None or (asked is None and kind != "numpy")
         self._prefixes: list[Prefix] = []
-        self._rest = StepPlans(pages, kind)
+        self._rest: Rest | None = None  # where there are prefixes
+        self._rest_plans = StepPlans(pages, kind)
         self._plans: OrderedDict[Any, Any] = OrderedDict()
-        self._found, self._number = (-1, 0), 0
-        self._unshared = -1  # a version without shared pages
+        self._found: tuple[PageTable | None, int] = None, 0  # what prefixes are for: pages, and rows of a head
+        self._unshared: PageTable | None = None  # a table without shared pages
 
     def attend(
-        self, q: Any, pools: Pools, options: dict[str, Any], version: int, out: Any
+        self, q: Any, pools: Pools, options: dict[str, Any], pages: PageTable, out: Any
     ) -> Any:  # fmt: skip
         """The result of `Layer.attend`; None if these are not few queries at the end of sequences that share pages, or
         if an option depends on positions.
         """
-        if self._unshared == version or self._off or options.get("window") is not None or q.ndim != 4:
+        if self._unshared is pages or self._off or options.get("window") is not None or q.ndim != 4:
             return None
         tokens_first = options.get("layout") == "bnhd"
         q4 = q.swapaxes(1, 2) if tokens_first else q
-        if self._found != (found := (version, q4.shape[1] * q4.shape[2] // pools.k.shape[2])):
-            self._find(*found)
-        if not self._prefixes:
+        rows = q4.shape[1] * q4.shape[2] // pools.k.shape[2]
+        if self._found[0] is not pages or self._found[1] != rows:
+            self._find(pages, rows)
+        if self._rest is None:
             return None
-        planned = self._rest.find(q, pools, {**options, "return_lse": True}, self._number)
+        planned = self._rest_plans.find(q, pools, {**options, "return_lse": True}, self._rest)
         if planned is None:
             return None
         result, lse = planned(q, pools.k, pools.v)
@@ -123,28 +125,26 @@ class Cascade:
         planned = self._plans.get(key)
         if planned is None:
             table, lengths = prefix.pages[None], np.array([prefix.tokens])
-            backend = options.pop("backend", None)
+            rest = {name: x for name, x in options.items() if name != "backend"}
             k, v, memory = pools.k, pools.v, pools.memory
-            prepared = prepare(rows, k, v, page_table=table, kv_lengths=lengths, memory=memory, **options)
-            planned = self._plans[key] = Planned(prepared, (rows, k, v), backend, True)
+            prepared = prepare(rows, k, v, page_table=table, kv_lengths=lengths, memory=memory, **rest)
+            planned = self._plans[key] = Planned(prepared, (rows, k, v), options.get("backend"), True)
             while len(self._plans) > MAX_PLANS:
                 self._plans.popitem(last=False)
         out, lse = (x.reshape(heads_kv, sequences, each, -1) for x in planned(rows, pools.k, pools.v))
         return out.swapaxes(0, 1).reshape(sequences, heads, n, -1), lse.swapaxes(0, 1).reshape(sequences, heads, n)
 
-    def _find(self, version: int, rows: int) -> None:
-        """The prefixes of this version of the table, for `rows` query rows of a key/value head and sequence."""
-        pages = self._pages
-        self._found, self._number = (version, rows), self._number + 1
+    def _find(self, pages: PageTable, rows: int) -> None:
+        """The prefixes of these pages, for `rows` query rows of a key/value head and sequence."""
+        self._found = None, 0
         if not pages.shares:
-            self._unshared = version
-        self._prefixes = [] if self._unshared == version else [*self._shared(rows)]
-        if self._prefixes:
-            self._rest.pages = Rest(pages, self._prefixes, self._number)
+            self._unshared = pages
+        self._prefixes = [*self._shared(pages, rows)] if pages.shares else []
+        self._rest = Rest(pages, self._prefixes) if self._prefixes else None
+        self._found = pages, rows
 
-    def _shared(self, rows: int) -> Iterator[Prefix]:
+    def _shared(self, pages: PageTable, rows: int) -> Iterator[Prefix]:
         """Prefixes that are worth a call: among sequences of one first page, what most tokens are saved by."""
-        pages = self._pages
         table, lengths = pages.table, pages.lengths
         firsts, counts = np.unique(table[lengths > 0, 0], return_counts=True)
         for first in firsts[counts > 1]:

@@ -9,13 +9,14 @@ import numpy as np
 
 from ..call import arrays
 from ..call.checks import flag, window_of
+from ..call.sequences import MAX_PAGE
 from ..errors import shown
 from ..spec import ITEMSIZE, MAX_HEAD_DIM
 from .cascade import Cascade
-from .layer import Layer
+from .layer import Layer, on_host
 from .pages import PageTable
 from .pools import FORMATS, format_of, width
-from .steps import Steps
+from .steps import Steps, one_at_a_time
 
 GAP, LINE = 0.618, 64
 """Between the heads of a pool on the host: the part of a page, whose multiples lie evenly in a page for any number of
@@ -40,7 +41,7 @@ class KVCache:
     pages
         Number of pages in the pool. It is allocated here, B tokens or more for each layer.
     page
-        Tokens of a page.
+        Tokens of a page, up to 65,536.
     dtype
         float64, float32, float16 or bfloat16 (ml_dtypes); by default that of `like`, or float32. "e4m3" or "int8":
         `append` quantises keys and values of any of these dtypes to 8 bits, with a scale for each token of a head, as
@@ -49,8 +50,11 @@ class KVCache:
     like
         An array whose library and device the cache uses; NumPy by default.
     window
-        (left, right) as for `attention`: `attend` uses it, and pages that no later query sees go back to the pool. Keys
-        of the last `append` stay visible to its own queries, so `trim` may take these tokens back.
+        (left, right) as for `attention`: `attend` uses it, and pages that no later query sees go back to the pool. What
+        the queries of the last `append` see stays, so `trim` may take these tokens back.
+    rollback
+        With a window, the number of tokens before the last append that `trim` may take back too, and whose queries
+        `attend` takes: more keys stay for them. Beyond it both are refused.
     layers
         Number of layers. `cache[l]` is a layer, with `append` and `attend` of its own. None: the cache is a single
         layer itself.
@@ -70,17 +74,23 @@ class KVCache:
     Attributes
     ----------
     lengths : array
-        (B,) int64: tokens of each sequence.
+        (B,) int64: tokens of each sequence. On the host each access gives a copy; on a device these are the arrays that
+        kernels and captured CUDA graphs read, and so is page_table.
     page_table : array
         (B, columns) int32: column c is the page of tokens c * page ... c * page + page - 1, -1 where there is none.
     positions : array
-        (T,) int64: positions of the tokens of the last append within their sequences.
+        (T,) int64: positions of the tokens of the last append within their sequences, a copy.
     free_pages : int
         Pages that no sequence holds.
 
     Notes
     -----
-    Threads must not use one cache at the same time. Lengths, counts and offsets are integers on the host.
+    A cache has one user at a time: a call during another one, by another thread or by a signal handler, is a
+    RuntimeError. Lengths, counts and offsets are integers on the host.
+
+    An error or a signal leaves the cache as it was. Only if an append reuses pages that the window drops, since no
+    others are free, are these gone, so the last append cannot be trimmed then. A signal during `keep` may leave the
+    tokens that `keep` does not move, and none behind them.
 
     References
     ----------
@@ -105,16 +115,17 @@ class KVCache:
     def __init__(
         self, sequences: int, kv_heads: int, dim: int, value_dim: int | None = None, *, pages: int, page: int = 64,
         dtype: Any = None, like: Any = None, window: tuple[int | None, int | None] | None = None,
-        layers: int | None = None, cascade: bool | None = None, latent: bool = False,
+        layers: int | None = None, cascade: bool | None = None, latent: bool = False, rollback: int = 0,
     ) -> None:  # fmt: skip
         sizes = {"sequences": sequences, "kv_heads": kv_heads, "dim": dim, "pages": pages, "page": page}
         sizes |= {"value_dim": dim if value_dim is None else value_dim, "layers": 1 if layers is None else layers}
-        for name, size in sizes.items():
+        for name, size in {**sizes, "rollback": rollback}.items():
             if not isinstance(size, (int, np.integer)) or isinstance(size, bool):
                 raise TypeError(f"{name} is {shown(size)}; a whole number fits")
-            most = MAX_HEAD_DIM if "dim" in name else 1 << 31
-            if not 1 <= size <= most:
-                raise ValueError(f"{name} is {shown(size)}; 1 to {most} fits")
+            least = 0 if name == "rollback" else 1
+            most = MAX_HEAD_DIM if "dim" in name else MAX_PAGE if name == "page" else 1 << 31
+            if not least <= size <= most:
+                raise ValueError(f"{name} is {shown(size)}; {least} to {most} fits")
         kind = "numpy" if like is None else arrays.require("like", like)
         kv_format = format_of(dtype)
         of_queries = np.empty(0, _dtype(None if kv_format else dtype, like))
@@ -123,7 +134,8 @@ class KVCache:
         window = None if window is None else window_of(window)
         if cascade is not None:
             flag("cascade", cascade)
-        self._pages = PageTable(int(sequences), int(pages), int(page), None if window is None else window[0])
+        left = None if window is None else window[0]
+        table = PageTable.empty(int(sequences), int(pages), int(page), left, int(rollback))
         dims = int(dim), int(sizes["value_dim"])
         widths = [width(d, kv_format) for d in dims]
         if flag("latent", latent):
@@ -131,19 +143,19 @@ class KVCache:
                 raise ValueError(f"value_dim is {shown(value_dim)} with latent=True; 1 to {dims[0] - 1} fits")
             widths.pop()
         token_bytes = int(kv_heads) * sum(widths) * made.itemsize
-        shared = Cascade(self._pages, kind, token_bytes, cascade)
-        self._steps = Steps(self._pages, int(sizes["layers"]), kind, shared)
+        shared = Cascade(table, kind, token_bytes, cascade)
         # Slots of a head lie one after another, so that a kernel reads a page as one piece of memory. On the host pages
         # of a head do so too: pages that a sequence took together are one piece.
         shape = int(sizes["layers"]), int(kv_heads), int(pages), int(page)
         if kind != "numpy":
             shape = shape[0], shape[2], shape[1], shape[3]
-            memory = [self._steps.xp.empty((*shape, n), made.dtype) for n in widths]
+            memory = [arrays.namespace(kind).empty((*shape, n), made.dtype) for n in widths]
         else:
             memory = [_heads_apart((*shape, n), made.dtype).swapaxes(1, 2) for n in widths]
+        self._steps = Steps(table, int(sizes["layers"]), kind, shared, memory)
         self.dtype, self._layered = kv_format or made.dtype, layers is not None
         self._layers = [
-            Layer(number, self._steps, memory, window, kv_format, dims, of_queries.dtype)
+            Layer(number, self._steps, window, kv_format, dims, of_queries.dtype)
             for number in range(int(sizes["layers"]))
         ]
 
@@ -162,19 +174,23 @@ class KVCache:
 
     @property
     def free_pages(self) -> int:
-        return self._pages.free_pages
+        return len(self._pages.free)
 
     @property
     def lengths(self) -> Any:
-        return self._steps.lengths
+        return _safe(self._steps.on_call[0])
 
     @property
     def page_table(self) -> Any:
-        return self._steps.table
+        return _safe(self._steps.on_call[1])
 
     @property
     def positions(self) -> Any:
-        return self._steps.positions
+        return self._steps.last().where.copy()
+
+    @property
+    def _pages(self) -> PageTable:
+        return self._steps.state.pages
 
     def append(
         self, k: Any, v: Any = None, cu_seqlens: Any = None, *, rotary: tuple[Any, Any] | None = None,
@@ -258,6 +274,7 @@ class KVCache:
         """
         return self._only_layer("attend").attend(q, rotary=rotary, rotary_interleaved=rotary_interleaved, **options)
 
+    @one_at_a_time
     def fork(self, i: int, into: int | None = None) -> int:
         """Copy sequence i into an empty sequence. No key is copied: they share pages until one of them appends.
 
@@ -288,20 +305,20 @@ class KVCache:
         (1, 2, [6, 6, 6], 3)
         """
         i = self._sequence("i", i)
-        empty = np.flatnonzero(self._pages.lengths == 0)
+        pages, settled = self._pages, self._steps.state.settled.copy()
+        empty = np.flatnonzero(pages.lengths == 0)
         if into is None and not empty.size:
-            raise ValueError(f"all {len(self._pages.lengths)} sequences have tokens; free(i) empties one")
+            raise ValueError(f"all {len(pages.lengths)} sequences have tokens; free(i) empties one")
         target = int(empty[0]) if into is None else self._sequence("into", into)
-        if self._pages.lengths[target]:
-            raise ValueError(
-                f"into is {target}, a sequence with {self._pages.lengths[target]} tokens; an empty one fits"
-            )
+        if pages.lengths[target]:
+            raise ValueError(f"into is {target}, a sequence with {pages.lengths[target]} tokens; an empty one fits")
         self._steps.check_between("fork")
         if target != i:
-            self._pages.fork(i, target)
-            self._steps.changed()
+            settled[target] = settled[i]
+            self._steps.changed(pages.fork(i, target), settled)
         return target
 
+    @one_at_a_time
     def trim(self, i: int, n: int) -> None:
         """Drop the last n tokens of sequence i, such as rejected drafts.
 
@@ -332,17 +349,62 @@ class KVCache:
         [3]
         """
         i = self._sequence("i", i)
-        length = int(self._pages.lengths[i])
-        if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or not 0 <= n <= length:
-            raise ValueError(f"n is {shown(n)}; 0 to {length}, the tokens of sequence {i}, fits")
-        first = int(self._pages.first[i]) * self._pages.page
-        if n < length and self._pages.oldest(i, length - int(n)) < first:
-            most = length - first - (self._pages.left or 0)
-            raise ValueError(f"n is {n}, but the window has dropped the tokens before {first}; 0 to {most} fits")
+        begin = self._begin_of_last(i, n)
         self._steps.check_between("trim")
-        self._pages.trim(i, int(n))
-        self._steps.changed()
+        self._steps.changed(self._pages.trim(i, int(self._pages.lengths[i]) - begin))
 
+    @one_at_a_time
+    def keep(self, i: int, positions: Any, n: int | None = None) -> None:
+        """Keep some of the last tokens of sequence i and drop the others, such as all but one path of a drafted tree.
+
+        The kept tokens follow each other then, and the tokens before them, in the order of their positions. Keys are
+        moved as they are: rotate those of a tree by their depth (`rotary`) before they are appended.
+
+        Parameters
+        ----------
+        i
+            The sequence.
+        positions
+            Integers in ascending order: the positions within the sequence of the tokens to keep.
+        n
+            How many of the last tokens to choose from; by default those of the last `append`.
+
+        Returns
+        -------
+        None
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument does not fit, or keys that the window of the shorter sequence needs are gone.
+        flashkit.OutOfPagesError
+            The tokens lie in pages shared with other sequences, and no page is free for copies. The cache is as it was.
+
+        Examples
+        --------
+        >>> import numpy as np, flashkit
+        >>> cache = flashkit.KVCache(1, kv_heads=1, dim=8, pages=4)
+        >>> prompt, tree = np.ones((10, 1, 8), np.float32), np.ones((6, 1, 8), np.float32)
+        >>> cache.append(prompt, prompt, cu_seqlens=[0, 10])
+        >>> cache.append(tree, tree, cu_seqlens=[0, 6])     # positions 10 ... 15
+        >>> cache.keep(0, [11, 14])
+        >>> cache.lengths.tolist()
+        [12]
+        """
+        i = self._sequence("i", i)
+        length = int(self._pages.lengths[i])
+        begin = self._begin_of_last(i, length - int(self._steps.state.settled[i]) if n is None else n)
+        given = np.array(on_host("positions", positions))  # a copy: the caller's array may change
+        what = f"positions: expected ascending integers from {begin} to {length - 1}, those of the last tokens of"
+        if given.size and given.dtype.kind not in "iu":
+            raise TypeError(f"{what} sequence {i}, got {shown(positions)}")
+        ascending = given.ndim == 1 and (given[1:] > given[:-1]).all()
+        if not ascending or (given.size and not (begin <= given[0] and given[-1] < length)):
+            raise ValueError(f"{what} sequence {i}, got {shown(positions)}")
+        self._steps.check_between("keep")
+        self._steps.keep(i, begin, given.astype(np.int64))
+
+    @one_at_a_time
     def free(self, i: int) -> None:
         """Drop all tokens of sequence i.
 
@@ -371,8 +433,7 @@ class KVCache:
         """
         i = self._sequence("i", i)
         self._steps.check_between("free")
-        self._pages.trim(i, int(self._pages.lengths[i]))
-        self._steps.changed()
+        self._steps.changed(self._pages.trim(i, int(self._pages.lengths[i])))
 
     def _only_layer(self, what: str) -> Layer:
         if self._layered:
@@ -384,6 +445,25 @@ class KVCache:
         if not isinstance(i, (int, np.integer)) or isinstance(i, bool) or not 0 <= i < sequences:
             raise ValueError(f"{name} is {shown(i)}; a sequence from 0 to {sequences - 1} fits")
         return int(i)
+
+    def _begin_of_last(self, i: int, n: Any) -> int:
+        """The first position of the last n tokens of sequence i; ValueError if it cannot do without them."""
+        pages = self._pages
+        length, first = int(pages.lengths[i]), pages.begin(i)
+        if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or not 0 <= n <= length:
+            raise ValueError(f"n is {shown(n)}; 0 to {length}, the tokens of sequence {i}, fits")
+        if 0 < n < length and max(length - int(n) - (pages.left or 0), 0) < first:
+            most = max(length - first - (pages.left or 0), 0)
+            raise ValueError(
+                f"n: expected 0 to {most}, got {n}: the window has dropped the tokens before {first}; "
+                "KVCache(..., rollback=n) holds what n tokens before the last append need"
+            )
+        return length - int(n)
+
+
+def _safe(array: Any) -> Any:
+    """A copy, which the caller may write; of an array on a device the array itself, which kernels read with bounds."""
+    return array.copy() if isinstance(array, np.ndarray) else array
 
 
 def _heads_apart(shape: tuple[int, ...], dtype: Any) -> np.ndarray:

@@ -10,13 +10,16 @@ import numpy as np
 from ..api import attention
 from ..call import arrays
 from ..call.checks import choice, window_of
+from ..call.sequences import offsets_of
 from ..call.shape import LAYOUTS
 from ..errors import shown
+from ..mods.expr import MAX_POSITION
 from ..mods.tracing import as_array
 from ..rope.apply import Table, checked_table, rotate, rotated
 from ..spec import name_of
+from .pages import PageTable
 from .pools import Pools, write_quantised
-from .steps import Step, Steps, check_rows
+from .steps import Step, Steps, check_rows, one_at_a_time
 
 Window = tuple[int | None, int | None]
 
@@ -51,21 +54,19 @@ class Layer:
     """
 
     def __init__(
-        self, number: int, steps: Steps, memory: list[Any], window: Window | None, kv_format: str,
-        dims: tuple[int, int], dtype: Any,
-    ) -> None:  # fmt: skip
-        """memory: of all layers, (layers, pages, Hkv, page, width), of keys and values, or of keys alone where these
-        hold the values. dtype: of queries.
-        """
+        self, number: int, steps: Steps, window: Window | None, kv_format: str, dims: tuple[int, int], dtype: Any
+    ) -> None:
+        """dtype: of queries."""
         self.number, self._steps, self._window = number, steps, window
-        self._all, self._latent = memory, len(memory) == 1
-        self._pools = pools = Pools.of([x[number].swapaxes(1, 2) for x in memory], kv_format, *dims)
+        self._latent = len(steps.memory) == 1
+        self._pools = pools = Pools.of([x[number].swapaxes(1, 2) for x in steps.memory], kv_format, *dims)
         self._k, self._v = pools.k.swapaxes(1, 2), pools.v.swapaxes(1, 2)
-        self._sequences, self._dtype = len(steps.pages.lengths), name_of(dtype)
+        self._sequences, self._dtype = len(steps.state.pages.lengths), name_of(dtype)
         self._table: tuple[Any, Table, Any] | None = None
         self._forms: dict[Any, Form] = {}
         self.k_pages, self.v_pages = pools.as_arrays(dtype)
 
+    @one_at_a_time
     def append(
         self, k: Any, v: Any = None, cu_seqlens: Any = None, *, rotary: tuple[Any, Any] | None = None,
         rotary_interleaved: bool = False, layout: str = "bhnd",
@@ -73,20 +74,19 @@ class Layer:
         """As `KVCache.append`; `cu_seqlens` may be left out where another layer has opened the step."""
         if self._latent:
             self._check_latent(v, rotary)
-        key = arrays.layout(k), arrays.layout(v), layout
-        if (form := self._forms.get(key)) is None:
-            form = self._checked_form(k, v, layout)
-            if len(self._forms) >= MAX_FORMS:
-                self._forms.clear()
-            self._forms[key] = form
-        step = self._steps.current(self.number)
+        form = self._forms.get((arrays.layout(k), arrays.layout(v), layout))
+        if form is None or form.writer is None or rotary is not None:
+            k, v = (x.view() if isinstance(x, np.ndarray) else x for x in (k, v))  # whose form the caller cannot change
+            form = self._form(k, v, layout)
+        steps = self._steps
+        step, state = steps.current(self.number), steps.state
         table = None if rotary is None else self._checked(rotary, rotary_interleaved, k)
-        counts = self._counts(k, form.tokens, cu_seqlens, step)
+        counts = self._counts(form, cu_seqlens, step)
         if step is None:
-            step, copy = self._steps.open(counts, table)
-            if copy.source:
-                for pool in self._all:
-                    pool[:, copy.target] = pool[:, copy.source]
+            state, copy = steps.opened(counts, table)
+            steps.copy_pages(copy)
+            step = state.step
+            assert step is not None
         elif counts is not step.counts and not np.array_equal(counts, step.counts):
             raise ValueError(
                 f"layer {self.number} appends {counts.tolist()} tokens to sequences; {step.counts.tolist()}, as the "
@@ -100,13 +100,15 @@ class Layer:
             self._write("k", k, self._k, self._pools.k_scale, layout, step, table)
             if not self._latent:
                 self._write("v", v, self._v, self._pools.v_scale, layout, step, None)
-        self._steps.wrote(self.number)
+        steps.wrote(state, self.number)
 
+    @one_at_a_time
     def attend(
         self, q: Any, *, rotary: tuple[Any, Any] | None = None, rotary_interleaved: bool = False, **options: Any
     ) -> Any:
         """As `KVCache.attend`."""
-        arrays.require("q", q, self._steps.kind)
+        if arrays.require("q", q, self._steps.kind) == "numpy":
+            q = q.view()  # whose form the caller cannot change
         for name in ("kv_lengths", "page_table"):
             if name in options:
                 raise TypeError(f"attend takes no {name}: the cache has its own; attention() takes them")
@@ -171,14 +173,43 @@ class Layer:
 
     def _attend(self, q: Any, out: Any = None, **options: Any) -> Any:
         steps = self._steps
-        pools = self._pools
-        if (merged := steps.cascade.attend(q, pools, options, steps.version, out)) is not None:
+        pools, pages = self._pools, steps.state.pages
+        if pages.left is not None:
+            self._check_held(q, pages, options)
+        if (merged := steps.cascade.attend(q, pools, options, pages, out)) is not None:
             return merged
-        planned = steps.plans.find(q, pools, options, steps.version)
+        planned = steps.plans.find(q, pools, options, pages)
         if planned is not None:
             return planned.run_on(q, pools.k, pools.v, out)
         k, v = pools.as_arrays(q.dtype)
-        return attention(q, k, v, page_table=steps.readable, kv_lengths=steps.lengths, out=out, **options)
+        return attention(q, k, v, page_table=steps.readable, kv_lengths=steps.on_call[0], out=out, **options)
+
+    def _check_held(self, q: Any, pages: PageTable, options: dict[str, Any]) -> None:
+        """Check that the window has dropped no key that the oldest query of a sequence sees. Arguments that do not fit
+        are left to `attention`.
+        """
+        given, cu_seqlens = options.get("q_offset"), options.get("cu_seqlens")
+        counts: Any = q.shape[1 if options.get("layout") == "bnhd" else 2] if q.ndim == 4 else 0
+        if cu_seqlens is not None and q.ndim == 3:
+            offsets = offsets_of("cu_seqlens", on_host("cu_seqlens", cu_seqlens), "numpy", len(q), "q")[:-1]
+            if len(offsets) != len(pages.lengths) + 1:
+                return
+            counts = offsets[1:] - offsets[:-1]
+        oldest = pages.lengths - counts
+        if given is not None:
+            first = on_host("q_offset", given)
+            if first.dtype.kind not in "iu" or first.shape not in ((), oldest.shape):
+                return
+            oldest = np.broadcast_to(first.clip(0, MAX_POSITION).astype(np.int64), oldest.shape)
+        seen = np.maximum(oldest - options["window"][0], 0)
+        begin = pages.first * pages.page
+        if (late := (seen < begin) & (counts > 0)).any():
+            i = int(late.argmax())
+            raise ValueError(
+                f"q: expected queries of sequence {i} from position {begin[i] + options['window'][0]} on, got one at "
+                f"{oldest[i]}: the window has dropped the tokens before {begin[i]}; KVCache(..., rollback=n) holds "
+                "those that queries n tokens before the last append see"
+            )
 
     def _checked(self, rotary: Any, interleaved: Any, x: Any) -> Table:
         """The tables of `rotary`, checked once for the calls that pass the same arrays."""
@@ -193,6 +224,16 @@ class Layer:
             self._table = key, table, rotary
         return table
 
+    def _form(self, k: Any, v: Any, layout: str) -> Form:
+        """The form of new keys and values, checked once for those of one layout."""
+        key = arrays.layout(k), arrays.layout(v), layout
+        if (form := self._forms.get(key)) is None:
+            form = self._checked_form(k, v, layout)
+            if len(self._forms) >= MAX_FORMS:
+                self._forms.clear()
+            self._forms[key] = form
+        return form
+
     def _checked_form(self, k: Any, v: Any, layout: str) -> Form:
         """The form of new keys and values; an error if they do not fit the cache."""
         k4 = self._four("k", k, self._k, layout)
@@ -201,8 +242,8 @@ class Layer:
             raise ValueError(f"v has shape {v.shape}, k has {k.shape}; they are equal but for the head dim")
         read_in_place = arrays.same_address(k4, k) and arrays.same_address(v4, v)
         if self._steps.kind != "numpy" or not read_in_place or self._pools.kv_format:
-            return Form(k4.shape[2], None)
-        return Form(k4.shape[2], Writer(k4, None if self._latent else v4, self._k, self._v))
+            return Form(k4.shape[2], k.ndim == 3, None)
+        return Form(k4.shape[2], k.ndim == 3, Writer(k4, None if self._latent else v4, self._k, self._v))
 
     def _check_latent(self, v: Any, rotary: Any) -> None:
         """Check what a cache of latent keys takes not."""
@@ -232,21 +273,22 @@ class Layer:
             raise ValueError(f"{name} has shape {x.shape}; (T, {heads}, {d}) or ({axes}) fits")
         return arrays.addressable(four)
 
-    def _counts(self, k: Any, tokens: int, cu_seqlens: Any, step: Step | None) -> np.ndarray:
+    def _counts(self, form: Form, cu_seqlens: Any, step: Step | None) -> np.ndarray:
         """New tokens of each sequence."""
-        if k.ndim == 4:
+        tokens = form.tokens
+        if not form.packed:
             if cu_seqlens is not None:
-                raise TypeError(f"cu_seqlens is for k of shape (T, Hkv, D); k has {k.shape}")
+                raise TypeError("cu_seqlens: expected k of shape (T, Hkv, D) beside it, got one of four axes")
             if step is not None and step.each == tokens:
                 return step.counts
-            return self._steps.pages.one_each if tokens == 1 else np.full(self._sequences, tokens)
+            return self._steps.state.pages.one_each if tokens == 1 else np.full(self._sequences, tokens)
         if cu_seqlens is not None:
             return _counts(cu_seqlens, self._sequences, tokens)
         if step is not None and tokens == len(step.positions):
             return step.counts
         if tokens != self._sequences:
             raise ValueError(f"k has {tokens} tokens for {self._sequences} sequences; one of each, or cu_seqlens, fits")
-        return self._steps.pages.one_each
+        return self._steps.state.pages.one_each
 
     def _write(
         self, name: str, x: Any, pool: Any, scale: Any, layout: str, step: Step, table: Table | None
@@ -275,7 +317,7 @@ class Writer:
         from ..backends.cpu.rotary import Write
 
         self._of_k = partial(Write, k4.shape, k4.strides, k_pool)
-        self._k: dict[tuple[int, bool], Write] = {}  # by the pairs that are rotated
+        self._k: dict[Any, Write] = {}  # by the shape of tables, and which elements are pairs
         self._v = None if v4 is None else Write(v4.shape, v4.strides, v_pool)
 
     def __call__(self, k: Any, v: Any, step: Step, table: Table | None) -> None:
@@ -285,8 +327,10 @@ class Writer:
 
     def write_k(self, k: Any, step: Step, table: Table | None) -> None:
         """Keys, rotated if there is a table."""
-        turn = (0, False) if table is None else (table.cos.shape[1], table.interleaved)
+        turn = ((0, 0), False) if table is None else (table.cos.shape, table.interleaved)
         if (write := self._k.get(turn)) is None:
+            if len(self._k) >= MAX_FORMS:
+                self._k.clear()
             write = self._k[turn] = self._of_k(*turn)
         write(k, step.slots, None if table is None else (table.cos, table.sin, step.where))
 
@@ -295,22 +339,28 @@ class Form(NamedTuple):
     """What new keys and values of one layout are."""
 
     tokens: int  # of all sequences, or of each
+    packed: bool  # whether they are of all
     writer: Writer | None  # where they are read in place
 
 
 def _counts(cu_seqlens: Any, sequences: int, tokens: int) -> np.ndarray:
     """int64 (B,) from offsets (B + 1,); those on a device are read."""
-    what = f"integers ({sequences + 1},) from 0 to {tokens}, the tokens of k, that never decrease,"
-    on_host = cu_seqlens.get() if arrays.kind_of(cu_seqlens) == "cupy" else as_array("cu_seqlens", cu_seqlens, what)
-    if on_host.dtype.kind not in "iu":
-        raise TypeError(f"cu_seqlens is {shown(cu_seqlens)}; {what} fit")
-    if on_host.shape != (sequences + 1,):
-        raise ValueError(f"cu_seqlens has shape {on_host.shape}; {what} fit")
-    offsets = on_host.astype(np.int64)  # a copy: the caller's array may change
-    counts = offsets[1:] - offsets[:-1]
-    if offsets[0] != 0 or offsets[-1] != tokens or (counts < 0).any():
-        raise ValueError(f"cu_seqlens is {shown(offsets.tolist())}; {what} fit")
+    given = on_host("cu_seqlens", cu_seqlens)
+    if given.shape != (sequences + 1,):
+        raise ValueError(
+            f"cu_seqlens: expected integers of shape ({sequences + 1},), one more than there are sequences, got shape "
+            f"{given.shape}"
+        )
+    offsets = offsets_of("cu_seqlens", given, "numpy", tokens, "k")[:-1]
+    if offsets[-1] != tokens:
+        raise ValueError(f"cu_seqlens: expected {tokens} at the end, the number of tokens of k, got {offsets[-1]}")
+    counts: np.ndarray = offsets[1:] - offsets[:-1]
     return counts
+
+
+def on_host(name: str, integers: Any) -> np.ndarray:
+    """An argument of integers as an array of NumPy; those on a device are read."""
+    return integers.get() if arrays.kind_of(integers) == "cupy" else as_array(name, integers, "integers")
 
 
 def _narrowed(given: Any, own: Window) -> Window:

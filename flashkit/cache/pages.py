@@ -3,11 +3,13 @@
 A page has references, one from each sequence whose tokens it holds. Sequences that share a prefix share its pages; a
 sequence that appends to a page with several references gets a copy of it first. With a window, pages that no later
 query sees go back to the pool, so that a sequence holds a ring of pages.
+
+A table is a value: a change makes another one, and the arrays of both stay as they are. So a cache that an error or a
+signal stops midway still has the table of before.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -18,162 +20,219 @@ from ..errors import OutOfPagesError
 class Copy(NamedTuple):
     """Pages to copy before tokens are written: page source[i] to page target[i]."""
 
-    source: list[int]
-    target: list[int]
+    source: np.ndarray
+    target: np.ndarray
 
 
-class PageTable:
-    """Lengths, pages and references of sequences.
+NO_COPY = Copy(np.empty(0, np.int32), np.empty(0, np.int32))
+
+MIN_COLUMNS = 8
+"""Of a table, where there are as many pages."""
+
+
+class Growth(NamedTuple):
+    """What an append makes of a table.
 
     Attributes
     ----------
-    lengths : array
-        int64 (B,), a new array after each change.
-    table : array
-        int32 (B, columns): the page of tokens c * page ... c * page + page - 1 of a sequence, or -1. It grows by powers
-        of two.
-    first : array
-        int64 (B,): the first column whose tokens exist still; 0 without a window.
-    one_each : array
-        int64 (B,): the counts of a step that appends a token to each sequence. This very array makes such steps cheap.
-    longest, changes : int
-        The greatest length, and how often the table has changed.
+    pages : PageTable
+        The table with room for the new tokens.
+    copy : Copy
+        Pages to copy before they are written.
+    before : PageTable
+        The table that holds while tokens are written: that of before the append, less pages behind the window if the
+        append needs these.
     """
 
-    def __init__(self, sequences: int, pages: int, page: int, left: int | None) -> None:
-        self.page, self.left = page, left
-        self.lengths = np.zeros(sequences, np.int64)
-        self.table = np.full((sequences, min(8, max(pages, 1))), -1, np.int32)
-        self.first = np.zeros(sequences, np.int64)
-        self._references = np.zeros(pages, np.int64)
-        self._free = list(range(pages - 1, -1, -1))
-        self._rows = np.arange(sequences)
-        self.one_each, self.changes, self.longest = np.ones(sequences, np.int64), 0, 0
-        self._spare = 0  # tokens that each sequence can append to its last page, after a step of one_each
-        self._slots = self._rows  # of the last such step
+    pages: PageTable
+    copy: Copy
+    before: PageTable
 
-    @property
-    def free_pages(self) -> int:
-        return len(self._free)
+
+class PageTable(NamedTuple):
+    """Lengths, pages and references of sequences. No array of it is ever written.
+
+    Attributes
+    ----------
+    page : int
+        Tokens of a page.
+    left, rollback : int
+        Keys before a query that its window shows (None: all), and tokens before the last append whose queries find
+        them all.
+    lengths : array
+        int64 (B,).
+    table : array
+        int32 (B, columns): the page of tokens c * page ... c * page + page - 1 of a sequence, or -1. Its width grows
+        by powers of two.
+    first : array
+        int64 (B,): the first column whose tokens exist still; 0 without a window.
+    references : array
+        int32 (pages,).
+    free : array
+        int32: pages without references, the next one last.
+    one_each : array
+        int64 (B,): the counts of a step that appends a token to each sequence. Such steps are cheap with this array.
+    longest : int
+        The greatest length.
+    spare : int
+        Tokens that each sequence can append to its last page, after a step of one_each.
+    slots : array
+        int64 (B,): those of the last such step.
+    """
+
+    page: int
+    left: int | None
+    rollback: int
+    lengths: np.ndarray
+    table: np.ndarray
+    first: np.ndarray
+    references: np.ndarray
+    free: np.ndarray
+    one_each: np.ndarray
+    longest: int = 0
+    spare: int = 0
+    slots: np.ndarray = NO_COPY.source
+
+    @classmethod
+    def empty(cls, sequences: int, pages: int, page: int, left: int | None = None, rollback: int = 0) -> PageTable:
+        """Sequences without tokens."""
+        zeros = np.zeros(sequences, np.int64)
+        table = np.full((sequences, min(MIN_COLUMNS, pages)), -1, np.int32)
+        free = np.arange(pages - 1, -1, -1, dtype=np.int32)
+        return cls(page, left, rollback, zeros, table, zeros, np.zeros(pages, np.int32), free, np.ones_like(zeros))
 
     @property
     def shares(self) -> bool:
         """Whether a page belongs to several sequences."""
-        return bool((self._references > 1).any())
+        return bool((self.references > 1).any())
 
-    def append(self, counts: np.ndarray) -> Copy:
+    def append(self, counts: np.ndarray) -> Growth:
         """Make room for counts (B,) more tokens of each sequence.
 
         Raises
         ------
         OutOfPagesError
-            There are too few free pages; nothing has changed.
+            There are too few free pages.
         """
-        lengths, grown = self.lengths, self.lengths + counts
-        copy = Copy([], [])
-        if counts is self.one_each and self._spare:
-            self._spare -= 1
-            self.lengths, self._slots, self.longest = grown, self._slots + 1, self.longest + 1
-            return copy
+        lengths, each = self.lengths, counts is self.one_each
+        if each and self.spare:
+            pages = PageTable(  # in a fifth of the time of _replace
+                self.page, self.left, self.rollback, lengths + 1, self.table, self.first, self.references, self.free,
+                self.one_each, self.longest + 1, self.spare - 1, self.slots + 1,
+            )  # fmt: skip
+            return Growth(pages, NO_COPY, self)
+        if int(counts.max()) > len(self.references) * self.page:  # before lengths are added, which may not fit int64
+            raise self._out_of_pages(counts, sum(-(-int(n) // self.page) for n in counts), len(self.free))
+        grown = lengths + counts
+        held, needed = -(-lengths // self.page), -(-grown // self.page)
         last = np.minimum(lengths // self.page, self.table.shape[1] - 1)  # the column of the first new token
-        partial = lengths % self.page > 0
-        shared = partial & (self._references[self.table[self._rows, last]] > 1)
-        held = -(-lengths // self.page)
-        if ((counts > 0) & (shared | (-(-grown // self.page) > held))).any():
-            copy = self._extend(np.flatnonzero(counts), grown, held, shared)
-        self.lengths, self.longest, self._spare = grown, int(grown.max()), 0
-        if counts is self.one_each:  # each sequence has its last page for itself now
-            self._spare, self._slots = int((-grown % self.page).min()), self._slots_at(self._rows, lengths)
-        return copy
+        shared = (lengths % self.page > 0) & (self.references[self._at(last)] > 1)
+        growth = Growth(self, NO_COPY, self)
+        if ((counts > 0) & (shared | (needed > held))).any():
+            growth = self._extended(counts, held, needed, shared)
+        pages = growth.pages._replace(lengths=grown, longest=int(grown.max()), spare=0)
+        if each:  # each sequence has its last page for itself now
+            pages = pages._replace(spare=int((-grown % self.page).min()), slots=pages.slots_at(None, lengths))
+        return growth._replace(pages=pages)
 
-    def slots(self, counts: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Slots page * size + offset of the tokens of the last append, at these positions, sequence after sequence."""
-        return self._slots if counts is self.one_each else self._slots_at(np.repeat(self._rows, counts), positions)
+    def slots_at(self, rows: np.ndarray | None, positions: np.ndarray) -> np.ndarray:
+        """Slots page * size + offset of the tokens at these positions of sequences; rows: None for one of each."""
+        columns = positions // self.page
+        pages = self._at(columns) if rows is None else self.table[rows, columns]
+        return pages * np.int64(self.page) + positions % self.page
 
-    def _slots_at(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        return self.table[rows, positions // self.page] * np.int64(self.page) + positions % self.page
-
-    def fork(self, i: int, into: int) -> None:
+    def fork(self, i: int, into: int) -> PageTable:
         """The empty sequence `into` becomes sequence i; they share all pages."""
-        own = self.table[i]
-        self._references[own[own >= 0]] += 1
-        self.table[into], self.first[into] = own, self.first[i]
-        self._set_length(into, int(self.lengths[i]))
-        self.changes += 1
+        table, first, references = self.table.copy(), self.first.copy(), self.references.copy()
+        own = table[into] = table[i]
+        first[into] = first[i]
+        references[own[own >= 0]] += 1
+        return self._replace(table=table, first=first, references=references)._resized(into, int(self.lengths[i]))
 
-    def trim(self, i: int, n: int) -> None:
+    def trim(self, i: int, n: int) -> PageTable:
         """Drop the last n tokens of sequence i."""
         left = int(self.lengths[i]) - n
-        stop = -(-left // self.page)
-        if left == 0:
-            self.first[i] = stop = 0
-        self._release([(i, int(column)) for column in np.flatnonzero(self.table[i] >= 0) if column >= stop])
-        self._set_length(i, left)
+        columns = np.flatnonzero(self.table[i] >= 0)
+        columns = columns[columns >= -(-left // self.page)]
+        pages = self._released(np.full(len(columns), i), columns)
+        if left == 0 and self.first[i]:
+            pages = pages._replace(first=np.where(np.arange(len(self.first)) == i, 0, self.first))
+        return pages._resized(i, left)
 
-    def oldest(self, i: int, length: int) -> int:
-        """The first position that a query at position `length` of sequence i sees."""
-        return 0 if self.left is None else max(0, length - self.left)
+    def begin(self, i: int) -> int:
+        """The first position of sequence i whose key exists still."""
+        return int(self.first[i]) * self.page
 
-    def _set_length(self, i: int, length: int) -> None:
-        self.lengths, self._spare = self.lengths.copy(), 0
-        self.lengths[i] = length
-        self.longest = int(self.lengths.max())
+    def _at(self, columns: np.ndarray) -> np.ndarray:
+        """The page of a column of each sequence."""
+        return self.table[np.arange(len(columns)), columns]
 
-    def _extend(self, active: np.ndarray, grown: np.ndarray, held: np.ndarray, shared: np.ndarray) -> Copy:
-        """Pages for `active` sequences: those behind the window are released, shared last pages copied, new ones taken.
+    def _resized(self, i: int, length: int) -> PageTable:
+        lengths = self.lengths.copy()
+        lengths[i] = length
+        return self._replace(lengths=lengths, longest=int(lengths.max()), spare=0)
 
-        All of it is counted before anything changes.
+    def _extended(self, counts: np.ndarray, held: np.ndarray, needed: np.ndarray, shared: np.ndarray) -> Growth:
+        """Pages for sequences with new tokens: those behind the window are released, shared last pages copied, new ones
+        taken. held, needed: pages of each sequence before and after.
         """
-        released: list[tuple[int, int]] = []
-        if self.left is not None:
-            kept = np.maximum(self.lengths - self.left, 0) // self.page
-            released = [(int(i), column) for i in active for column in range(self.first[i], min(kept[i], held[i]))]
-        uses = Counter(int(self.table[at]) for at in released)
-        idle = sum(self._references[page] == times for page, times in uses.items())
+        active = np.flatnonzero(counts)
+        dropped = self._dropped(active, held)
+        references = dropped.references.copy()
         copied = []
         for i in active[shared[active]]:
-            page = int(self.table[i, held[i] - 1])
-            if self._references[page] - uses[page] > 1:
-                uses[page] += 1
-                copied.append((i, held[i] - 1))
-        fresh = [(i, column) for i in active for column in range(held[i], -(-grown[i] // self.page))]
-        needed, free = len(copied) + len(fresh), len(self._free) + int(idle)
-        if needed > free:
-            raise OutOfPagesError(
-                f"{int((grown - self.lengths).sum())} more tokens need {needed} pages of {self.page}, and {free} of "
-                f"{len(self._references)} are free; free(i) and trim(i, n) return pages, or pages= of the cache is more"
-            )
-        self._release(released)
-        for i in active if released else ():
-            self.first[i] = max(self.first[i], min(kept[i], held[i]))
-        self._widen(int(-(-grown.max() // self.page)))
-        copy = Copy([int(self.table[at]) for at in copied], [])
-        for at in copied:
-            self._references[self.table[at]] -= 1
-            copy.target.append(self._take(at))
-        for at in fresh:
-            self._take(at)
-        return copy
+            page = self.table[i, held[i] - 1]
+            if references[page] > 1:  # the last owner keeps the page
+                references[page] -= 1
+                copied.append(i)
+        new = needed[active] - held[active]
+        rows = np.concatenate([np.array(copied, np.int64), np.repeat(active, new)])
+        columns = np.concatenate([held[copied] - 1, *map(np.arange, held[active], needed[active])])
+        room = len(self.free)  # what the window drops is taken last: until the append is done, queries may need it
+        if len(rows) > room:
+            room = len(dropped.free)
+        if len(rows) > room:
+            raise self._out_of_pages(counts, len(rows), room)
+        taken = dropped.free[room - len(rows) : room][::-1]
+        table = dropped._widened(int(needed.max()))
+        copy = Copy(self.table[copied, held[copied] - 1], taken[: len(copied)]) if copied else NO_COPY
+        table[rows, columns], references[taken] = taken, 1
+        free = np.concatenate([dropped.free[: room - len(rows)], dropped.free[room:]])
+        pages = dropped._replace(table=table, references=references, free=free)
+        return Growth(pages, copy, self if room == len(self.free) else dropped)
 
-    def _take(self, at: tuple[int, int]) -> int:
-        page = self._free.pop()
-        self.table[at], self._references[page] = page, 1
-        self.changes += 1
-        return page
+    def _dropped(self, active: np.ndarray, held: np.ndarray) -> PageTable:
+        """Without the pages of `active` sequences that no later query sees."""
+        if self.left is None:
+            return self
+        kept = np.maximum(self.lengths - self.left - self.rollback, 0) // self.page
+        first = self.first.copy()
+        first[active] = np.maximum(first, np.minimum(kept, held))[active]
+        columns = np.arange(self.table.shape[1])
+        gone = (columns >= self.first[:, None]) & (columns < first[:, None])
+        return self._released(*gone.nonzero())._replace(first=first) if gone.any() else self
 
-    def _release(self, places: list[tuple[int, int]]) -> None:
-        for at in places:
-            page = int(self.table[at])
-            self.table[at] = -1
-            self._references[page] -= 1
-            self.changes += 1
-            if self._references[page] == 0:
-                self._free.append(page)
+    def _released(self, rows: np.ndarray, columns: np.ndarray) -> PageTable:
+        """Without the pages at these places of the table."""
+        if not len(rows):
+            return self
+        table, references, pages = self.table.copy(), self.references.copy(), self.table[rows, columns]
+        table[rows, columns] = -1
+        np.subtract.at(references, pages, 1)
+        idle = np.unique(pages[references[pages] == 0])[::-1]
+        return self._replace(table=table, references=references, free=np.concatenate([self.free, idle]))
 
-    def _widen(self, columns: int) -> None:
+    def _widened(self, columns: int) -> np.ndarray:
+        """A copy of the table with this many columns or more."""
         sequences, width = self.table.shape
-        if columns > width:
-            wider = np.full((sequences, 1 << (columns - 1).bit_length()), -1, np.int32)
-            wider[:, :width] = self.table
-            self.table = wider
-            self.changes += 1
+        if columns <= width:
+            return self.table.copy()
+        wider = np.full((sequences, 1 << (columns - 1).bit_length()), -1, np.int32)
+        wider[:, :width] = self.table
+        return wider
+
+    def _out_of_pages(self, counts: np.ndarray, needed: int, free: int) -> OutOfPagesError:
+        return OutOfPagesError(
+            f"{sum(map(int, counts))} more tokens need {needed} pages of {self.page}, and {free} of "
+            f"{len(self.references)} are free; free(i) and trim(i, n) return pages, or pages= of the cache is more"
+        )

@@ -33,52 +33,50 @@ _CONSTANT = frozenset(
 _PLAIN = (int, float, bool, str, type(None))
 
 
+class Pages(Protocol):
+    """What of a PageTable is read here. Its arrays are never written."""
+
+    @property
+    def page(self) -> int: ...
+    @property
+    def lengths(self) -> np.ndarray: ...
+    @property
+    def table(self) -> np.ndarray: ...
+    @property
+    def longest(self) -> int: ...
+
+
 class Entry:
-    """A plan and the positions of its first queries, as of a step; None where nothing reads them."""
+    """A plan and the positions of its first queries, as of some pages; None where nothing reads them."""
 
     def __init__(self, planned: Planned, offsets: Any) -> None:
-        self.planned, self.offsets, self.version = planned, offsets, -1
-
-
-class Pages(Protocol):
-    """What of a PageTable is read here."""
-
-    page: int
-    lengths: np.ndarray
-    table: np.ndarray
-    longest: int
-    changes: int  # of the table
+        self.planned, self.offsets = planned, offsets
+        self.pages: Pages | None = None
 
 
 class StepPlans:
-    """The plans of a cache for queries at the end of all sequences.
-
-    Attributes
-    ----------
-    pages : Pages
-        The sequences, of a table of one shape.
-    """
+    """The plans of a cache for queries at the end of all sequences."""
 
     def __init__(self, pages: Pages, kind: str) -> None:
-        self.pages: Pages = pages
         self._kind, self._xp = kind, arrays.namespace(kind)
         self._plans: OrderedDict[Any, Entry] = OrderedDict()
         self._lengths = self._xp.zeros(len(pages.lengths), np.int64)
         self._table = self._xp.zeros(pages.table.shape, np.int64)
-        self._version = self._changes = -1
+        self._filled: Pages | None = None  # whose lengths and table these are; None while they are written
+        self._table_of: np.ndarray | None = None
         self._keys = 0  # that plans are for now
 
-    def find(self, q: Any, pools: Pools, options: dict[str, Any], version: int) -> Planned | None:
-        """The plan for q (B, Hq, Nq, D), or by layout, and options of `attention` but `out`; None where there is none.
-        version: a number that changes with the lengths and the table.
+    def find(self, q: Any, pools: Pools, options: dict[str, Any], pages: Pages) -> Planned | None:
+        """The plan for q (B, Hq, Nq, D), or by layout, and options of `attention` but `out`; None where there is
+        none.
         """
         if q.ndim != 4 or not _CONSTANT.issuperset(options) or not all(map(_is_plain, options.values())):
             return None
         queries = q.shape[1 if options.get("layout") == "bnhd" else 2]
         if not 0 < queries <= MOST_TOKENS:
             return None
-        if self._version != version:
-            self._fill(version)
+        if self._filled is not pages:
+            self._fill(pages)
         values = tuple(options.items())
         key = arrays.layout(q), values, tuple([type(x) for _, x in values]), self._keys, dispatch.state()
         found = self._plans.get(key)
@@ -89,17 +87,19 @@ class StepPlans:
                 if not pools.kv_format:
                     raise
                 return None  # only decoding reads 8 bits
+            self._fill(pages)
             self._plans[key] = found
-            self._fill(version)
             while len(self._plans) > MAX_PLANS:
                 self._plans.popitem(last=False)
-        if found.offsets is not None and found.version != version:
+        if found.offsets is not None and found.pages is not pages:
+            found.pages = None
             self._xp.subtract(self._lengths, queries, out=found.offsets)
-            found.version = version
+            found.pages = pages
         return found.planned
 
     def _made(self, q: Any, pools: Pools, options: dict[str, Any], queries: int) -> Entry:
         rest = {name: x for name, x in options.items() if name not in ("backend", "return_lse")}
+        self._filled = None
         self._lengths[...] = self._keys  # a backend may take the plan's sizes from them
         k, v, table, memory = pools.k, pools.v, self._table, pools.memory
         problem, operands, shape = prepare(q, k, v, page_table=table, kv_lengths=self._lengths, memory=memory, **rest)
@@ -109,20 +109,22 @@ class StepPlans:
         backend, return_lse = options.get("backend"), options.get("return_lse", False)
         return Entry(Planned(Prepared(problem, operands, shape), (q, k, v), backend, return_lse), offsets)
 
-    def _fill(self, version: int) -> None:
+    def _fill(self, pages: Pages) -> None:
         """The lengths and the table of this step, for all plans and layers."""
-        lengths, table, xp = self.pages.lengths, self.pages.table, self._xp
-        if self._changes != self.pages.changes:
+        table, xp = pages.table, self._xp
+        self._filled = None
+        if self._table_of is not table:
+            self._table_of = None
             if self._table.shape != table.shape:
+                self._plans.clear()  # they read the array of before
                 self._table = xp.zeros(table.shape, np.int64)
-                self._plans.clear()
             # Page 0 for pages that a window has dropped, and behind a sequence: kernels want a page for every key.
             self._table[...] = xp.asarray(np.maximum(table, 0))
-            self._changes = self.pages.changes
-        self._lengths[...] = xp.asarray(lengths)
-        most = 1 << max(self.pages.longest - 1, 0).bit_length()
-        self._keys = min(most, table.shape[1] * self.pages.page)
-        self._version = version
+            self._table_of = table
+        self._lengths[...] = xp.asarray(pages.lengths)
+        most = 1 << max(pages.longest - 1, 0).bit_length()
+        self._keys = min(most, table.shape[1] * pages.page)
+        self._filled = pages
 
 
 def _is_plain(value: Any) -> bool:

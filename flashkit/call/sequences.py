@@ -91,7 +91,7 @@ def sequences_of(
     if cu_seqlens is not None:
         if isinstance(cu_seqlens, tuple):
             raise TypeError("cu_seqlens is a tuple; with page_table one array fits, the offsets of the queries")
-        cu_q = _offsets("cu_seqlens", cu_seqlens, kind, len(q), "q")
+        cu_q = offsets_of("cu_seqlens", cu_seqlens, kind, len(q), "q")
         cu, on_host = (cu_q, None), isinstance(cu_q, np.ndarray)
         batch = len(cu_q) - (2 if on_host else 1)
         n_q = cu_q[1:-1] - cu_q[:-2] if on_host else None
@@ -132,8 +132,8 @@ def _both(value: Any, kind: str, tokens_q: int, tokens_k: int) -> tuple[Any, Any
     names = ("cu_seqlens[0]", "cu_seqlens[1]") if pair else ("cu_seqlens", "cu_seqlens")
     given_q, given_k = value if pair else (value, value)
     cu_q, cu_k = (
-        _offsets(names[0], given_q, kind, tokens_q, "q"),
-        _offsets(names[1], given_k, kind, tokens_k, "k"),
+        offsets_of(names[0], given_q, kind, tokens_q, "q"),
+        offsets_of(names[1], given_k, kind, tokens_k, "k"),
     )
     of_q, of_k = (len(x) - isinstance(x, np.ndarray) for x in (cu_q, cu_k))
     if of_q != of_k:
@@ -143,7 +143,7 @@ def _both(value: Any, kind: str, tokens_q: int, tokens_k: int) -> tuple[Any, Any
     return cu_q, cu_k
 
 
-def _offsets(name: str, value: Any, kind: str, tokens: int, of: str) -> Any:
+def offsets_of(name: str, value: Any, kind: str, tokens: int, of: str) -> Any:
     """int64, a copy with the number of tokens behind the caller's; on a device, where they are not read, those."""
     given, on_device = integers_of(name, value, kind, OFFSETS)
     if given.ndim != 1 or not len(given):
@@ -152,7 +152,7 @@ def _offsets(name: str, value: Any, kind: str, tokens: int, of: str) -> Any:
         return given
     found = np.empty(len(given) + 1, np.int64)
     found[:-1] = given
-    if found[0] != 0 or (np.diff(found[:-1]) < 0).any() or found[-2] > tokens or given[-1] > tokens:
+    if found[0] != 0 or (found[1:-1] < found[:-2]).any() or found[-2] > tokens or given[-1] > tokens:
         raise ValueError(
             f"{name} is {shown(value)}; {OFFSETS} here {tokens} of {of}, fits, and none is less than the one before"
         )

@@ -123,12 +123,14 @@ def _checked_and_rotated(
     layout: Any, out: Any, sign: int,
 ) -> Any:  # fmt: skip
     kind = arrays.require(name, x)
+    given, in_place = out, out is x
+    x, out = (a.view() if isinstance(a, np.ndarray) else a for a in (x, out))  # whose form the caller cannot change
     dtype = arrays.dtype_name(name, x)
     choice("layout", layout, LAYOUTS)
     if x.ndim < 2:
         raise ValueError(f"{name} has shape {x.shape}; (..., heads, tokens, head_dim) fits, or (tokens, head_dim)")
     shape = Shape(x.ndim, tuple(x.shape[:-3]), layout)
-    x4 = shape.to_four(x).view()  # whose form the caller cannot change
+    x4 = shape.to_four(x).view()
     batch, _, n, d = x4.shape
     if cos is None and sin is None:
         where = _positions(positions, "numpy", shape, batch, n, None)
@@ -145,7 +147,7 @@ def _checked_and_rotated(
         where = _positions(positions, kind, shape, batch, n, table.cos.shape[0])
     if out is not None:
         check_out(out, kind, dtype, x.shape)
-    if (out is x and arrays.same_address(x4, x) and can_write(x)) or (
+    if (in_place and arrays.same_address(x4, x) and can_write(x)) or (
         out is not None and can_write(out, x, table.cos, table.sin)
     ):
         target = shape.to_four(out).view()
@@ -157,13 +159,14 @@ def _checked_and_rotated(
         return result
     if not arrays.same_address(out, result):
         out[...] = result
-    return out
+    return given
 
 
 def checked_table(cos: Any, sin: Any, interleaved: Any, x: Any, dtype: str) -> Table:
     """Tables that fit x (..., D); float tables of another precision are converted."""
     kind, d = arrays.require("x", x), x.shape[-1]
     flag("interleaved", interleaved)
+    cos, sin = (a.view() if isinstance(a, np.ndarray) else a for a in (cos, sin))  # whose form the caller cannot change
     for name, table in (("cos", cos), ("sin", sin)):
         if table is None:
             raise TypeError(f"{name} is None; tables come as two, flashkit.rotary_table(positions, dims)")

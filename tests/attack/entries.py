@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import cases
 import numpy as np
@@ -13,15 +12,8 @@ import numpy as np
 import flashkit
 from flashkit.call.arguments import prepare
 
-LEEWAY = 8.0
-"""A cache's results in units of the tolerance of one call: its error is measured on few rows."""
-
-
-class Found(NamedTuple):
-    """What a function gave: results of attention, to be held against the definition, and what is wrong already."""
-
-    results: list[tuple[str, np.ndarray]]
-    wrong: list[str]
+from . import caches
+from .caches import Found
 
 
 def merge(call: cases.Call, r: Random) -> Found:
@@ -105,81 +97,5 @@ def rotary(call: cases.Call, r: Random) -> Found:
     return Found([], [] if (off <= 2 * unit).all() else [f"rotary is {off.max() / unit:.3g} units off"])
 
 
-def cache(call: cases.Call, r: Random) -> Found:
-    """A trace of appends, forks, trims and frees, with attention after each append, against lists of tokens."""
-    plain, page = call.plain, int(call.choice["page"])
-    dtype, (heads, d), (heads_kv, dv) = plain["q"].dtype, plain["q"].shape[1::2], plain["v"].shape[1::2]
-    sequences = r.randint(1, 4)
-    window = r.choice([None, None, r.randint(0, 20)])
-    made = flashkit.KVCache(
-        sequences, heads_kv, d, dv, pages=r.choice([-(-200 // page), -(-60 // page)]), page=page, dtype=dtype,
-        window=None if window is None else (window, 0),
-    )  # fmt: skip
-    for layer in made:
-        layer.k_pages[...] = layer.v_pages[...] = np.nan
-    draw = np.random.default_rng(r.randrange(10**6))
-    table = flashkit.rotary_table(400, d // 2 * 2) if d > 1 and r.random() < 0.5 else None
-    turn: Callable[[Any, int], Any] = lambda x, first: (
-        x if table is None else flashkit.rotary(x, *table, positions=np.arange(first, first + len(x)), layout="bnhd")
-    )
-    keys: list[Any] = [np.empty((0, heads_kv, d), dtype) for _ in range(sequences)]
-    values: list[Any] = [np.empty((0, heads_kv, dv), dtype) for _ in range(sequences)]
-    wrong: list[str] = []
-    for _ in range(r.randint(3, 8)):
-        what, i = r.choice(["append", "append", "append", "fork", "trim", "free"]), r.randrange(sequences)
-        if what == "fork" and not made.lengths.all():
-            into = made.fork(i)
-            keys[into], values[into] = keys[i], values[i]
-        elif what == "trim":
-            n = r.randint(0, min(3, len(keys[i])))
-            try:
-                made.trim(i, n)
-            except ValueError as error:  # what the window has dropped
-                wrong += [] if "the window has dropped" in str(error) else [f"trim: {error}"]
-                continue
-            keys[i], values[i] = keys[i][: len(keys[i]) - n], values[i][: len(values[i]) - n]
-        elif what == "free":
-            made.free(i)
-            keys[i], values[i] = keys[i][:0], values[i][:0]
-        elif what == "append":
-            counts = draw.integers(0, 30, sequences) if r.random() < 0.6 else np.ones(sequences, np.int64)
-            offsets = np.concatenate([[0], np.cumsum(counts)])
-            k, v, q = (
-                draw.standard_normal((offsets[-1], h, width)).astype(dtype)
-                for h, width in ((heads_kv, d), (heads_kv, dv), (heads, d))
-            )
-            kinds = [f"strides {r.randrange(1000)}" for _ in "kvq"]
-            given = [cases.stored(np, x, kind, -2, -3) for x, kind in zip((k, v, q), kinds)]
-            try:
-                made.append(*given[:2], cu_seqlens=offsets, rotary=table)
-            except flashkit.OutOfPagesError:
-                continue
-            spans = [slice(a, b) for a, b in pairwise(offsets)]
-            for j, span in enumerate(spans):
-                keys[j] = np.concatenate([keys[j], turn(k[span], len(keys[j]))])
-                values[j] = np.concatenate([values[j], v[span]])
-            out, lse = made.attend(given[2], causal=True, return_lse=True, rotary=table)
-            for j, span in enumerate(spans):
-                turned = turn(q[span], len(keys[j]) - int(counts[j]))
-                one = {name: x.swapaxes(0, 1)[None] for name, x in (("q", turned), ("k", keys[j]), ("v", values[j]))}
-                one |= {"causal": True} | ({} if window is None else {"window": (window, 0)})
-                wrong += off_definition(one, out[span].swapaxes(0, 1)[None], lse[None, :, span])
-        if made.lengths.tolist() != [len(x) for x in keys]:
-            wrong.append(f"lengths are {made.lengths.tolist()}, not {[len(x) for x in keys]}")
-    return Found([], wrong)
-
-
-def off_definition(options: dict[str, Any], out: np.ndarray, lse: np.ndarray) -> list[str]:
-    """Whether a call's results differ from the definition."""
-    problem, operands, _ = prepare(**options)
-    given = problem.spec, operands, np.zeros(out.shape, out.dtype), None
-    yardstick = cases.Yardstick(out.dtype.name)
-    exact = yardstick.measure(*given)
-    allowed = yardstick.tolerance(cases.magnitudes(*given))
-    got = cases.Results(out, lse, exact.dq, exact.dk, exact.dv, None)
-    ratios = cases.ratios(got, exact, allowed)
-    return [f"{name} of a cache is {x:.3g} times the tolerance off" for name, x in ratios.items() if not x <= LEEWAY]
-
-
-ENTRIES = {"merge": merge, "weights": weights, "rotary": rotary, "cache": cache}
+ENTRIES = {"merge": merge, "weights": weights, "rotary": rotary, "cache": caches.trace}
 """By name, as a choice has it."""

@@ -112,8 +112,17 @@ APART = [
     ),
     Fault(
         "a shared page is not copied before it is written", "cache/pages.py",
-        "self._references[self.table[self._rows, last]] > 1", "self._references[self.table[self._rows, last]] > 9",
+        "(self.references[self._at(last)] > 1)", "(self.references[self._at(last)] > 9)",
         ALONE | {"entry": "cache"}, ("of a cache",),
+    ),
+    Fault(
+        "a window drops what the last append sees", "cache/pages.py", "self.left - self.rollback, 0",
+        "self.left - self.rollback + 4, 0", ALONE | {"entry": "cache"}, ("of a cache", "old queries", "dropped"),
+    ),
+    Fault(
+        "a step is published before it is written", "cache/layer.py", "            steps.copy_pages(copy)",
+        "            steps.wrote(state, self.number)\n            steps.copy_pages(copy)", ALONE | {"entry": "cache"},
+        ("of a cache",),
     ),
 ]  # fmt: skip
 """Faults that disturb no call but those with their own factors, so that one copy, which is compiled once, has all."""

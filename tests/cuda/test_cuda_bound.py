@@ -21,10 +21,8 @@ from flashkit.backends.cuda_common import arguments, backend, launch
 from flashkit.backends.cuda_common.arguments import Arguments
 from flashkit.backends.cuda_common.device import MODELS
 from flashkit.backends.cuda_common.params import AT, VALUES
-from flashkit.backends.cuda_common.simt import Simt
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
 from flashkit.backends.numba_cuda import sm80 as numbas_sm80
-from flashkit.backends.numba_cuda.sm80_decode import Decode
 from flashkit.call import plans
 from flashkit.call.arguments import prepare
 from flashkit.spec import Gradients
@@ -183,33 +181,6 @@ def test_strides_of_a_modifications_arrays_are_of_elements(kept: list[Any]) -> N
     problem, operands = operands_of(bias=bias)
     words = list(Arguments(problem.spec, operands).words[VALUES:])
     assert words[1:] == [4 * 128 * 128, 128 * 128, 128, 1]
-
-
-class Recorded:
-    """A library of kernels that only records how many CTAs are launched."""
-
-    def __init__(self) -> None:
-        self.ctas: dict[str, int] = {}
-
-    def __call__(self, *_: Any) -> Any:
-        return self
-
-    def kernel(self, name: str, *_: Any) -> Any:
-        return SimpleNamespace(launch=lambda ctas, *_: self.ctas.update({name: ctas}))
-
-
-@pytest.mark.parametrize("n_q", [1, 12])
-def test_decoding_has_a_work_tile_for_each_16_rows(n_q: int, kept: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arguments, "scratch", lambda size, dtype: OnDevice(np.zeros(size, dtype)))
-    q, k, v = (np.zeros((2, heads, n, 64), np.float16) for heads, n in ((4, n_q), (2, 700), (2, 700)))
-    problem, operands, _ = prepare(q, k, v)
-    operands = replace(operands, **{name: on_device(getattr(operands, name)) for name in ("q", "k", "v", "out", "lse")})
-    kernels, block = Recorded(), Arguments(problem.spec, operands)
-    passed = Decode(kernels, Simt(kernels), problem, replace(MODELS["sm_90a"], ordinal=0), None, "")
-    passed.run(block, 0)
-    tiles = {1: 1, 12: 2}[n_q] * 2 * 2
-    assert kernels.ctas["sm80_decode"] * passed.tile.warps == tiles * block.words[AT["num_splits"]]
-    assert kernels.ctas["combine"] == 2 * 4 * n_q
 
 
 NAMES = "q", "k", "v", "out", "dout", "dq", "dk", "dv"

@@ -11,10 +11,8 @@ AMPERE = {
     "rcp.approx.ftz.f32": "x[0] = reciprocal(x[1])",
     "max.f32": "x[0] = greater(x[1], x[2])",
     "fma.rn.f32": "x[0] = fma(x[1], x[2], x[3])",
-    "mul.hi.u32": "i[0] = mul_hi(i[1], i[2])",
     "cvt.rn.f16x2.f32": "i[0] = pack_float16(x[0], x[1])",
     "cvt.rn.bf16x2.f32": "i[0] = pack_bfloat16(x[0], x[1])",
-    "cvt.f32.f16": "x[0] = widen_float16(i[0])",
     "shfl.sync.idx": "i[0] = from_lane(i[1], 3); i[1] = opaque(i[2]); x[0] = from_lane_float(x[1], 1)",
     "shfl.sync.bfly": "x[0] = across(x[1], 2)",
     "vote.sync.ballot": "i[0] = vote(x[0] > x[1])",
@@ -41,7 +39,6 @@ AMPERE = {
     "ld.shared.b32": "i[0] = load_word(shared_address() + 4)",
     "st.shared.b32": "store_word(shared_address(), i[0])",
     "st.shared.v4.b32": "store_zeros(shared_address(), 0)",
-    "cp.async.cg.shared.global": "cp_async(shared_address(), l, i[0], i[1])",
     "@q cp.async.cg.shared.global": "cp_async_if(shared_address(), l, i[0], i[1], i[0])",
     "ld.shared.v4.b32": "store_vec(l, load_vec(shared_address()))",
     "st.global.v4.b32": "store_vec(l, load_vec(shared_address()))",
@@ -51,7 +48,6 @@ AMPERE = {
     "ldmatrix.sync.aligned.m8n8.x4.trans": "r = ldmatrix_x4_trans(shared_address()); i[0] = r[0] + r[3]",
     "m16n8k16.row.col.f32.bf16": "x[0] = mma_bf16(filled(x[0], 4), ldmatrix_x4(0), i[0], i[1])[3]",
     "m16n8k16.row.col.f32.f16": "x[0] = mma_f16(filled(x[0], 4), ldmatrix_x4(0), i[0], i[1])[3]",
-    "m16n8k8.row.col.f32.tf32": "x[0] = mma_tf32(filled(x[0], 4), ldmatrix_x4(0), i[0], i[1])[3]",
 }
 HOPPER = {
     "red.relaxed.gpu.global.add.v4.f32": "red_add_four(l, filled(x[0], 4))",
@@ -80,14 +76,13 @@ HOPPER = {
     "cp.async.bulk.wait_group 0": "bulk_wait()",
     "fence.proxy.async;": "fence_proxies()",
     "cp.async.bulk.shared::cluster.global.mbarrier": "load_bulk(shared_address(), l, 256, shared_address())",
-    "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32": (
-        "bulk_reduce_add(l, shared_address(), 1024); bulk_commit()"
+    "@p cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32": (
+        "add_bulk_once(l, shared_address(), 1024); bulk_commit()"
     ),
-    "@p cp.reduce.async.bulk": "add_bulk_once(l, shared_address(), 1024); bulk_commit()",
     "st.shared.v4.f32": "store_four(shared_address(), filled(x[0], 4))",
     "ld.acquire.gpu.global.b32": "i[0] = load_acquire(l)",
     "stmatrix.sync.aligned.m8n8.x4.shared": "stmatrix_x4(shared_address(), i[0], i[1], i[2], i[3])",
-    "stmatrix.sync.aligned.m8n8.x4.trans": "store_matrices_turned(shared_address(), i[0], i[1], i[2], i[3])",
+    "stmatrix.sync.aligned.m8n8.x4.trans": "stmatrix_x4_trans(shared_address(), i[0], i[1], i[2], i[3])",
     "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16": (
         "wgmma_fence(); s = fresh(l, l); s = more(s, l, l, 1); wgmma_commit(); wgmma_wait(0); s = fence_operand(s)\n"
         "    o = filled(x[0], 32); w = packed(s); wgmma_fence(); o = weigh(o, w, l, 0); wgmma_commit()\n"
@@ -98,12 +93,12 @@ HEAD = """
 from numba.cuda.types import float32, int32
 from flashkit.backends.numba_cuda.fragments import *
 from flashkit.backends.numba_cuda.ptx import *
-mma_bf16, mma_f16, mma_tf32 = mma("bfloat16"), mma("float16"), mma("float32")
+mma_bf16, mma_f16 = mma("bfloat16"), mma("float16")
 load_word, store_word = load_from("shared", int32), store_to("shared", int32)
 load_constant = load_from("global", float32, True)
 fresh = wgmma("bfloat16", 128, (0, 2), (0, 4), fresh=True)
-more = wgmma("bfloat16", 128, (0, 2), (0, 4), turned_a=True, turned_b=True)
-weigh = wgmma_registers("bfloat16", 64, tuple(range(0, 1024, 128)), turned_b=True)
+more = wgmma("bfloat16", 128, (0, 2), (0, 4), trans_a=True, trans_b=True)
+weigh = wgmma_registers("bfloat16", 64, tuple(range(0, 1024, 128)), trans_b=True)
 from numba import cuda
 device = cuda.jit(device=True, forceinline=True)
 @device

@@ -16,7 +16,7 @@ from test_cuda_kernels import disassembled
 
 from flashkit.backends.cuda_common import compiler, sm90_bwd_launch
 from flashkit.backends.cuda_common.device import MODELS
-from flashkit.backends.numba_cuda import sm80, sm80_decode, sm90, specialise
+from flashkit.backends.numba_cuda import sm80, sm90, specialise
 from flashkit.backends.numba_cuda.sm90 import backward_kernel
 from flashkit.call.arguments import prepare
 from flashkit.spec import AttentionSpec, Problem
@@ -46,7 +46,7 @@ def spec_of(dtype: str, d: int, **options: object) -> AttentionSpec:
 def test_hoppers_forward_pass(dtype: str, d: int, options: dict, spilled: int) -> None:
     """Products are not serialised (or `binary` raises); little is spilled, in code that runs once an item."""
     spec = spec_of(dtype, d, **options)
-    constants = sm90.forward_tile(Problem(spec, 4, 16, 300, 300), HOPPER).constants(spec, 1)
+    constants = sm90.forward_tile(Problem(spec, 4, 16, 300, 300), HOPPER).constants(spec)
     binary = compiler.binary(specialise.source("sm90/forward", spec, constants), "sm_90a")
     resources = binary.resources["sm90_forward"]
     assert resources.registers in (128, 168)
@@ -63,11 +63,11 @@ def test_hoppers_forward_pass(dtype: str, d: int, options: dict, spilled: int) -
         ("bfloat16", 128, {}),
         pytest.param("bfloat16", 64, {}, marks=pytest.mark.exhaustive),
         pytest.param("float16", 128, {"causal": True}, marks=pytest.mark.exhaustive),
-        pytest.param("bfloat16", 64, {"causal": True, "deterministic": True}, marks=pytest.mark.exhaustive),
+        pytest.param("bfloat16", 64, {"causal": True}, marks=pytest.mark.exhaustive),
         pytest.param("bfloat16", 96, {"kv_lengths": np.array([9])}, marks=pytest.mark.exhaustive),
         pytest.param("bfloat16", 80, {"softcap": 5.0, "dropout_p": 0.1, "seed": 1}, marks=pytest.mark.exhaustive),
         pytest.param("bfloat16", 256, {}, marks=pytest.mark.exhaustive),
-        pytest.param("float16", 192, {"causal": True, "deterministic": True}, marks=pytest.mark.exhaustive),
+        pytest.param("float16", 192, {"causal": True}, marks=pytest.mark.exhaustive),
     ],
 )  # fmt: skip
 def test_hoppers_backward_pass(dtype: str, d: int, options: dict) -> None:
@@ -94,7 +94,7 @@ def test_hoppers_backward_pass(dtype: str, d: int, options: dict) -> None:
     assert not any("MEMBAR.ALL.GPU" in line for line in lines[products[0] : products[-1]])
     spilled = [line for line in lines[products[0] : products[-1]] if re.search(r"\b(STL|LDL)", line)]
     assert len(spilled) <= 60
-    stores = ["UTMASTG.5D", *([] if cluster else ["UBLKRED"]), *([] if spec.deterministic else ["REDG.E.ADD.F32"])]
+    stores = ["UTMASTG.5D", *([] if cluster else ["UBLKRED"]), "REDG.E.ADD.F32"]
     dsmem = ["UBLKCP.S.S", "UCGABAR_ARV", "SYNCS.ARRIVE.TRANS64.RED"] if cluster else []
     for instruction in ("HGMMA.64x", "UTMALDG.5D", "UBLKCP", *stores, *dsmem, "SYNCS.PHASECHK", "USETMAXREG", "STSM"):
         assert instruction in code
@@ -119,26 +119,6 @@ def test_the_forward_pass_by_mma(dtype: str, d: int, options: dict, arch: str) -
     tile, *_ = sm80.forward_tiles(spec, device)
     binary = compiler.binary(specialise.source("sm80/forward", spec, tile.constants(spec, device)), arch)
     assert binary.resources["sm80_forward"].spills <= 192
-    code = disassembled(binary.path)
-    for instruction in ("HMMA.16816.F32", "LDSM.16.M88.4", "LDSM.16.MT88.4", "LDGSTS"):
-        assert instruction in code
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(
-    ("dtype", "d", "options"),
-    [
-        ("bfloat16", 64, {}),
-        ("float16", 128, {"causal": True}),
-    ],
-)  # fmt: skip
-@pytest.mark.exhaustive
-def test_few_queries_by_mma(dtype: str, d: int, options: dict, arch: str) -> None:
-    spec, device = spec_of(dtype, d, **options), MODELS[arch]
-    tile, *_ = sm80_decode.decode_tiles(spec, device)
-    binary = compiler.binary(specialise.source("sm80/decode", spec, tile.constants(spec, device)), arch)
-    assert [binary.resources[kernel].spills for kernel in ("sm80_decode", "combine")] == [0, 0]
     code = disassembled(binary.path)
     for instruction in ("HMMA.16816.F32", "LDSM.16.M88.4", "LDSM.16.MT88.4", "LDGSTS"):
         assert instruction in code
@@ -202,26 +182,6 @@ def test_what_a_generation_cannot_do_is_refused(changes: dict, reason: str, name
     assert reason in generation(name).supports(problem(**changes), HOPPER, "forward").reason
 
 
-def test_float32_is_split_where_it_repays_and_is_exact() -> None:
-    def answer(**changes: object) -> Any:
-        return generation("sm80").supports(problem(dtype="float32", **changes), HOPPER, "forward")
-
-    assert answer() and answer(d=84)
-    assert "few queries" in answer(n_q=9).reason
-    assert "more accurate without TF32" in answer(d=8).reason
-    assert "not by fours" in answer(d=82).reason
-    assert "float32 is not for these" in generation("sm90").supports(problem(dtype="float32"), HOPPER, "forward").reason
-
-
-@pytest.mark.parametrize("changes", [{"n_q": 9}, {"heads": 2, "n_q": 300, "n_k": 9000}])
-def test_keys_are_split_where_queries_would_leave_the_device_idle(changes: dict) -> None:
-    few = problem(**changes)
-    assert not generation("sm90").supports(few, HOPPER, "forward")
-    assert generation("sm80").supports(few, HOPPER, "forward")
-    assert isinstance(generation("sm80").candidates(few, HOPPER, "forward")[0], sm80_decode.DecodeTile)
-    assert isinstance(generation("sm80").candidates(problem(), HOPPER, "forward")[0], sm80.Tile)
-
-
 def test_what_the_backward_pass_by_mma_cannot_do_is_refused() -> None:
     chosen = generation("sm80")
     for changes, reason in (*REFUSALS, NO_FLOAT32):
@@ -240,12 +200,43 @@ def test_what_hoppers_backward_pass_cannot_do_is_refused() -> None:
     assert "not sm_90" in chosen.supports(problem(), MODELS["sm_80"], "backward").reason
 
 
+WHERE = [
+    ({}, "sm90", "sm90", ""),
+    ({"kv_lengths": True, "dropout": True, "sinks": True}, "sm90", "sm90", ""),
+    ({"d": 256}, "sm90", "sm90", ""),
+    ({"n_q": 9}, "sm80", "sm90", "rows share keys"),
+    ({"deterministic": True}, "sm90", "sm80", "deterministic gradients run on the sm80 kernels"),
+    ({"packed": True}, "simt", "simt", "packed sequences run on the simt kernels"),
+    ({"packed": True, "paged": True}, "simt", "simt", "packed sequences run on the simt kernels"),
+    ({"paged": True}, "simt", "simt", "paged keys run on the simt kernels"),
+    ({"dtype": "float32"}, "simt", "simt", "float32 is not for these tensor cores"),
+]
+
+
+@pytest.mark.parametrize(("changes", "forward", "backward", "reason"), WHERE, ids=lambda x: str(x))
+def test_which_kernels_take_a_call(changes: dict, forward: str, backward: str, reason: str) -> None:
+    """What tensor cores do not take here runs on older kernels, and each refusal says why."""
+    from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
+    from flashkit.devices import schema
+
+    flags = {name: x for name, x in changes.items() if isinstance(x, bool)}
+    asked = problem(**{name: x for name, x in changes.items() if name not in flags})
+    asked = replace(asked, spec=replace(asked.spec, **flags))
+    profile = schema.parse("schema: 1\ndevice: {kind: cuda}\n")
+    backend, rejected = NumbaCudaBackend(), list[str]()
+    for direction, name in (("forward", forward), ("backward", backward)):
+        choice = backend.choose(asked, profile, HOPPER, direction)
+        assert choice.generation is not None and choice.generation.name == name
+        rejected += choice.rejected
+    assert all(reason in line for line in rejected) and bool(rejected) == bool(reason)
+
+
 def test_tiles_are_checked() -> None:
     with pytest.raises(ValueError, match="block_q is 64, 128 or 192"):
         sm90.Tile(100, 128)
     with pytest.raises(ValueError, match="block_k a multiple of 16"):
         sm80.Tile(128, 24)
-    with pytest.raises(ValueError, match="stages are one or two"):
+    with pytest.raises(ValueError, match="expected one or two stages"):
         sm80.Tile(64, 64, 3)
     with pytest.raises(ValueError, match="in groups of 32 rows"):
         sm80.BackwardTile(32, 32)

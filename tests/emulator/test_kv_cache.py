@@ -38,7 +38,10 @@ def test_rotary_is_that_of_numpy_arrays(device: Any, interleaved: bool) -> None:
 def test_a_cache_on_a_device_holds_what_one_on_the_host_does(device: Any) -> None:
     import cupy
 
-    steps = [("append", [0, 5, 9, 9]), ("fork", 0, 2), ("append", None), ("trim", 1, 2), ("append", [0, 0, 3, 7])]
+    steps = [
+        ("append", [0, 5, 9, 9]), ("fork", 0, 2), ("append", None), ("trim", 1, 2), ("append", [0, 0, 3, 7]),
+        ("keep", 2, [7, 9]),
+    ]  # fmt: skip
     sizes: dict[str, Any] = {"pages": 20, "page": 4, "layers": 2}
     caches = [flashkit.KVCache(3, 2, 8, 6, **sizes), flashkit.KVCache(3, 2, 8, 6, like=cupy.empty(0, "f4"), **sizes)]
     tables = flashkit.rotary_table(50, 8), flashkit.rotary_table(50, 8, like=cupy.empty(0))

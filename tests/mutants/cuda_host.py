@@ -272,15 +272,6 @@ FAULTS = (
     ),
     # numba_cuda
     Fault(
-        "Numba's decoding: tiles of one head", f"{NUMBA}/sm80_decode.py",
-        "-(-arguments.n_q * spec.group // ROWS)", "-(-arguments.n_q // ROWS)", BLOCKS,
-    ),
-    Fault(
-        "Numba's decoding: wide outputs are combined by half", f"{NUMBA}/sm80_decode.py",
-        "self._column_blocks = -(-spec.head_dim_v // 128)", "self._column_blocks = 1",
-        "tests/emulator/test_host.py -k wide_outputs",
-    ),
-    Fault(
         "Numba's sm80: dO may lie anywhere", f"{NUMBA}/sm80.py",
         '"v", "dout", "dq"', '"v", "dq"', BLOCKS,
     ),

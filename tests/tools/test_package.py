@@ -55,12 +55,33 @@ def test_names_and_addresses() -> None:
 
 
 def test_extras_can_be_combined() -> None:
-    """Each names the same PyTorch, and exactly: a figure of the benchmarks is of one version."""
-    wanted = [one for extra in project()["optional-dependencies"].values() for one in extra]
-    (torch,) = {one for one in wanted if re.match(r"torch\b", one)}
-    assert re.fullmatch(r"torch==\d+\.\d+\.\d+", torch)
-    for name in ("torch", "transformers", "bench", "test"):
-        assert torch in project()["optional-dependencies"][name]
+    """Tests and benchmarks name one PyTorch exactly, since a figure is of one version, and users any that works."""
+    extras = project()["optional-dependencies"]
+    wanted = {name: [one for one in extra if re.match(r"torch\b", one)] for name, extra in extras.items()}
+    (exact,) = wanted["test"]
+    version = re.fullmatch(r"torch==(\d+)\.(\d+)\.\d+", exact)
+    assert version and {name: one for name, one in wanted.items() if one} == {
+        "torch": ["torch>=2.7"], "transformers": ["torch>=2.7"], "bench": [exact], "test": [exact],
+    }  # fmt: skip
+    assert (int(version[1]), int(version[2])) >= (2, 7)
+    assert exact in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def test_workflows_run_what_the_makefile_has() -> None:
+    """CI runs .ci/run on every Python of the classifiers; a release builds by `make wheel` and stores no token."""
+    ci, release = (
+        yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text(encoding="utf-8"))["jobs"]
+        for name in ("ci", "release")
+    )
+    named = {c.rpartition(" ")[2] for c in project()["classifiers"] if re.search(r":: 3\.\d+$", c)}
+    assert set(ci["test"]["strategy"]["matrix"]["python"]) == named
+    assert any(step.get("run") == "bash .ci/run" for step in ci["test"]["steps"])
+    runs = "\n".join(step.get("run", "") for step in release["build"]["steps"])
+    assert "make wheel" in runs and runs.index("--sdist") < runs.index("make wheel")  # else it would carry kernels
+    assert release["publish"]["permissions"] == {"id-token": "write"} and "secrets." not in str(release)
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    steps = [step.get("run", "") for jobs in (ci, release) for job in jobs.values() for step in job["steps"]]
+    assert set(re.findall(r"^make (\w+)", "\n".join(steps), re.MULTILINE)) <= targets
 
 
 def test_the_citation() -> None:
@@ -134,7 +155,7 @@ def test_what_the_sdist_holds(built: tuple[Path, Path]) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"README.md", "LICENSE", "CITATION.cff", "CHANGELOG.md", "Makefile"} <= names
     assert {"docs/cli.md", "tests/conftest.py", "device_profiles/h200.yaml"} <= names
-    assert not any(name.startswith((".git/", ".venv", ".ci", "build/", "dist/")) for name in names)
+    assert not any(name.startswith((".git/", ".github/", ".venv", ".ci", "build/", "dist/")) for name in names)
 
 
 INSTALLED = """

@@ -224,3 +224,9 @@ def test_a_forced_backend_is_followed() -> None:
         cache.attend(q)
     names = {planned.backend for planned in cache._steps.cascade._plans.values()}
     assert names == {"cpu", "reference"}
+
+
+def test_every_prefix_has_the_backend_of_the_call() -> None:
+    cache = grown(True)
+    cache.attend(numbers(7, 4, 1, DIM), backend="reference")
+    assert [planned.backend for planned in cache._steps.cascade._plans.values()] == ["reference"] * 2

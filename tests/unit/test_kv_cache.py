@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import sys
+import threading
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -47,24 +50,36 @@ def check_pages(cache: Any) -> None:
     """Each page is free or has as many references as rows of the table name it."""
     table, state = cache.page_table, cache._pages
     used, times = np.unique(table[table >= 0], return_counts=True)
-    assert (state._references[used] == times).all() and state._references.sum() == times.sum()
-    assert sorted([*state._free, *used.tolist()]) == list(range(len(state._references)))
+    assert (state.references[used] == times).all() and state.references.sum() == times.sum()
+    assert sorted([*state.free.tolist(), *used.tolist()]) == list(range(len(state.references)))
     held = (table >= 0).sum(1)
     assert (held == -(-cache.lengths // cache.page) - state.first).all()
 
 
-def trace(steps: int, seed: int, window: int | None, page: int, pages: int) -> dict[str, int]:
-    """Random appends, forks, trims and frees; returns how often each was done."""
+def freeze(cache: Any) -> None:
+    """A state is a value: to write to any array of it is an error from here on."""
+    state = cache._steps.state
+    for array in (*state.pages, state.settled, *(state.step or ())):
+        if isinstance(array, np.ndarray):
+            array.flags.writeable = False
+
+
+def trace(steps: int, seed: int, window: int | None, page: int, pages: int, rollback: int = 0) -> dict[str, int]:
+    """Random appends, forks, trims, frees and paths that are kept; returns how often each was done."""
     rng = np.random.default_rng(seed)
     sequences, heads, dim, value_dim, layers = 5, 2, 4, 3, 2
     cache = flashkit.KVCache(
         sequences, heads, dim, value_dim, pages=pages, page=page, layers=layers, dtype="float32",
-        window=None if window is None else (window, 0),
+        window=None if window is None else (window, 0), rollback=rollback,
     )  # fmt: skip
     poison(cache)
-    lists, done = Lists(sequences), dict.fromkeys(("append", "fork", "trim", "free", "full", "gone"), 0)
+    lists, done = Lists(sequences), dict.fromkeys(("append", "fork", "trim", "keep", "free", "full", "gone"), 0)
+    settled = np.zeros(sequences, int)  # before the last append
+    held = np.zeros(sequences, int)  # the first token that a window has to leave
+    reach = 0 if window is None else window + rollback
     for _ in range(steps):
-        what = rng.choice(["append", "append", "append", "fork", "trim", "free"])
+        freeze(cache)
+        what = rng.choice(["append", "append", "append", "fork", "trim", "keep", "free"])
         i = int(rng.integers(sequences))
         lengths = cache.lengths
         if what == "append":
@@ -86,9 +101,10 @@ def trace(steps: int, seed: int, window: int | None, page: int, pages: int) -> d
                 assert cache.free_pages == before[2]
                 done["full"] += 1
                 cache.free(i)
-                lists.k[i], lists.v[i] = [], []
+                lists.k[i], lists.v[i], settled[i], held[i] = [], [], 0, 0
                 continue
             cache[1].append(k[1], v[1])
+            settled, held = lengths, np.maximum(held, np.where(counts > 0, lengths - reach, 0))
             for j in range(sequences):
                 lists.k[j].extend(k[:, offsets[j] : offsets[j + 1]].swapaxes(0, 1))
                 lists.v[j].extend(v[:, offsets[j] : offsets[j + 1]].swapaxes(0, 1))
@@ -96,35 +112,54 @@ def trace(steps: int, seed: int, window: int | None, page: int, pages: int) -> d
             if lengths.all():
                 continue
             into = cache.fork(i)
-            lists.k[into], lists.v[into] = list(lists.k[i]), list(lists.v[i])
-        elif what == "trim":
-            n, refused = int(rng.integers(lengths[i] + 1)), ""
+            lists.k[into], lists.v[into], settled[into] = list(lists.k[i]), list(lists.v[i]), settled[i]
+            held[into] = held[i]
+        elif what in ("trim", "keep"):
+            drafted, n = lengths[i] - min(settled[i], lengths[i]), int(rng.integers(lengths[i] + 1))
+            n = rng.choice([n, drafted])
+            first = lengths[i] - n
+            kept = first + np.flatnonzero(rng.random(n) < 0.7) if what == "keep" else np.empty(0, int)
             try:
-                cache.trim(i, n)
-            except ValueError as error:
-                refused = str(error)
+                if what == "trim":
+                    _, refused = outcome(cache.trim, i, n)
+                else:
+                    _, refused = outcome(cache.keep, i, kept, None if n == drafted else n)
+            except flashkit.OutOfPagesError:
+                done["full"] += 1
+                continue
             if refused:
-                assert window is not None and "window has dropped" in refused
+                assert window is not None
+                assert "window has dropped" in refused
+                assert lengths[i] - n - window < held[i]
                 done["gone"] += 1
                 continue
-            del lists.k[i][lengths[i] - n :], lists.v[i][lengths[i] - n :]
+            for tokens in (lists.k[i], lists.v[i]):
+                tokens[first:] = [tokens[j] for j in kept]
+            settled[i] = len(lists.k[i]) if what == "keep" else min(settled[i], len(lists.k[i]))
+            held[i] = 0 if not lists.k[i] else max(held[i], settled[i] - reach) if what == "keep" else held[i]
         else:
             cache.free(i)
-            lists.k[i], lists.v[i] = [], []
+            lists.k[i], lists.v[i], settled[i], held[i] = [], [], 0, 0
         done[what] += 1
         assert cache.lengths.tolist() == [len(x) for x in lists.k]
         check_pages(cache)
         for j, layer in itertools.product(range(sequences), range(layers)):
-            first = 0 if window is None else max(0, len(lists.k[j]) - window)
+            first = min(0 if window is None else held[j], len(lists.k[j]))
             for found, expected in zip(stored(cache, j, first, layer), (lists.k[j], lists.v[j]), strict=True):
                 assert np.array_equal(found, np.array([x[layer] for x in expected[first:]]).reshape(found.shape))
     return done
 
 
-@pytest.mark.parametrize(("window", "page", "pages"), [(None, 4, 24), (None, 1, 30), (7, 4, 14), (0, 3, 8)])
-def test_random_traces_equal_lists(window: int | None, page: int, pages: int) -> None:
-    done = trace(600, 1, window, page, pages)
-    assert min(done[what] for what in ("append", "fork", "trim", "free", "full")) >= 10
+KINDS = "append", "fork", "trim", "keep", "free", "full"
+
+
+@pytest.mark.parametrize(
+    ("window", "page", "pages", "rollback"),
+    [(None, 4, 24, 0), (None, 1, 30, 5), (7, 4, 14, 0), (0, 3, 8, 0), (2, 3, 14, 6)],
+)
+def test_random_traces_equal_lists(window: int | None, page: int, pages: int, rollback: int) -> None:
+    done = trace(600, 1, window, page, pages, rollback)
+    assert min(done[what] for what in KINDS) >= 10
     assert done["gone"] or window is None
 
 
@@ -133,7 +168,7 @@ def test_random_traces_equal_lists(window: int | None, page: int, pages: int) ->
 @pytest.mark.parametrize(("window", "page", "pages"), [(None, 4, 24), (None, 16, 24), (9, 4, 14)])
 def test_long_random_traces_equal_lists(window: int | None, page: int, pages: int) -> None:
     done = trace(10_000, 2, window, page, pages)
-    assert min(done[what] for what in ("append", "fork", "trim", "free", "full")) >= 100
+    assert min(done[what] for what in KINDS) >= 100
 
 
 # Attention
@@ -360,13 +395,18 @@ def test_exhausted_pages_leave_the_cache_as_it_was() -> None:
 
 
 def test_earlier_lengths_stay_what_they_were() -> None:
+    """And what a caller writes to lengths, tables and positions reaches no kernel."""
     cache = flashkit.KVCache(1, 1, 8, pages=3, page=4)
-    before = cache.lengths
-    cache.append(numbers(1, 1, 8), numbers(1, 1, 8))
-    assert before.tolist() == [0] and cache.lengths.tolist() == [1]
-    for array in (cache.lengths, cache.page_table):
-        with pytest.raises(ValueError):
-            array[0] = 7
+    k = numbers(6, 1, 8)
+    for n in range(6):
+        before = cache.lengths
+        cache.append(k[n : n + 1], k[n : n + 1], rotary=flashkit.rotary_table(9, 8))
+        assert before.tolist() == [n] and cache.lengths.tolist() == [n + 1]
+        for array in (cache.lengths, cache.page_table, cache.positions):
+            array += 10**8
+        cache.attend(k[n : n + 1], rotary=flashkit.rotary_table(9, 8))
+    assert np.array_equal(stored(cache, 0)[1], k)
+    assert cache.lengths.tolist() == [6] and cache.positions.tolist() == [5] and (cache.page_table < 3).all()
 
 
 def test_the_table_of_pages_grows_with_the_longest_sequence() -> None:
@@ -380,18 +420,32 @@ def test_the_table_of_pages_grows_with_the_longest_sequence() -> None:
 
 
 def test_pages_go_back_and_are_used_again() -> None:
-    table = PageTable(2, 4, 2, None)
-    table.append(np.array([5, 0]))
-    table.append(np.array([0, 2]))
-    assert table.free_pages == 0
-    table.trim(0, 3)
-    assert table.free_pages == 2
-    table.append(np.array([0, 3]))
-    assert table.free_pages == 0 and table.lengths.tolist() == [2, 5]
+    table = PageTable.empty(2, 4, 2)
+    for counts in ([5, 0], [0, 2]):
+        table = table.append(np.array(counts)).pages
+    assert len(table.free) == 0
+    table = table.trim(0, 3)
+    assert len(table.free) == 2
+    table = table.append(np.array([0, 3])).pages
+    assert len(table.free) == 0 and table.lengths.tolist() == [2, 5]
 
 
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "no pages": (lambda c, k: flashkit.KVCache(2, 1, 8, pages=0), ValueError, "pages is 0"),
+    "a long page": (lambda c, k: flashkit.KVCache(2, 1, 8, pages=1, page=65537), ValueError, "page is 65537"),
+    "a negative margin": (lambda c, k: flashkit.KVCache(2, 1, 8, pages=1, rollback=-1), ValueError, "rollback is -1"),
+    "more tokens than int64 has": (
+        lambda c, k: [c.append(*[np.broadcast_to(k[:1], (n, 1, 8))] * 2, [0, n, n]) for n in (1, 2**57)],
+        flashkit.OutOfPagesError, "144115188075855872 more tokens need 72057594037927936 pages of 2, and 3 of 4",
+    ),
+    "kept floats": (lambda c, k: (c.append(k, k), c.keep(0, [0.5])), TypeError, "positions: expected ascending"),
+    "kept from before": (
+        lambda c, k: (c.append(k, k), c.append(k, k), c.keep(1, [0])), ValueError, "integers from 1 to 1"
+    ),
+    "kept from behind": (lambda c, k: (c.append(k, k), c.keep(1, [1])), ValueError, "integers from 0 to 0"),
+    "kept twice": (lambda c, k: (c.append(k, k), c.append(k, k), c.keep(0, [0, 0], 2)), ValueError, "positions:"),
+    "kept out of order": (lambda c, k: (c.append(k, k), c.append(k, k), c.keep(0, [1, 0], 2)), ValueError, "got"),
+    "kept of more than there is": (lambda c, k: c.keep(0, [], 1), ValueError, "n is 1; 0 to 0"),
     "a float": (lambda c, k: flashkit.KVCache(2.0, 1, 8, pages=1), TypeError, "sequences is 2.0"),
     "a long head": (lambda c, k: flashkit.KVCache(2, 1, 1025, pages=1), ValueError, "dim is 1025"),
     "a dtype": (lambda c, k: flashkit.KVCache(2, 1, 8, pages=1, dtype="int16"), TypeError, "dtype has dtype int16"),
@@ -414,10 +468,13 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "k's layout": (lambda c, k: c.append(k, k, layout="hnd"), ValueError, "layout is 'hnd'"),
     "few tokens": (lambda c, k: c.append(k[:1], k[:1]), ValueError, "k has 1 tokens for 2 sequences"),
     "offsets of floats": (lambda c, k: c.append(k, k, [0.0, 1.0, 2.0]), TypeError, "cu_seqlens is"),
-    "too few offsets": (lambda c, k: c.append(k, k, [0, 2]), ValueError, r"cu_seqlens has shape \(2,\)"),
+    "too few offsets": (lambda c, k: c.append(k, k, [0, 2]), ValueError, r"cu_seqlens: .* got shape \(2,\)"),
     "falling offsets": (lambda c, k: c.append(k, k, [0, 3, 2]), ValueError, "cu_seqlens is"),
-    "short offsets": (lambda c, k: c.append(k, k, [0, 1, 1]), ValueError, "cu_seqlens is"),
-    "offsets of a batch": (lambda c, k: c.append(k[:, :, None], k[:, :, None], [0, 1, 2]), TypeError, "for k of"),
+    "short offsets": (lambda c, k: c.append(k, k, [0, 1, 1]), ValueError, "cu_seqlens: expected 2 at the end"),
+    "offsets that wrap": (
+        lambda c, k: flashkit.KVCache(3, 1, 8, pages=4).append(k, k, [0, 2**63 - 1, -2, 2]), ValueError, "cu_seqlens"
+    ),
+    "offsets of a batch": (lambda c, k: c.append(k[:, :, None], k[:, :, None], [0, 1, 2]), TypeError, "expected k of"),
     "rotary": (lambda c, k: c.append(k, k, rotary=3), TypeError, "rotary is 3"),
     "a short table": (
         lambda c, k: [c.append(k, k, rotary=flashkit.rotary_table(1, 8)) for _ in range(2)], ValueError, "has 1 rows"
@@ -489,3 +546,254 @@ def test_cheap_steps_are_steps() -> None:
         for b in range(3):
             for x, y in zip(stored(cheap, b), stored(other, b), strict=True):
                 assert np.array_equal(x, y)
+
+
+# --- rolling back, and what an error leaves --------------------------------------------------------------------------
+
+
+def outcome(call: Any, *given: Any, **options: Any) -> tuple[Any, str]:
+    """The result, or what the error says."""
+    try:
+        return call(*given, **options), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+@pytest.mark.parametrize("appends", [[36, 4], [40], [1] * 40, [30, 10]])
+@pytest.mark.parametrize("rollback", [0, 2, 6])
+def test_a_windowed_cache_rolls_back_what_its_margin_says(appends: list[int], rollback: int) -> None:
+    """And the result is right, or the call is refused; up to the margin and within the last append it is not."""
+    k, q = numbers(1, 1, 40, 8), numbers(1, 2, 8, 8, seed=1)
+    for n, queries in itertools.product((0, 1, 5, 6, 12), (1, 3, 8)):
+        cache = flashkit.KVCache(1, 1, 8, pages=12, page=4, window=(6, 0), rollback=rollback)
+        poison(cache)
+        ends = np.cumsum(appends)
+        for end, tokens in zip(ends, appends, strict=True):
+            cache.append(*[k[:, :, end - tokens : end]] * 2)
+        promised = appends[-1] + rollback
+        _, refused = outcome(cache.trim, 0, n)
+        if refused:
+            assert n > promised
+            assert "window has dropped" in refused
+            continue
+        left = 40 - n
+        want = flashkit.attention(q[:, :, :queries], *[k[:, :, :left]] * 2, causal=True, window=(6, 0))
+        some, rows = q[:, :, :queries], q[0, :, :queries].swapaxes(0, 1)
+        results = [
+            outcome(cache.attend, some, causal=True),
+            outcome(cache.attend, some, causal=True, q_offset=np.array([left - queries])),
+            outcome(cache.attend, rows, cu_seqlens=[0, queries], causal=True),
+        ]
+        for found, refused in results:
+            if refused:
+                assert n + queries > promised
+                assert "window has dropped" in refused
+            else:
+                np.testing.assert_allclose(found if found.ndim == 4 else found.swapaxes(0, 1)[None], want, atol=1e-5)
+        assert len({bool(refused) for _, refused in results}) == 1
+        narrow = cache.attend(q[:, :, :1], causal=True, window=(0, 0))
+        np.testing.assert_allclose(narrow[0, 0, 0], k[0, 0, left - 1], atol=1e-6)
+        cache.append(k[:, :, left : left + 1], k[:, :, left : left + 1])
+        want = flashkit.attention(q[:, :, :1], *[k[:, :, : left + 1]] * 2, window=(6, 0))
+        np.testing.assert_allclose(cache.attend(q[:, :, :1]), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("forked", [False, True])
+@pytest.mark.parametrize("what", ["float32", "int8", "latent", "window"])
+def test_one_path_of_a_tree_is_kept(what: str, forked: bool) -> None:
+    """As if nothing but the path had been appended; a sequence that shares the tree keeps another path of it."""
+    options: dict[str, Any] = {"dtype": "int8"} if what == "int8" else {"latent": True} if what == "latent" else {}
+    options |= {"window": (5, 0)} if what == "window" else {}
+
+    def append(cache: Any, tokens: list[int]) -> None:
+        for layer, x in zip(cache, pool, strict=True):
+            v = () if what == "latent" else (x[tokens][..., :4],)
+            layer.append(x[tokens], *v, cu_seqlens=[0, len(tokens), len(tokens)])
+
+    pool, q = numbers(2, 40, 1, 8), np.concatenate([numbers(1, 2, 1, 8, seed=1)] * 2)
+    paths = [13, 15, 20], [14, 15, 16, 17]
+    caches = []
+    for path in (None, *paths):
+        cache = flashkit.KVCache(2, 1, 8, 4, pages=14, page=4, layers=2, **options)
+        append(cache, list(range(13)))
+        append(cache, list(range(13, 22)) if path is None else path)
+        caches.append(cache)
+    tree, *expected = caches
+    if forked:
+        tree.fork(0)
+    for i, path in enumerate(paths if forked else paths[:1]):
+        tree.keep(i, path)
+        assert tree.lengths[i] == 13 + len(path)
+        for layer, other in zip(tree, expected[i], strict=True):
+            np.testing.assert_allclose(layer.attend(q)[i], other.attend(q)[0], atol=1e-5)
+        check_pages(tree)
+    with pytest.raises(ValueError, match="integers from 16 to 15"):  # the path is settled now
+        tree.keep(0, [15])
+    tree.keep(0, [], n=3)
+    assert tree.lengths[0] == 13
+
+
+class Stop(BaseException):
+    """What a signal handler raises."""
+
+
+def stopped(call: Any, at: int) -> bool:
+    """Whether the call was stopped at this event: Python runs signal handlers after calls, where a profiler looks."""
+    events = itertools.count()
+
+    def profile(_: Any, __: str, function: Any) -> None:
+        if function is not sys.setprofile and next(events) == at:
+            raise Stop
+
+    sys.setprofile(profile)
+    try:
+        call()
+    except Stop:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+def contents(cache: Any) -> tuple[Any, ...]:
+    """Lengths, free pages, and the memory of the keys and values that the next append's queries see."""
+    first = np.maximum(cache.lengths - (cache._pages.left or 100), 0)
+    tokens = []
+    for i, n in enumerate(cache.lengths):
+        where = np.arange(first[i], n)
+        at = cache.page_table[i][where // cache.page], where % cache.page
+        tokens += [pool[:, at[0], :, at[1]].tolist() for pool in cache._steps.memory]
+    return cache.lengths.tolist(), cache.free_pages, tokens
+
+
+K, Q, TABLES = numbers(2, 2, 20, 1, 8), numbers(3, 2, 9, 8, seed=1), flashkit.rotary_table(64, 8)
+OPERATIONS: dict[str, Any] = {
+    "append": lambda c: [x.append(*K[l, :, :3], cu_seqlens=[0, 2, 3, 3], rotary=TABLES) for l, x in enumerate(c)],
+    "one token": lambda c: [layer.append(*K[l, :, :3]) for l, layer in enumerate(c)],
+    "attend": lambda c: [layer.attend(Q[:, :, :n]) for layer in c for n in ((1, 9, 1) if c.dtype == "int8" else (1,))],
+    "fork": lambda c: c.fork(0), "trim": lambda c: c.trim(1, 2), "keep": lambda c: c.keep(1, [7, 8, 11]),
+    "free": lambda c: c.free(1),
+}  # fmt: skip
+
+
+def drafted(kind: str) -> Any:
+    """Two sequences that share pages, of 11 and 13 tokens, of which 4 and 6 are those of the last append."""
+    options: dict[str, Any] = {
+        "layers": {"layers": 2}, "int8": {"dtype": "int8"}, "cascade": {"cascade": True},
+        "window": {"window": (2, 0), "pages": 8},  # the next page of a sequence is one that the window drops
+    }[kind]  # fmt: skip
+    cache = flashkit.KVCache(3, 1, 8, page=2, **{"pages": 24, **options})
+    for pool in cache._steps.memory:
+        pool[...] = 0
+    for counts in ([0, 7, 7, 7], [0, 4, 10, 10]):
+        for l, layer in enumerate(cache):
+            layer.append(*K[l, :, : counts[-1]], counts)
+        if not cache.lengths[1]:
+            cache.fork(0)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("what", "kind"),
+    [(what, "layers") for what in OPERATIONS]
+    + [("append", "int8"), ("attend", "int8"), ("attend", "cascade"), ("append", "window"), ("keep", "window")],
+)  # fmt: skip
+def test_a_signal_leaves_the_cache_as_it_was(what: str, kind: str) -> None:
+    """Wherever it comes; or the call is done. It is repeated then, on the same cache."""
+    operation, cache = OPERATIONS[what], drafted(kind)
+    begin, memory = cache._steps.state, [pool.copy() for pool in cache._steps.memory]
+    before, result = contents(cache), operation(cache)
+    after = contents(cache)
+    for at in itertools.count(0, 1 if what != "attend" else 131 if kind == "int8" else 37):
+        cache._steps.state = begin  # a value
+        for pool, x in zip(cache._steps.memory, memory, strict=True):
+            pool[...] = x
+        if what == "attend":
+            cache = drafted(kind)  # without plans
+        if not stopped(lambda cache=cache: operation(cache), at):
+            break
+        if missing := cache._steps.state.missing:  # a layer has appended; the others go on
+            assert what in ("append", "one token") and missing != 3
+            for l, layer in enumerate(cache):
+                if missing >> l & 1:
+                    layer.append(*K[l, :, :3], rotary=TABLES if what == "append" else None)
+        found = contents(cache)
+        if what == "keep" and found[0] == [11, 9, 0]:  # what keep does not move
+            cache.keep(1, [7, 8])
+            continue
+        same = (before, after) if kind != "window" else (before[:1] + before[2:], after[:1] + after[2:])
+        assert (found if kind != "window" else found[:1] + found[2:]) in same, at
+        check_pages(cache)
+        if found[0] == before[0]:
+            again = operation(cache)
+            if what == "attend":
+                for x, y in zip(again, result, strict=True):
+                    np.testing.assert_allclose(x, y, atol=1e-5)
+        assert contents(cache)[::2] == after[::2], at
+    assert at > 10
+
+
+def test_one_call_at_a_time() -> None:
+    """A call during another one, of a thread or of a callback, is refused; the other one goes on."""
+    cache, x = flashkit.KVCache(2, 1, 8, pages=8, page=4, layers=2), numbers(2, 1, 8)
+    for layer in cache:
+        layer.append(x, x)
+    errors: list[str] = []
+
+    def others() -> None:
+        for call in (
+            lambda: cache[0].append(x, x), lambda: cache[1].attend(x), lambda: cache.fork(0), lambda: cache.free(0),
+            lambda: cache.trim(0, 1), lambda: cache.keep(0, []),
+        ):  # fmt: skip
+            with pytest.raises(RuntimeError, match="expected one call of a cache at a time") as caught:
+                call()
+            errors.append(str(caught.value).partition(":")[0])
+
+    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        others()
+        thread = threading.Thread(target=others)
+        thread.start()
+        thread.join()
+        return k >= 0
+
+    assert np.array_equal(cache[0].attend(x, mask_mod=mask), x)
+    names = ["append", "attend", "fork", "free", "trim", "keep"]
+    assert errors[:12] == 2 * names and cache.lengths.tolist() == [1, 1]
+    for layer in cache:
+        layer.append(x, x)
+    assert cache.lengths.tolist() == [2, 2]
+
+
+REFUSED = {"an option": ("float32", 1, {"softcap": -1.0}), "8 bits": ("int8", 9, {}), "a head": ("float32", 1, None)}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("cascade", [False, True])
+def test_what_is_not_planned_leaves_the_plans_of_others(what: str, cascade: bool) -> None:
+    """Slots without a token hold what would show."""
+    dtype, queries, options = REFUSED[what]
+    cache = flashkit.KVCache(2, 1, 8, pages=16, page=4, dtype=dtype, cascade=cascade)
+    for pool in cache._steps.memory:
+        pool.view(np.uint8)[...] = 255  # NaN
+    k, q = numbers(37, 1, 8), numbers(2, 2, queries, 8)
+    cache.append(k, k, [0, 37, 37])
+    cache.fork(0)
+    before = cache.attend(q[:, :, :1])
+    with suppress(ValueError):
+        cache.attend(q[..., :3] if options is None else q, **(options or {}))
+    assert np.isfinite(before).all() and np.array_equal(cache.attend(q[:, :, :1]), before)
+
+
+def test_tokens_outside_the_pages_and_the_tables_are_dropped() -> None:
+    """By the kernel, whatever the integers say that reach it: the second line of defence."""
+    from flashkit.backends.cpu.rotary import Write
+
+    memory, x = np.zeros((9, 1, 4, 8), np.float32), np.ones((1, 1, 6, 8), np.float32)
+    tables = np.ones((12, 4), np.float32)
+    write = Write(x.shape, x.strides, memory[3:6], (4, 4))
+    places, positions = np.array([-1, 0, 5, 11, 12, -(2**62)]), np.array([0, 1, 4, 3, 0, 0])
+    write(x, places, (tables[4:8], tables[4:8] * 0, positions))
+    written = memory.any((1, 3))
+    assert np.argwhere(written).tolist() == [[3, 0], [5, 3]]  # not place 5, whose position 4 the table lacks
+    Write(x.shape, x.strides, memory[3:6])(x, places)
+    assert np.argwhere(memory.any((1, 3))).tolist() == [[3, 0], [4, 1], [5, 3]]

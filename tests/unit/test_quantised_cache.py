@@ -44,9 +44,8 @@ def cache_of(kv_format: str, sequences: int, dtype: Any = np.float32, **options:
     cache = flashkit.KVCache(
         sequences, HEADS_KV, DIM, VALUE_DIM, page=4, dtype=kv_format, like=np.empty(0, dtype), **options
     )
-    for layer in cache:
-        for pool in layer._all:
-            pool[...] = 0xFF  # NaN, in e4m3 and in scales
+    for pool in cache._steps.memory:
+        pool[...] = 0xFF  # NaN, in e4m3 and in scales
     return cache
 
 
@@ -110,7 +109,7 @@ def test_memory_is_a_quarter_of_float32() -> None:
     """And 4 bytes for a token's scale."""
 
     def nbytes(dtype: str) -> int:
-        return sum(pool.nbytes for pool in flashkit.KVCache(1, 2, 128, pages=64, dtype=dtype, layers=1)[0]._all)
+        return sum(pool.nbytes for pool in flashkit.KVCache(1, 2, 128, pages=64, dtype=dtype)._steps.memory)
 
     assert nbytes("float32") / nbytes("e4m3") == 4 * 128 / 132
 

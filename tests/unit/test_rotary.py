@@ -175,6 +175,16 @@ def test_ntk_scales_the_base() -> None:
     np.testing.assert_allclose(scaled[1][:, -1], linear[1][:, -1], rtol=1e-5)
 
 
+@pytest.mark.parametrize("longest", [8, 9, 10, 300])
+def test_a_scaling_by_the_positions_in_use_counts_them(longest: int) -> None:
+    """From 0 to the greatest one: "dynamic" changes the base behind 9 positions."""
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 9}
+    x, positions = numbers(3, 4, 16, dtype="float64"), np.array([0, longest - 1, 3, 2])
+    tables = flashkit.rotary_table(longest, 16, scaling=scaling, dtype="float64")
+    found = flashkit.rotary(x, positions=positions, scaling=scaling)
+    np.testing.assert_allclose(found, flashkit.rotary(x, *tables, positions=positions), atol=1e-12)
+
+
 X = numbers(2, 3, 5, 16)
 COS, SIN = flashkit.rotary_table(9, 16)
 YARN = {"rope_type": "yarn", **SCALINGS["yarn"]}

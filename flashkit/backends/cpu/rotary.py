@@ -15,21 +15,25 @@ from . import specialise
 
 def rotate(x: Any, out: Any, cos: Any, sin: Any, positions: Any, interleaved: bool, sign: int) -> None:
     """out = x rotated; x and out (B, H, N, D), tables (P, dims / 2), positions int64 (B, N) below P."""
-    sizes = _sizes(x.shape, x.strides, out, cos.shape[1], interleaved, sign, 0)
+    sizes = _sizes(x.shape, x.strides, out, cos.shape, interleaved, sign, (0, 0))
     _kernel(name_of(x.dtype))(sizes, x, out, cos, sin, positions, sizes)  # there are no places
 
 
 class Write:
     """Writes rows of arrays x (B, H, N, D) into pages (pages, H, page, D), for x of one shape and strides."""
 
-    def __init__(self, shape: Any, strides: Any, pages: Any, half: int = 0, interleaved: bool = False) -> None:
-        """half: pairs that are rotated."""
+    def __init__(
+        self, shape: Any, strides: Any, pages: Any, table: tuple[int, int] = (0, 0), interleaved: bool = False
+    ) -> None:
+        """table: the shape of cosines and sines, (0, 0) for rows that are not rotated."""
         self._kernel, self._pages = _kernel(name_of(pages.dtype)), pages
-        self._sizes = _sizes(shape, strides, pages, half, interleaved, 1, pages.shape[2])
+        places = pages.shape[2], pages.shape[0] * pages.shape[2]
+        self._sizes = _sizes(shape, strides, pages, table, interleaved, 1, places)
         self._absent = (self._sizes,) * 3  # arrays, which the kernel does not read
 
     def __call__(self, x: Any, places: Any, table: tuple[Any, Any, Any] | None = None) -> None:
-        """Token (b, n) of x goes into slot places[b, n] % page of page places[b, n] // page.
+        """Token (b, n) of x goes into slot places[b, n] % page of page places[b, n] // page. A token whose place lies
+        outside the pages, or whose position lies outside the table, is dropped.
 
         x has the strides of the form, but its axes may be others. table: (cos, sin, positions). places and positions:
         int64, C-contiguous.
@@ -38,10 +42,11 @@ class Write:
 
 
 def _sizes(
-    shape: Any, strides: Any, out: Any, half: int, interleaved: bool, sign: int, page: int
-) -> np.ndarray:  # fmt: skip
+    shape: Any, strides: Any, out: Any, table: Any, interleaved: bool, sign: int, places: tuple[int, int]
+) -> np.ndarray:
     """What rotary_arguments.py lists."""
-    return np.array((*shape, half, interleaved, sign, page, *strides[:3], *out.strides[:3]), np.int64)
+    rows, half = table
+    return np.array((*shape, half, interleaved, sign, rows, *places, *strides[:3], *out.strides[:3]), np.int64)
 
 
 @cache

@@ -10,7 +10,8 @@ import numpy as np
     BATCH, HEADS, TOKENS, DIM,
     HALF,  # pairs that are rotated; 0: rows are copied, and there are no tables and positions
     INTERLEAVED, SIGN,
-    PAGE,  # slots of a page; 0: there are no places
+    ROWS,  # of the tables
+    PAGE, SLOTS,  # of a page, and of all pages; 0: there are no places
     X_BATCH, X_HEAD, X_TOKEN, OUT_BATCH, OUT_HEAD, OUT_TOKEN,
     SIZE,
-) = map(np.int64, range(15))  # fmt: skip
+) = map(np.int64, range(17))  # fmt: skip

@@ -241,11 +241,6 @@ def strides_are_vector_multiples(arguments: Arguments, names: Sequence[str]) -> 
     return not any(stride % 8 for at in addresses(names) for stride in arguments.words[at + 1 : at + 4])
 
 
-def rows_are_vector_aligned(arguments: Arguments, names: Sequence[str]) -> bool:
-    """Whether every row of these tensors, of 2-byte elements, begins at a multiple of 16 bytes."""
-    return aligned(arguments, addresses(names)) and strides_are_vector_multiples(arguments, names)
-
-
 def _tensor(array: Any) -> tuple[int, int, int, int]:
     batch, head, token = array.strides[:3]
     itemsize = array.dtype.itemsize

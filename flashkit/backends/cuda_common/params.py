@@ -1,7 +1,7 @@
 """`Params`, the argument block that every CUDA kernel takes by value: defined here, once, for all languages.
 
 The host writes it as 64-bit words, one after the other. CUDA C++ gets its structure from `cuda_header`, Numba its named
-tuple from numba_cuda/params.py. A pass fills the fields that its kernels read; a field holds one thing.
+tuple from numba_cuda/compile.py. A pass fills the fields that its kernels read; a field holds one thing.
 """
 
 from __future__ import annotations

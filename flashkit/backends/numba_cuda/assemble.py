@@ -37,23 +37,23 @@ def _places() -> Iterator[Path]:
     for name in ("CUDA_HOME", "CUDA_PATH"):
         if home := os.environ.get(name):
             yield Path(home) / "bin" / "ptxas"
-    if found := shutil.which("ptxas"):
-        yield Path(found)
+    if path := shutil.which("ptxas"):
+        yield Path(path)
     yield Path("/usr/local/cuda/bin/ptxas")
 
 
 def identity() -> tuple[object, ...]:
     """Identifies this ptxas without running it."""
-    found = program().stat()
-    return str(program()), found.st_size, found.st_mtime_ns
+    stat = program().stat()
+    return str(program()), stat.st_size, stat.st_mtime_ns
 
 
 @cache
 def version() -> str:
     """The version of ptxas, such as 13.0."""
-    said = subprocess.run([program(), "--version"], capture_output=True, text=True, check=False).stdout
-    found = re.search(r"release (\d+\.\d+)", said)
-    return found[1] if found else "of unknown version"
+    output = subprocess.run([program(), "--version"], capture_output=True, text=True, check=False).stdout
+    release = re.search(r"release (\d+\.\d+)", output)
+    return release[1] if release else "of unknown version"
 
 
 def machine_code(name: str, texts: Sequence[str], arch: str) -> tuple[bytes, str]:
@@ -62,10 +62,10 @@ def machine_code(name: str, texts: Sequence[str], arch: str) -> tuple[bytes, str
         source.write_text(_joined(texts, arch))
         command = [str(x) for x in (program(), "-v", f"-arch={arch}", source, "-o", target)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, pass_fds=descriptors)
-        said = (done.stdout + done.stderr).strip()
+        report = (done.stdout + done.stderr).strip()
         if done.returncode:
-            raise CompileError(f"{name} does not assemble for {arch}:\n{said[:8000]}")
-        return target.read_bytes(), said
+            raise CompileError(f"{name} does not assemble for {arch}:\n{report[:8000]}")
+        return target.read_bytes(), report
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import linecache
 import os
 import re
 import threading
+from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,11 +26,12 @@ import numpy as np
 from ...devices import forking
 from ...devices.host import no_collection
 from ..cuda_common.compiler import CompileError
-from . import assemble, params
+from ..cuda_common.params import FIELDS, SCALARS, TENSORS
+from . import assemble
 
 _MAP_BYTES = 128  # of a tensor map
 _PACKAGES = "numba", "numba-cuda", "llvmlite", "nvidia-nvvm", "nvidia-cuda-nvcc-cu12"
-_HELPERS = ("memory.py", "params.py", "compile.py", "assemble.py", "fragments.py", "ptx/*.py")
+_HELPERS = ("memory.py", "compile.py", "assemble.py", "fragments.py", "ptx/*.py")
 
 _compiling = threading.local()
 
@@ -96,6 +98,31 @@ def kernels_of(module: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in module.items() if hasattr(value, "kernel")}
 
 
+# --- parameters -------------------------------------------------------------------------------------------------------
+
+Tensor = namedtuple("Tensor", "data batch head token")
+"""The address, and strides in elements."""
+
+Params = namedtuple("Params", (*(field.name for field in FIELDS), "values"))  # type: ignore[misc]
+"""`Params` (cuda_common/params.py) as a kernel's argument p: the words of `Arguments` in the same order. The host
+writes 64-bit integers; some fields are read as float64 or uint64.
+"""
+
+
+def params_type(n_values: int) -> Any:
+    """Numba's type of Params with `n_values` values of a modification."""
+    from numba.cuda import types
+
+    tensor = types.NamedUniTuple(types.int64, 4, Tensor)
+    words = [getattr(types, _kind(field.kind)) for field in SCALARS]
+    return types.NamedTuple([*[tensor] * len(TENSORS), *words, types.UniTuple(types.int64, n_values)], Params)
+
+
+def _kind(kind: str) -> str:
+    """Addresses are integers."""
+    return kind if kind in ("float64", "uint64") else "int64"
+
+
 # --- Numba ------------------------------------------------------------------------------------------------------------
 
 
@@ -105,7 +132,7 @@ def _ptx(function: Any, values: int, arch: str) -> str:
     bounds, maps, cluster = function.kernel
     number, specific = re.fullmatch(r"sm_(\d+)(a?)", arch).groups()  # type: ignore[union-attr]
     capability = int(number) // 10, int(number) % 10
-    kind = params.numba_type(values)
+    kind = params_type(values)
     with _for_capability(capability):
         try:
             target = (*capability, specific) if specific else capability
@@ -165,7 +192,8 @@ def check() -> None:
     """CompileError if Numba or ptxas cannot be used. Does not import Numba, which is slow."""
     assemble.program()
     if not hasattr(np, "row_stack") and _release("numba-cuda") <= (0, 30, 4):
-        raise CompileError(f"numba-cuda {version('numba-cuda')} does not work with NumPy {np.__version__}: 2.4 fits")
+        installed = f"numba-cuda {version('numba-cuda')} does not work with NumPy {np.__version__}"
+        raise CompileError(f"{installed}: pip install 'numpy<2.5'")
 
 
 def _release(package: str) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from numba.cuda.np import arrayobj
 from .ptx.asm import instruction
 
 __all__ = [
-    "all_threads_or", "at", "at4", "ballot", "bits_of_double", "bits_of_half", "bits_of_single", "device",
+    "all_threads_or", "at", "at4", "ballot", "bits_of_half", "bits_of_single", "device",
     "double_of", "functions_of", "half_of", "load", "load4", "lowest_bit", "put", "put4", "shuffle_xor",
     "single_of", "store", "thread_here",
 ]  # fmt: skip
@@ -154,11 +154,6 @@ def bits_of_single(x: Any) -> Any:
 def double_of(bits: Any) -> Any:
     """The float64 with these bits, an int64."""
     return libdevice.longlong_as_double(bits)
-
-
-@device
-def bits_of_double(x: Any) -> Any:
-    return libdevice.double_as_longlong(x)
 
 
 @device

@@ -48,8 +48,8 @@ def _function(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[
         strides = [f"p.values[{place + 1 + axis}]" for axis in range(slot.ndim or 0)]
         if node.op != "load":
             least = f"{node.op == 'load_min'}, {stored}, p.values[{place}]"
-            found = f"extreme{len(strides)}({', '.join([least, *strides, *index])})"
-            return f"({found} != 0)" if node.kind == "bool" else found
+            extreme = f"extreme{len(strides)}({', '.join([least, *strides, *index])})"
+            return f"({extreme} != 0)" if node.kind == "bool" else extreme
         offset = " + ".join(f"({i}) * {stride}" for i, stride in zip(index, strides)) or "I(0)"
         element = _WIDENED.get(str(slot.dtype), "{0}").format(f"load({stored}, p.values[{place}], {offset})")
         return {"float": f"F({element})", "int": f"I({element})", "bool": f"({element} != 0)"}[node.kind]
@@ -67,11 +67,11 @@ def _function(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[
 
 def _places(spec: AttentionSpec) -> dict[str, tuple[Slot, int]]:
     """For each value its slot and its first index in Params.values: the scalar, or address and strides."""
-    found, at = {}, 0
+    places, at = {}, 0
     for slot in spec.slots:
-        found[slot.name] = slot, at
+        places[slot.name] = slot, at
         at += entries(slot)
-    return found
+    return places
 
 
 def _extreme(axes: int) -> str:

@@ -23,16 +23,12 @@ from ..cuda_common.launch import check_grid
 from ..cuda_common.params import AT
 from ..cuda_common.sm80_bwd_launch import OrderedBackward, Shaped
 from ..cuda_common.smem import SmemLayout, stage_constants
-from .sm80_decode import OWN_DECODE, Decode, DecodeTile, decode_tiles
 
 THREADS = 128
 _ADDRESSES, _HEADS_PER_L2_GROUP = addresses(ROW_TENSORS), AT["heads_per_l2_group"]
 _BACKWARD_ROWS = "q", "k", "v", "dout", "dq", "dk", "dv"
 _BACKWARD_ADDRESSES = addresses(_BACKWARD_ROWS)
 MAX_DIM = 256
-FEW_ROWS = 64
-MANY_KEYS = 1024
-MIN_TF32X3_DIM = 16  # terms of a sum that average out what TF32x3 leaves out
 _L2_BYTES = 24_000_000  # of K and V of the heads that CTAs work on at the same time
 _WHY = "the largest that fits"
 _WHY_BACKWARD = "as in CUDA C++"
@@ -55,9 +51,9 @@ class Tile:
 
     def __post_init__(self) -> None:
         if self.block_q not in (64, 128) or self.block_k % 16 or not 16 <= self.block_k <= 128:
-            raise ValueError(f"{self=}: block_q is 64 or 128, block_k a multiple of 16 up to 128")
+            raise ValueError(f"{self=}: expected block_q 64 or 128, block_k a multiple of 16 up to 128")
         if self.stages not in (1, 2):
-            raise ValueError(f"{self=}: stages are one or two")
+            raise ValueError(f"{self=}: expected one or two stages")
 
     def stage(self, spec: AttentionSpec) -> SmemLayout:
         """A stage of K and V."""
@@ -79,14 +75,14 @@ class Tile:
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         """Whether shared memory suffices, and registers for a lane's part of O."""
-        registers = self.block_q == 64 or (spec.head_dim_v <= 128 and spec.dtype != "float32")
+        registers = self.block_q == 64 or (spec.head_dim_v <= 128)
         return registers and self.shared_memory(spec) <= device.shared_per_block
 
     def constants(self, spec: AttentionSpec, device: Device) -> dict[str, int]:
         resident = device.shared_per_sm // (self.shared_memory(spec) + 1024)
         return {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "STAGES": self.stages,
-            "BLOCKS_PER_SM": min(resident, 2), "FAST_MATH": True,
+            "BLOCKS_PER_SM": min(resident, 2),
             **self.smem(spec).constants(), **stage_constants(self.stage(spec)),
         }  # fmt: skip
 
@@ -94,9 +90,6 @@ class Tile:
 def forward_tiles(spec: AttentionSpec, device: Device) -> list[Tile]:
     """The tiles that fit; the fastest first."""
     most = max(spec.head_dim, spec.head_dim_v)
-    if spec.dtype == "float32":
-        tiles = [Tile(64, 32)] * (most <= 64) + [Tile(64, 16), Tile(64, 32, 1)]
-        return [tile for tile in dict.fromkeys(tiles) if tile.fits(spec, device)]
     tiles = [Tile(64, 64, 1)] if most > 128 else []
     tiles += [Tile(128, keys) for keys in (64, 32, 96, 48, 128, 16)]
     tiles += [Tile(64, keys, 1) for keys in (64, 32, 16)]
@@ -150,9 +143,11 @@ class BackwardTile:
     def __post_init__(self) -> None:
         across_s, across_kv = (self.warps * 32 / rows for rows in (self.block_q, self.block_k))
         if self.block_q % 32 or self.block_k % 64 or across_s % 1 or across_kv % 1:
-            raise ValueError(f"{self=}: warps share the tile in groups of 32 rows, block_k is a multiple of 64")
+            raise ValueError(
+                f"{self=}: expected warps that share the tile in groups of 32 rows, block_k a multiple of 64"
+            )
         if self.block_k / across_s % 16 or 64 / across_kv % 16:
-            raise ValueError(f"{self=}: a warp has less than 16 keys or columns")
+            raise ValueError(f"{self=}: expected at least 16 keys and columns for a warp")
 
     def stage(self, spec: AttentionSpec) -> SmemLayout:
         """A stage of Q and dO, with bwd_lse and delta of their rows; swizzled tiles begin on 1024 bytes."""
@@ -187,7 +182,7 @@ class BackwardTile:
     def constants(self, spec: AttentionSpec, device: Device) -> dict[str, int]:
         return {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "WARPS": self.warps,
-            "VECTOR_ADDS": device.capability >= (9, 0), "FAST_MATH": True,
+            "VECTOR_ADDS": device.capability >= (9, 0),
             **self.smem(spec).constants(), **stage_constants(self.stage(spec)),
         }  # fmt: skip
 
@@ -222,34 +217,17 @@ class Backward(OrderedBackward):
         return super().run(arguments, stream)
 
 
-def splits(problem: Problem, device: Device) -> bool:
-    """Whether to use split-KV: queries would leave most of a tile empty, or most SMs idle."""
-    if problem.spec.packed:
-        return False
-    if problem.n_q <= FEW_ROWS:
-        return problem.n_q > 0
-    blocks = -(-problem.n_q // 128) * problem.heads * problem.batch
-    return 3 * blocks <= device.sms and problem.n_k >= MANY_KEYS
-
-
-def of_float32(problem: Problem, device: Device) -> Verdict:
-    """Whether TF32x3 applies: many queries, rows of whole vectors of 16 bytes, sums of enough terms."""
-    spec = problem.spec
-    if max(spec.head_dim, spec.head_dim_v) > MAX_DIM or spec.head_dim % 4 or spec.head_dim_v % 4:
-        dims = f"{spec.head_dim} and {spec.head_dim_v}"
-        return Verdict(False, f"float32 of head dims {dims}, over {MAX_DIM} or not by fours")
-    if spec.head_dim < MIN_TF32X3_DIM:
-        under = f"{spec.head_dim}, under {MIN_TF32X3_DIM},"
-        return Verdict(False, f"float32 of head dim {under} is more accurate without TF32")
-    if splits(problem, device):
-        return Verdict(False, "float32 of few queries, which need split-KV")
-    return Verdict(True)
+def on_tensor_cores(spec: AttentionSpec) -> Verdict:
+    """Whether the kernels for tensor cores, of Ampere and of Hopper, support q, k and v of this kind."""
+    if spec.packed:
+        return Verdict(False, "packed sequences run on the simt kernels")
+    if spec.paged:
+        return Verdict(False, "paged keys run on the simt kernels")
+    return supports_16bit(spec, MAX_DIM)
 
 
 class Sm80(Generation):
-    """Kernels for tensor cores: float16 and bfloat16, and the forward pass in float32 by TF32x3. `below`: the
-    generation that takes all other problems.
-    """
+    """Kernels for tensor cores: float16 and bfloat16. `below`: the generation that takes all other problems."""
 
     name = "sm80"
     directions: tuple[Direction, ...] = ("forward", "backward")
@@ -261,10 +239,7 @@ class Sm80(Generation):
         spec = problem.spec
         if device.capability < (8, 0):
             return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, older than sm_80")
-        if spec.dtype == "float32" and direction == "forward":
-            if not (able := of_float32(problem, device)):
-                return able
-        elif not (able := supports_16bit(spec, MAX_DIM)):
+        if not (able := on_tensor_cores(spec)):
             return able
         if not self.candidates(problem, device, direction):
             return Verdict(False, f"no tile fits in {device.shared_per_block} bytes of shared memory")
@@ -273,11 +248,9 @@ class Sm80(Generation):
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
         if direction == "backward":
             return backward_tiles(problem.spec, device)
-        if splits(problem, device):
-            return decode_tiles(problem.spec, device)
         return forward_tiles(problem.spec, device)
 
-    def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Forward | Backward | Decode:
+    def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Forward | Backward:
         spec = problem.spec
 
         def fits(tile: Any, spec: AttentionSpec) -> bool:
@@ -286,7 +259,5 @@ class Sm80(Generation):
         if direction == "backward":
             profiled, why = tile_of(BackwardTile, row, spec, fits, _WHY_BACKWARD)
             return Backward(self, problem, device, profiled or backward_tiles(spec, device)[0], why)
-        if splits(problem, device):
-            return Decode(self.kernels, self.below, problem, device, *tile_of(DecodeTile, row, spec, fits, OWN_DECODE))
         tile, why = tile_of(Tile, row, spec, fits, _WHY)
         return Forward(self, problem, device, tile or forward_tiles(spec, device)[0], why)

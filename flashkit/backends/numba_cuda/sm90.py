@@ -15,21 +15,19 @@ from ...spec import AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler, sm90_bwd_launch, sm90_launch
 from ..cuda_common.device import Device
 from ..cuda_common.fallback import Fallback
-from ..cuda_common.generation import Generation, Kernels, Pass, supports_16bit, supports_packed, supports_paged, tile_of
+from ..cuda_common.generation import Generation, Kernels, Pass, tile_of
 from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_candidates, backward_tile, cluster_size
 from ..cuda_common.sm90_launch import (
     CHOSEN,
     ForwardTile,
     chunks,
     default_tile,
-    packed,
     padded,
     with_most_buffers,
     work_enough,
 )
 from ..cuda_common.smem import SmemLayout
-
-MAX_DIM = 256
+from .sm80 import on_tensor_cores
 
 
 @dataclass(frozen=True)
@@ -46,8 +44,8 @@ class Tile(ForwardTile):
         available = self.registers(_classifies(spec))[0] - 24
         return self.shared_memory(spec) <= device.shared_per_block and needed <= available
 
-    def constants(self, spec: AttentionSpec, pack: int) -> dict[str, int]:
-        return {**self.common(spec, pack, _classifies(spec)), "FAST_MATH": True}
+    def constants(self, spec: AttentionSpec) -> dict[str, int]:
+        return self.common(spec, 1, _classifies(spec))
 
 
 def _classifies(spec: AttentionSpec) -> bool:
@@ -75,10 +73,11 @@ class Forward(sm90_launch.Forward):
         self, generation: Sm90, problem: Problem, device: Device, tile: Tile | None, why: str = CHOSEN
     ) -> None:
         spec, tile = problem.spec, tile or forward_tile(problem, device)
-        constants = tuple(tile.constants(spec, packed(problem)).items())
+        constants = tuple(tile.constants(spec).items())
         library = generation.kernels("sm90/forward", spec, constants, compiler.target(device.capability))
         fallback = Fallback(partial(generation.older, problem, device, "forward"), spec, device, "forward")
         super().__init__(problem, device, tile, why, library, fallback)
+        self.pack = 1  # a tile has rows of one head
 
 
 def backward_kernel(spec: AttentionSpec) -> str:
@@ -115,18 +114,16 @@ class Sm90(Generation):
         return next(able).plan(problem, None, device, direction)
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
-        spec = problem.spec
-        # A cluster's CTAs would have to skip key tiles that packed sequences lack together, and clear dQ for them.
-        if direction == "backward" and cluster_size(spec) > 1 and not (able := supports_packed(spec, "wide backward")):
-            return able
-        if not (able := supports_paged(spec, self.name)):
-            return able
         if device.capability[0] != 9:
             return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, not sm_90")
-        if not (able := supports_16bit(spec, MAX_DIM)):
+        if not (able := on_tensor_cores(problem.spec)):
             return able
         if direction == "forward":
             return work_enough(problem, device)
+        if problem.spec.deterministic:
+            return Verdict(
+                False, "deterministic gradients run on the sm80 kernels, which always add to dQ in one order"
+            )
         return Verdict(True)
 
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:

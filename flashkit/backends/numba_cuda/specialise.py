@@ -33,7 +33,7 @@ def text(name: str, spec: AttentionSpec, constants: Mapping[str, int]) -> str:
         "HAS_MASK": spec.mask is not None, "HAS_DROPOUT": spec.dropout, "HAS_SINKS": spec.sinks,
         "HAS_LENGTHS": spec.kv_lengths,
         "IS_PACKED": spec.packed, "IS_PAGED": spec.paged, "STORAGE": spec.dtype, "ITEMSIZE": ITEMSIZE[spec.dtype],
-        "FAST_MATH": False, **constants,
+        **constants,
     }  # fmt: skip
     double = spec.dtype == "float64"
     head = [
@@ -53,11 +53,11 @@ def text(name: str, spec: AttentionSpec, constants: Mapping[str, int]) -> str:
 
 def parts(name: str) -> list[str]:
     """The files of kernels/ that make up a kernel, in the order of their dependencies."""
-    found: dict[str, None] = {}
+    earlier: dict[str, None] = {}
     for line in takewhile(lambda line: line.startswith("# parts: "), _part(name).splitlines()):
         for other in line.removeprefix("# parts: ").split():
-            found.update(dict.fromkeys(parts(other)))
-    return [*found, name]
+            earlier.update(dict.fromkeys(parts(other)))
+    return [*earlier, name]
 
 
 @cache

@@ -1,7 +1,8 @@
 """Rotary position embedding of rows, into an array or into the pages of a KV cache.
 
 Arrays are (B, H, N, D) with a contiguous last axis. Token (b, n) goes to (b, n) of the result, or, where PAGE is
-not 0, to the slot places[b, n] of pages that are (pages, H, page, D). specialise.py puts the dtype before this text.
+not 0, to the slot places[b, n] of pages that are (pages, H, page, D). A token is dropped if its slot or its position is
+out of bounds: callers check both, and memory stays safe without them. specialise.py puts the dtype before this text.
 """
 
 import numpy as np
@@ -42,10 +43,16 @@ def rotary(sizes, x, out, cos, sin, positions, places):
         for n in range(tokens):
             to_b, to_n = b, n
             if a[PAGE]:
-                to_b, to_n = slots[b * tokens + n] // a[PAGE], slots[b * tokens + n] % a[PAGE]
+                slot = slots[b * tokens + n]
+                if slot < 0 or slot >= a[SLOTS]:
+                    continue
+                to_b, to_n = slot // a[PAGE], slot % a[PAGE]
             at = np.int64(0)
             if half:
-                at = where[b * tokens + n] * half * ACCUM_SIZE
+                position = where[b * tokens + n]
+                if position < 0 or position >= a[ROWS]:
+                    continue
+                at = position * half * ACCUM_SIZE
             cos_row, sin_row = vector(cos + at, half, ACCUM_SIZE, ACCUM), vector(sin + at, half, ACCUM_SIZE, ACCUM)
             source = x + b * a[X_BATCH] + n * a[X_TOKEN]
             target = out + to_b * a[OUT_BATCH] + to_n * a[OUT_TOKEN]

@@ -31,18 +31,18 @@ def instruction(text: str, result: Any, *takes: Any, pure: bool = False, tied: b
     """The intrinsic of an instruction, or of several that belong together.
 
     result: a type, a UniTuple of one, or NOTHING. A boolean is a 32-bit register of the text, not zero for True.
-    pure: the result hangs on the arguments alone, so that the compiler may move the text, or leave it out.
+    pure: the result depends on the arguments alone, so that the compiler may move the text, or leave it out.
     tied: the result's registers are those of the first argument, which has its type.
     """
 
-    def define(*given: Any) -> Any:
-        constants = [each for each, take in zip(given, takes) if take is CONSTANT]
+    def define(*kinds: Any) -> Any:
+        constants = [each for each, take in zip(kinds, takes) if take is CONSTANT]
         if not all(isinstance(each, types.IntegerLiteral) for each in constants):
             return None
         filled = text
         for i, each in enumerate(constants):
             filled = filled.replace(f"#{i}", str(each.literal_value))
-        signature = result(*(each if take is CONSTANT else take for each, take in zip(given, takes)))
+        signature = result(*(each if take is CONSTANT else take for each, take in zip(kinds, takes)))
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
             operands = []

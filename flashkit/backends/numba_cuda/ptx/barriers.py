@@ -11,22 +11,9 @@ from numba.cuda.types import boolean, int32, uint32
 from .asm import CONSTANT, NOTHING, instruction
 
 __all__ = [
-    "arrive_and_expect_once",
-    "fence_mbarrier_init",
-    "fence_proxies",
-    "fence_proxy_async",
-    "griddepcontrol_wait",
-    "mbarrier_arrive",
-    "mbarrier_arrive_expect_tx",
-    "mbarrier_arrive_once",
-    "mbarrier_init",
-    "mbarrier_try_wait",
-    "mbarrier_wait_spin",
-    "named_barrier_arrive",
-    "named_barrier_sync",
-    "nap",
-    "setmaxnreg_dec",
-    "setmaxnreg_inc",
+    "arrive_and_expect_once", "fence_mbarrier_init", "fence_proxies", "fence_proxy_async", "griddepcontrol_wait",
+    "mbarrier_arrive", "mbarrier_arrive_expect_tx", "mbarrier_arrive_once", "mbarrier_init", "mbarrier_try_wait",
+    "mbarrier_wait_spin", "named_barrier_arrive", "named_barrier_sync", "nap", "setmaxnreg_dec", "setmaxnreg_inc",
     "threads_sync",
 ]  # fmt: skip
 

@@ -7,36 +7,17 @@ from numba.cuda.types import UniTuple, float32, int32, uint32, uint64
 from .asm import CONSTANT, NOTHING, instruction
 
 __all__ = [
-    "add_bulk_once",
-    "bulk_commit",
-    "bulk_reduce_add",
-    "bulk_wait",
-    "bulk_wait_read",
-    "cp_async",
-    "cp_async_commit",
-    "cp_async_if",
-    "cp_async_wait",
-    "load_bulk",
-    "load_two",
-    "load_vec",
-    "store_four",
-    "store_vec",
-    "tma_load",
-    "tma_store",
+    "add_bulk_once", "bulk_commit", "bulk_wait", "bulk_wait_read", "cp_async_commit", "cp_async_if",
+    "cp_async_wait", "load_bulk", "load_two", "load_vec", "store_four", "store_vec", "tma_load", "tma_store",
 ]  # fmt: skip
 
-cp_async = instruction(
-    "{ .reg .pred p; setp.le.s32 p, $3, $2; cp.async.cg.shared.global.L2::128B [$0], [$1], 16, p; }",
-    NOTHING, uint32, uint64, int32, int32,
-)  # fmt: skip
-"""cp_async(target, source, row, rows): 16 bytes to shared memory; zeros if row >= rows, and then `source` need not be a
-valid address"""
 cp_async_if = instruction(
     "{ .reg .pred p, q; setp.ne.s32 q, $4, 0; setp.le.s32 p, $3, $2; "
     "@q cp.async.cg.shared.global.L2::128B [$0], [$1], 16, p; }",
     NOTHING, uint32, uint64, int32, int32, int32,
 )  # fmt: skip
-"""cp_async_if(target, source, row, rows, wanted): the same if wanted is not 0"""
+"""cp_async_if(target, source, row, rows, wanted): 16 bytes to shared memory if wanted is not 0; zeros if row >= rows,
+and then `source` need not be a valid address"""
 FOUR = UniTuple(uint32, 4)
 load_vec = instruction("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", FOUR, uint32)
 """load_vec(address): 16 bytes of shared memory"""
@@ -70,17 +51,13 @@ load_bulk = instruction(
     NOTHING, uint32, uint64, CONSTANT, uint32,
 )  # fmt: skip
 """load_bulk(target, source, bytes, barrier): bytes as they lie, which arrive at the barrier"""
-bulk_reduce_add = instruction(
-    "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], #0;", NOTHING, uint64, uint32, CONSTANT
-)
-"""bulk_reduce_add(target, source, bytes): adds float32 numbers of shared memory to those in memory, as they lie"""
-
 add_bulk_once = instruction(
     "{ .reg .pred p; elect.sync _|p, -1;"
     " @p cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], #0; }",
     NOTHING, uint64, uint32, CONSTANT,
 )  # fmt: skip
-"""The same by one lane of a warp, without a branch, see `mbarrier_arrive_once`."""
+"""add_bulk_once(target, source, bytes): adds float32 numbers of shared memory to those in memory, as they lie; by one
+lane of a warp without a branch, see `mbarrier_arrive_once`"""
 
 bulk_commit = instruction("cp.async.bulk.commit_group;", NOTHING)
 """What was started since the last one is a group."""

@@ -1,8 +1,7 @@
 """Matrix products of a warp (mma.sync, Ampere) and of a warp group (wgmma, Hopper).
 
-mma.sync multiplies 16 x 16 (8 for TF32) by 16 (8) x 8 elements; wgmma, which is asynchronous, 64 x 16 by 16 x n. Both
-accumulate in registers of a lane: with g = lane / 4, t = lane % 4, element
-4 i + 2 half + c of the tuple
+mma.sync multiplies 16 x 16 by 16 x 8 elements; wgmma, which is asynchronous, 64 x 16 by 16 x n. Both accumulate in
+registers of a lane: with g = lane / 4, t = lane % 4, element 4 i + 2 half + c of the tuple
 
     row 16 * (warp of the group) + g + 8 half,  column 8 i + 2 t + c
 
@@ -22,17 +21,8 @@ from ....spec import DTYPES
 from .asm import CONSTANT, NOTHING, _emit, instruction, parts
 
 __all__ = [
-    "fence_operand",
-    "ldmatrix_x4",
-    "ldmatrix_x4_trans",
-    "mma",
-    "stmatrix_x4",
-    "store_matrices_turned",
-    "wgmma",
-    "wgmma_commit",
-    "wgmma_fence",
-    "wgmma_registers",
-    "wgmma_wait",
+    "fence_operand", "ldmatrix_x4", "ldmatrix_x4_trans", "mma", "stmatrix_x4", "stmatrix_x4_trans", "wgmma",
+    "wgmma_commit", "wgmma_fence", "wgmma_registers", "wgmma_wait",
 ]  # fmt: skip
 
 # --- ldmatrix, stmatrix: shared memory and registers ------------------------------------------------------------------
@@ -45,7 +35,7 @@ stmatrix_x4 = instruction(
     "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", NOTHING, uint32, uint32, uint32, uint32, uint32
 )
 """stmatrix_x4(address, a, b, c, d): the inverse (Hopper)"""
-store_matrices_turned = instruction(
+stmatrix_x4_trans = instruction(
     "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};",
     NOTHING, uint32, uint32, uint32, uint32, uint32,
 )  # fmt: skip
@@ -57,9 +47,8 @@ store_matrices_turned = instruction(
 def mma(dtype: str) -> Any:
     """mma(dtype)(c, a, b0, b1): c + a b; c: four float32, a: four registers."""
     kind = DTYPES[dtype].mma
-    shape = "m16n8k8" if kind == "tf32" else "m16n8k16"
     return instruction(
-        f"mma.sync.aligned.{shape}.row.col.f32.{kind}.{kind}.f32 "
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
         "{$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$0, $1, $2, $3};",
         UniTuple(float32, 4), UniTuple(float32, 4), FOUR, uint32, uint32, tied=True,
     )  # fmt: skip
@@ -75,19 +64,19 @@ wgmma_wait = instruction("wgmma.wait_group.sync.aligned #0;", NOTHING, CONSTANT)
 
 @lru_cache
 def wgmma(
-    dtype: str, n: int, a_steps: tuple[int, ...], b_steps: tuple[int, ...], *, turned_a: bool = False,
-    turned_b: bool = False, fresh: bool = False,
+    dtype: str, n: int, a_steps: tuple[int, ...], b_steps: tuple[int, ...], *, trans_a: bool = False,
+    trans_b: bool = False, fresh: bool = False,
 ) -> Any:  # fmt: skip
     """product(sums, a, b, add): sums, if add, plus a b, 64 x n; both operands in shared memory, by descriptors.
 
-    a_steps, b_steps: how far the descriptors move on for each 16 along the summed axis. turned: an operand is read
+    a_steps, b_steps: how far the descriptors move on for each 16 along the summed axis. trans: an operand is read
     along columns. fresh: product(a, b), whatever was in the registers."""
     tile, head = _tile(n), _head(dtype, n)
     a, b, p = (f"${(1 if fresh else 2) * tile.count + i}" for i in range(3))
     lines = [f"{{ .reg .pred p; {_REGISTERS} setp.ne.b32 p, {'0, 0' if fresh else f'{p}, 0'};"]
     for i, (a_step, b_step) in enumerate(zip(a_steps, b_steps, strict=True)):
         lines.append(_moved("a", a, a_step) + _moved("b", b, b_step))
-        lines.append(f"{head}, a, b, {'p' if i == 0 else 1}, 1, 1, {int(turned_a)}, {int(turned_b)};")
+        lines.append(f"{head}, a, b, {'p' if i == 0 else 1}, 1, 1, {int(trans_a)}, {int(trans_b)};")
     text = "\n".join([*lines, "}"])
     if fresh:
         return instruction(text, tile, uint32, uint32)
@@ -95,7 +84,7 @@ def wgmma(
 
 
 @lru_cache
-def wgmma_registers(dtype: str, n: int, b_steps: tuple[int, ...], *, turned_b: bool = False) -> Any:
+def wgmma_registers(dtype: str, n: int, b_steps: tuple[int, ...], *, trans_b: bool = False) -> Any:
     """product(sums, a, b, add): the same with the left operand in registers, four for each step."""
     tile, left = _tile(n), UniTuple(uint32, 4 * len(b_steps))
     start, head = 2 * tile.count, _head(dtype, n)
@@ -103,7 +92,7 @@ def wgmma_registers(dtype: str, n: int, b_steps: tuple[int, ...], *, turned_b: b
     for i, b_step in enumerate(b_steps):
         operand = ", ".join(f"${start + 4 * i + j}" for j in range(4))
         lines.append(_moved("b", f"${start + left.count}", b_step))
-        lines.append(f"{head}, {{{operand}}}, b, {'p' if i == 0 else 1}, 1, 1, {int(turned_b)};")
+        lines.append(f"{head}, {{{operand}}}, b, {'p' if i == 0 else 1}, 1, 1, {int(trans_b)};")
     return instruction("\n".join([*lines, "}"]), tile, tile, left, uint32, int32, tied=True)
 
 

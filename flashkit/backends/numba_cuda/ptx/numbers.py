@@ -5,49 +5,16 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from numba.cuda.types import UniTuple, boolean, float32, int32, int64, uint16, uint32, uint64
+from numba.cuda.types import UniTuple, boolean, float32, int32, int64, uint32, uint64
 
 from .asm import NOTHING, instruction
 
 __all__ = [
-    "across",
-    "all_lanes",
-    "any_lane",
-    "block",
-    "blocks",
-    "clock",
-    "count_if",
-    "elect_one",
-    "exp2_fast",
-    "fetch_add",
-    "fma",
-    "from_lane",
-    "from_lane_float",
-    "greater",
-    "lanes_sync",
-    "load_acquire",
-    "load_from",
-    "load_relaxed",
-    "log2_fast",
-    "lowest_set_bit",
-    "mul_hi",
-    "ones",
-    "opaque",
-    "or_lanes",
-    "pack_bfloat16",
-    "pack_float16",
-    "reciprocal",
-    "red_add",
-    "red_add_four",
-    "red_add_release",
-    "red_or",
-    "red_or_release",
-    "store_to",
-    "store_zeros",
-    "thread",
-    "vote",
-    "widen_bfloat16",
-    "widen_float16",
+    "across", "all_lanes", "any_lane", "block", "blocks", "clock", "count_if", "elect_one", "exp2_fast",
+    "fetch_add", "fma", "from_lane", "from_lane_float", "greater", "lanes_sync", "load_acquire", "load_from",
+    "load_relaxed", "log2_fast", "lowest_set_bit", "ones", "opaque", "or_lanes", "pack_bfloat16", "pack_float16",
+    "reciprocal", "red_add", "red_add_four", "red_add_release", "red_or", "red_or_release", "store_to",
+    "store_zeros", "thread", "vote",
 ]  # fmt: skip
 
 exp2_fast = instruction("ex2.approx.ftz.f32 $0, $1;", float32, float32, pure=True)
@@ -61,13 +28,9 @@ greater = instruction("max.f32 $0, $1, $2;", float32, float32, float32, pure=Tru
 fma = instruction("fma.rn.f32 $0, $1, $2, $3;", float32, float32, float32, float32, pure=True)
 """x * y + z, rounded once."""
 
-mul_hi = instruction("mul.hi.u32 $0, $1, $2;", uint32, uint32, uint32, pure=True)
-
 pack_float16 = instruction("cvt.rn.f16x2.f32 $0, $2, $1;", uint32, float32, float32, pure=True)
 """pack(low, high): two float32 values rounded to 16-bit elements of one word."""
 pack_bfloat16 = instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", uint32, float32, float32, pure=True)
-widen_float16 = instruction("cvt.f32.f16 $0, $1;", float32, uint16, pure=True)
-widen_bfloat16 = instruction("{ .reg .b16 z; mov.b16 z, 0; mov.b32 $0, {z, $1}; }", float32, uint16, pure=True)
 
 opaque = instruction("{ .reg .b32 l; mov.u32 l, %laneid; shfl.sync.idx.b32 $0, $1, l, 31, -1; }", int32, int32)
 """The number itself, by an instruction that the compiler cannot move. In code that rarely runs it keeps the compiler

@@ -58,14 +58,14 @@ def _index(context: Any, i: int) -> Any:
 @intrinsic
 def each(typing: Any, f: Any, tile: Any, rows: Any, rest: Any) -> Any:
     """each(f, tile, rows, rest): the tile of f(x, row, rest) for every element x."""
-    chosen = _Call(typing, f, tile.dtype, rows[0], rest)
-    result = types.UniTuple(chosen.result, tile.count)
+    f_call = _Call(typing, f, tile.dtype, rows[0], rest)
+    result = types.UniTuple(f_call.result, tile.count)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
-        call, of = chosen.of(context, builder), parts(builder, arguments[2], rows)
+        call, of = f_call.of(context, builder), parts(builder, arguments[2], rows)
         elements = enumerate(parts(builder, arguments[1], tile))
-        made = [call(x, of[_row(i, rows.count)], arguments[3]) for i, x in elements]
-        return together(context, builder, made, result)
+        results = [call(x, of[_row(i, rows.count)], arguments[3]) for i, x in elements]
+        return together(context, builder, results, result)
 
     return result(f, tile, rows, rest), generate
 
@@ -73,14 +73,14 @@ def each(typing: Any, f: Any, tile: Any, rows: Any, rest: Any) -> Any:
 @intrinsic
 def each_at(typing: Any, f: Any, tile: Any, rows: Any, rest: Any) -> Any:
     """each_at(f, tile, rows, rest): the tile of f(x, column, row, rest) for every element x."""
-    chosen = _Call(typing, f, tile.dtype, types.int32, rows[0], rest)
-    result = types.UniTuple(chosen.result, tile.count)
+    f_call = _Call(typing, f, tile.dtype, types.int32, rows[0], rest)
+    result = types.UniTuple(f_call.result, tile.count)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
-        call, of, n = chosen.of(context, builder), parts(builder, arguments[2], rows), rows.count
+        call, of, n = f_call.of(context, builder), parts(builder, arguments[2], rows), rows.count
         elements = enumerate(parts(builder, arguments[1], tile))
-        made = [call(x, _index(context, _column(i, n)), of[_row(i, n)], arguments[3]) for i, x in elements]
-        return together(context, builder, made, result)
+        results = [call(x, _index(context, _column(i, n)), of[_row(i, n)], arguments[3]) for i, x in elements]
+        return together(context, builder, results, result)
 
     return result(f, tile, rows, rest), generate
 
@@ -88,15 +88,15 @@ def each_at(typing: Any, f: Any, tile: Any, rows: Any, rest: Any) -> Any:
 @intrinsic
 def pairs_at(typing: Any, f: Any, tile: Any, rows: Any, rest: Any) -> Any:
     """pairs_at(f, tile, rows, rest): the tile of f(x, y, column, row, rest), two elements, for neighbours x, y."""
-    chosen = _Call(typing, f, tile.dtype, tile.dtype, types.int32, rows[0], rest)
+    f_call = _Call(typing, f, tile.dtype, tile.dtype, types.int32, rows[0], rest)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
-        call, of, n = chosen.of(context, builder), parts(builder, arguments[2], rows), rows.count
-        elements, made = parts(builder, arguments[1], tile), []
+        call, of, n = f_call.of(context, builder), parts(builder, arguments[2], rows), rows.count
+        elements, results = parts(builder, arguments[1], tile), []
         for i in range(0, tile.count, 2):
-            new = call(*elements[i : i + 2], _index(context, _column(i, n)), of[_row(i, n)], arguments[3])
-            made += parts(builder, new, chosen.result)
-        return together(context, builder, made, tile)
+            value = call(*elements[i : i + 2], _index(context, _column(i, n)), of[_row(i, n)], arguments[3])
+            results += parts(builder, value, f_call.result)
+        return together(context, builder, results, tile)
 
     return tile(f, tile, rows, rest), generate
 
@@ -106,16 +106,16 @@ def fold(typing: Any, f: Any, tile: Any, start: Any) -> Any:
     """fold(f, tile, start): reduces each of a lane's rows by f(x, y), starting from the row's `start`. Two independent
     chains per row halve the latency.
     """
-    chosen = _Call(typing, f, tile.dtype, tile.dtype)
+    f_call = _Call(typing, f, tile.dtype, tile.dtype)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
-        call, rows = chosen.of(context, builder), parts(builder, arguments[2], start)
+        call, rows = f_call.of(context, builder), parts(builder, arguments[2], start)
         strands: dict[tuple[int, int], Any] = {}
         for i, x in enumerate(parts(builder, arguments[1], tile)):
             at = _row(i, start.count), i % 2
             strands[at] = call(strands[at], x) if at in strands else x
-        made = [call(call(strands[r, 0], strands[r, 1]), x) for r, x in enumerate(rows)]
-        return together(context, builder, made, start)
+        results = [call(call(strands[r, 0], strands[r, 1]), x) for r, x in enumerate(rows)]
+        return together(context, builder, results, start)
 
     return start(f, tile, start), generate
 
@@ -123,13 +123,13 @@ def fold(typing: Any, f: Any, tile: Any, start: Any) -> Any:
 @intrinsic
 def join(typing: Any, f: Any, tile: Any) -> Any:
     """join(f, tile): f(x, y) for neighbours x, y in a row: half as many registers."""
-    chosen = _Call(typing, f, tile.dtype, tile.dtype)
-    result = types.UniTuple(chosen.result, tile.count // 2)
+    f_call = _Call(typing, f, tile.dtype, tile.dtype)
+    result = types.UniTuple(f_call.result, tile.count // 2)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
-        call, elements = chosen.of(context, builder), parts(builder, arguments[1], tile)
-        made = [call(*elements[i : i + 2]) for i in range(0, tile.count, 2)]
-        return together(context, builder, made, result)
+        call, elements = f_call.of(context, builder), parts(builder, arguments[1], tile)
+        results = [call(*elements[i : i + 2]) for i in range(0, tile.count, 2)]
+        return together(context, builder, results, result)
 
     return result(f, tile), generate
 
@@ -140,13 +140,13 @@ def join(typing: Any, f: Any, tile: Any) -> Any:
 @intrinsic
 def alike(typing: Any, f: Any, values: Any, rest: Any) -> Any:
     """alike(f, values, rest): the tuple of f(x, rest)."""
-    chosen = _Call(typing, f, values.dtype, rest)
-    result = types.UniTuple(chosen.result, values.count)
+    f_call = _Call(typing, f, values.dtype, rest)
+    result = types.UniTuple(f_call.result, values.count)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
-        call = chosen.of(context, builder)
-        made = [call(x, arguments[2]) for x in parts(builder, arguments[1], values)]
-        return together(context, builder, made, result)
+        call = f_call.of(context, builder)
+        results = [call(x, arguments[2]) for x in parts(builder, arguments[1], values)]
+        return together(context, builder, results, result)
 
     return result(f, values, rest), generate
 
@@ -154,11 +154,11 @@ def alike(typing: Any, f: Any, values: Any, rest: Any) -> Any:
 @intrinsic
 def both(typing: Any, f: Any, left: Any, right: Any) -> Any:
     """both(f, left, right): the tuple of f(x, y), element by element."""
-    chosen = _Call(typing, f, left.dtype, right.dtype)
-    result = types.UniTuple(chosen.result, left.count)
+    f_call = _Call(typing, f, left.dtype, right.dtype)
+    result = types.UniTuple(f_call.result, left.count)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
-        call = chosen.of(context, builder)
+        call = f_call.of(context, builder)
         pairs = zip(parts(builder, arguments[1], left), parts(builder, arguments[2], right), strict=True)
         return together(context, builder, [call(*pair) for pair in pairs], result)
 
@@ -170,13 +170,13 @@ def listed(typing: Any, f: Any, count: Any, rest: Any) -> Any:
     """listed(f, n, rest): the tuple f(0, rest), ..., f(n - 1, rest)."""
     if not isinstance(count, types.IntegerLiteral):
         return None
-    chosen = _Call(typing, f, types.int32, rest)
-    result = types.UniTuple(chosen.result, count.literal_value)
+    f_call = _Call(typing, f, types.int32, rest)
+    result = types.UniTuple(f_call.result, count.literal_value)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
-        call = chosen.of(context, builder)
-        made = [call(_index(context, i), arguments[2]) for i in range(result.count)]
-        return together(context, builder, made, result)
+        call = f_call.of(context, builder)
+        results = [call(_index(context, i), arguments[2]) for i in range(result.count)]
+        return together(context, builder, results, result)
 
     return result(f, count, rest), generate
 
@@ -220,17 +220,17 @@ def groups(typing: Any, f: Any, size: Any, tile: Any, rest: Any) -> Any:
     if not isinstance(size, types.IntegerLiteral):
         return None
     piece = types.UniTuple(tile.dtype, size.literal_value)
-    chosen = _Call(typing, f, types.int32, piece, rest)
-    nothing = not isinstance(chosen.result, types.UniTuple)
-    result = types.none if nothing else types.UniTuple(chosen.result.dtype, tile.count)
+    f_call = _Call(typing, f, types.int32, piece, rest)
+    nothing = not isinstance(f_call.result, types.UniTuple)
+    result = types.none if nothing else types.UniTuple(f_call.result.dtype, tile.count)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
-        call, elements, made = chosen.of(context, builder), parts(builder, arguments[2], tile), []
+        call, elements, results = f_call.of(context, builder), parts(builder, arguments[2], tile), []
         for i in range(tile.count // piece.count):
-            given = together(context, builder, elements[i * piece.count : (i + 1) * piece.count], piece)
-            new = call(_index(context, i), given, arguments[3])
-            made += [] if nothing else parts(builder, new, chosen.result)
-        return context.get_dummy_value() if nothing else together(context, builder, made, result)
+            registers = together(context, builder, elements[i * piece.count : (i + 1) * piece.count], piece)
+            value = call(_index(context, i), registers, arguments[3])
+            results += [] if nothing else parts(builder, value, f_call.result)
+        return context.get_dummy_value() if nothing else together(context, builder, results, result)
 
     return result(f, size, tile, rest), generate
 
@@ -243,14 +243,14 @@ def chain(typing: Any, f: Any, size: Any, values: Any, state: Any, rest: Any) ->
     if not isinstance(size, types.IntegerLiteral):
         return None
     piece, state = types.UniTuple(values.dtype, size.literal_value), types.unliteral(state)
-    chosen = _Call(typing, f, types.int32, piece, state, rest)
+    f_call = _Call(typing, f, types.int32, piece, state, rest)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
-        call, elements, new = chosen.of(context, builder), parts(builder, arguments[2], values), arguments[3]
+        call, elements, value = f_call.of(context, builder), parts(builder, arguments[2], values), arguments[3]
         for i in range(values.count // piece.count):
-            given = together(context, builder, elements[i * piece.count : (i + 1) * piece.count], piece)
-            new = call(_index(context, i), given, new, arguments[4])
-        return new
+            registers = together(context, builder, elements[i * piece.count : (i + 1) * piece.count], piece)
+            value = call(_index(context, i), registers, value, arguments[4])
+        return value
 
     return state(f, size, values, state, rest), generate
 
@@ -261,12 +261,12 @@ def repeat(typing: Any, f: Any, count: Any, state: Any, rest: Any) -> Any:
     if not isinstance(count, types.IntegerLiteral):
         return None
     state = types.unliteral(state)  # a literal True is only the first value
-    chosen = _Call(typing, f, types.int32, state, rest)
+    f_call = _Call(typing, f, types.int32, state, rest)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
-        call, new = chosen.of(context, builder), arguments[2]
+        call, value = f_call.of(context, builder), arguments[2]
         for i in range(count.literal_value):
-            new = call(_index(context, i), new, arguments[3])
-        return new
+            value = call(_index(context, i), value, arguments[3])
+        return value
 
     return state(f, count, state, rest), generate

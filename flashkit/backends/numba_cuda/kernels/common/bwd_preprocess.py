@@ -71,7 +71,7 @@ def bwd_sinks(p):
     total = 0.0
     if HAS_SINKS:
         sink = load(F, p.sinks, h)
-        rows = p.bwd_lse.head if IS_PACKED else max_n_q(p)
+        rows = p.bwd_lse.head if IS_PACKED else p.n_q
         for index in range(thread, num_entries(p) * rows, 256):
             b, row = index // rows, index % rows
             p_sink = exp(sink - load(F, number_address(p.bwd_lse, b, h, row), 0))

@@ -13,54 +13,33 @@ def with_sink(p, h, top, total):
     return greatest, total * factor + exp2_fast(sink - greatest), factor
 
 
-if IS_FLOAT32:
-
-    @device
-    def log_of_sum(top, total):
-        return LN2 * top + math.log(total)
-
-    @device
-    def divided(x, total):
-        return x / total
-
-else:  # approximations, to float32's last bits
-
-    @device
-    def log_of_sum(top, total):
-        return LN2 * (top + log2_fast(total))
-
-    @device
-    def divided(x, total):
-        return x * reciprocal(total)
-
-
 @device
 def normalize_row(j, rest):
     """A row's log-sum-exp to memory; the factor of its output, and whether it needs the non-finite fallback."""
     p, at, m, l, finite_or_nan = rest
-    index, top, total = at[2] + row_of_lane(j), m[j], l[j]
-    row, h, exists = index // PACK_GQA, at[1] + index % PACK_GQA, index < seq_info(p, at[0]).n_q * PACK_GQA
+    row, top, total = at[2] + row_of_lane(j), m[j], l[j]
+    h, exists = at[1], row < p.n_q
     factor = np.float32(1)
     if HAS_SINKS:
         if exists:
             top, total, factor = with_sink(p, h, top, total)
     empty = total == ZERO  # no key is visible
     if exists and thread() % 4 == 0:
-        lse = HIDDEN if empty else log_of_sum(top, total)
-        store(np.float32, number_address(p.lse, at[0], h, q_token(p, at[0], row)), 0, lse)
+        lse = HIDDEN if empty else LN2 * (top + log2_fast(total))
+        store(np.float32, number_address(p.lse, at[0], h, row), 0, lse)
     finite = abs(total) < np.float32(math.inf)
     is_nonfinite = not abs(finite_or_nan[j]) < np.float32(math.inf)
-    return ZERO if empty else divided(factor, total), is_nonfinite and finite and exists
+    return ZERO if empty else factor * reciprocal(total), is_nonfinite and finite and exists
 
 
 @device
-def factor_of(found, _):
-    return found[0]
+def factor_of(row, _):
+    return row[0]
 
 
 @device
-def any_nonfinite(j, so_far, found):
-    return so_far or found[j][1]
+def any_nonfinite(j, so_far, rows):
+    return so_far or rows[j][1]
 
 
 @device
@@ -75,9 +54,9 @@ def normalize_rows(p, at, m, l, output):
     finite_or_nan = ZERO_ROWS
     if MAY_HIDE:
         finite_or_nan = fold(nan_if_nonfinite, output, ZERO_ROWS)
-    found = listed(normalize_row, ROWS, (p, at, m, across_row(add, l), finite_or_nan))
-    factor = alike(factor_of, found, 0)
-    return rows_scaled(output, factor), factor, repeat(any_nonfinite, ROWS, False, found)
+    rows = listed(normalize_row, ROWS, (p, at, m, across_row(add, l), finite_or_nan))
+    factor = alike(factor_of, rows, 0)
+    return rows_scaled(output, factor), factor, repeat(any_nonfinite, ROWS, False, rows)
 
 
 @device
@@ -87,22 +66,21 @@ def accumulate_nonfinite(p, at, m, factor, staged, tile_rows):
     assembler would take nothing behind it as uniform.
     """
     lane, row0 = opaque(thread() % 32), opaque(uniform(thread() % GROUP_THREADS // 32)) * WARP_ROWS
-    b, n_k, last = at[0], uniform(i32(seq_info(p, at[0]).n_k)), i32(seq_info(p, at[0]).n_q) * PACK_GQA - 1
+    b, n_k, last = at[0], uniform(i32(seq_info(p, at[0]).n_k)), i32(p.n_q) - 1
     offset = seq_info(p, b).q_position
     for r in range(WARP_ROWS):
-        index = min(at[2] + row0 + r, last)
-        row, h = index // PACK_GQA, at[1] + index % PACK_GQA
+        row, h = min(at[2] + row0 + r, last), at[1]
         reference = shift_of(from_lane_float(m[r // 8], r % 8 * 4), 0)
         scale = from_lane_float(factor[r // 8], r % 8 * 4)
-        if not IS_FLOAT32:  # P relative to the log-sum-exp is at most 1: large P may have been what overflowed
-            reference -= ZERO if scale == ZERO else log2_fast(scale)
-            scale = ZERO if scale == ZERO else np.float32(1)
-        q = q_row_address(p, p.q, b, h, row)
+        # P relative to the log-sum-exp is at most 1: large P may have been what overflowed.
+        reference -= ZERO if scale == ZERO else log2_fast(scale)
+        scale = ZERO if scale == ZERO else np.float32(1)
+        q = row_address(p.q, b, h, row)
         for i in range((COLUMNS + 31) // 32):
             column, total = lane + 32 * i, ZERO
             for k0 in range(0, n_k, 32):
                 k = min(k0 + lane, n_k - 1)
-                key, w = kv_row_address(p, p.k, b, h // GQA_GROUP, k), ZERO
+                key, w = row_address(p.k, b, h // GQA_GROUP, k), ZERO
                 for d in range(HEAD_DIM):
                     w += widen(load(STORED, q, d)) * widen(load(STORED, key, d))
                 w = modify(w * np.float32(p.softmax_scale), PARTIAL, b, h, row, row + offset, k, p)
@@ -111,8 +89,8 @@ def accumulate_nonfinite(p, at, m, factor, staged, tile_rows):
                     w = drop(w, p, b, h, row, k)
                 for other in range(min(32, n_k - k0)):
                     weight = from_lane_float(w, other)
-                    value = kv_row_address(p, p.v, b, h // GQA_GROUP, k0 + other)
+                    value = row_address(p.v, b, h // GQA_GROUP, k0 + other)
                     x = widen(load(STORED, value, min(column, HEAD_DIM_V - 1)))
                     total += ZERO if weight == ZERO else weight * x
             place = swizzled(row0 + r, column % PER_CHUNK // VEC_ELEMENTS) + column % VEC_ELEMENTS * ITEMSIZE
-            store_element(staged + column // PER_CHUNK * tile_rows * CHUNK_ROW + place, total * scale)
+            store_half(staged + column // PER_CHUNK * tile_rows * CHUNK_ROW + place, pack(total * scale, ZERO))

@@ -12,11 +12,11 @@ from flashkit.backends.numba_cuda.fragments import *
 from flashkit.backends.numba_cuda.ptx import *
 
 i32, u32, u64 = np.int32, np.uint32, np.uint64
-YES, NO = np.bool_(True), np.bool_(False)  # run-time values; literals compile functions anew
+YES, NO = np.bool_(True), np.bool_(False)  # run-time values; literals compile functions again
 LN2 = np.float32(0.6931471805599453)
 
 CHUNK_ROW, VEC_BYTES = 128, 16  # bytes
-VEC_ELEMENTS, PER_CHUNK, IS_FLOAT32 = VEC_BYTES // ITEMSIZE, CHUNK_ROW // ITEMSIZE, ITEMSIZE == 4
+VEC_ELEMENTS, PER_CHUNK = VEC_BYTES // ITEMSIZE, CHUNK_ROW // ITEMSIZE
 
 
 def padded(dim):
@@ -31,20 +31,6 @@ def chunks(dim):
 pack = pack_float16 if STORAGE == "float16" else pack_bfloat16
 load_word, store_word = load_from("shared", int32), store_to("shared", int32)
 store_half = store_to("shared", uint16)
-
-
-if IS_FLOAT32:
-
-    @device
-    def store_element(address, x):
-        """Store a float32 as an element of shared memory."""
-        store_word(address, as_int(x))
-
-else:
-
-    @device
-    def store_element(address, x):
-        store_half(address, pack(x, ZERO))
 
 
 @device

@@ -1,9 +1,8 @@
 # parts: common/tiles common/fragment
 # Score and mask modifications and dropout of an S or P tile in the registers of a warp.
 
-# A masked pair has P = 0, but 0 * NaN is NaN: the epilogue detects outputs that this may have spoilt. Float32 inputs
-# that are computed as TF32x3 terms make NaN of infinity.
-MAY_HIDE = HAS_MASK or HAS_SCORE or HAS_DROPOUT or IS_FLOAT32
+# A masked pair has P = 0, but 0 * NaN is NaN: the epilogue detects outputs that this may have spoilt.
+MAY_HIDE = HAS_MASK or HAS_SCORE or HAS_DROPOUT
 
 
 @device
@@ -40,9 +39,8 @@ def modify_partial(x, column, row, rest):
 def row_of_tile(j, rest):
     """Head, row and position of a lane's row; rows past the end stand for the last one."""
     p, at, offset = rest
-    index = min(opaque(at[2]) + row_of_lane(j), i32(seq_info(p, at[0]).n_q) * PACK_GQA - 1)
-    row = index // PACK_GQA
-    return at[1] + index % PACK_GQA, row, row + offset
+    row = min(opaque(at[2]) + row_of_lane(j), i32(p.n_q) - 1)
+    return at[1], row, row + offset
 
 
 @device

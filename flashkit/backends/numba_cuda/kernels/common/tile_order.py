@@ -1,7 +1,7 @@
 # parts: common/fragment
 # The order in which CTAs take the tiles of all heads: L2 swizzle and longest-processing-time-first (LPT).
 #
-# A work tile of the forward pass is (batch entry, first of its PACK_GQA heads, first of its BLOCK_Q rows).
+# A work tile of the forward pass is (batch entry, head, first of its BLOCK_Q rows).
 
 
 @device
@@ -35,24 +35,19 @@ def tiles_before_lpt_tail(tiles):
 
 @device
 def num_work_tiles(p):
-    rows = (max_n_q(p) * PACK_GQA + BLOCK_Q - 1) // BLOCK_Q
-    return i32((num_q_tiles(p, BLOCK_Q) if IS_PACKED else rows) * (p.heads // PACK_GQA) * num_entries(p))
+    return i32((p.n_q + BLOCK_Q - 1) // BLOCK_Q * p.heads * p.batch)
 
 
 @device
 def work_tile(p, index):
-    """Work tile at place `index`. Under a mask: longest first, with L2 swizzle and LPT tail. Packed sequences: in turn,
-    with L2 swizzle, as a row of one head is next to those of the others. Otherwise head after head, the ragged tiles
-    last. Of packed sequences it may be past the last row. By all lanes of a warp.
+    """Work tile at place `index`. Under a mask: longest first, with L2 swizzle and LPT tail. Otherwise head after head,
+    the ragged tiles last.
     """
-    heads, rows, index = u32(u32(p.heads) // u32(PACK_GQA)), u32(max_n_q(p) * PACK_GQA), u32(index)
-    tiles, every = u32((rows + u32(BLOCK_Q - 1)) // u32(BLOCK_Q)), u32(heads * num_entries(p))
-    if IS_PACKED:
-        tiles = u32(num_q_tiles(p, BLOCK_Q))
-    if HAS_MASK or IS_PACKED:
+    heads, rows, index = u32(p.heads), u32(p.n_q), u32(index)
+    tiles, every = u32((rows + u32(BLOCK_Q - 1)) // u32(BLOCK_Q)), u32(heads * p.batch)
+    if HAS_MASK:
         tile, head = tile_coord(index, tiles_before_lpt_tail(tiles), every, u32(p.heads_per_l2_group))
-        if HAS_MASK:
-            tile = u32(tiles - u32(1) - tile)
+        tile = u32(tiles - u32(1) - tile)
     else:
         whole = u32(rows // u32(BLOCK_Q))
         if index < u32(whole * every):
@@ -61,5 +56,4 @@ def work_tile(p, index):
         else:
             head = u32(index - whole * every)
             tile = whole
-    at = q_tile_of_warp(p, head // heads, tile, BLOCK_Q)
-    return i32(at.b), i32(head % heads * PACK_GQA), i32(at.tile * BLOCK_Q)
+    return i32(head // heads), i32(head % heads), i32(tile * BLOCK_Q)

@@ -1,6 +1,5 @@
-# parts: common/dropout
 # Tiles of the score matrix: SeqInfo, mask classification, the walk over tiles that are not EMPTY, modification of
-# scores.
+# scores, dropout.
 #
 # The host passes no list of tiles. classify() proves from the corners of a tile that it is EMPTY (no pair is visible)
 # or FULL (all pairs are); where it proves neither, the tile is PARTIAL and visible() decides each pair. Tiles may
@@ -14,6 +13,7 @@
 #     visible(b, h, row, q, k, p)
 #     classify(b, h, row0, row1, q0, q1, k0, k1, p)        EMPTY, PARTIAL or FULL
 
+U, LOW = np.uint64, np.uint64(0xFFFFFFFF)
 
 # Where a batch entry's tokens lie and how many there are: first row in the tensors of queries, number of queries, first
 # row in the tensors of keys, number of keys, position of query 0 on the axis of the keys.
@@ -38,25 +38,15 @@ def kv_length(p, b):
 
 @device
 def seq_info(p, b):
-    """The only reader of the lengths and positions in Params, with the functions of SeqTile."""
+    """The only reader of the lengths and positions in Params, with the functions of SeqTile. Where sequences are not
+    packed all have p.n_q queries, and grids and schedules are for p.n_k keys.
+    """
     q_position = p.q_offset if p.q_offsets == 0 else load(np.int64, p.q_offsets, b)
     if IS_PACKED:
         start, end = load(np.int64, p.cu_seqlens_q, b), load(np.int64, p.cu_seqlens_q, b + 1)
         key_start = I(0) if IS_PAGED else load(np.int64, p.cu_seqlens_k, b)
         return SeqInfo(start, max(end - start, 0), key_start, kv_length(p, b), q_position)
     return SeqInfo(I(0), p.n_q, I(0), kv_length(p, b), q_position)
-
-
-@device
-def max_n_q(p):
-    """Queries of the longest sequence: grids and schedules are sized by it."""
-    return p.n_q
-
-
-@device
-def max_n_k(p):
-    """Keys of the longest sequence: grids, schedules and the rows of dK and dV are sized by it."""
-    return p.n_k
 
 
 # A tile of a sequence. Packed sequences begin at any token: the tiles of sequence b have numbers from
@@ -79,21 +69,6 @@ def packed_tile(cu_seqlens, batch, number, block):
             low = middle
         else:
             high = middle
-    return SeqTile(low, number - first_tile(cu_seqlens, low, block))
-
-
-@device
-def packed_tile_of_warp(cu_seqlens, batch, number, block):
-    """The same by all lanes of a warp, which look at 32 places at a time."""
-    low, high = I(0), batch
-    while high - low > 1:
-        step = (high - low + 31) >> 5
-        place = low + I(thread() % 32) * step
-        before = False
-        if place < high:
-            before = first_tile(cu_seqlens, place, block) <= number
-        low += (lowest_bit(~ballot(before)) - 1) * step
-        high = min(low + step, high)
     return SeqTile(low, number - first_tile(cu_seqlens, low, block))
 
 
@@ -123,23 +98,10 @@ def q_tile(p, entry, number, block):
 
 
 @device
-def q_tile_of_warp(p, entry, number, block):
-    if IS_PACKED:
-        return packed_tile_of_warp(p.cu_seqlens_q, p.batch, I(number), block)
-    return SeqTile(I(entry), I(number))
-
-
-@device
 def k_tile(p, entry, number, block):
     if IS_PACKED:
         return packed_tile(p.cu_seqlens_k, p.batch, I(number), block)
     return SeqTile(I(entry), I(number))
-
-
-@device
-def q_tile_number(p, b, tile, block):
-    """The number of a query tile, where accumulators of query tiles are."""
-    return first_tile(p.cu_seqlens_q, I(b), block) + I(tile) if IS_PACKED else I(tile)
 
 
 @device
@@ -201,14 +163,6 @@ def page_and_row(table, b, n):
     at = I(np.uint32(np.uint32(n) // np.uint32(table.page)))
     page = integer_at(table.data, I(b) * table.width + at)
     return min(max(page, 0), table.pages - 1), n - at * table.page
-
-
-@device
-def kv_row_address(p, tensor, b, h, n):
-    if IS_PAGED:
-        page, row = page_and_row(page_table(p), b, I(n))
-        return row_address(tensor, page, h, row)
-    return row_address(tensor, b, h, kv_token(p, b, n))
 
 
 # --- the walk over tiles ----------------------------------------------------------------------------------------------
@@ -309,21 +263,9 @@ if HAS_MASK:
                 tile = walk.top - tile
             live &= live - 1
         return Walk(
-            tile,
-            state,
-            walk.b,
-            walk.h,
-            walk.start,
-            walk.end,
-            walk.n,
-            walk.along_keys,
-            walk.top,
-            chunk,
-            live,
-            full,
-            first_group,
-            groups,
-        )
+            tile, state, walk.b, walk.h, walk.start, walk.end, walk.n, walk.along_keys, walk.top, chunk, live, full,
+            first_group, groups,
+        )  # fmt: skip
 
 else:
 
@@ -348,3 +290,31 @@ def modify(s, state, b, h, row, q, k, p):
         if state == PARTIAL:
             s = s if visible(b, h, row, q, k, p) else HIDDEN
     return s
+
+
+# --- dropout ----------------------------------------------------------------------------------------------------------
+#
+# Of P and dP by a counter-based generator (flashkit/mods/dropout.py): the forward and the backward pass compute the
+# same bits from (seed, batch entry, head, row, key).
+
+
+@device
+def philox(seed, key_group, row, h, b):
+    """Philox-4x32-10: four words, for keys 4 * key_group ... 4 * key_group + 3 of a row."""
+    c0, c1, c2, c3 = U(key_group) & LOW, U(row) & LOW, U(h) & LOW, U(b) & LOW
+    key0, key1 = seed & LOW, seed >> U(32)
+    for _ in range(10):
+        product0, product1 = U(0xD2511F53) * c0, U(0xCD9E8D57) * c2
+        c0, c1 = (product1 >> U(32)) ^ c1 ^ key0, product1 & LOW
+        c2, c3 = (product0 >> U(32)) ^ c3 ^ key1, product0 & LOW
+        key0, key1 = (key0 + U(0x9E3779B9)) & LOW, (key1 + U(0xBB67AE85)) & LOW
+    return c0, c1, c2, c3
+
+
+@device
+def drop(x, p, b, h, row, key):
+    """An element of P or dP, dropped or scaled."""
+    word0, word1, word2, word3 = philox(p.seed, key >> 2, row, h, b)
+    lane = key & 3
+    word = word0 if lane == 0 else word1 if lane == 1 else word2 if lane == 2 else word3
+    return x * F(p.dropout_scale) if word >= p.dropout_threshold else ZERO

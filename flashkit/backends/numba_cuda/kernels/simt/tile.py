@@ -1,4 +1,4 @@
-# parts: common/tiles common/kv_source
+# parts: common/tiles
 # Tiles on CUDA cores: how a CTA loads and multiplies them. For every CUDA device and dtype.
 #
 #     TX, TY           threads of a CTA: TX along the columns of a tile, TY along its rows
@@ -62,6 +62,15 @@ STAGE = P_TILE // 2
 
 # --- load_tile --------------------------------------------------------------------------------------------------------
 
+# Where the keys and values of a sequence come from: tensors; batch entry and key/value head; the row of key 0; the
+# number of keys; the pages of the sequence.
+KvSource = namedtuple("KvSource", "k v b head start n_k table")
+
+
+@device
+def kv_source(p, b, head, n_k):
+    return KvSource(p.k, p.v, b, head, kv_token(p, b, I(0)), n_k, page_table(p))
+
 
 @device
 def q_rows(p, tensor, b, h, first):
@@ -77,7 +86,8 @@ def kv_rows(kv, tensor, first):
     if IS_PAGED:
         address = row_address(tensor, I(0), kv.head, I(0))
         return Rows(address, tensor.token, count, tensor.batch, kv.b, first, kv.table)
-    return Rows(kv_address(kv, tensor, first), tensor.token, count, I(0), I(0), I(0), kv.table)
+    address = row_address(tensor, I(kv.b), I(kv.head), kv.start + first)
+    return Rows(address, tensor.token, count, I(0), I(0), I(0), kv.table)
 
 
 @device
@@ -109,8 +119,8 @@ def load_tile(source, first, column, rows, shape, shared, start):
     step = THREADS // shape.across
     row, lane_column = thread // shape.across, (thread & (shape.across - 1)) * 4
     if lane_column < shape.width:
-        apart = (source.token | source.batch) * ITEMSIZE
-        vectorized = shape.dim % 4 == 0 and (source.data | apart) & (min(4 * ITEMSIZE, 16) - 1) == 0
+        strides = (source.token | source.batch) * ITEMSIZE
+        vectorized = shape.dim % 4 == 0 and (source.data | strides) & (min(4 * ITEMSIZE, 16) - 1) == 0
         exist = source.count - first - row  # rows from this one on
         address = source.data + ((first + row) * source.token + column + lane_column) * ITEMSIZE
         for i in range(0, rows, step):

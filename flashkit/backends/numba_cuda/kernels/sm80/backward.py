@@ -1,5 +1,5 @@
-# parts: common/tiles common/fragment sm80/bwd_layout sm80/load sm80/mma common/softmax sm80/bwd_tile_scheduler
-# parts: sm80/bwd_mma sm80/bwd_softmax sm80/bwd_ds sm80/bwd_epilogue sm80/bwd_postprocess
+# parts: common/tiles common/fragment common/tile_order sm80/bwd_layout sm80/load sm80/mma common/softmax
+# parts: sm80/bwd_mma sm80/bwd_softmax sm80/bwd_epilogue sm80/bwd_postprocess
 # Backward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 2) on tensor cores by mma.sync, from Ampere on.
 # P is recomputed from the log-sum-exp; five matrix products.
 #
@@ -16,21 +16,48 @@
 # The PADDING_LSE of bwd_preprocess makes P of rows past the last 0. Measurements: docs/notes/ampere.md.
 
 
+# --- which key tile ---------------------------------------------------------------------------------------------------
+#
+# CTAs take work tiles from an atomic counter in the order in which they add to dQ. A CTA therefore only ever waits for
+# a CTA that is resident. p.heads_per_l2_group heads are worked on at the same time: the L2 cache holds their operands
+# and dq_accum. The last key tiles come first, and a CTA starts with its first query tile: under a causal mask that is
+# its diagonal, where it is the first to add. With a mask the last group of heads runs in the reverse order, longest
+# first, so that all CTAs end at about the same time.
+
+
+@device
+def initial_work_tile(p, base):
+    """Batch entry, key/value head and key tile of this CTA, and whether its query tiles come in descending order."""
+    if thread() == 0:
+        store_word(base + AT_TILE_COUNTER, i32(fetch_add(p.tile_counter, 1)))
+    threads_sync()
+    index, heads = u32(load_word(base + AT_TILE_COUNTER)), u32(u32(p.heads) // u32(GQA_GROUP))
+    tiles, all_heads = u32(num_k_tiles(p, BLOCK_K)), u32(heads * u32(p.batch))
+    group = u32(p.heads_per_l2_group)
+    tile, head = tile_coord(index, tiles, all_heads, group)
+    descending = HAS_MASK and all_heads > group and head >= u32(u32(all_heads - u32(1)) // group * group)
+    number = i32(tile) if descending else i32(tiles - u32(1) - tile)
+    return i32(head // heads), i32(head % heads), number, descending
+
+
+# --- the kernel -------------------------------------------------------------------------------------------------------
+
+
 @device
 def load_rows_async(stage, p, b, h, row0, wanted):
     """bwd_lse, then delta, of a query tile by cp.async: bwd_preprocess pads them to whole tiles."""
     i = i32(thread())
     rows = p.bwd_lse if i < BLOCK_Q // 4 else p.delta
-    source = number_address(rows, I(b), I(h), stats_row(p, b, I(row0))) + VEC_BYTES * (i & (BLOCK_Q // 4 - 1))
+    source = number_address(rows, I(b), I(h), I(row0)) + VEC_BYTES * (i & (BLOCK_Q // 4 - 1))
     cp_async_if(stage + AT_STAGE_ROWS + VEC_BYTES * i, source, 0, 1, 1 if wanted and i < BLOCK_Q // 2 else 0)
 
 
 @device
 def load_qdo(p, stage, b, h, tile):
     """Q, dO, bwd_lse and delta of a query tile to a stage."""
-    row0, n_q, start = i32(tile) * BLOCK_Q, i32(seq_info(p, I(b)).n_q), seq_info(p, I(b)).row_offset
-    load_tile(stage, p.q, b, h, start, row0, n_q, BLOCK_Q, HEAD_DIM, PADDED_QK)
-    load_tile(stage + AT_STAGE_DOUT, p.dout, b, h, start, row0, n_q, BLOCK_Q, HEAD_DIM_V, PADDED_V)
+    row0, n_q = i32(tile) * BLOCK_Q, i32(p.n_q)
+    load_tile(stage, p.q, b, h, row0, n_q, BLOCK_Q, HEAD_DIM, PADDED_QK)
+    load_tile(stage + AT_STAGE_DOUT, p.dout, b, h, row0, n_q, BLOCK_Q, HEAD_DIM_V, PADDED_V)
     load_rows_async(stage, p, b, h, row0, True)
 
 
@@ -47,16 +74,15 @@ def sm80_backward(p):
     add_after, add_end = (0, tile_k) if descending else (tile_k + 1, tiles_k)
     rows, keys = warp // ACROSS_S * 32, warp % ACROSS_S * KEYS_S  # of S, that this warp computes
     dk, dv = filled(ZERO, SUMS), filled(ZERO, SUMS_V)
-    kv = kv_source(p, b, head, n_k)
-    load_k(base, kv, k0, PADDED_QK)
-    load_v(base + AT_V, kv, k0, PADDED_V)
+    load_tile(base, p.k, b, head, k0, n_k, BLOCK_K, HEAD_DIM, PADDED_QK)
+    load_tile(base + AT_V, p.v, b, head, k0, n_k, BLOCK_K, HEAD_DIM_V, PADDED_V)
     if k0 < n_k:
         semaphore_skip_empty(p, b, head, tile_k, n_k)
 
     h, stage = I(head) * GQA_GROUP, I(0)
     last = h + GQA_GROUP if k0 < n_k else h
     while h < last:
-        n_q, previous = seq_info(p, I(b)).n_q, I(-1)
+        n_q, previous = p.n_q, I(-1)
         walk = walk_queries(p, I(b), h, I(k0), min(I(k0) + BLOCK_K, I(n_k)), n_q, descending)
         if walk.state != EMPTY:
             load_qdo(p, base + AT_QDO + stage * STAGE_BYTES, b, h, walk.tile)
@@ -67,9 +93,9 @@ def sm80_backward(p):
             qdo, free = base + AT_QDO + stage * STAGE_BYTES, base + AT_QDO + (1 - stage) * STAGE_BYTES
             ahead = next_tile(p, walk)
             more = ahead.state != EMPTY
-            row0, start = i32(ahead.tile) * BLOCK_Q, seq_info(p, I(b)).row_offset
-            copy_q = copy_of(free, p.q, b, h, start, row0, i32(n_q), more)
-            copy_dout = copy_of(free + AT_STAGE_DOUT, p.dout, b, h, start, row0, i32(n_q), more)
+            row0 = i32(ahead.tile) * BLOCK_Q
+            copy_q = copy_of(free, p.q, b, h, row0, i32(n_q), more)
+            copy_dout = copy_of(free + AT_STAGE_DOUT, p.dout, b, h, row0, i32(n_q), more)
             scale_log2 = load_f32(base + AT_SCALE)
             own_rows = listed(row_values, ROWS, (qdo + AT_STAGE_ROWS, rows))
             full = walk.state == FULL and k0 + BLOCK_K <= n_k

@@ -28,10 +28,10 @@ def epilogue(p, which, b, head, tile_k, n_k, acc, factor, staged):
     acc = each(scaled_or_zero, acc, listed(key_of_row, ROWS, row0), (factor, n_k))
     groups(store_o_fragment, FRAGMENT, join(pack, acc), (staged, CHUNK_K, first // 8))
     lanes_sync()
-    address, end = kv_row_address(p, target, I(b), I(head), I(row0)), stored_n_k(p, b)
+    address = row_address(target, I(b), I(head), I(row0))
     for i in range(lane, 4 * columns, 32):
         row, vec = i // (columns // 8), first // 8 + i % (columns // 8)
-        if row0 + row < end and 8 * vec < dim:
+        if row0 + row < p.n_k and 8 * vec < dim:
             vector = load_vec(staged + (vec >> 3) * CHUNK_K + swizzled(row, vec & 7))
             store_vec(address + row * target.token * ITEMSIZE + VEC_BYTES * vec, vector)
     if MAY_HIDE:  # P or dS = 0 may have met inf or NaN

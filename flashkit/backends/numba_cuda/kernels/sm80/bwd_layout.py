@@ -3,7 +3,7 @@
 # the queries of dQ, the others along the second axis. Rows of operands are whole chunks of 64 columns, so that warps
 # share them evenly. Shared memory: numba_cuda/sm80.py, BackwardTile.smem.
 
-THREADS, ROWS, WARP_ROWS, PACK_GQA = 32 * WARPS, 4, 32, 1
+THREADS, ROWS, WARP_ROWS = 32 * WARPS, 4, 32
 WARPS_S, WARPS_KV, WARPS_Q = BLOCK_Q // 32, BLOCK_K // 32, BLOCK_Q // 32
 ACROSS_S, ACROSS_KV, ACROSS_Q = WARPS // WARPS_S, WARPS // WARPS_KV, WARPS // WARPS_Q
 GROUP_THREADS = THREADS

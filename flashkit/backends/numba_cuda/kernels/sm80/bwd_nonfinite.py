@@ -16,13 +16,13 @@ def dot(x, y, dim):
 @device
 def recompute_pair(p, b, h, query, key):
     """P of a pair after dropout, and its dS."""
-    q, k = q_row_address(p, p.q, b, h, query), kv_row_address(p, p.k, b, h // GQA_GROUP, key)
+    q, k = row_address(p.q, b, h, query), row_address(p.k, b, h // GQA_GROUP, key)
     s, position = dot(q, k, HEAD_DIM) * np.float32(p.softmax_scale), query + seq_info(p, b).q_position
-    lse = load(np.float32, number_address(p.bwd_lse, b, h, stats_row(p, b, query)), 0)
-    delta = load(np.float32, number_address(p.delta, b, h, stats_row(p, b, query)), 0)
+    lse = load(np.float32, number_address(p.bwd_lse, b, h, query), 0)
+    delta = load(np.float32, number_address(p.delta, b, h, query), 0)
     x = modify(s, PARTIAL, b, h, query, position, key, p)
     p_pair = ZERO if x == HIDDEN else exp2_fast(x * LOG2E - lse * LOG2E)
-    dp = dot(q_row_address(p, p.dout, b, h, query), kv_row_address(p, p.v, b, h // GQA_GROUP, key), HEAD_DIM_V)
+    dp = dot(row_address(p.dout, b, h, query), row_address(p.v, b, h // GQA_GROUP, key), HEAD_DIM_V)
     if HAS_DROPOUT:
         dp = drop(dp, p, b, h, query, key)
     ds = ZERO if p_pair == ZERO else p_pair * (dp - delta)
@@ -45,9 +45,6 @@ def recompute_row(p, which, b, head, row, first, columns, end, factor):
         other = p.k if which == DQ else p.q if which == DK else p.dout
         seq, dim = seq_info(p, b), I(HEAD_DIM_V if which == DV else HEAD_DIM)
         n = seq.n_k if which == DQ else seq.n_q
-        row_start, other_start = seq.row_offset, seq.key_offset
-        if which != DQ:
-            row_start, other_start = other_start, row_start
         heads = 1 if which == DQ else GQA_GROUP
         for i in range((columns + 31) // 32):
             column, total = min(first + lane + 32 * i, dim - 1), ZERO
@@ -60,8 +57,7 @@ def recompute_row(p, which, b, head, row, first, columns, end, factor):
                     for lane_of in range(min(I(32), n - start)):
                         factor_i = from_lane_float(own, lane_of)
                         of_head = I(h) // GQA_GROUP if which == DQ else I(h)
-                        other_row = other_start + I(start + lane_of)
-                        x = widen(load(STORED, row_address(other, b, of_head, other_row), column))
+                        x = widen(load(STORED, row_address(other, b, of_head, I(start + lane_of)), column))
                         total += ZERO if factor_i == ZERO else factor_i * x
             if lane + 32 * i < columns and first + lane + 32 * i < dim:
-                store(STORED, row_address(target, b, I(head), row_start + row), column, narrow(total * factor))
+                store(STORED, row_address(target, b, I(head), row), column, narrow(total * factor))

@@ -6,9 +6,9 @@
 @device
 def store_eight(p, b, h, row, column, x):
     """Stores eight neighbours of a row that exists."""
-    if row < seq_info(p, I(b)).n_q and column < HEAD_DIM:
+    if row < p.n_q and column < HEAD_DIM:
         words = pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7])
-        store_vec(q_row_address(p, p.dq, I(b), I(h), I(row)) + ITEMSIZE * column, words)
+        store_vec(row_address(p.dq, I(b), I(h), I(row)) + ITEMSIZE * column, words)
 
 
 @device
@@ -22,10 +22,8 @@ def finite_eight(x):
 @kernel(256, 5)  # registers: occupancy hides the loads, and the recomputation is rare
 def bwd_postprocess(p):
     tiles, index = i32(num_q_tiles(p, BLOCK_Q)), i32(block())
-    number, h, entry = index % tiles, index // tiles % i32(p.heads), index // tiles // i32(p.heads)
-    accum, scale = number_address(p.dq_accum, I(entry), I(h), I(number)), np.float32(p.softmax_scale)
-    at = q_tile(p, entry, number, BLOCK_Q)
-    b, tile = i32(at.b), i32(at.tile)
+    tile, h, b = index % tiles, index // tiles % i32(p.heads), index // tiles // i32(p.heads)
+    accum, scale = number_address(p.dq_accum, I(b), I(h), I(tile)), np.float32(p.softmax_scale)
     for i in range(i32(thread()), BLOCK_Q * PADDED_QK // 16, 256):
         four, g, fours_of_warp = i // 8, i % 8, SUMS_Q // 4  # four registers: two of the upper row, two of the lower
         warp, index_in_warp = four // fours_of_warp, four % fours_of_warp
@@ -46,5 +44,5 @@ def bwd_postprocess(p):
                 lane = lowest_set_bit(nonfinite)
                 nonfinite = u32(nonfinite & (nonfinite - u32(1)))
                 for r in range(2):
-                    n_q = i32(seq_info(p, I(b)).n_q)
+                    n_q = i32(p.n_q)
                     recompute_row(p, DQ, b, h, from_lane(row, lane) + 8 * r, from_lane(column, lane), 8, n_q, scale)

@@ -6,7 +6,7 @@
 @device
 def semaphore_at(p, b, h, tile):
     """Address of the bits of a query tile: one for each key tile whose CTA has added to its dQ."""
-    return number_address(p.dq_semaphore, I(b), I(h), q_tile_number(p, b, tile, BLOCK_Q))
+    return number_address(p.dq_semaphore, I(b), I(h), I(tile))
 
 
 @device
@@ -77,5 +77,5 @@ def reduce_add_fragment(i, four, address):
 def dq_accum_at(p, b, h, tile, warp):
     """Address of a lane's part of dq_accum, which lies in memory as fragments: four registers of each lane in turn."""
     head_accum = number_address(p.dq_accum, I(b), I(h), I(0))
-    of_tile = q_tile_number(p, b, tile, BLOCK_Q) * (4 * BLOCK_Q * PADDED_QK)
+    of_tile = I(tile) * (4 * BLOCK_Q * PADDED_QK)
     return head_accum + of_tile + 128 * SUMS_Q * warp + 16 * (thread() % 32)

@@ -1,4 +1,4 @@
-# parts: common/fragment common/kv_source
+# parts: common/tiles common/fragment
 # load_tile: tiles from global to shared memory by cp.async. THREADS: of a CTA.
 
 ROWS_AT_ONCE = THREADS // 8
@@ -10,10 +10,9 @@ Copy = namedtuple("Copy", "target source step left wanted")
 
 
 @device
-def copy_of(target, tensor, b, h, start, first, count, wanted):
-    """start: row of the tensor that counts as row 0, SeqInfo.row_offset or key_offset."""
+def copy_of(target, tensor, b, h, first, count, wanted):
     row, vec = i32(thread() // 8), i32(thread() % 8)
-    source = row_address(tensor, I(b), I(h), start + first + row) + VEC_BYTES * vec
+    source = row_address(tensor, I(b), I(h), I(first + row)) + VEC_BYTES * vec
     step = tensor.token * (ITEMSIZE * ROWS_AT_ONCE)
     return Copy(target + swizzled(row, vec), source, step, i32(count - first - row), i32(wanted))
 
@@ -29,34 +28,9 @@ def copy_rows(copy, chunk, row, rows, dim, columns):
 
 
 @device
-def load_tile(target, tensor, b, h, start, first, count, rows, dim, columns):
+def load_tile(target, tensor, b, h, first, count, rows, dim, columns):
     """Rows first ... of a head to shared memory, asynchronously."""
-    copy = copy_of(target, tensor, b, h, start, first, count, True)
+    copy = copy_of(target, tensor, b, h, first, count, True)
     for chunk in range((columns + PER_CHUNK - 1) // PER_CHUNK):  # nested, so that both loops are unrolled
         for row in range(0, rows, ROWS_AT_ONCE):
             copy_rows(copy, chunk, row, rows, dim, columns)
-
-
-@device
-def load_kv(target, tensor, kv, k0, dim, columns):
-    """BLOCK_K rows of K or V."""
-    if IS_PAGED:
-        own, vec = i32(thread() // 8), i32(thread() % 8)
-        for row in range(0, BLOCK_K, ROWS_AT_ONCE):  # of each one, where it lies is looked up once
-            source = kv_address(kv, tensor, k0 + own + row) + VEC_BYTES * vec
-            to = target + swizzled(own, vec) + row * CHUNK_ROW
-            copy = Copy(to, source, I(0), i32(kv.n_k - k0 - own - row), i32(1))
-            for chunk in range((columns + PER_CHUNK - 1) // PER_CHUNK):
-                copy_rows(copy, chunk, 0, BLOCK_K, dim, columns)
-    else:
-        load_tile(target, tensor, kv.b, kv.head, kv.start, k0, kv.n_k, BLOCK_K, dim, columns)
-
-
-@device
-def load_k(target, kv, k0, columns):
-    load_kv(target, kv.k, kv, k0, HEAD_DIM, columns)
-
-
-@device
-def load_v(target, kv, k0, columns):
-    load_kv(target, kv.v, kv, k0, HEAD_DIM_V, columns)

@@ -1,4 +1,4 @@
-# parts: common/fragment sm80/tf32x3
+# parts: common/fragment
 # Matrix products of a warp by mma.sync: 16 rows, or 32, two tiles of 16 that use the same B operands. The layout of
 # accumulators is in ptx/tuples.py. An A operand is four registers of each tile of 16 rows. B operands are addresses in
 # shared memory and the bytes from one chunk of 64 columns to the next. A lane reaches further columns by flipping bits
@@ -6,10 +6,10 @@
 # them.
 
 # Registers of a lane for 16 columns of an accumulator, and of these as an operand.
-SIXTEEN, FRAGMENT = 4 * ROWS, (4 if IS_FLOAT32 else 2) * ROWS
+SIXTEEN, FRAGMENT = 4 * ROWS, 2 * ROWS
+mma_sync = mma(STORAGE)
 
-if not IS_FLOAT32 and ROWS == 4:
-    mma_sync = mma(STORAGE)
+if ROWS == 4:
 
     @device
     def mma_16_columns(sums, left, right):
@@ -24,8 +24,7 @@ if not IS_FLOAT32 and ROWS == 4:
     def load_a(at):
         return ldmatrix_x4(at) + ldmatrix_x4(at + 16 * CHUNK_ROW)
 
-elif not IS_FLOAT32:
-    mma_sync = mma(STORAGE)
+else:
 
     @device
     def mma_16_columns(sums, left, right):
@@ -53,40 +52,42 @@ def mma_step_nt(step, sums, rest):
     return groups(mma_columns_nt, SIXTEEN, sums, (load_a(left), right))
 
 
-if not IS_FLOAT32:
+@device
+def mma_columns_nn(i, sums, rest):
+    """sums += left b for 16 columns of b from vector `first` on, and 16 of its rows from `row` on."""
+    left, b, chunk_b, first, row = rest
+    lane, vec = thread() % 32, first + 2 * i
+    if EVEN:
+        at = b + (first >> 3) * chunk_b + swizzled(lane % 16, (first & 7) + lane // 16)
+        at = (at ^ i % 4 * 32) + i // 4 * chunk_b
+    else:
+        at = b + (vec >> 3) * chunk_b + swizzled(lane % 16, (vec & 7) + lane // 16)
+    return mma_16_columns(sums, left, ldmatrix_x4_trans(at + row * CHUNK_ROW))
 
-    @device
-    def mma_columns_nn(i, sums, rest):
-        """sums += left b for 16 columns of b from vector `first` on, and 16 of its rows from `row` on."""
-        left, b, chunk_b, first, row = rest
-        lane, vec = thread() % 32, first + 2 * i
-        if EVEN:
-            at = b + (first >> 3) * chunk_b + swizzled(lane % 16, (first & 7) + lane // 16)
-            at = (at ^ i % 4 * 32) + i // 4 * chunk_b
-        else:
-            at = b + (vec >> 3) * chunk_b + swizzled(lane % 16, (vec & 7) + lane // 16)
-        return mma_16_columns(sums, left, ldmatrix_x4_trans(at + row * CHUNK_ROW))
 
-    @device
-    def mma_step_rs(step, p_tile, output, rest):
-        v, chunk = rest
-        return groups(mma_columns_nn, SIXTEEN, output, (p_tile, v, chunk, 0, 16 * step))
+@device
+def mma_step_rs(step, p_tile, output, rest):
+    v, chunk = rest
+    return groups(mma_columns_nn, SIXTEEN, output, (p_tile, v, chunk, 0, 16 * step))
 
-    @device
-    def gemm_rs(output, p_tile, v, chunk):
-        """output += P V, with P packed in registers."""
-        return chain(mma_step_rs, FRAGMENT, p_tile, output, (v, chunk))
 
-    @device
-    def to_operand(fragment):
-        """P as an operand, or O as it is stored."""
-        return join(pack, fragment)
+@device
+def gemm_rs(output, p_tile, v, chunk):
+    """output += P V, with P packed in registers."""
+    return chain(mma_step_rs, FRAGMENT, p_tile, output, (v, chunk))
 
-    @device
-    def store_o_fragment(i, words, rest):
-        """16 columns of all rows, packed, to shared memory, from vector `first` of a row on."""
-        staged, chunk, first = rest
-        lane = i32(thread() % 32)
-        for j in range(FRAGMENT):
-            row, vec = j // 4 * 16 + j % 2 * 8 + lane // 4, first + 2 * i + j // 2 % 2
-            store_word(staged + (vec >> 3) * chunk + swizzled(row, vec & 7) + lane % 4 * 4, i32(words[j]))
+
+@device
+def to_operand(fragment):
+    """P as an operand, or O as it is stored."""
+    return join(pack, fragment)
+
+
+@device
+def store_o_fragment(i, words, rest):
+    """16 columns of all rows, packed, to shared memory, from vector `first` of a row on."""
+    staged, chunk, first = rest
+    lane = i32(thread() % 32)
+    for j in range(FRAGMENT):
+        row, vec = j // 4 * 16 + j % 2 * 8 + lane // 4, first + 2 * i + j // 2 % 2
+        store_word(staged + (vec >> 3) * chunk + swizzled(row, vec & 7) + lane % 4 * 4, i32(words[j]))

@@ -1,5 +1,5 @@
 # parts: common/tiles common/fragment sm90/pipeline sm90/bwd_layout common/softmax sm90/bwd_scheduler_warp
-# parts: sm90/bwd_producer sm90/bwd_softmax sm90/bwd_ds sm90/bwd_epilogue sm90/bwd_preprocess sm90/bwd_postprocess
+# parts: sm90/bwd_producer sm90/bwd_softmax sm90/bwd_ds sm90/bwd_epilogue sm90/bwd_preprocess
 # Hopper's backward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 2; warp specialization as in
 # FlashAttention-3, Shah et al. 2024, arXiv 2407.08608): P is recomputed from the log-sum-exp, five products.
 #
@@ -18,7 +18,7 @@
 
 wgmma_s = wgmma(STORAGE, BLOCK_Q, along_rows(HEAD_DIM, CTA_KEYS), along_rows(HEAD_DIM, BLOCK_Q), fresh=True)
 wgmma_dp = wgmma(STORAGE, BLOCK_Q, along_rows(HEAD_DIM_V, CTA_KEYS), along_rows(HEAD_DIM_V, BLOCK_Q), fresh=True)
-wgmma_dv = wgmma_registers(STORAGE, PADDED_DIM_V, along_columns(BLOCK_Q), turned_b=True)
+wgmma_dv = wgmma_registers(STORAGE, PADDED_DIM_V, along_columns(BLOCK_Q), trans_b=True)
 
 
 @device
@@ -76,7 +76,7 @@ def all_keys_finite(base, number, wg):
 def consume_work_tiles(p, base, acc, prologue, mma_step, epilogue, warp_args):
     """All work tiles of the CTA, by a warp group: a prologue, a step for each query tile, an epilogue. acc:
     accumulators in registers, which each first step overwrites. warp_args: what these three take of the warp; the first
-    is its key group. Returns how many query tiles there were.
+    is its key group.
     """
     n, number = u32(0), u32(0)  # query tiles and work tiles so far
     while True:
@@ -92,7 +92,6 @@ def consume_work_tiles(p, base, acc, prologue, mma_step, epilogue, warp_args):
         wgmma_wait(0)
         acc = epilogue(p, base, k_tile, number, n, state, warp_args)
         number = u32(number + 1)
-    return n
 
 
 # --- the kernel -------------------------------------------------------------------------------------------------------
@@ -111,11 +110,7 @@ def init_barriers(base):
     mbarrier_init(base + AT_CLAIM, 1)
     mbarrier_init(base + AT_PEER_K_LOADED, 1)
     for i in range(2):
-        mbarrier_init(base + AT_DQ_WRITTEN + 8 * i, ROLE_WARPS)
-        mbarrier_init(base + AT_DQ_GRANTED + 8 * i, 1)
         mbarrier_init(base + AT_CLAIMED + 8 * i, 1)
-    for i in range(4):
-        mbarrier_init(base + AT_DQ_REQUESTED + 8 * i, 1)
     for i in range(KEY_BUFFERS):
         mbarrier_init(base + AT_K_LOADED + 8 * i, 1)
     mbarrier_init(base + AT_ROWS_LOADED, 1)
@@ -138,8 +133,6 @@ def sm90_backward(p):
             producer(p, base)
         elif warp == 1:
             scheduler(p, base)
-        elif warp >= 2 and DETERMINISTIC:
-            dq_semaphore_warp(p, base, warp - 2)
     else:
         setmaxnreg_inc(CONSUMER_REGISTERS)
         consumer(p, base, role - 1)

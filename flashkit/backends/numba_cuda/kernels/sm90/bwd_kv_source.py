@@ -9,7 +9,7 @@ def load_tile(target, tensor, many, rows, token, head, b, barrier, column):
 
 
 @device
-def load_k(p, base, at, number):
+def load_k(base, at, number):
     """A work tile and K of the CTA's keys. Keys that are to be cleared arrive at a barrier of their own first."""
     buffer = stage_of(number, KEY_BUFFERS)
     loaded = base + (AT_K_LOADED if CLEARS_KEYS else AT_K_PIPE) + 8 * buffer
@@ -20,8 +20,8 @@ def load_k(p, base, at, number):
         store_word(slot + 4, at[1])
         store_word(slot + 8, at[2])
         mbarrier_arrive_expect_tx(loaded, BYTES_K)
-        tile, token = base + AT_K + buffer * BYTES_K, i32(kv_token(p, at[0], first_cta_key(at)))
-        load_tile(tile, map_address("map_k"), CHUNKS, CTA_KEYS, token, at[1], entry_of(at[0]), loaded, 0)
+        tile = base + AT_K + buffer * BYTES_K
+        load_tile(tile, map_address("map_k"), CHUNKS, CTA_KEYS, first_cta_key(at), at[1], at[0], loaded, 0)
 
 
 @device
@@ -41,8 +41,8 @@ def load_peer_k(p, base, at, number):
     producer_acquire(base + AT_PEER_K_PIPE, number, 1)
     if elect_one():
         mbarrier_arrive_expect_tx(loaded, BYTES_PEER_K)
-        tile, column, token = base + AT_PEER_K, 64 * DQ_CHUNKS * rank, i32(kv_token(p, at[0], first))
-        load_tile(tile, map_address("map_k"), DQ_CHUNKS, CTA_KEYS, token, at[1], entry_of(at[0]), loaded, column)
+        tile, column = base + AT_PEER_K, 64 * DQ_CHUNKS * rank
+        load_tile(tile, map_address("map_k"), DQ_CHUNKS, CTA_KEYS, first, at[1], at[0], loaded, column)
     if CLEARS_KEYS:
         mbarrier_wait(loaded, u32(number) & 1)
         clear_nonfinite_keys(base + AT_PEER_K, DQ_CHUNKS, i32(i32(seq_info(p, I(at[0])).n_k) - first), u32(0))
@@ -50,9 +50,9 @@ def load_peer_k(p, base, at, number):
 
 
 @device
-def load_v(p, base, at, number):
+def load_v(base, at, number):
     """V of the CTA's keys, by one thread. Nothing is cleared: compute_ds drops what masked keys give."""
-    full, token = base + AT_V_PIPE, i32(kv_token(p, at[0], first_cta_key(at)))
+    full = base + AT_V_PIPE
     producer_acquire(full, number, 1)
     mbarrier_arrive_expect_tx(full, BYTES_V)
-    load_tile(base + AT_V, map_address("map_v"), CHUNKS_V, CTA_KEYS, token, at[1], entry_of(at[0]), full, 0)
+    load_tile(base + AT_V, map_address("map_v"), CHUNKS_V, CTA_KEYS, first_cta_key(at), at[1], at[0], full, 0)

@@ -2,10 +2,9 @@
 #
 # warp group 0   warp 0       producer: Q, dO and V of each query tile (bwd_producer)
 #                warp 1       scheduler: claims work tiles, lists their query tiles, loads K (bwd_scheduler_warp)
-#                warps 2, 3   DETERMINISTIC: dq_semaphore; else idle
 # warp groups 1, 2            consumers: bwd_mainloop, or bwd_mainloop_cluster where CLUSTER_SIZE is 2
 #
-# From the head: BLOCK_Q, BLOCK_K, STAGES (of Q), DOUT_STAGES, KEY_BUFFERS (of K), CLUSTER_SIZE, DETERMINISTIC,
+# From the head: BLOCK_Q, BLOCK_K, STAGES (of Q), DOUT_STAGES, KEY_BUFFERS (of K), CLUSTER_SIZE,
 # CONSUMER_REGISTERS, PRODUCER_REGISTERS, WATCHDOG, NUM_LISTS, LIST_CAPACITY, LIST_BYTES, SHARED_BYTES, and
 # the offsets of shared memory, laid out by BackwardTile.smem (cuda_common/sm90_bwd_launch.py):
 #
@@ -19,7 +18,6 @@
 #     AT_Q_PIPE, AT_DOUT_PIPE, AT_K_PIPE, AT_V_PIPE, AT_PEER_K_PIPE, AT_LIST_PIPE   full and empty barriers
 #     AT_DS_PIPE       consumers to consumers: dS is in shared memory
 #     AT_DSMEM_PIPE    between the CTAs of a cluster: full when the peer's dS is here, empty when the peer has read dS
-#     AT_DQ_WRITTEN, AT_DQ_GRANTED, AT_DQ_REQUESTED, AT_DQ_SLOTS   DETERMINISTIC: see dq_semaphore
 #     AT_K_LOADED, AT_PEER_K_LOADED, AT_ROWS_LOADED   K, or Q and dO, have yet to be cleared of non-finite values
 #     AT_CLAIMED, AT_CLAIMED_INDEX   a work tile that the peer CTA has claimed for both
 #     AT_CLAIM         the next work tile may be claimed
@@ -58,20 +56,14 @@ assert (AT_DOUT, AT_DS, AT_DQ) == (AT_Q + STAGES * BYTES_Q, AT_DOUT + DOUT_STAGE
 # P and dS of a masked pair are 0, but 0 times NaN is NaN. So rows of Q, dO and K that are not finite are cleared in
 # shared memory before they are multiplied. The log-sum-exp of such a row is NaN and such a key has a bit in
 # AT_NONFINITE_KEYS, from which the gradients of visible pairs become NaN (softmax_p_one).
-#
-# Behind the last rows of a packed sequence are those of the next one, which every tile hides.
-CLEARS_ROWS = HAS_MASK or HAS_SCORE or HAS_DROPOUT or IS_PACKED
+CLEARS_ROWS = HAS_MASK or HAS_SCORE or HAS_DROPOUT
 CLEARS_KEYS = HAS_MASK or HAS_SCORE or HAS_DROPOUT or HAS_LENGTHS
 NONFINITE_WORDS = CTA_KEYS // 32
-
-# DETERMINISTIC under a mask: keys descend and queries ascend, so a CTA starts at its diagonal, where it is the first to
-# add.
-FROM_DIAGONAL = DETERMINISTIC and HAS_MASK
 
 # --- scheduling -------------------------------------------------------------------------------------------------------
 
 CLAIM_AHEAD = 20 if MASK_READS_ARRAYS else 4  # query tiles before a work tile's end at which the next one is claimed
-BACKOFF_NS = 100 if DETERMINISTIC else 200 if MASK_READS_ARRAYS else 1000  # the scheduler warp's sleep between polls
+BACKOFF_NS = 200 if MASK_READS_ARRAYS else 1000  # the scheduler warp's sleep between polls
 END = -1  # in the place of a batch entry or tile: there is no more
 
 # A work tile is (batch entry, head of keys, first of its BLOCK_K keys).

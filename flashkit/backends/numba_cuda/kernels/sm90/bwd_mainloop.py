@@ -15,17 +15,17 @@
 #     dQ^T = K^T dS        of tile n - 1, so that no warp group waits for the other's dS
 #     dK += dS Q           (up to 64 columns before dQ) and S of tile n + 1 issued; dQ of tile n - 1 leaves meanwhile
 
-DK_FIRST = CHUNKS == 1 and not FROM_DIAGONAL  # not where the next CTA waits for this one's dQ at once
+DK_FIRST = CHUNKS == 1
 
 BUFFERS = BYTES_DQ_WARP // BYTES_PIECE
 store_dv, store_dk = (
-    make_store_dkv(padded(columns), columns, before, BUFFERS, BYTES_PIECE)
-    for columns, before in ((HEAD_DIM_V, 0), (HEAD_DIM, CHUNKS_V))
+    make_store_dkv(columns, before, BUFFERS, BYTES_PIECE)
+    for columns, before in ((PADDED_DIM_V, 0), (PADDED_DIM, CHUNKS_V))
 )
 
-wgmma_dk = wgmma_registers(STORAGE, PADDED_DIM, along_columns(BLOCK_Q), turned_b=True)
+wgmma_dk = wgmma_registers(STORAGE, PADDED_DIM, along_columns(BLOCK_Q), trans_b=True)
 wgmma_dq = wgmma(
-    STORAGE, DQ_PART_ROWS, along_columns(BLOCK_K), along_rows(BLOCK_K, BLOCK_Q), turned_a=True, fresh=True
+    STORAGE, DQ_PART_ROWS, along_columns(BLOCK_K), along_rows(BLOCK_K, BLOCK_Q), trans_a=True, fresh=True
 )  # fmt: skip
 
 # Where a warp group's part of dQ begins in K and in dS.
@@ -58,7 +58,7 @@ def issue_dk(base, dk_acc, ds, n, first):
 @device
 def store_ds_matrices(i, words, target):
     """16 rows of a warp's keys, transposed."""
-    store_matrices_turned(target + 16 * i * CHUNK_ROW, words[0], words[1], words[2], words[3])
+    stmatrix_x4_trans(target + 16 * i * CHUNK_ROW, words[0], words[1], words[2], words[3])
 
 
 @device
@@ -77,27 +77,19 @@ def stage_dq_four(i, four, target):
 
 @device
 def stage_dq(base, n, dq, lane_offset):
-    """dQ leaves in two steps: to shared memory at once; from there after the next step's proxy fence or, if
-    DETERMINISTIC, by a semaphore warp with a fence of its own.
-    """
+    """dQ leaves in two steps: to shared memory at once; from there after the next step's proxy fence."""
     consumer_release(base + AT_DS_PIPE, n, 2)
-    if DETERMINISTIC:
-        consumer_wait(base + AT_DQ_GRANTED, u32(n - 1), 2)
     bulk_wait_read(0)
     lanes_sync()
     groups(stage_dq_four, 4, dq, base + AT_DQ + lane_offset)
-    if DETERMINISTIC:
-        lanes_sync()
-        mbarrier_arrive_once(full_barrier(base + AT_DQ_WRITTEN, n, 2))
 
 
 @device
 def send_dq(p, base, index, warp):
     """After a proxy fence and lanes_sync()."""
-    if not DETERMINISTIC:
-        offset = BYTES_DQ_WARP * warp
-        add_bulk_once(dq_accum_at(p, index, offset), base + AT_DQ + offset, BYTES_DQ_WARP)
-        bulk_commit()
+    offset = BYTES_DQ_WARP * warp
+    add_bulk_once(dq_accum_at(p, index, offset), base + AT_DQ + offset, BYTES_DQ_WARP)
+    bulk_commit()
 
 
 # --- the main loop ----------------------------------------------------------------------------------------------------
@@ -123,9 +115,6 @@ def mma_step(p, base, k_tile, number, keys_finite, step, state, warp_args):
     dout_tile = base + AT_DOUT + dout_stage * BYTES_DOUT
     tile_desc, index = uniform(load_word(tile_desc_slot(base, n))), load_word(tile_desc_slot(base, n) + DESC_INDEX)
     last = tile_desc & LAST_TILE != 0
-    if DETERMINISTIC:
-        if thread() == 128:
-            request_dq_turn(base, n, index, load_word(work_tile_slot(base, number) + 8) // BLOCK_K)
     early_lse = listed(row_stats_of, EARLY_LSE, lse)
     consumer_wait(base + AT_DOUT_PIPE, n, DOUT_STAGES)
     wgmma_wait(0)  # S, and dK of the step before
@@ -171,26 +160,21 @@ def epilogue(p, base, k_tile, number, n, state, warp_args):
     s, dk_acc, dv_acc = fence_operand(s), fence_operand(dk_acc), fence_operand(dv_acc)
     consumer_wait(base + AT_DS_PIPE, n - 1, 2)
     dq = issue_dq(base, k_tile, wg, n - 1)
-    if not DETERMINISTIC:
-        fence_proxy_async()
-        lanes_sync()
-        if staged >= 0:
-            send_dq(p, base, staged, warp)
+    fence_proxy_async()
+    lanes_sync()
+    if staged >= 0:
+        send_dq(p, base, staged, warp)
     wgmma_wait(0)
     dq = fence_operand(dq)
-    if DETERMINISTIC:
-        stage_dq(base, n - 1, dq, dq_of_lane)
-    else:  # from registers, while the tile before leaves through shared memory
-        consumer_release(base + AT_DS_PIPE, n - 1, 2)
-        groups(add_dq_four, 4, dq, dq_accum_at(p, previous, dq_of_lane))
+    # From registers, while the tile before leaves through shared memory.
+    consumer_release(base + AT_DS_PIPE, n - 1, 2)
+    groups(add_dq_four, 4, dq, dq_accum_at(p, previous, dq_of_lane))
     at = read_work_tile(base, number)
     consumer_release(base + AT_K_PIPE, number, KEY_BUFFERS)
-    if DETERMINISTIC:
-        consumer_wait(base + AT_DQ_GRANTED, u32(n - 1), 2)  # dQ has left shared memory
     lane, buffer = opaque(thread() % 32), base + AT_DQ + BYTES_DQ_WARP * warp
     key = i32(at[2] + 16 * warp)
-    store_dv(p, map_address("map_dv"), p.dv, at, key, lane, buffer, dv_acc, np.float32(1))
-    store_dk(p, map_address("map_dk"), p.dk, at, key, lane, buffer, dk_acc, np.float32(p.softmax_scale))
+    store_dv(map_address("map_dv"), at, key, lane, buffer, dv_acc, np.float32(1))
+    store_dk(map_address("map_dk"), at, key, lane, buffer, dk_acc, np.float32(p.softmax_scale))
     return dk_acc, dv_acc
 
 
@@ -208,8 +192,5 @@ def consumer(p, base, wg):
         warp,
     )  # fmt: skip
     acc = filled(ZERO, DK_REGS), filled(ZERO, DV_REGS)
-    n = consume_work_tiles(p, base, acc, prologue, mma_step, epilogue, (wg, places, scale_log2))
-    if DETERMINISTIC:
-        if thread() == 128:
-            end_dq_requests(base, n)
+    consume_work_tiles(p, base, acc, prologue, mma_step, epilogue, (wg, places, scale_log2))
     bulk_wait()

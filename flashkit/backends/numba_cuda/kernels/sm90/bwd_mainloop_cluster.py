@@ -25,13 +25,13 @@ DQ_CHUNK_REGS = BLOCK_Q // 2  # registers of a lane for 64 columns of dQ
 DQ_REGS = DQ_CHUNKS * DQ_CHUNK_REGS
 DS_CONSUMER_BARRIER, DK_DQ_CONSUMER_BARRIER = 1, 2
 
-store_dv = make_store_dkv(PADDED_DIM_V, HEAD_DIM_V, 0, CHUNKS_V, CTA_KEYS * CHUNK_ROW)
-store_dk = make_store_dkv(PADDED_DIM, HEAD_DIM, 0, DQ_CHUNKS, CTA_KEYS * CHUNK_ROW)
+store_dv = make_store_dkv(PADDED_DIM_V, 0, CHUNKS_V, CTA_KEYS * CHUNK_ROW)
+store_dk = make_store_dkv(PADDED_DIM, 0, DQ_CHUNKS, CTA_KEYS * CHUNK_ROW)
 
-wgmma_dk = wgmma(STORAGE, PADDED_DIM, along_rows(BLOCK_Q, CTA_KEYS), along_columns(BLOCK_Q), turned_b=True)
+wgmma_dk = wgmma(STORAGE, PADDED_DIM, along_rows(BLOCK_Q, CTA_KEYS), along_columns(BLOCK_Q), trans_b=True)
 wgmma_dq, wgmma_dq_zero_init = (
     wgmma(
-        STORAGE, BLOCK_Q, along_columns(CTA_KEYS), along_columns(CTA_KEYS), turned_a=True, turned_b=True, fresh=fresh
+        STORAGE, BLOCK_Q, along_columns(CTA_KEYS), along_columns(CTA_KEYS), trans_a=True, trans_b=True, fresh=fresh
     ) for fresh in (False, True)
 )  # fmt: skip
 
@@ -77,10 +77,6 @@ def ds_step(p, base, k_tile, number, keys_finite, step, state, warp_args):
     dout_tile = base + AT_DOUT + dout_stage * BYTES_DOUT
     tile_desc = uniform(load_word(tile_desc_slot(base, n)))
     last = tile_desc & LAST_TILE != 0
-    if DETERMINISTIC:
-        if thread() == 128:
-            index, k0 = load_word(tile_desc_slot(base, n) + DESC_INDEX), load_word(work_tile_slot(base, number) + 8)
-            request_dq_turn(base, n, index, k0 // BLOCK_K)
     early_lse = listed(row_stats_of, EARLY_LSE, lse)
     consumer_wait(base + AT_DOUT_PIPE, n, DOUT_STAGES)
     wgmma_wait(0)  # S
@@ -114,7 +110,7 @@ def ds_epilogue(p, base, k_tile, number, n, state, warp_args):
     named_barrier_sync(DS_CONSUMER_BARRIER, 128)  # no warp reads V any more: dV leaves through its place
     lane, buffer = opaque(thread() % 32), base + AT_V + BYTES_PIECE * warp
     key = i32(at[2] + CTA_KEYS * rank + 16 * warp)
-    store_dv(p, map_address("map_dv"), p.dv, at, key, lane, buffer, dv_acc, np.float32(1))
+    store_dv(map_address("map_dv"), at, key, lane, buffer, dv_acc, np.float32(1))
     bulk_wait_read(0)
     lanes_sync()
     consumer_release(base + AT_V_PIPE, number, 1)
@@ -130,10 +126,7 @@ def ds_consumer(p, base, rank, warp, lane):
     ds_of_lane = u32(opaque(ds_of_warp + swizzled(lane % 16, lane // 16)))
     peer_ds, peer_full = mapa(u32(ds_of_warp + BYTES_DS), 1 - rank), mapa(u32(base + AT_DSMEM_PIPE), 1 - rank)
     warp_args = 0, rank, warp, stats_of_lane, (ds_of_warp, ds_of_lane, peer_ds, peer_full), scale_log2
-    n = consume_work_tiles(p, base, filled(ZERO, DV_REGS), ds_prologue, ds_step, ds_epilogue, warp_args)
-    if DETERMINISTIC:
-        if thread() == 128:
-            end_dq_requests(base, n)
+    consume_work_tiles(p, base, filled(ZERO, DV_REGS), ds_prologue, ds_step, ds_epilogue, warp_args)
 
 
 # --- the dK/dQ consumer -----------------------------------------------------------------------------------------------
@@ -200,15 +193,10 @@ def dk_dq_step(p, base, k_tile, number, keys_finite, step, state, warp_args):
     if warp == 0:
         arrive_and_expect_once(base + AT_DSMEM_PIPE, BYTES_DS)  # of the next query tile
     dsmem_arrive(peer_empty)
-    if DETERMINISTIC:
-        consumer_wait(base + AT_DQ_GRANTED, n, 2)
     if last:
         consumer_release(base + AT_K_PIPE, number, KEY_BUFFERS)
     chunk = DQ_CHUNKS * rank
     groups(add_dq_chunk, DQ_CHUNK_REGS, dq_acc, (dq_accum_at(p, index, chunk * BYTES_DQ_PART + dq_of_lane), chunk))
-    if DETERMINISTIC:
-        lanes_sync()
-        mbarrier_arrive_once(full_barrier(base + AT_DQ_WRITTEN, n, 2))
     return (dk_acc, at), last
 
 
@@ -221,7 +209,7 @@ def dk_dq_epilogue(p, base, k_tile, number, n, state, warp_args):
     named_barrier_sync(DK_DQ_CONSUMER_BARRIER, 128)
     lane, buffer = opaque(thread() % 32), base + AT_PEER_K + BYTES_PIECE * warp
     key = i32(at[2] + CTA_KEYS * rank + 16 * warp)
-    store_dk(p, map_address("map_dk"), p.dk, at, key, lane, buffer, dk_acc, np.float32(p.softmax_scale))
+    store_dk(map_address("map_dk"), at, key, lane, buffer, dk_acc, np.float32(p.softmax_scale))
     bulk_wait_read(0)
     lanes_sync()
     consumer_release(base + AT_PEER_K_PIPE, number, 1)

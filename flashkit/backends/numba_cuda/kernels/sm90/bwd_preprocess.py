@@ -12,16 +12,12 @@ def query_tile_of_cta(p):
     """Batch entry, head and number of the query tile."""
     tiles, heads = u32(tiles_of_queries(p)), u32(p.heads)
     row = u32(block() // tiles)
-    if IS_PACKED:
-        at = q_tile(p, 0, block() - row * tiles, BLOCK_Q)
-        return i32(at.b), i32(row), i32(at.tile)
     return i32(row // heads), i32(row % heads), i32(block() - row * tiles)
 
 
 @device
 def dq_accum(p, at):
-    tile = q_tile_number(p, at[0], at[2], BLOCK_Q)
-    return p.dq_accum.data + I(entry_of(at[0]) * i32(p.heads) + at[1]) * p.dq_accum.head * 4 + tile * BYTES_DQ
+    return p.dq_accum.data + I(at[0] * i32(p.heads) + at[1]) * p.dq_accum.head * 4 + I(at[2]) * BYTES_DQ
 
 
 @device
@@ -32,19 +28,12 @@ def dot_of_word(x, y):
 
 
 @device
-def row_exists(seq, row, all_rows):
-    """Whether there is a row, if only of the sequence that follows a packed one."""
-    return seq.row_offset + row < all_rows if IS_PACKED else row < seq.n_q
-
-
-@device
 def lane_dot(i, args):
     """A lane's part of rowsum(dO * O) of its row number i."""
-    out, dout, seq, b, h, row, all_rows = args
+    out, dout, b, h, row, n_q = args
     row, total = row + i * ROWS_AT_ONCE, ZERO
-    if row_exists(seq, row, all_rows):
-        token = seq.row_offset + row
-        x_row, y_row = row_address(out, b, h, token), row_address(dout, b, h, token)
+    if row < n_q:
+        x_row, y_row = row_address(out, b, h, row), row_address(dout, b, h, row)
         for r in range(VECS_OF_LANE):
             vec = thread() % LANES_PER_ROW + LANES_PER_ROW * r
             if ROW_VECS % LANES_PER_ROW == 0 or vec < ROW_VECS:
@@ -60,35 +49,28 @@ RowStats = namedtuple("RowStats", "lse dlse bwd_lse delta")
 @device
 def store_row_stats(i, nonfinite, args):
     """Of a lane's row number i; whether one was non-finite. bwd_lse is +inf for a row without visible keys, whose P so
-    becomes 0; NaN for a non-finite row; and great for rows past the end, or +inf if they are the next sequence's and
-    may be non-finite. A finite log-sum-exp says nothing of Q where it may be a sink's alone. first: the statistics' row
-    of the sequence's first.
+    becomes 0; NaN for a non-finite row; and great for rows past the end.
     """
-    tensors, totals, seq, b, h, row, all_rows, first = args
+    tensors, totals, b, h, row, n_q = args
     row, total, lse_log2 = row + i * ROWS_AT_ONCE, totals[i], F(1e30)
     step = LANES_PER_ROW // 2
     while step > 0:
         total += across(total, step)
         step //= 2
     if thread() % LANES_PER_ROW == 0:
-        if row_exists(seq, row, all_rows):
-            token = seq.row_offset + row
-            lse = load(F, number_address(tensors.lse, b, h, token), 0)
+        if row < n_q:
+            lse = load(F, number_address(tensors.lse, b, h, row), 0)
             if tensors.dlse.data != 0:
-                total -= load(F, number_address(tensors.dlse, b, h, token), 0)
-            if IS_PACKED and row >= seq.n_q:
-                if HAS_SINKS or not is_finite(lse) or not is_finite(total):
-                    lse_log2 = INFINITE
-                total = ZERO
-            elif lse == HIDDEN:
+                total -= load(F, number_address(tensors.dlse, b, h, row), 0)
+            if lse == HIDDEN:
                 lse_log2, total = INFINITE, ZERO
             elif is_finite(lse) and is_finite(total):
                 lse_log2 = lse * LOG2E
             else:
                 lse_log2 = NAN
             nonfinite = nonfinite or not is_finite(lse_log2)
-        store(F, number_address(tensors.delta, b, h, first + row), 0, total)
-        store(F, number_address(tensors.bwd_lse, b, h, first + row), 0, lse_log2)
+        store(F, number_address(tensors.delta, b, h, row), 0, total)
+        store(F, number_address(tensors.bwd_lse, b, h, row), 0, lse_log2)
     return nonfinite
 
 
@@ -96,17 +78,42 @@ def store_row_stats(i, nonfinite, args):
 def bwd_preprocess(p):
     at = query_tile_of_cta(p)
     accum, b, h, row = dq_accum(p, at), I(at[0]), I(at[1]), I(at[2] * BLOCK_Q + thread() // LANES_PER_ROW)
-    if DETERMINISTIC or block() < clearing_plan(p)[2]:
+    if block() < clearing_plan(p)[2]:
         for i in range(BYTES_DQ // 4096):  # a constant trip count
             store_vec(accum + 16 * I(thread() + 256 * i), ZEROS)
-    seq = seq_info(p, b)
-    totals = listed(lane_dot, ROWS_OF_LANE, (p.out, p.dout, seq, b, h, row, p.n_q))
+    totals = listed(lane_dot, ROWS_OF_LANE, (p.out, p.dout, b, h, row, p.n_q))
     tensors = RowStats(p.lse, p.dlse, p.bwd_lse, p.delta)
-    args = tensors, totals, seq, b, h, row, p.n_q, stats_row(p, b, I(0))
+    args = tensors, totals, b, h, row, p.n_q
     nonfinite = all_threads_or(repeat(store_row_stats, ROWS_OF_LANE, False, args))
     semaphore = dq_semaphore(p, b, h, at[2])
     if thread() == 0:
         store(np.int32, semaphore + SEMAPHORE_FLAGS, 0, i32(1 if nonfinite else 0))
-    words = i32(CLUSTER_SIZE * added_words_per_cta(p)) if DETERMINISTIC else i32(1)  # or the count of cleared tiles
-    for i in range(i32(thread()), words, i32(256)):
-        store(np.int32, semaphore + SEMAPHORE_ADDED, i, i32(0))
+        store(np.int32, semaphore + SEMAPHORE_CLEARED, 0, i32(0))
+
+
+# --- after the backward kernel ----------------------------------------------------------------------------------------
+#
+# dq_accum, which lies transposed, to dq. A CTA takes a query tile, a thread 8 columns of a row.
+
+
+@device
+def scaled_dq(g, args):
+    address, scale = args
+    return load(F, address, 16 * g) * scale
+
+
+@kernel(256)
+def bwd_postprocess(p):
+    at, scale = query_tile_of_cta(p), F(p.softmax_scale)
+    accum = dq_accum(p, at)
+    for turn in range(BLOCK_Q * CHUNKS // 32):
+        i = u32(thread() + 256 * turn)
+        vec, r, part = i % u32(8), i // u32(8) % u32(BLOCK_Q), i // u32(8 * BLOCK_Q)
+        row, column = at[2] * BLOCK_Q + r, 64 * part + 8 * vec
+        if not DQ_BY_COLUMNS:
+            part, r = r // DQ_PART_ROWS, r % DQ_PART_ROWS
+        if row < seq_info(p, I(at[0])).n_q and column < HEAD_DIM:
+            warp, half = vec // 2, vec % 2
+            address = accum + part * BYTES_DQ_PART + warp * BYTES_DQ_WARP + r // 8 * 512 + r % 8 // 2 * 16
+            x = listed(scaled_dq, 8, (address + 8 * half + r % 2 * 4, scale))
+            store_vec(row_address(p.dq, I(at[0]), I(at[1]), I(row)) + column * ITEMSIZE, join(pack, x))

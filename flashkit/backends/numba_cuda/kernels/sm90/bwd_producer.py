@@ -16,8 +16,7 @@ def load_q_and_dout(p, base, tile_list, number, n, nonfinite_tiles, first, entry
     if elect_one():
         q_loaded, dout_loaded = (base + AT_ROWS_LOADED, base + AT_ROWS_LOADED) if nonfinite else (q_full, dout_full)
         b, tile = load_word(tile_list + LIST_B), i32(entry >> 8)
-        token = i32(q_token(p, b, tile * BLOCK_Q))
-        index = query_tile_index(p, b, h, tile)
+        row0, index = i32(tile * BLOCK_Q), query_tile_index(p, b, h, tile)
         stats = I(index) * BYTES_ROW_STATS
         producer_acquire(base + AT_Q_PIPE, n, STAGES)
         tile_desc = tile_desc_slot(base, n)
@@ -26,14 +25,14 @@ def load_q_and_dout(p, base, tile_list, number, n, nonfinite_tiles, first, entry
         store_word(tile_desc + DESC_INDEX, index)
         more = BYTES_DOUT + BYTES_ROW_STATS if nonfinite else 0
         mbarrier_arrive_expect_tx(q_loaded, BYTES_Q + BYTES_ROW_STATS + more)
-        load_tile(q, map_address("map_q"), CHUNKS, BLOCK_Q, token, h, entry_of(b), q_loaded, 0)
+        load_tile(q, map_address("map_q"), CHUNKS, BLOCK_Q, row0, h, b, q_loaded, 0)
         load_bulk(lse, p.bwd_lse.data + stats, BYTES_ROW_STATS, q_loaded)
         if first:
-            load_v(p, base, (b, i32(u32(h) // u32(GQA_GROUP)), load_word(tile_list + LIST_K0)), number)
+            load_v(base, (b, i32(u32(h) // u32(GQA_GROUP)), load_word(tile_list + LIST_K0)), number)
         producer_acquire(base + AT_DOUT_PIPE, n, DOUT_STAGES)
         if not nonfinite:
             mbarrier_arrive_expect_tx(dout_loaded, BYTES_DOUT + BYTES_ROW_STATS)
-        load_tile(dout, map_address("map_dout"), CHUNKS_V, BLOCK_Q, token, h, entry_of(b), dout_loaded, 0)
+        load_tile(dout, map_address("map_dout"), CHUNKS_V, BLOCK_Q, row0, h, b, dout_loaded, 0)
         load_bulk(base + AT_DELTA + dout_stage * BYTES_ROW_STATS, p.delta.data + stats, BYTES_ROW_STATS, dout_loaded)
     if nonfinite:
         lanes_sync()
@@ -63,18 +62,14 @@ def producer(p, base):
         h, count, i = load_word(tile_list + LIST_HEAD), load_word(tile_list + LIST_COUNT), i32(0)
         claim_at = i32(max(count - CLAIM_AHEAD, 0) if load_word(tile_list + LIST_ENDS) != 0 else -1)
         while i < count:
-            if not DETERMINISTIC:
-                if i == claim_at and elect_one():
-                    mbarrier_arrive(base + AT_CLAIM)
+            if i == claim_at and elect_one():
+                mbarrier_arrive(base + AT_CLAIM)
             if held != 0:
                 nonfinite_tiles = load_q_and_dout(
                     p, base, tile_list, number, n, nonfinite_tiles, first, held, held_head, NO
                 )  # fmt: skip
                 first, n = NO, u32(n + 1)
             held, held_head, i = load_word(tile_list + LIST_HEADER + 4 * i), h, i32(i + 1)
-            if DETERMINISTIC and not FROM_DIAGONAL:
-                tiles = tiles_of_sequence(p, load_word(tile_list + LIST_B))
-                held = i32(query_tile_at(tiles, held >> 8, i32(1)) << 8 | held & 255)
         if claim_at >= 0:
             # Consumers expect a query tile in each work tile: where there is none, one whose pairs are all masked. Its
             # rows may be non-finite.
@@ -84,9 +79,7 @@ def producer(p, base):
                 p, base, tile_list, number, n, nonfinite_tiles, first, held, held_head, YES
             )  # fmt: skip
             first, held, n, number = YES, i32(0), u32(n + 1), u32(number + 1)
-            # DETERMINISTIC: a CTA that claimed early, while it waits for its turn, would keep others waiting for its
-            # next turns.
-            if (DETERMINISTIC or claim_at == count) and elect_one():
+            if claim_at == count and elect_one():
                 mbarrier_arrive(base + AT_CLAIM)
         lanes_sync()
         if elect_one():

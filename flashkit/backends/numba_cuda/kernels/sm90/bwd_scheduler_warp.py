@@ -1,4 +1,4 @@
-# parts: sm90/bwd_tile_scheduler sm90/dq_semaphore sm90/dq_clear sm90/bwd_nonfinite sm90/bwd_kv_source sm90/tile_lists
+# parts: sm90/bwd_tile_scheduler sm90/dq_clear sm90/bwd_nonfinite sm90/bwd_kv_source sm90/tile_lists
 # The scheduler warp of Hopper's backward pass: claims work tiles, lists the query tiles that see them, loads their K.
 # It runs ahead of the producer, as classifying 32 query tiles may take as long as the products of a few.
 
@@ -13,22 +13,19 @@ def state_of_keys(p, b, h, n_k, row0, row1, k0, k1):
 
 
 @device
-def tile_states(p, coord, n_k, tile, many):
-    """Flags and states for the descriptor of query tiles `tile` ... `tile` + many - 1; 0 if all are EMPTY. coord: batch
-    entry, query head, first key. A tile that reaches past the last row of a packed sequence is PARTIAL.
+def look(p, coord, n_k, tiles, tile, many):
+    """For sm90/tile_lists: flags and states for the descriptor of query tiles `tile` ... `tile` + many - 1; 0 if all
+    are EMPTY. coord: batch entry, query head, first key.
     """
     b, h, k0 = coord
     row0 = i32(tile * BLOCK_Q)
-    row1 = i32(min(row0 + many * BLOCK_Q, i32(seq_info(p, I(b)).n_q)))
+    row1 = i32(min(row0 + many * BLOCK_Q, i32(p.n_q)))
     every, states = state_of_keys(p, b, h, n_k, row0, row1, k0, i32(k0 + BLOCK_K)), i32(0)
-    ragged = IS_PACKED and row0 + many * BLOCK_Q > row1
     for g in range(MMA_WARPGROUPS):
         state = every
         if every == PARTIAL and many == 1:
             first = i32(k0 + WARPGROUP_KEYS * g)
             state = state_of_keys(p, b, h, n_k, row0, row1, first, i32(first + WARPGROUP_KEYS))
-        if ragged and state == FULL:
-            state = i32(PARTIAL)
         states = i32(states | state << 2 * g)
     if CLEARS_ROWS:
         if states != 0 and many == 1 and load(np.int32, dq_semaphore(p, b, h, tile) + SEMAPHORE_FLAGS, 0) != 0:
@@ -37,33 +34,8 @@ def tile_states(p, coord, n_k, tile, many):
 
 
 @device
-def query_tile_at(tiles, place, many):
-    """The query tile at a place of the order in which a CTA takes them, or the first of `many`."""
-    return i32(tiles - place - many) if DETERMINISTIC and not FROM_DIAGONAL else i32(place)
-
-
-@device
-def look(p, coord, n_k, tiles, place, many):
-    """States for sm90/tile_lists. Tiles that see nothing of the work tile are marked as added to."""
-    tile = query_tile_at(tiles, place, many)
-    states = tile_states(p, coord, n_k, tile, many)
-    if DETERMINISTIC:
-        if states == 0:
-            b, h, k0 = coord
-            for other in range(tile, tile + many):
-                skip_dq(p, dq_semaphore(p, b, h, other), k0 // BLOCK_K)
-    return states
-
-
-@device
-def tiles_of_sequence(p, b):
-    """Its query tiles."""
-    return ceil_div(seq_info(p, I(b)).n_q if IS_PACKED else max_n_q(p), BLOCK_Q)
-
-
-@device
 def scheduler(p, base):
-    leader, tiles, work_tiles = thread() % 32 == 0, ceil_div(max_n_q(p), BLOCK_Q), num_bwd_work_tiles(p)
+    leader, tiles, work_tiles = thread() % 32 == 0, tiles_of_queries(p), num_bwd_work_tiles(p)
     c, number = u32(0), u32(0)  # lists and work tiles so far
     while True:
         index = next_work_tile(p, base, number)
@@ -71,14 +43,8 @@ def scheduler(p, base):
             break
         at = bwd_work_tile(p, index)
         n_k = i32(seq_info(p, I(at[0])).n_k)
-        if IS_PACKED:
-            tiles = tiles_of_sequence(p, at[0])
-            if at[2] >= n_k:
-                if not DETERMINISTIC:
-                    clear_dq_ahead(p, index)
-                continue
         if KEY_BUFFERS > 1:
-            load_k(p, base, at, number)
+            load_k(base, at, number)
         first, member, place = YES, i32(0), i32(0)
         while member < GQA_GROUP:
             h = i32(at[1] * GQA_GROUP + member)
@@ -91,9 +57,8 @@ def scheduler(p, base):
                 store_word(tile_list + LIST_K0, at[2])
                 store_word(tile_list + LIST_COUNT, count)
                 store_word(tile_list + LIST_ENDS, 1 if ends and member == GQA_GROUP - 1 else 0)
-            if not DETERMINISTIC:
-                if first:
-                    wait_until_cleared(p, at)
+            if first:
+                wait_until_cleared(p, at)
             commit_list(base, c)
             c = u32(c + 1)
             if ends:
@@ -101,13 +66,12 @@ def scheduler(p, base):
             if first:
                 first = NO
                 if KEY_BUFFERS == 1:
-                    load_k(p, base, at, number)
+                    load_k(base, at, number)
                 if CLEARS_KEYS:
                     clear_nonfinite_k(p, base, at, number)
                 if CLUSTER_SIZE > 1:
                     load_peer_k(p, base, at, number)
-        if not DETERMINISTIC:
-            clear_dq_ahead(p, index)
+        clear_dq_ahead(p, index)
         number = u32(number + 1)
     tile_list = acquire_list(base, c)  # END to the producer and the consumers
     if leader:

@@ -57,18 +57,12 @@ def fragment_coord(p, base, n, number, key_group):
 
 
 @device
-def row_is_own(column, coord):
-    """Whether a row is the packed sequence's, and not the next one's."""
-    return not IS_PACKED or coord.first_row + column <= coord.last_row
-
-
-@device
 def mask_score(x, column, key, coord):
     """An element `column` rows after the lane's first one, or -inf if it is masked."""
     row = min(i32(coord.first_row + column), coord.last_row)
     inside = min(key, i32(coord.n_k - 1))  # masks may read what has no element there
     x = modify(x, PARTIAL, coord.b, coord.h, row, row + coord.q_position, inside, coord)
-    return x if key < coord.n_k and row_is_own(column, coord) else HIDDEN
+    return x if key < coord.n_k else HIDDEN
 
 
 @device
@@ -77,7 +71,7 @@ def mask_score_near(x, column, key, coord):
     row = min(i32(coord.first_row + column), coord.last_row)
     inside = min(key, i32(coord.n_k - 1))
     x = modify(x, PARTIAL, coord.b, coord.h, row, i32(row + coord.q_position), inside, coord)
-    return x if key < coord.n_k and row_is_own(column, coord) else HIDDEN
+    return x if key < coord.n_k else HIDDEN
 
 
 @device

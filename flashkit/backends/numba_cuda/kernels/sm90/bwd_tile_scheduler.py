@@ -4,56 +4,40 @@
 
 @device
 def tiles_of_queries(p):
-    """Of a head; of packed sequences, whose tiles follow each other, those of all."""
-    return i32(num_q_tiles(p, BLOCK_Q)) if IS_PACKED else ceil_div(max_n_q(p), BLOCK_Q)
+    """Of a head."""
+    return ceil_div(p.n_q, BLOCK_Q)
 
 
 @device
 def tiles_of_keys(p):
-    return i32(num_k_tiles(p, BLOCK_K)) if IS_PACKED else ceil_div(max_n_k(p), BLOCK_K)
-
-
-@device
-def entry_of(b):
-    """The batch entry of a sequence in tensors and schedules: packed ones have one."""
-    if IS_PACKED:
-        return i32(0)
-    return i32(b)
+    return ceil_div(p.n_k, BLOCK_K)
 
 
 @device
 def query_tile_index(p, b, h, tile):
     """The index of a query tile among all, as they lie in dq_accum."""
-    if IS_PACKED:
-        return i32(h * tiles_of_queries(p) + i32(q_tile_number(p, b, tile, BLOCK_Q)))
-    return i32((b * i32(p.heads) + h) * ceil_div(max_n_q(p), BLOCK_Q) + tile)
+    return i32((b * i32(p.heads) + h) * tiles_of_queries(p) + tile)
 
 
 @device
 def num_bwd_work_tiles(p):
-    return tiles_of_keys(p) * i32(p.heads // GQA_GROUP * num_entries(p))
+    return tiles_of_keys(p) * i32(p.heads // GQA_GROUP * p.batch)
 
 
 @device
 def key_tiles_before_lpt_tail(p):
-    tiles = u32(tiles_of_keys(p))
-    return tiles if DETERMINISTIC else tiles_before_lpt_tail(tiles)
+    return tiles_before_lpt_tail(u32(tiles_of_keys(p)))
 
 
 @device
 def bwd_work_tile(p, index):
     """Under a mask key tiles ascend, of p.heads_per_l2_group heads at a time: under a causal mask the first have most
-    to do. The last quarter of each head's is the LPT tail, which evens out the CTAs' ends. FROM_DIAGONAL: they descend.
+    to do. The last quarter of each head's is the LPT tail, which evens out the CTAs' ends.
     """
-    heads, tiles = u32(u32(p.heads) // u32(GQA_GROUP)), u32(tiles_of_keys(p))
+    heads = u32(u32(p.heads) // u32(GQA_GROUP))
     tile, bh = tile_coord(
-        u32(index), key_tiles_before_lpt_tail(p), u32(heads * num_entries(p)), u32(p.heads_per_l2_group)
+        u32(index), key_tiles_before_lpt_tail(p), u32(heads * p.batch), u32(p.heads_per_l2_group)
     )  # fmt: skip
-    if FROM_DIAGONAL:
-        tile = u32(tiles - u32(1) - tile)
-    if IS_PACKED:  # it may have no keys
-        at = k_tile(p, 0, tile, BLOCK_K)
-        return i32(at.b), i32(bh), i32(at.tile * BLOCK_K)
     return i32(bh // heads), i32(bh % heads), i32(tile * BLOCK_K)
 
 

@@ -30,23 +30,9 @@ def epilogue(p, base, at, number, wg, m, l, output):
 
 
 @device
-def store_rows(p, staged, b, h, row0, count):
-    """The rows of O that exist, from shared memory to global memory, by a warp: TMA would also store those behind the
-    end of a packed sequence, which are the next one's.
-    """
-    vecs = HEAD_DIM_V // VEC_ELEMENTS
-    for i in range(i32(thread() % 32), count * vecs, 32):
-        row, vec = i // vecs, i % vecs
-        x = load_vec(staged + vec // 8 * 64 * CHUNK_ROW + swizzled(row, vec % 8))
-        store_vec(q_row_address(p, p.out, I(b), I(h), I(row0 + row)) + VEC_BYTES * vec, x)
-
-
-@device
 def store_warp(p, base):
-    """It stores each work tile's O and releases the buffer of Q that it lay in. One thread issues TMA; of packed
-    sequences all lanes come, for store_rows().
-    """
-    number, leader = u32(0), not IS_PACKED or thread() % 32 == 0
+    """One thread of it stores each work tile's O by TMA and releases the buffer of Q that it lay in."""
+    number = u32(0)
     while True:
         buffer = stage_of(number, Q_BUFFERS)
         slot, parity = base + AT_WORK_TILES + 12 * buffer, u32(number) // u32(Q_BUFFERS) & 1
@@ -57,24 +43,12 @@ def store_warp(p, base):
         for wg in range(MMA_WARPGROUPS):
             row0, place = load_word(slot + 8) + 64 * wg, buffer * MMA_WARPGROUPS + wg
             mbarrier_wait_backoff(base + AT_OUT_READY + 8 * place, parity, BACKOFF_NS)
-            n_q = i32(seq_info(p, I(b)).n_q)
-            if IS_PACKED and row0 < n_q and row0 + 64 > n_q:
-                store_rows(p, base + place * BYTES_Q, b, h, row0, n_q - row0)
-            elif leader and row0 < n_q * PACK_GQA:
-                token = i32(q_token(p, b, row0 // PACK_GQA))
+            if row0 < i32(p.n_q):
                 for c in range(chunks_v):
                     source = base + place * BYTES_Q + c * 64 * CHUNK_ROW
-                    if PACK_GQA > 1:
-                        tma_store(map_address("map_out"), source, 64 * c, 0, token, h // PACK_GQA, b)
-                    else:
-                        tma_store(map_address("map_out"), source, 64 * c, token, 0, h, 0 if IS_PACKED else b)
-            if IS_PACKED:
-                lanes_sync()  # all lanes have passed the barrier, and read what TMA does not store
+                    tma_store(map_address("map_out"), source, 64 * c, row0, 0, h, b)
             bulk_commit()
         bulk_wait_read(0)
-        if leader:
-            mbarrier_arrive(base + AT_Q_PIPE + 8 * Q_BUFFERS + 8 * buffer)
-        if IS_PACKED:
-            lanes_sync()  # no lane waits for the next work tile before the leader has released this one
+        mbarrier_arrive(base + AT_Q_PIPE + 8 * Q_BUFFERS + 8 * buffer)
         number = u32(number + 1)
     bulk_wait()

@@ -3,8 +3,7 @@
 # softmax and products as in FlashAttention-3, Shah et al. 2024, arXiv 2407.08608). docs/numba_hopper.md walks through
 # it.
 #
-# The grid is persistent: one CTA per SM takes work tiles, BLOCK_Q rows of a head, until none is left. With PACK_GQA > 1
-# a row is one of the PACK_GQA query heads that share a K/V head, at one token.
+# The grid is persistent: one CTA per SM takes work tiles, BLOCK_Q rows of a head, until none is left.
 #
 #     Q, then O   [Q_BUFFERS][MMA_WARPGROUPS][64][..]   shared memory; O leaves through the buffer that its Q came in
 #     K, V        [STAGES][BLOCK_K][..]                 shared memory, two pipelines
@@ -37,12 +36,10 @@ def sm90_forward(p):
         setmaxnreg_dec(PRODUCER_REGISTERS)
         if warp == 2:
             scheduler_warp(p, base)
-        elif IS_PACKED and warp == 1:
-            store_warp(p, base)
         elif elect_one():
             if warp == 0:
                 producer(p, base)
-            elif not IS_PACKED and warp == 1:
+            elif warp == 1:
                 store_warp(p, base)
     else:
         setmaxnreg_inc(CONSUMER_REGISTERS)

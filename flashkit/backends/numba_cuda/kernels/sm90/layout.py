@@ -1,6 +1,6 @@
 # Tile shape, registers and shared memory of Hopper's forward pass.
 #
-# From the head: BLOCK_K, MMA_WARPGROUPS, STAGES, Q_BUFFERS, PACK_GQA, PING_PONG, CONSUMER_REGISTERS,
+# From the head: BLOCK_K, MMA_WARPGROUPS, STAGES, Q_BUFFERS, PING_PONG, CONSUMER_REGISTERS,
 # PRODUCER_REGISTERS, WATCHDOG, SHARED_BYTES, NUM_LISTS, LIST_HEADER, LIST_CAPACITY and the offsets AT_* of
 # the parts of shared memory, which ForwardTile.smem lays out (cuda_common/sm90_launch.py):
 #

@@ -34,7 +34,7 @@ def ping_pong_arrive(wg):
 # --- products ---------------------------------------------------------------------------------------------------------
 
 qk_product = wgmma(STORAGE, BLOCK_K, along_rows(HEAD_DIM, 64), along_rows(HEAD_DIM, BLOCK_K), fresh=True)
-pv_product = wgmma_registers(STORAGE, COLUMNS, along_columns(BLOCK_K), turned_b=True)
+pv_product = wgmma_registers(STORAGE, COLUMNS, along_columns(BLOCK_K), trans_b=True)
 
 
 @device

@@ -4,19 +4,18 @@
 
 
 @device
-def load_v(p, base, n, tile, head, b):
+def load_v(base, n, tile, head, b):
     producer_acquire(base + AT_V_PIPE, n, STAGES)
     stage = stage_of(n, STAGES)
     full = base + AT_V_PIPE + 8 * stage
     mbarrier_arrive_expect_tx(full, BYTES_V)
     for c in range(chunks_v):
         target = base + AT_V + stage * BYTES_V + c * BLOCK_K * CHUNK_ROW
-        token = i32(kv_token(p, b, tile * BLOCK_K))
-        tma_load(target, map_address("map_v"), full, 64 * c, token, 0, head, 0 if IS_PACKED else b)
+        tma_load(target, map_address("map_v"), full, 64 * c, i32(tile * BLOCK_K), 0, head, b)
 
 
 @device
-def load_k(p, base, n, tile_desc, tile, head, b):
+def load_k(base, n, tile_desc, tile, head, b):
     producer_acquire(base + AT_K_PIPE, n, STAGES)
     stage = stage_of(n, STAGES)
     full = base + AT_K_PIPE + 8 * stage
@@ -24,12 +23,11 @@ def load_k(p, base, n, tile_desc, tile, head, b):
     mbarrier_arrive_expect_tx(full, BYTES_K)
     for c in range(chunks_q):
         target = base + AT_K + stage * BYTES_K + c * BLOCK_K * CHUNK_ROW
-        token = i32(kv_token(p, b, tile * BLOCK_K))
-        tma_load(target, map_address("map_k"), full, 64 * c, token, 0, head, 0 if IS_PACKED else b)
+        tma_load(target, map_address("map_k"), full, 64 * c, i32(tile * BLOCK_K), 0, head, b)
 
 
 @device
-def load_q(p, base, number, work):
+def load_q(base, number, work):
     """Write a work tile to its slot, and load its rows."""
     b, h, row0 = work
     producer_acquire(base + AT_Q_PIPE, number, Q_BUFFERS)
@@ -40,13 +38,9 @@ def load_q(p, base, number, work):
     store_word(slot + 8, row0)
     mbarrier_arrive_expect_tx(full, MMA_WARPGROUPS * 64 * CHUNK_ROW * chunks_q)
     for wg in range(MMA_WARPGROUPS):
-        token = i32(q_token(p, b, (row0 + 64 * wg) // PACK_GQA))
         for c in range(chunks_q):
             target = base + (buffer * MMA_WARPGROUPS + wg) * BYTES_Q + c * 64 * CHUNK_ROW
-            if PACK_GQA > 1:
-                tma_load(target, map_address("map_q"), full, 64 * c, 0, token, h // PACK_GQA, b)
-            else:
-                tma_load(target, map_address("map_q"), full, 64 * c, token, 0, h, 0 if IS_PACKED else b)
+            tma_load(target, map_address("map_q"), full, 64 * c, i32(row0 + 64 * wg), 0, h, b)
 
 
 @device
@@ -70,18 +64,18 @@ def producer(p, base):
             if i == claim_at:
                 mbarrier_arrive(base + AT_CLAIM)
             entry = load_word(at + LIST_HEADER + 4 * i)
-            found = i32(last - (entry >> 8))
-            load_k(p, base, n, found << 8 | entry & 63 | first_bits, found, work[1] // GQA_GROUP, work[0])
+            kv_tile = i32(last - (entry >> 8))
+            load_k(base, n, kv_tile << 8 | entry & 63 | first_bits, kv_tile, work[1] // GQA_GROUP, work[0])
             if n > 0:
-                load_v(p, base, n - 1, tile, head, b)
-            tile, head, b, n = found, i32(work[1] // GQA_GROUP), work[0], u32(n + 1)
+                load_v(base, n - 1, tile, head, b)
+            tile, head, b, n = kv_tile, i32(work[1] // GQA_GROUP), work[0], u32(n + 1)
             if first_bits != 0:
-                load_q(p, base, number, work)
+                load_q(base, number, work)
                 first_bits, number = i32(0), u32(number + 1)
         mbarrier_arrive(empty_barrier(base + AT_LIST_PIPE, c, NUM_LISTS))
         c = u32(c + 1)
     if n > 0:
-        load_v(p, base, n - 1, tile, head, b)
+        load_v(base, n - 1, tile, head, b)
     # END for the consumers and the store warp.
     producer_acquire(base + AT_K_PIPE, n, STAGES)
     store_word(tile_desc_slot(base, n), END)

@@ -29,8 +29,7 @@ def modified(p, at, full, s, k0):
         if full:
             return s
         offset = seq_info(p, at[0]).q_position
-        n_q, n_k = max_n_q(p) * PACK_GQA, max_n_k(p)
-        if all_lanes(abs(offset) < MAX_POSITION and n_q < MAX_POSITION and n_k < MAX_POSITION):
+        if all_lanes(abs(offset) < MAX_POSITION and p.n_q < MAX_POSITION and p.n_k < MAX_POSITION):
             rows = alike(row_in_range, listed(row_of_tile, ROWS, (p, at, offset)), 0)
             first, n_k = i32(opaque(k0) + i32(thread() % 4 * 2)), i32(seq_info(p, at[0]).n_k)
             return each_at(mask_in_range, s, rows, (Modification(p.values, p.softmax_scale), at[0], first, n_k))

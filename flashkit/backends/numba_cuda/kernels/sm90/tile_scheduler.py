@@ -2,21 +2,13 @@
 # The tile scheduler of the forward pass: a persistent grid takes work tiles from an atomic counter. A warp of its own
 # claims them and lists the K/V tiles that the mask leaves of each. common/tile_order has their number and order.
 
-NO_OUTPUT = (u32(0),) * 4  # 16 bytes of O
-
 
 @device
 def kv_tile_state(p, work, n_k, row0, row1, tile, count):
     """State of rows row0 ... row1 - 1 and K/V tiles tile ... tile + count - 1. A ragged tile is PARTIAL."""
     b, h, _ = work
     k0, whole = i32(tile * BLOCK_K), i32((tile + count) * BLOCK_K)
-    first, last, k1 = i32(row0 // PACK_GQA), i32((row1 + PACK_GQA - 1) // PACK_GQA), i32(min(whole, n_k))
-    offset = seq_info(p, b).q_position
-    state = i32(tile_state(p, b, h, offset, first, last, k0, k1))
-    if HAS_MASK:
-        for other in range(1, PACK_GQA):
-            if tile_state(p, b, i32(h + other), offset, first, last, k0, k1) != state:
-                state = i32(PARTIAL)
+    state = i32(tile_state(p, b, h, seq_info(p, b).q_position, row0, row1, k0, i32(min(whole, n_k))))
     return i32(PARTIAL) if state == FULL and whole > n_k else state
 
 
@@ -24,7 +16,7 @@ def kv_tile_state(p, work, n_k, row0, row1, tile, count):
 def kv_tile_states(p, work, n_k, tile, count):
     """States of the warp groups' rows in K/V tiles tile ... tile + count - 1, two bits each."""
     row0 = work[2]
-    end = i32(min(row0 + BLOCK_Q, i32(seq_info(p, work[0]).n_q) * PACK_GQA))
+    end = i32(min(row0 + BLOCK_Q, i32(p.n_q)))
     every, states = kv_tile_state(p, work, n_k, row0, end, tile, count), i32(0)
     for wg in range(MMA_WARPGROUPS):
         first = i32(row0 + 64 * wg)
@@ -87,22 +79,6 @@ def write_list(p, to, work, count, first_bits, tiles, ends):
 
 
 @device
-def store_without_keys(p, work):
-    """O and the log-sum-exp of a packed sequence without keys. A modification must not be asked about it: those queries
-    that follow the last sequence are of no batch entry.
-    """
-    b, h, lane, lse = I(work[0]), I(work[1]), i32(thread() % 32), HIDDEN
-    if HAS_SINKS:
-        lse = load(np.float32, p.sinks, h)
-    for row in range(work[2], min(work[2] + BLOCK_Q, i32(seq_info(p, b).n_q))):
-        out = q_row_address(p, p.out, b, h, I(row))
-        for vec in range(lane, HEAD_DIM_V // VEC_ELEMENTS, 32):
-            store_vec(out + VEC_BYTES * vec, NO_OUTPUT)
-        if lane == 0:
-            store(np.float32, number_address(p.lse, b, h, q_token(p, b, I(row))), 0, lse)
-
-
-@device
 def scheduler_warp(p, base):
     """It runs ahead of the producer: classifying tiles is a latency-bound chain, and may take as long as the products
     of a tile.
@@ -113,18 +89,13 @@ def scheduler_warp(p, base):
         work = work_tile(p, index)
         n_k = i32(seq_info(p, work[0]).n_k)
         tiles = i32((n_k + BLOCK_K - 1) // BLOCK_K)
-        skipped = IS_PACKED and (work[2] >= seq_info(p, work[0]).n_q or n_k == 0)
-        late, claimed = not skipped and claims_late(tiles), i32(0)
+        late, claimed = claims_late(tiles), i32(0)
         if not late:
             claimed = claim_work_tile(p)  # it arrives while the tiles are listed
-        if skipped:
-            store_without_keys(p, work)
-            index = work_tile_index(claimed)
-            continue
         next_tile, first = i32(0), True
         while first or next_tile < tiles:
             to = acquire_list(base, c)
-            found, next_tile, seen = fill(p, c, to + LIST_HEADER, work, n_k, next_tile, tiles)
+            entries, next_tile, seen = fill(p, c, to + LIST_HEADER, work, n_k, next_tile, tiles)
             # A warp group without any visible key still gets one tile, as PARTIAL with every pair masked: rows without
             # keys need no code of their own.
             first_bits = FIRST_TILE if first else 0
@@ -133,7 +104,7 @@ def scheduler_warp(p, base):
                     if seen >> 2 * wg & 3 == EMPTY:
                         first_bits |= PARTIAL << 2 * wg
             if leader:
-                write_list(p, to, work, found, first_bits, tiles, next_tile >= tiles)
+                write_list(p, to, work, entries, first_bits, tiles, next_tile >= tiles)
             commit_list(base, c)
             first, c = False, u32(c + 1)
         if late:
