@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 
 from .api import attention as _attention
 from .api import entry_of, vjp_of
-from .call import foreign, torch_plans
+from .call import torch_plans
 from .call.planned import Planned
 from .call.quantized import Quantized
 from .call.torch_bias import bias_gradient

@@ -7,21 +7,21 @@ queries, so a causal mask hides none, and no row needs a position.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import dispatch
-from ..call import arrays
+from ..call import arrays, plans
 from ..call.arguments import prepare
 from ..call.checks import check_out
 from ..call.merge import merge
 from ..call.planned import Planned
+from ..options import OPTIONS
 from .pages import PageTable
 from .pools import Pools
-from .step_plans import MAX_PLANS, MOST_TOKENS, StepPlans
+from .step_plans import MOST_TOKENS, StepPlans
 
 LEAST_BYTES, LEAST_TOKENS = 12 << 20, 1024
 """Where it pays on the CPU: bytes of keys and values of a layer that are not read again, beside which the second call
@@ -33,6 +33,11 @@ QUERIES = 64
 """Rows of a key/value head that are queries of one query head; fewer are query heads of one token each, which decoding
 packs.
 """
+
+
+_BY_POSITION = frozenset(name for name, option in OPTIONS.items() if option.by_position and name != "causal")
+"""Options whose effect depends on positions, which rows of the shared pages do not have. A causal mask hides no key of
+a prefix."""
 
 
 class Prefix(NamedTuple):
@@ -77,7 +82,7 @@ class Cascade:
         self._prefixes: list[Prefix] = []
         self._rest: Rest | None = None  # where there are prefixes
         self._rest_plans = StepPlans(pages, kind)
-        self._plans: OrderedDict[Any, Any] = OrderedDict()
+        self._owner = object()  # part of the keys of its plans
         self._found: tuple[PageTable | None, int] = None, 0  # what prefixes are for: pages, and rows of a head
         self._unshared: PageTable | None = None  # a table without shared pages
 
@@ -87,7 +92,9 @@ class Cascade:
         """The result of `Layer.attend`; None if these are not few queries at the end of sequences that share pages, or
         if an option depends on positions.
         """
-        if self._unshared is pages or self._off or options.get("window") is not None or q.ndim != 4:
+        if self._unshared is pages or self._off or q.ndim != 4:
+            return None
+        if any(options[name] is not None for name in _BY_POSITION & options.keys()):
             return None
         tokens_first = options.get("layout") == "bnhd"
         q4 = q.swapaxes(1, 2) if tokens_first else q
@@ -101,8 +108,7 @@ class Cascade:
             return None
         result, lse = planned(q, pools.k, pools.v)
         result4 = result.swapaxes(1, 2) if tokens_first else result
-        of_scores = ("scale", "softcap", "backend", "precision")
-        plain = {name: x for name, x in options.items() if name in of_scores}
+        plain = {name: x for name, x in options.items() if name not in ("causal", "layout", "return_lse")}
         for prefix in self._prefixes:
             at = prefix.sequences
             of_prefix = self._attend_prefix(prefix, q4[at], pools, plain)
@@ -121,16 +127,16 @@ class Cascade:
         count = sequences * each
         decoded = count < QUERIES or pools.kv_format
         rows = rows.reshape((1, heads_kv * count, 1, d) if decoded else (1, heads_kv, count, d))
-        key = arrays.layout(rows), tuple(options.items()), prefix.tokens, prefix.pages.tobytes(), dispatch.state()
-        planned = self._plans.get(key)
+        of_prefix = prefix.tokens, prefix.pages.tobytes()
+        key = self._owner, arrays.layout(rows), tuple(options.items()), of_prefix, dispatch.state()
+        planned: Planned | None = plans.get(key)
         if planned is None:
             table, lengths = prefix.pages[None], np.array([prefix.tokens])
             rest = {name: x for name, x in options.items() if name != "backend"}
             k, v, memory = pools.k, pools.v, pools.memory
             prepared = prepare(rows, k, v, page_table=table, kv_lengths=lengths, memory=memory, **rest)
-            planned = self._plans[key] = Planned(prepared, (rows, k, v), options.get("backend"), True)
-            while len(self._plans) > MAX_PLANS:
-                self._plans.popitem(last=False)
+            planned = Planned(prepared, (rows, k, v), options.get("backend"), True)
+            plans.put(key, planned)
         out, lse = (x.reshape(heads_kv, sequences, each, -1) for x in planned(rows, pools.k, pools.v))
         return out.swapaxes(0, 1).reshape(sequences, heads, n, -1), lse.swapaxes(0, 1).reshape(sequences, heads, n)
 

@@ -1,34 +1,30 @@
 """Planned calls of attention for steps of few tokens: a layer's `attend` costs a look-up, whatever the lengths are.
 
 A plan is for a number of keys, the next power of two; its lengths, offsets and table are arrays that each step fills
-anew, once for all layers. Kernels read them when they run.
+once for all layers. Kernels read them when they run.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from .. import dispatch
-from ..call import arrays
+from ..call import arrays, plans
 from ..call.arguments import Prepared, prepare
 from ..call.planned import Planned
 from ..call.positions import are_read
 from ..errors import UnsupportedError
+from ..options import OPTIONS, Role
 from .pools import Pools
 
 MOST_TOKENS = 16
 """Queries of a sequence; beyond it a call's own work hides its preparation."""
 
-MAX_PLANS = 32
-
-_CONSTANT = frozenset(
-    ("scale", "causal", "window", "softcap", "layout", "deterministic", "precision", "backend", "return_lse")
-)
-"""Options that are numbers, flags and names."""
+CONSTANT = {"backend", "return_lse"}.union(name for name, option in OPTIONS.items() if option.role is Role.CONSTANT)
+"""Options that are numbers, flags and names: a planned step takes no others."""
 
 _PLAIN = (int, float, bool, str, type(None))
 
@@ -50,7 +46,7 @@ class Entry:
     """A plan and the positions of its first queries, as of some pages; None where nothing reads them."""
 
     def __init__(self, planned: Planned, offsets: Any) -> None:
-        self.planned, self.offsets = planned, offsets
+        self.planned, self.offsets, self.last_use = planned, offsets, 0
         self.pages: Pages | None = None
 
 
@@ -59,7 +55,7 @@ class StepPlans:
 
     def __init__(self, pages: Pages, kind: str) -> None:
         self._kind, self._xp = kind, arrays.namespace(kind)
-        self._plans: OrderedDict[Any, Entry] = OrderedDict()
+        self._owner = object()  # part of the keys of plans that read these arrays
         self._lengths = self._xp.zeros(len(pages.lengths), np.int64)
         self._table = self._xp.zeros(pages.table.shape, np.int64)
         self._filled: Pages | None = None  # whose lengths and table these are; None while they are written
@@ -70,7 +66,7 @@ class StepPlans:
         """The plan for q (B, Hq, Nq, D), or by layout, and options of `attention` but `out`; None where there is
         none.
         """
-        if q.ndim != 4 or not _CONSTANT.issuperset(options) or not all(map(_is_plain, options.values())):
+        if q.ndim != 4 or not CONSTANT.issuperset(options) or not all(map(_is_plain, options.values())):
             return None
         queries = q.shape[1 if options.get("layout") == "bnhd" else 2]
         if not 0 < queries <= MOST_TOKENS:
@@ -78,8 +74,9 @@ class StepPlans:
         if self._filled is not pages:
             self._fill(pages)
         values = tuple(options.items())
-        key = arrays.layout(q), values, tuple([type(x) for _, x in values]), self._keys, dispatch.state()
-        found = self._plans.get(key)
+        types = tuple([type(x) for _, x in values])
+        key = self._owner, arrays.layout(q), values, types, self._keys, dispatch.state()
+        found: Entry | None = plans.get(key)
         if found is None:
             try:
                 found = self._made(q, pools, options, queries)
@@ -88,9 +85,7 @@ class StepPlans:
                     raise
                 return None  # only decoding reads 8 bits
             self._fill(pages)
-            self._plans[key] = found
-            while len(self._plans) > MAX_PLANS:
-                self._plans.popitem(last=False)
+            plans.put(key, found)
         if found.offsets is not None and found.pages is not pages:
             found.pages = None
             self._xp.subtract(self._lengths, queries, out=found.offsets)
@@ -116,7 +111,7 @@ class StepPlans:
         if self._table_of is not table:
             self._table_of = None
             if self._table.shape != table.shape:
-                self._plans.clear()  # they read the array of before
+                self._owner = object()  # plans of before read the array of before
                 self._table = xp.zeros(table.shape, np.int64)
             # Page 0 for pages that a window has dropped, and behind a sequence: kernels want a page for every key.
             self._table[...] = xp.asarray(np.maximum(table, 0))

@@ -14,8 +14,8 @@ import numpy as np
 
 from .. import mods
 from ..mods import Mod
-from ..spec import MAX_PAGE_RUN, AttentionSpec, Fp8, Operands, Problem, name_of
 from ..options import DEFAULTS, Options, unknown
+from ..spec import MAX_PAGE_RUN, AttentionSpec, Fp8, Operands, Problem, name_of
 from . import arrays
 from .checks import (
     block_mask_of,

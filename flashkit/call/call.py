@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import options as table
 from ..options import OPTIONS
-from . import arrays, interop
+from . import interop
 from .dequantised import Dequantised
 from .interop import Foreign
 from .quantized import Quantized

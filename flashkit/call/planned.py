@@ -27,6 +27,7 @@ from .sequences import check_pages, table_of
 from .shape import Shape
 from .views import View
 
+
 class Recorded(NamedTuple):
     """What a backward pass needs of its call."""
 
@@ -390,8 +391,9 @@ def _nothing(*tensors: Any) -> None:
 
 
 def _forward(
-    backend: Backend, plan: Any, operands: Operands, shape: Shape, per_call: tuple[str, ...], lengths: tuple[str, ...] = ()
-) -> Bound:
+    backend: Backend, plan: Any, operands: Operands, shape: Shape, per_call: tuple[str, ...],
+    lengths: tuple[str, ...] = (),
+) -> Bound:  # fmt: skip
     """The forward pass of a backend that cannot bind, or not with the arrays and lengths that each call passes."""
     rows = operands.lse.shape
     fixed = {name: array for name, array in operands.arrays.items() if name not in per_call}
