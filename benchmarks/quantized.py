@@ -212,6 +212,7 @@ def device_errors(tokens: int = TOKENS, dims: tuple[int, ...] = (128, 64)) -> No
 def device_times(dim: int, causal: bool, n: int, batch: int, heads: int) -> None:
     """One line: kernels alone, each of them in turns."""
     import cupy
+    from flashkit.call.loans import Dequantised
 
     from flashkit import dispatch
     from flashkit.backends.cuda_common import device, launch
@@ -219,7 +220,6 @@ def device_times(dim: int, causal: bool, n: int, batch: int, heads: int) -> None
     from flashkit.backends.cupy_raw.sm90_fp8 import Sm90Fp8Forward, forward_candidates
     from flashkit.call import fp8
     from flashkit.call.arguments import prepare
-    from flashkit.call.loans import Dequantised
     from flashkit.devices import timing
 
     shape = batch, heads, n, dim

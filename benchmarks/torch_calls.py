@@ -21,11 +21,11 @@ import torch
 
 import flashkit
 from flashkit import torch as ft
-from flashkit.call import interop, torch_plans
+from flashkit.call import interop, torch_autograd, torch_passes, torch_plans
 
 SHAPE = (1, 1, 16, 16)
 ROUNDS, CALLS = 400, 4
-NO_OPTIONS = (None, False, None, None, None, None, 0.0, "bhnd", False, None, None)
+NO_OPTIONS = torch_passes.OPTION_DEFAULTS
 
 Calls = dict[str, Callable[[], Any]]
 
@@ -75,11 +75,11 @@ def parts(device: str, dtype: torch.dtype) -> Calls:
         with interop.TORCH.scope(q):
             pass
 
-    backward = dout, None, out, lse, False, q, k, v, {}, NO_OPTIONS, {}
-    ft._backward(None, *backward)
+    backward = dout, None, out, lse, False, q, k, v, {}, NO_OPTIONS, None
+    torch_passes.backward(None, *backward)
     known_backward = torch_plans.find(torch_plans.name_of(3, NO_OPTIONS), (q, k, v, out, lse, dout))
     return {
-        "whether anything else looks at the call": ft._is_watched,
+        "whether anything else looks at the call": torch_autograd.is_watched,
         "name of the plan": lambda: torch_plans.name_of(True, NO_OPTIONS),
         "look-up of the plan": lambda: torch_plans.find(name, (q, k, v)),
         "device and stream": scope,
@@ -87,8 +87,8 @@ def parts(device: str, dtype: torch.dtype) -> Calls:
         "a new tensor": lambda: q.new_empty(SHAPE),
         "an array made of a tensor": lambda: interop.TORCH.native("q", q),
         "the plan's call, with its results": lambda: planned.run(*lent, None),
-        "forward pass": lambda: ft._call(False, q, k, v, {}, NO_OPTIONS, None),
-        "backward pass": lambda: ft._backward(known_backward, *backward),
+        "forward pass": lambda: torch_autograd.call(False, q, k, v, {}, NO_OPTIONS, None),
+        "backward pass": lambda: torch_passes.backward(known_backward, *backward),
         "backward pass by autograd": lambda: torch.autograd.grad(recorded, leaves, dout, retain_graph=True),
     }
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import uuid
 from collections.abc import Sequence
 from functools import reduce
 from typing import Any, NamedTuple
@@ -19,8 +20,9 @@ from typing import Any, NamedTuple
 import dask.array as da
 import numpy as np
 from dask import delayed
+from dask._task_spec import convert_legacy_graph
 from dask.array.utils import meta_from_array
-from dask.graph_manipulation import clone
+from dask.base import clone_key
 
 from . import api, mods
 from .call import arrays
@@ -141,7 +143,7 @@ def attention(
     found: dict[tuple[int, ...], Any] = {}
     for i, row in enumerate(rows):
         if not hold_kv and i:
-            blocks_k, blocks_v = (x.to_delayed(optimize_graph=False) for x in clone(k, v))
+            blocks_k, blocks_v = (x.to_delayed(optimize_graph=False) for x in _cloned(k, v))
         for place, batch in zip(np.ndindex(*(q.numblocks[axis] for axis in axes.batch)), batches, strict=True):
             inside = entries[np.ix_(*batch)].ravel()
             if any(mod is not None and expr.uses(mod.expr, expr.B) for mod in (score, hidden)):
@@ -305,6 +307,20 @@ def _as_dask(name: str, x: Any) -> Any:
     if any(math.isnan(n) for n in x.shape):
         raise ValueError(f"{name} has chunks of unknown sizes; {name}.compute_chunk_sizes() finds them")
     return x
+
+
+def _cloned(*arrays: Any) -> list[Any]:
+    """The same arrays by tasks of their own. `dask.graph_manipulation.clone` leaves references of tasks to tasks of the
+    same layer as they are, so that the pieces of rechunked chunks would stay in memory, or go with a culled layer.
+    """
+    seed = uuid.uuid4().hex
+    graph = {key: task for x in arrays for key, task in convert_legacy_graph(dict(x.__dask_graph__())).items()}
+    names = {key: clone_key(key, seed) for key in graph}
+    tasks = {
+        names[key]: task.substitute({each: names[each] for each in task.dependencies}, names[key])
+        for key, task in graph.items()
+    }
+    return [da.Array(tasks, clone_key(x.name, seed), x.chunks, meta=meta_from_array(x)) for x in arrays]
 
 
 def _stand_in(name: str, x: Any) -> Any:

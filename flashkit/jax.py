@@ -137,7 +137,10 @@ def attention(
     )  # fmt: skip
     _check(static, (q, k, v), given)
     given = {name: _form(name, x, q.shape, layout) for name, x in given.items()}
-    out, *lse = _attend(static, return_lse, *(_four_axes(x, layout) for x in (q, k, v)), given)
+    tensors = {name: _four_axes(x, layout) for name, x in (("q", q), ("k", k), ("v", v))}
+    # What is equal on all devices of a `jax.shard_map` becomes part of results that are not: its gradient is their sum.
+    cast = _varying_alike(tensors | given, _varying_axes(tensors | given))
+    out, *lse = _attend(static, return_lse, *map(cast.pop, tensors), cast)
     out = out.reshape((*q.shape[:-1], v.shape[-1]))
     rows = q.shape[:-1] if layout == "bhnd" or q.ndim == 2 else (*q.shape[:-3], q.shape[-2], q.shape[-3])
     return (out, lse[0].reshape(rows)) if return_lse else out
@@ -317,7 +320,19 @@ def _call(static: Static, run: Callable[..., None], results: Arrays, arrays: Arr
         with _views(context, {**given, **out}) as named:
             _each(static, axes, named, partial(run, static))
 
-    return buffer_callback(callback, results, vmap_method="expand_dims")(arrays)
+    found: Arrays = buffer_callback(callback, results, vmap_method="expand_dims")(arrays)
+    return _varying_alike(found, _varying_axes(arrays))
+
+
+def _varying_axes(arrays: Arrays) -> frozenset[str]:
+    """The axes of the mesh of `jax.shard_map` along which one of the arrays may differ."""
+    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays.values()))
+
+
+def _varying_alike(arrays: Arrays, axes: frozenset[str]) -> Arrays:
+    """The same arrays, marked as different along these axes of the mesh. Callbacks do not mark their results."""
+    missing = {name: tuple(sorted(axes - _varying_axes({name: x}))) for name, x in arrays.items()}
+    return {name: jax.lax.pcast(x, missing[name], to="varying") if missing[name] else x for name, x in arrays.items()}
 
 
 # --- while the program runs -------------------------------------------------------------------------------------------

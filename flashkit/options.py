@@ -154,6 +154,8 @@ class Options(TypedDict, total=False):
 OPTIONS: Mapping[str, Option] = {name: get_args(hint)[1] for name, hint in Options.__annotations__.items()}
 """The table."""
 
+TYPES = {name: get_args(hint)[0] for name, hint in Options.__annotations__.items()}
+
 DEFAULTS = {name: option.default for name, option in OPTIONS.items()}
 
 _ELSEWHERE = {

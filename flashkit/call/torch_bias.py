@@ -26,23 +26,23 @@ def bias_gradient(
     delta = (dout * out).sum(-1, keepdim=True)
     if dlse is not None:
         delta = delta - dlse.reshape(delta.shape)
-    lengths = torch.full((batch,), n_k, device=q.device) if given["kv_lengths"] is None else given["kv_lengths"]
-    offsets = given["q_offsets"] if given["q_offset"] is None else torch.tensor(given["q_offset"], device=q.device)
-    offsets = (lengths - n_q if offsets is None else offsets).to(q.device).expand(batch)
+    lengths = torch.tensor(n_k) if given["kv_lengths"] is None else given["kv_lengths"]
+    offsets = given["q_offsets"] if given["q_offset"] is None else torch.tensor(given["q_offset"])
+    offsets = lengths - n_q if offsets is None else offsets
+    lengths, offsets = (x.to(q.device).reshape(-1).expand(batch) for x in (lengths, offsets))
     keys = torch.arange(n_k, device=q.device)
     scale = d**-0.5 if given["scale"] is None else given["scale"]
 
-    def entry(name: str, b: int) -> Any:
-        """What broadcasts to (Hq, Nq, Nk) for a batch entry."""
-        x = given[name]
-        x = x.reshape(-1, *x.shape[-3:]) if x.dim() > 3 else x
-        return x[b if x.shape[0] > 1 else 0] if x.dim() > 3 else x
+    def part_of(x: Any, b: int) -> Any:
+        """The view of a bias or mask, which broadcasts, for a batch entry."""
+        axes = x.shape[: max(x.dim() - 3, 0)]
+        place = np.unravel_index(b, shape.batch)[len(shape.batch) - len(axes) :] if axes else ()
+        return x[tuple(int(i) if n > 1 else 0 for i, n in zip(place, axes, strict=True))]
 
     total = torch.zeros((), dtype=wide, device=q.device).expand(bias.shape).clone()
-    parts = total.reshape(-1, *bias.shape[-3:]) if bias.dim() > 3 else total[None]
     for b in range(batch):
         at = torch.arange(n_q, device=q.device)[:, None] + offsets[b]
-        visible = (keys < lengths.to(q.device)[b]).expand(n_q, n_k)
+        visible = (keys < lengths[b]).expand(n_q, n_k)
         if given["causal"]:
             visible = visible & (keys <= at)
         if given["window_left"] is not None:
@@ -50,14 +50,14 @@ def bias_gradient(
         if given["window_right"] is not None:
             visible = visible & (keys <= at + given["window_right"])
         if given["mask"] is not None:
-            visible = visible & entry("mask", b)
+            visible = visible & part_of(given["mask"], b)
         s = scale * (q[b] @ k[b].mT)
         if given["softcap"] is not None:
             s = given["softcap"] * torch.tanh(s / given["softcap"])
         if given["alibi_slopes"] is not None:
-            slopes = given["alibi_slopes"].to(wide).expand(batch, heads)[b]
+            slopes = given["alibi_slopes"].to(wide).reshape(-1, heads).expand(batch, heads)[b]
             s = s - slopes[:, None, None] * (at - keys).abs()
-        s = s + entry("bias", b).to(wide)
+        s = s + part_of(bias, b).to(wide)
         dp = dout[b] @ v[b].mT
         if given["dropout_p"]:
             kept = dropout.keep(
@@ -66,6 +66,6 @@ def bias_gradient(
             )  # fmt: skip
             dp = torch.from_numpy(kept).to(q.device) * dp / (1 - given["dropout_p"])
         ds = torch.where(visible & lse[b].isfinite(), torch.exp(s - lse[b]) * (dp - delta[b]), 0)
-        part = parts[b if len(parts) > 1 else 0]
+        part = part_of(total, b)
         part += ds.sum_to_size(part.shape) if part.dim() == 3 else ds.sum(0).sum_to_size(part.shape)
     return total.to(bias.dtype)

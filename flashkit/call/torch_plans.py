@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .. import dispatch
-from . import plan_cache
+from . import plans
 
 _MAX_LAYOUTS = 8
 """Layouts of calls with the same options."""
@@ -40,8 +40,11 @@ def name_of(call: Any, options: tuple[Any, ...]) -> Any:
 
 def find(name: Any, tensors: tuple[Any, ...]) -> Any:
     """What is known of calls of this name and of such tensors, q, k and v first; None if nothing is."""
-    found = plan_cache.get(name)
+    found = plans.get(name)
     if found is not None:
+        for tensor in tensors:
+            if tensor.is_nested:  # without strides, for which guards end the process
+                return None
         for fits, known in found.known:
             if fits(*tensors):
                 return known if _is_aligned(*tensors[:3]) else None
@@ -56,9 +59,9 @@ def keep(name: Any, tensors: tuple[Any, ...], known: Any) -> None:
         fits = _guard(tensors)
     except (AttributeError, TypeError):  # another version of PyTorch
         return
-    found = plan_cache.get(name) or Layouts()
+    found = plans.get(name) or Layouts()
     found.known = ((fits, known), *found.known[: _MAX_LAYOUTS - 1])
-    plan_cache.put(name, found)
+    plans.put(name, found)
 
 
 def _is_aligned(q: Any, k: Any, v: Any) -> bool:

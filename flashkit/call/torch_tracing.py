@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from .. import mods
 from ..mods import Mod, ModKind, expr
-from ..mods.expr import Expr
-from ..mods.tracing import SYMBOLS, trace_graph, value_kind
+from ..mods.expr import Expr, Kind
+from ..mods.tracing import DTYPES, SYMBOLS, trace_graph
 from . import interop
 
 
@@ -54,12 +54,14 @@ def from_block_mask(block_mask: Any) -> Mod:
 
 
 def trace_torch(function: Callable[..., Any], kind: ModKind) -> Mod:
-    """A Mod of a function of PyTorch's tensors, by calling it with symbols."""
-    tensors: dict[str, Any] = {}
+    """A Mod of a function of PyTorch's tensors, by calling it with symbols. Its values are tensors, so that they can be
+    read at each call.
+    """
+    captured = Captured()
 
     def traced(*symbols: Expr) -> Any:
-        with _Indexing(tensors):
-            return _unwrapped(function(*map(Symbol, symbols)))
+        with _Indexing(captured):
+            return _unwrapped(function(*(Symbol(symbol, captured) for symbol in symbols)), captured)
 
     traced.__name__ = getattr(function, "__name__", repr(function))
     try:
@@ -67,7 +69,46 @@ def trace_torch(function: Callable[..., Any], kind: ModKind) -> Mod:
     except (TypeError, AttributeError, RuntimeError, NotImplementedError) as error:
         names = ", ".join(str(symbol.value) for symbol in SYMBOLS[kind])
         raise TypeError(f"{kind}_mod {traced.__name__}({names}) cannot be traced: {error}") from error
-    return Mod(kind, graph, {}, {name: interop.native(name, tensor) for name, tensor in tensors.items()})
+    return Mod(kind, graph, captured.params, captured.arrays)
+
+
+class Captured:
+    """The tensors that a function uses, by their names in its graph."""
+
+    def __init__(self) -> None:
+        self.params: dict[str, Any] = {}
+        self.arrays: dict[str, Any] = {}
+        self._flat: list[tuple[Any, Any]] = []  # scalars on a device, and as arrays of one element
+
+    def array(self, tensor: Any) -> expr.Array:
+        """A tensor that is indexed by positions."""
+        name = _named(tensor, self.arrays, "t")
+        return expr.Array(name, tensor.dim(), _kind("an indexed tensor", tensor))
+
+    def scalar(self, tensor: Any) -> Expr:
+        """A tensor of one element, read at each call: as a number on the host, in place on a device."""
+        if tensor.numel() != 1:
+            raise TypeError(f"a tensor of shape {tuple(tensor.shape)} meets a position; index it by positions")
+        if tensor.is_cuda:
+            flat = next((flat for known, flat in self._flat if known is tensor), None)
+            if flat is None:
+                self._flat.append((tensor, flat := tensor.reshape(1)))
+            return self.array(flat)[0]
+        name, kind = _named(tensor, self.params, "n"), _kind("a tensor", tensor)
+        return expr.param(name, "int") != 0 if kind == "bool" else expr.param(name, kind)
+
+
+def _named(tensor: Any, known: dict[str, Any], letter: str) -> str:
+    name = next((name for name, other in known.items() if other is tensor), f"{letter}{len(known)}_")
+    known[name] = tensor
+    return name
+
+
+def _kind(name: str, tensor: Any) -> Kind:
+    kind = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
+    if kind is None:
+        raise TypeError(f"{name} has dtype {tensor.dtype}; {', '.join(DTYPES)} fit")
+    return kind
 
 
 class Symbol:
@@ -75,8 +116,11 @@ class Symbol:
 
     device = torch.device("cpu")
 
-    def __init__(self, graph: Expr) -> None:
-        self.graph = graph
+    def __init__(self, graph: Expr, captured: Captured) -> None:
+        self.graph, self.captured = graph, captured
+
+    def _of(self, graph: Expr) -> Symbol:
+        return Symbol(graph, self.captured)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -92,12 +136,12 @@ class Symbol:
         if wanted is None or wanted == self.dtype or (wanted.is_floating_point and self.dtype.is_floating_point):
             return self
         if wanted.is_floating_point:
-            return Symbol(expr.to_float(self.graph))
+            return self._of(expr.to_float(self.graph))
         if wanted == torch.bool:
-            return Symbol(self.graph != 0)
+            return self._of(self.graph != 0)
         if self.graph.kind == "float":
             raise TypeError(f"a score cannot be converted to {wanted}")
-        return Symbol(expr.where(self.graph, 1, 0)) if self.graph.kind == "bool" else self
+        return self._of(expr.where(self.graph, 1, 0)) if self.graph.kind == "bool" else self
 
     def float(self) -> Symbol:
         return self.to(torch.float32)
@@ -116,22 +160,22 @@ class Symbol:
             raise TypeError(f"a tensor of shape {tuple(shape)} is made of a position; one element fits")
         kind = dtype or self.dtype
         made: Any = bool(value) if kind == torch.bool else float(value) if kind.is_floating_point else value
-        return Symbol(expr.as_expr(made))
+        return self._of(expr.as_expr(made))
 
     def __bool__(self) -> Any:
         raise TypeError("a branch depends on a position or the score; torch.where fits")
 
 
 def _unary(op: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self: Symbol(op(self.graph))
+    return lambda self: self._of(op(self.graph))
 
 
 def _binary(op: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def forward(self: Symbol, other: Any) -> Any:
-        return Symbol(op(self.graph, _unwrapped(other)))
+        return self._of(op(self.graph, _unwrapped(other, self.captured)))
 
     def reflected(self: Symbol, other: Any) -> Any:
-        return Symbol(op(_unwrapped(other), self.graph))
+        return self._of(op(_unwrapped(other, self.captured), self.graph))
 
     return forward, reflected
 
@@ -148,15 +192,11 @@ for _name in ("neg", "abs", "invert"):
     setattr(Symbol, f"__{_name}__", _unary(getattr(operator, _name)))
 
 
-def _unwrapped(x: Any) -> Any:
+def _unwrapped(x: Any, captured: Captured) -> Any:
     """What expressions compute with: a graph, or a number."""
     if isinstance(x, Symbol):
         return x.graph
-    if isinstance(x, torch.Tensor):
-        if x.numel() != 1:
-            raise TypeError(f"a tensor of shape {tuple(x.shape)} meets a position; index it by positions")
-        return x.item()
-    return x
+    return captured.scalar(x) if isinstance(x, torch.Tensor) else x
 
 
 def _where(condition: Any, a: Any, b: Any) -> Any:
@@ -191,15 +231,17 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
     known = _FUNCTIONS.get(func)
     if known is None:
         raise TypeError(f"{getattr(func, '__name__', func)} of a position or the score has no counterpart in flashkit")
-    return Symbol(known(*map(_unwrapped, args), **{name: _unwrapped(x) for name, x in kwargs.items()}))
+    captured = next(x.captured for x in (*args, *kwargs.values()) if isinstance(x, Symbol))
+    named = {name: _unwrapped(x, captured) for name, x in kwargs.items()}
+    return Symbol(known(*(_unwrapped(x, captured) for x in args), **named), captured)
 
 
 class _Indexing(TorchFunctionMode):
     """While it is on, tensors that are indexed by symbols become arrays of the modification."""
 
-    def __init__(self, tensors: dict[str, Any]) -> None:
+    def __init__(self, captured: Captured) -> None:
         super().__init__()
-        self.tensors = tensors
+        self.captured = captured
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__:
@@ -218,7 +260,4 @@ class _Indexing(TorchFunctionMode):
         tensor = tensor[at]
         if tensor.dim() != len(symbols):
             raise TypeError(f"a tensor with {tensor.dim()} axes is indexed by {len(symbols)} positions; as many fit")
-        name = next((name for name, known in self.tensors.items() if known is tensor), f"t{len(self.tensors)}_")
-        self.tensors[name] = tensor
-        array = interop.native("an indexed tensor", tensor)
-        return Symbol(expr.Array(name, array.ndim, value_kind(name, array))[tuple(symbols)])
+        return Symbol(self.captured.array(tensor)[tuple(symbols)], self.captured)

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 import flashkit  # noqa: E402
 from flashkit import torch as ft  # noqa: E402
 from flashkit.backends.cuda_common.backend import VARIABLE  # noqa: E402
-from flashkit.call import interop, plans, views  # noqa: E402
+from flashkit.call import interop, plans, torch_autograd, torch_passes, views  # noqa: E402
 from flashkit.call.planned import Planned  # noqa: E402
 
 from .device import BASE  # noqa: E402
@@ -99,15 +99,17 @@ def torch_on_the_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setattr(views, "_allocator", lambda: allocate)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STATE.stream, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(ft, "_PLAIN", frozenset({Tensor, torch.Tensor}))
+    plain = frozenset({Tensor, torch.Tensor})
+    monkeypatch.setattr(torch_autograd, "PLAIN", plain)
+    monkeypatch.setattr(torch_passes, "PLAIN", plain)
     torch.manual_seed(0)
-    backward = ft._backward
+    backward = torch_autograd.backward
 
     def tagging(*given: Any) -> Any:
         with torch._C._EnableTorchFunction():  # `torch.autograd.grad` disables it, so that results are plain tensors
             return backward(*map(tagged, given))
 
-    monkeypatch.setattr(ft, "_backward", tagging)
+    monkeypatch.setattr(torch_autograd, "backward", tagging)
     yield
     STATE.held.clear()
     STATE.stream = 0

@@ -197,6 +197,28 @@ def test_keys_need_not_be_in_memory_together() -> None:
     np.testing.assert_allclose(found, flashkit.attention(x, values, values), rtol=1e-11)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"window": (10, 0)}, {"mask_mod": mods.document(np.arange(60) // 20)}, {"q_offset": 20}],
+    ids=str,
+)
+def test_rechunked_keys_are_loaded_anew(options: dict[str, Any]) -> None:
+    """By tasks of their own, of which those that the masks hide are no part of the graph."""
+    loads, x = list[int](), RNG.standard_normal((2, 60, 16))
+    keys = loaded(6, loads, [0], [0]).rechunk((1, 15, 16)) + x[:1]  # tasks, pieces of chunks and blockwise layers
+    q, v = da.from_array(x[:1], chunks=(1, 20, 16)), da.from_array(x[1:], chunks=(1, 25, 16))
+    held = attention(q, keys, v, **options)
+    loads.clear()
+    expected = held.compute(scheduler="sync")
+    assert sorted(loads) == list(range(6))
+    loads.clear()
+    found = attention(q, keys, v, hold_kv=False, **options).compute(scheduler="sync")
+    assert len(loads) > 6 and (len(loads) == 18) is (options.keys() <= {"q_offset"}), loads
+    np.testing.assert_array_equal(found, expected)
+    values = keys.compute()
+    np.testing.assert_allclose(found, flashkit.attention(x[:1], values, x[1:], **options), rtol=1e-11)
+
+
 def test_held_keys_are_loaded_once() -> None:
     loads: list[int] = []
     keys = loaded(8, loads, [0], [0])

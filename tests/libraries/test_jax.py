@@ -222,6 +222,34 @@ def test_second_derivatives_are_refused() -> None:
         jax.grad(lambda q: jax.grad(lambda q: attention(q, k, v).sum())(q).sum())(q)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradients_over_a_mesh(check_vma: bool) -> None:
+    """Under `jax.shard_map`; that of what is equal on all devices is the sum of theirs."""
+    mesh = jax.make_mesh((1, 1), ("batch", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    every, of_heads, shared = (jax.sharding.PartitionSpec(*x) for x in (("batch", "heads"), ("heads",), ()))
+    q, k, v = tensors()
+    arrays = (q, k, v[:1], np.abs(normal(4)), normal(1, 20, 28))
+
+    def local(q: Any, k: Any, v: Any, sinks: Any, bias: Any) -> Any:
+        v = jnp.broadcast_to(v, k.shape)
+        out, lse = attention(q, k, v, sinks=sinks, bias=jax.lax.stop_gradient(bias), causal=True, return_lse=True)
+        return jax.lax.psum((out**2).sum() + lse.sum(), ("batch", "heads"))
+
+    specs = every, every, jax.sharding.PartitionSpec(None, "heads"), of_heads, shared
+    spread = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=shared, check_vma=check_vma)
+    whole = jax.shard_map(local, mesh=mesh, in_specs=(shared,) * 5, out_specs=shared, check_vma=check_vma)
+
+    def plain(*arrays: Any) -> Any:
+        q, k, v, sinks, bias = arrays
+        out, lse = attention(q, k, jnp.broadcast_to(v, k.shape), sinks=sinks, bias=bias, causal=True, return_lse=True)
+        return (out**2).sum() + lse.sum()
+
+    expected = jax.grad(plain, (0, 1, 2, 3))(*arrays)
+    for function in (spread, whole, jax.jit(spread)):
+        for got, wanted in zip(jax.grad(function, (0, 1, 2, 3))(*arrays), expected, strict=True):
+            np.testing.assert_allclose(got, wanted, atol=1e-5)
+
+
 def test_rematerialisation_and_scan() -> None:
     q, k, v = tensors((4,), 8, 8, kv=4)
 

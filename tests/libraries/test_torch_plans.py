@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode  # noqa: E402
 
 import flashkit  # noqa: E402
 from flashkit import torch as ft  # noqa: E402
-from flashkit.call import plans, torch_plans  # noqa: E402
+from flashkit.call import plans, torch_autograd, torch_plans  # noqa: E402
 from flashkit.call.planned import Planned  # noqa: E402
 
 
@@ -88,6 +88,22 @@ def test_a_plan_is_of_tensors_like_these(change: str, at: int) -> None:
     assert torch_plans.find(name(), tuple(torch.stack([x, x])[1] for x in given)) == "plan", "memory may begin anywhere"
     given[at] = OTHERS[change](given[at])
     assert torch_plans.find(name(), tuple(given)) is None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_have_no_plan() -> None:
+    """PyTorch's guards end the process where one has no strides."""
+    given = qkv()
+    out, lse = ft.attention(*given, return_lse=True)
+    nested = torch.nested.nested_tensor([x[:, :n] for x, n in zip(given[0], (3, 5), strict=True)])
+    for at in range(5):
+        mixed = [*given, out, lse]
+        torch_plans.keep(name(), tuple(mixed), "plan")
+        mixed[at] = nested
+        assert torch_plans.find(name(), tuple(mixed)) is None
+    for at in range(3):
+        with pytest.raises(NotImplementedError, match="NestedTensorCPU"):
+            ft.attention(*given[:at], nested, *given[at + 1 :])
 
 
 def test_a_plan_is_of_threads_like_this() -> None:
@@ -206,8 +222,8 @@ def test_a_known_plan_hides_no_call(watcher: str, monkeypatch: pytest.MonkeyPatc
     given, calls = qkv(), list[bool]()
     for _ in range(2):
         expected = ft.attention(*given)
-    operator = ft._forward_op
-    monkeypatch.setattr(ft, "_forward_op", lambda *args: calls.append(True) or operator(*args))
+    operator = torch_autograd.forward_op
+    monkeypatch.setattr(torch_autograd, "forward_op", lambda *args: calls.append(True) or operator(*args))
     with watchers()[watcher]() as active:
         assert torch.equal(ft.attention(*given), expected)
     assert calls == ([] if watcher == "nothing" else [True])

@@ -1,0 +1,217 @@
+"""flashkit.torch's calls: by the operators where something looks at them, directly otherwise, and the derivative."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from . import interop, torch_batching
+from .torch_mods import Content, Mods
+from .torch_operators import backward_op, flat, forward_op
+from .torch_passes import PLAIN, Tensors, backward, forward, known_plan, results_of
+
+
+def is_watched() -> bool:
+    """Whether a compiler, transform, mode or profiler looks at the calls of this thread."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or forward_ad._current_level >= 0
+        or torch._C._autograd._profiler_enabled()
+    )
+
+
+def _is_plain(tensors: tuple[Any, ...]) -> bool:
+    """Whether the operators would do nothing but compute, in a thread that is not watched: no subclass, no tracer, no
+    batched gradients; no nested tensor; and the first three tensors are memory. Guards find the same (`torch_plans`).
+    """
+    return (
+        not torch._C._dispatch_tls_is_dispatch_key_included(_BATCHED_GRADIENTS)
+        and not torch.jit.is_tracing()
+        and PLAIN.issuperset(map(type, tensors))
+        and not any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))  # kept beyond their transform
+        and tensors[0].layout is tensors[1].layout is tensors[2].layout is torch.strided
+        and not any(tensor.is_nested for tensor in tensors)
+    )
+
+
+_BATCHED_GRADIENTS = torch._C._parse_dispatch_key("VmapMode")  # torch.autograd.grad(..., is_grads_batched=True)
+
+
+def _refuse_tangents(tensors: tuple[Any, ...]) -> None:
+    """NotImplementedError where forward mode differentiates: operators without a rule for it would drop tangents."""
+    if not torch.compiler.is_compiling() and any(map(interop.is_dual, tensors)):
+        raise NotImplementedError("flashkit has no forward mode AD of attention; torch.autograd and torch.func.vjp fit")
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+def call(
+    with_lse: bool, q: Any, k: Any, v: Any, tensors: Tensors, options: tuple[Any, ...], mods: Mods | Content | None
+) -> tuple[Any, Any]:
+    """out and lse without a gradient; lse is of no use without `with_lse`."""
+    watched = is_watched()
+    known = None if watched else known_plan(with_lse, (q, k, v), tensors, options, mods)
+    if known is not None or (not watched and _is_plain((q, k, v, *tensors.values()))):
+        return forward(known, with_lse, q, k, v, tensors, options, _resolved(mods))
+    if watched:
+        _refuse_tangents((q, k, v, *tensors.values()))
+    found: tuple[Any, Any] = forward_op(with_lse, q, k, v, *flat(tensors, options, *_content(mods)))
+    return found
+
+
+def check_differentiable(bias: bool, slopes: bool, has_mods: bool, mods: bool) -> None:
+    """Refuse gradients that there are none of. bias, slopes, mods: whether these, or their tensors, require grad."""
+    if slopes:
+        raise NotImplementedError("alibi_slopes requires grad; there is a gradient of q, k, v, sinks and bias")
+    if mods:
+        raise NotImplementedError(
+            "a tensor that score_mod or mask_mod uses requires grad, and has no gradient: pass its detach()"
+        )
+    if bias and has_mods:
+        raise NotImplementedError(
+            "bias (or a floating mask) requires grad beside modifications; it has a gradient without them"
+        )
+
+
+def recorded_call(
+    q: Any, k: Any, v: Any, tensors: Tensors, options: tuple[Any, ...], mods: Mods | None
+) -> tuple[Any, Any]:
+    """out and lse with a gradient."""
+    found: tuple[Any, Any]
+    if not is_watched():
+        captured = () if mods is None else mods.captured  # so that autograd notices when they change before backward
+        found = _record(tuple(tensors), options, mods, q, k, v, *tensors.values(), *captured)
+        return found
+    text, values = _content(mods)
+    inputs = [q, k, v, *tensors.values(), *values]
+    if torch.compiler.is_compiling():
+        if torch._C._are_functorch_transforms_active():  # where Dynamo takes no autograd.Function
+            return call(True, q, k, v, tensors, options, mods)
+        # Dynamo refuses a tensor that is passed twice.
+        inputs = [x.view_as(x) if any(x is y for y in inputs[:i]) else x for i, x in enumerate(inputs)]
+    found = Attention.apply(tuple(tensors), options, text, *inputs)
+    return found
+
+
+class Attention(torch.autograd.Function):
+    """Inputs: names of tensors, options, modifications or their text or None, q, k, v, these tensors, and those of the
+    modifications.
+    """
+
+    @staticmethod
+    def forward(
+        names: tuple[str, ...], options: tuple[Any, ...], mods: Mods | str | None, q: Any, k: Any, v: Any, *given: Any
+    ) -> Any:
+        tensors, own = _unpacked(names, mods, given)
+        return call(True, q, k, v, tensors, options, own)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
+        ctx.names, ctx.options, ctx.mods, *arrays = inputs
+        ctx.save_for_backward(*arrays, *output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
+        if dout is None and dlse is None:
+            return (None,) * (1 + len(ctx.saved_tensors))
+        if not torch.is_grad_enabled():
+            return _gradients(ctx, dout, dlse)
+        with torch.no_grad():
+            found = _gradients(ctx, dout, dlse)
+        if torch.compiler.is_compiling():
+            return found
+        # create_graph=True
+        known = [n for n, gradient in enumerate(found) if gradient is not None]
+        marked = _NoSecondDerivative.apply(len(known), *(found[n] for n in known), dout, dlse, *ctx.saved_tensors)
+        return tuple(marked[known.index(n)] if n in known else None for n in range(len(found)))
+
+    @staticmethod
+    def vmap(
+        info: Any, axes: tuple[Any, ...], names: tuple[str, ...], options: tuple[Any, ...], text: str | None,
+        *inputs: Any,
+    ) -> Any:  # fmt: skip
+        values = torch_batching.value_names(inputs[3 + len(names) :])
+        keys = ("q", "k", "v", *names, *values)
+        given = dict(zip(keys, zip(inputs, axes[3:]), strict=True))
+
+        def entry(x: dict[str, Any]) -> tuple[Any, ...]:
+            return Attention.apply(names, options, text, *(x[key] for key in keys))
+
+        found = torch_batching.results(entry, info.batch_size, given, options, ("out", "lse"), text is not None)
+        return found, (0, 0)
+
+
+_record = super(torch.autograd.Function, Attention).apply
+"""Attention.apply where no transform is active, without what that looks up for transforms in each call."""
+
+
+def _content(mods: Mods | Content | None) -> tuple[str | None, tuple[Any, ...]]:
+    return (None, ()) if mods is None else mods if isinstance(mods, tuple) else mods.content
+
+
+def _resolved(mods: Mods | Content | None) -> Mods | None:
+    return Mods.of_content(*mods) if isinstance(mods, tuple) else mods
+
+
+def _unpacked(
+    names: tuple[str, ...], mods: Mods | str | None, given: tuple[Any, ...]
+) -> tuple[Tensors, Mods | Content | None]:
+    """Tensors by name, and the modifications."""
+    if isinstance(mods, str):
+        return dict(zip(names, given)), (mods, given[len(names) :])
+    return dict(zip(names, given)), mods
+
+
+def _gradients(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
+    q, k, v, *rest, out, lse = ctx.saved_tensors
+    given = tuple(rest)
+    names, options, mods = ctx.names, ctx.options, ctx.mods
+    tensors, mods = _unpacked(names, mods, given)
+    of_bias = False
+    if given:
+        needed = ctx.needs_input_grad[6:]
+        of_bias = "bias" in tensors and needed[names.index("bias")]
+        of_slopes = "alibi_slopes" in tensors and needed[names.index("alibi_slopes")]
+        check_differentiable(of_bias, of_slopes, mods is not None, any(needed[len(names) :]))  # now wrappers know
+    dout = torch.zeros_like(out) if dout is None else dout
+    arguments, all_tensors = (dout, dlse, out, lse, of_bias, q, k, v), (q, k, v, *results_of(dout, dlse, out, lse))
+    watched = is_watched()
+    known = None if watched else known_plan(len(all_tensors) - 3, all_tensors, tensors, options, mods)
+    if watched:
+        _refuse_tangents(all_tensors)
+    if known is not None or (not watched and _is_plain((*all_tensors, *given))):
+        found = backward(known, *arguments, tensors, options, _resolved(mods))
+    else:
+        found = backward_op(*arguments, *flat(tensors, options, *_content(mods)))
+    dq, dk, dv, dsinks, dbias = found
+    if not given:
+        return None, None, None, dq, dk, dv
+    gradients = {"bias": dbias if of_bias else None, "sinks": dsinks}
+    return None, None, None, dq, dk, dv, *map(gradients.get, names), *[None] * (len(given) - len(names))
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """The first inputs, gradients, as they are. They depend on all other inputs, and to differentiate them again is an
+    error: a derivative that is missing would pass for one that is zero.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(count: int, *inputs: Any) -> tuple[Any, ...]:
+        return tuple(gradient.view_as(gradient) for gradient in inputs[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is needed."""
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError("flashkit has no second derivatives of attention")

@@ -1,0 +1,164 @@
+"""The forward and the backward pass of flashkit.torch on tensors, by a plan that a call like this has left if there is
+one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..options import DEFAULTS, OPTIONS, TYPES, Layout, Precision
+from . import interop, torch_plans
+from .call import ONLY_TENSORS, Call
+from .planned import Planned
+from .plans import plan_of
+from .torch_bias import bias_gradient
+from .torch_mods import Mods
+from .views import View
+from .vjp import WRT, Vjp
+
+ARRAYS = tuple(name for name, option in OPTIONS.items() if option.is_array)
+_NAMES = {"q_offset": ("q_offsets",), "cu_seqlens": ("cu_seqlens_q", "cu_seqlens_k")}
+"""What operators call the tensors of an option, where that is not its own name."""
+
+TENSORS = (*(each for name in ARRAYS for each in _NAMES.get(name, (name,))), "seed")
+"""Arguments of operators that are tensors, beside q, k and v."""
+
+_SCALARS: dict[Any, str] = {
+    float | None: "float? {}=None", float: "float {}=0.0", bool: "bool {}=False", Layout: 'str {}="bhnd"',
+    Precision | None: "str? {}=None",
+    tuple[int | None, int | None] | None: "SymInt? {0}_left=None, SymInt? {0}_right=None",
+}  # fmt: skip
+"""The schema of an option of this type."""
+
+SCHEMA = ", ".join((
+    *(f"Tensor? {name}=None" for name in TENSORS),
+    *(_SCALARS[TYPES[name]].format(name) for name in OPTIONS if TYPES[name] in _SCALARS),
+    "SymInt? q_offset=None", "str? backend=None",
+))  # fmt: skip
+OPTION_NAMES = tuple(part.split()[1].partition("=")[0] for part in SCHEMA.split(", ")[len(TENSORS) :])
+"""The other arguments of operators, in their order."""
+
+OPTION_DEFAULTS = tuple(
+    {"window_left": None, "window_right": None, "backend": None}.get(name, DEFAULTS.get(name)) for name in OPTION_NAMES
+)
+LAYOUT = OPTION_NAMES.index("layout")
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Classes of tensors that are no more than their memory."""
+
+Tensors = dict[str, Any]
+"""The tensors among the arguments of a call beside q, k and v, by the names of TENSORS."""
+
+
+def _keywords(tensors: Tensors, options: tuple[Any, ...], mods: Mods | None) -> dict[str, Any]:
+    """The arguments of a call as those of flashkit.attention, without those at their defaults."""
+    given = zip(OPTION_NAMES, options, OPTION_DEFAULTS, strict=True)
+    made: dict[str, Any] = {name: value for name, value, default in given if value is not default and value != default}
+    left, right = made.pop("window_left", None), made.pop("window_right", None)
+    if left is not None or right is not None:
+        made["window"] = left, right
+    for name, tensor in tensors.items():
+        if name == "seed":
+            made["seed"] = int(tensor)
+        elif name == "q_offsets":
+            made["q_offset"] = tensor
+        elif name == "cu_seqlens_q":
+            made["cu_seqlens"] = tensor
+        elif name == "cu_seqlens_k":
+            made["cu_seqlens"] = made["cu_seqlens"], tensor
+        else:
+            made[name] = tensor
+    return made if mods is None else made | mods.options()
+
+
+def bhnd_in_bnhd_memory(q: Any, layout: str) -> bool:
+    """Whether q is a transposed view of (B, N, H, D), as models make it: the result becomes one, too."""
+    return layout == "bhnd" and q.dim() == 4 and q.stride(1) < q.stride(2) and q.shape[2] != 1
+
+
+def known_plan(call: Any, given: tuple[Any, ...], tensors: Tensors, options: tuple[Any, ...], mods: Any) -> Any:
+    """The plan of such a call, and whether its result is turned; None if there is no such plan yet."""
+    return None if tensors or mods else torch_plans.find(torch_plans.name_of(call, options), given)
+
+
+def forward(
+    known: Any, with_lse: bool, q: Any, k: Any, v: Any, tensors: Tensors, options: tuple[Any, ...],
+    mods: Mods | None,
+) -> tuple[Any, Any]:  # fmt: skip
+    """out, and lse or None. known: of `known_plan` for `with_lse` and q, k and v."""
+    if known is not None:
+        planned, turned = known
+        with interop.TORCH.scope(q):
+            memory = View if q.is_cuda else interop.TORCH.memory
+            # A plan reads addresses, whatever the order of the axes.
+            found = planned.run_on(memory(q), memory(k), memory(v), None)
+            result = [interop.TORCH.own(x, q) for x in (found if with_lse else (found,))]
+    else:
+        given = q, k, v
+        turned = bhnd_in_bnhd_memory(q, options[LAYOUT]) and "page_table" not in tensors
+        if turned:
+            given = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        keywords = _keywords(tensors, options, mods) | ({"layout": "bnhd"} if turned else {})
+        backend = keywords.pop("backend", None)
+        with Call("attention", *given, keywords) as call:
+            planned = plan_of(call, backend, with_lse)
+            found = call.to_caller(planned.run(call))
+            result = [*found] if with_lse else [found]
+            if not tensors and not mods and _serves_others(planned, call):
+                torch_plans.keep(torch_plans.name_of(with_lse, options), (q, k, v), (planned, turned))
+    out, lse = result if with_lse else (*result, None)
+    return out.transpose(1, 2) if turned else out, lse
+
+
+def _serves_others(planned: Any, call: Call) -> bool:
+    """Whether the plan serves any call of these layouts: it reads addresses, and of q, k and v alone."""
+    return isinstance(planned, Planned) and planned.reads_addresses and call.per_call is ONLY_TENSORS
+
+
+def results_of(dout: Any, dlse: Any, out: Any, lse: Any) -> tuple[Any, ...]:
+    """The tensors that a backward pass reads beside the inputs of the call."""
+    return (out, lse, dout) if dlse is None else (out, lse, dout, dlse)
+
+
+def backward(
+    known: Any, dout: Any, dlse: Any, out: Any, lse: Any, of_bias: bool, q: Any, k: Any, v: Any, tensors: Tensors,
+    options: tuple[Any, ...], mods: Mods | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """dq, dk and dv, contiguous as (B, H, N, D), dsinks or None, dbias or None.
+
+    known: of `known_plan` for the number of `results_of`, and q, k, v and these.
+    """
+    wrt = WRT if "sinks" in tensors else WRT[:3]
+    if known is not None:
+        planned, memory = known[0], interop.TORCH.memory
+        with interop.TORCH.scope(q):
+            recorded = planned.recorded_on(memory(q), memory(k), memory(v), memory(out), memory(lse))
+            vjp: Any = Vjp(recorded)
+            found = _gradients(vjp, q, memory(dout), None if dlse is None else memory(dlse), wrt)
+    else:
+        keywords = _keywords(tensors, options, mods)
+        backend = keywords.pop("backend", None)
+        with Call("attention", q, k, v, keywords) as call:
+            planned = plan_of(call, backend, True, recorded=True)
+            adapter: Any = call.foreign
+            take = adapter.views if type(call.q) is View else adapter.to_native
+            native = take(out=out, lse=lse, dout=dout, dlse=dlse)
+            recorded = planned.recorded(call, native["out"], native["lse"], kept=True)
+            vjp = Vjp(recorded, call.options.get("sinks"))
+            found = _gradients(vjp, q, native["dout"], native["dlse"], wrt)
+            if not tensors and not mods and _serves_others(planned, call):
+                results = results_of(dout, dlse, out, lse)
+                torch_plans.keep(torch_plans.name_of(len(results), options), (q, k, v, *results), (planned, False))
+    dq, dk, dv, *dsinks = found
+    dbias = None
+    if of_bias:
+        given = dict.fromkeys(TENSORS) | tensors | dict(zip(OPTION_NAMES, options, strict=True))
+        dbias = bias_gradient(vjp.shape, dout, dlse, out, lse, q, k, v, given)
+    return dq, dk, dv, dsinks[0] if dsinks else None, dbias
+
+
+def _gradients(vjp: Any, q: Any, dout: Any, dlse: Any, wrt: tuple[str, ...]) -> list[Any]:
+    """The gradients of native arrays or Views as tensors."""
+    empty = dout.empty if type(dout) is View else None
+    return [interop.TORCH.own(x, q) for x in vjp.gradients(dout, dlse, wrt, empty)]

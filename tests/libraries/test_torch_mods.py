@@ -1,0 +1,231 @@
+"""Modifications of flashkit.torch are text and tensors: copies, pickles and compiled functions keep what they compute,
+and values stay live.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+import flashkit  # noqa: E402
+from flashkit import torch as ft  # noqa: E402
+from flashkit.backends.cpu import specialise  # noqa: E402
+from flashkit.call import torch_mods  # noqa: E402
+
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 1.0])
+
+
+def qkv(requires_grad: bool = False) -> list[Any]:
+    return [torch.randn(2, 4, 8, 16, requires_grad=requires_grad) for _ in range(3)]
+
+
+def compiled(mods: Any) -> Callable[..., Any]:
+    return torch.compile(lambda *x: ft.attention(*x, mods=mods), fullgraph=True, backend="aot_eager")
+
+
+def documents() -> Any:
+    return flashkit.mods.document(np.array([0, 0, 0, 1, 1, 1, 2, 2]))
+
+
+def kinds() -> dict[str, Callable[[], Any]]:
+    factor = torch.tensor(0.5)
+    return {
+        "slopes": lambda: ft.Mods(score_mod=lambda s, b, h, q, k: s - SLOPES[h] * torch.abs(q - k)),
+        "scalars": lambda: ft.Mods(score_mod=lambda s, b, h, q, k: s * factor + torch.tensor(0.25) * (q - k)),
+        "flag": lambda: ft.Mods(mask_mod=lambda b, h, q, k: torch.tensor(True) & (q >= k)),
+        "values": lambda: ft.Mods(
+            score_mod=flashkit.mods.score(lambda s, b, h, q, k, *, t, c: s * t[h] - c, t=np.ones(4) / 3, c=-0.0),
+            mask_mod=lambda b, h, q, k: q >= k,
+        ),
+        "blocks": lambda: ft.Mods(
+            block_mask=flashkit.BlockMask.from_mod(documents(), 8, 8, 4, 4), mask_mod=lambda b, h, q, k: q >= k
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_copies_compute_the_same(kind: str) -> None:
+    """Also when what they were made of is gone."""
+    mods, given = kinds()[kind](), qkv()
+    expected, text = ft.attention(*given, mods=mods), mods.content[0]
+    plain = ft.attention(*given)
+    assert not torch.equal(expected, plain)
+    copies = copy.copy(mods), copy.deepcopy(mods), pickle.loads(pickle.dumps(mods))
+    del mods
+    gc.collect()
+    for each in copies:
+        assert each.content[0] == text
+        assert torch.equal(ft.attention(*given, mods=each), expected)
+    torch.compiler.reset()
+    assert torch.equal(compiled(copies[-1])(*given), expected)
+
+
+def test_another_process_computes_the_same(tmp_path: Path) -> None:
+    """Where other modifications were made first."""
+    given = qkv()
+    mods = ft.Mods(score_mod=lambda s, b, h, q, k: s - SLOPES[h] * torch.abs(q - k))
+    exported = torch.export.export(Module(mods), tuple(given))
+    torch.export.save(exported, tmp_path / "program.pt2")
+    (tmp_path / "data").write_bytes(pickle.dumps((mods, given, ft.attention(*given, mods=mods))))
+    code = (
+        "import pickle, sys, torch; from flashkit import torch as ft; "
+        "others = [ft.Mods(mask_mod=lambda b, h, q, k: q - k >= n) for n in range(3)]; "
+        "mods, given, expected = pickle.load(open('data', 'rb')); "
+        "assert torch.equal(ft.attention(*given, mods=mods), expected); "
+        "assert torch.equal(torch.export.load('program.pt2').module()(*given), expected)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+class Module(torch.nn.Module):
+    def __init__(self, mods: Any) -> None:
+        super().__init__()
+        self.mods = mods
+
+    def forward(self, q: Any, k: Any, v: Any) -> Any:
+        return ft.attention(q, k, v, mods=self.mods)
+
+
+def test_a_compiled_backward_keeps_its_modifications() -> None:
+    given, mods = qkv(True), kinds()["slopes"]()
+    expected = torch.autograd.grad(ft.attention(*given, mods=mods).sum(), given)
+    torch.compiler.reset()
+    out, own = compiled(mods)(*given), weakref.ref(mods)
+    del mods
+    torch.compiler.reset()
+    gc.collect()
+    assert own() is None
+    for found, wanted in zip(torch.autograd.grad(out.sum(), given), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_nothing_is_kept_beyond_its_use() -> None:
+    given, mods = qkv(True), kinds()["blocks"]()
+    out = ft.attention(*given, mods=mods)
+    blocks, own = weakref.ref(mods.options()["block_mask"]), weakref.ref(mods)
+    del mods
+    gc.collect()
+    assert own() is not None, "for the backward pass"
+    out.sum().backward()
+    del out
+    gc.collect()
+    assert own() is None
+    if blocks() is not None:  # as part of a cached plan
+        flashkit.call.plans.clear()
+        gc.collect()
+        assert blocks() is None
+
+
+def test_values_stay_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors are read at each call, compiled or not, and no value is compiled anew."""
+    given, factor, shift = qkv(), torch.tensor(1.0), torch.zeros(4)
+
+    def scaled(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s * factor + shift[h] * (q - k)
+
+    mods = ft.Mods(score_mod=scaled)
+    torch.compiler.reset()
+    function, results = compiled(mods), []
+    ft.attention(*given, mods=mods)
+    monkeypatch.setattr(specialise, "compiled", lambda *_: pytest.fail("a kernel is compiled"))
+    for value in (1.0, 2.0, 0.3):
+        factor.fill_(value)
+        shift.fill_(value - 1)
+        for found in (function(*given), ft.attention(*given, mods=mods), ft.attention(*given, score_mod=scaled)):
+            expected = ft.attention(*given, scale=value / 4) if value == 1 else None
+            results.append(found)
+            assert expected is None or torch.allclose(found, expected, atol=1e-6)
+        assert torch.equal(results[-1], results[-2]) and torch.equal(results[-1], results[-3])
+    assert not torch.equal(results[0], results[3]) and not torch.equal(results[3], results[6])
+
+
+@pytest.mark.parametrize("way", ["mods", "functions", "compiled"])
+def test_what_changes_before_backward_is_noticed(way: str) -> None:
+    given, factor = qkv(True), torch.tensor(1.0)
+
+    def scaled(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s * factor
+
+    mods = ft.Mods(score_mod=scaled)
+    torch.compiler.reset()
+    out = compiled(mods)(*given) if way == "compiled" else ft.attention(
+        *given, **({"mods": mods} if way == "mods" else {"score_mod": scaled})
+    )  # fmt: skip
+    factor.fill_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def learned() -> dict[str, Callable[[Any], dict[str, Any]]]:
+    return {
+        "a scalar": lambda x: {"score_mod": lambda s, b, h, q, k: s * x},
+        "an element": lambda x: {"score_mod": lambda s, b, h, q, k: s * x[None].expand(4)[h]},
+        "of a mask": lambda x: {"mask_mod": lambda b, h, q, k: q - k < x},
+        "made before": lambda x: {"mods": ft.Mods(score_mod=lambda s, b, h, q, k: s * torch.exp(x))},
+        "a keyword": lambda x: {"score_mod": flashkit.mods.score(lambda s, b, h, q, k, *, x: s * x[0], x=x[None])},
+        "softcap": lambda x: {"softcap": x},
+        "dropout_p": lambda x: {"dropout_p": x * 0.1, "seed": 1},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("way", learned())
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_gradient_that_there_is_none_of_is_refused(way: str, recorded: bool) -> None:
+    parameter = torch.nn.Parameter(torch.tensor(0.5))
+    with pytest.raises((NotImplementedError, TypeError), match="requires grad"):
+        ft.attention(*qkv(recorded), **learned()[way](parameter))
+    with torch.no_grad():
+        found = ft.attention(*qkv(), **learned()[way](parameter.detach()))
+    assert not found.requires_grad
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled", "autocast"])
+def test_a_scale_may_be_learned(way: str) -> None:
+    given, scale = [x.double() for x in qkv()], torch.nn.Parameter(torch.tensor(0.3))
+    q, k, v = (x.bfloat16() if way == "autocast" else x for x in given)
+    function = torch.compile(lambda q, scale: ft.attention(q, k, v, scale=scale), fullgraph=True, backend="aot_eager")
+    for value in (0.3, 0.0, -2.0):
+        scale.data.fill_(value)
+        call = function if way == "compiled" else lambda q, scale: ft.attention(q, k, v, scale=scale)
+        found = call(q, scale)
+        expected = torch.softmax(scale * (given[0] @ given[1].mT), -1) @ given[2]
+        tolerance = 0.05 if way == "autocast" else 1e-6
+        torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
+        (own,), (wanted,) = (torch.autograd.grad(x.square().sum(), scale) for x in (found, expected))
+        torch.testing.assert_close(own, wanted, atol=tolerance, rtol=tolerance)
+    for wrong in (torch.ones(4), torch.tensor(True)):
+        with pytest.raises(TypeError, match="scale: expected a number, or a tensor of one"):
+            ft.attention(q, k, v, scale=wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("{", 0), ("[]", 0), ('{"q":{}}', 0), ('{"mask_mod":{"graph":[],"params":{},"arrays":[]}}', 0),
+        ('{"mask_mod":{"graph":[["symbol",[],"q","int"]],"params":{},"arrays":[]}}', 0), ("slopes", 2), ("blocks", 1),
+    ],
+)  # fmt: skip
+def test_other_content_is_refused(text: str, count: int) -> None:
+    """A block mask is one of the tensors that it was made with."""
+    if text in kinds():
+        text, tensors = kinds()[text]().content
+        torch_mods._block_masks.clear()
+        count -= len(tensors)
+        values = [*(x + 1 for x in tensors), *[torch.zeros(1)] * count]
+    else:
+        values = []
+    with pytest.raises(ValueError, match=r"modifications|block mask"):
+        ft.Mods.of_content(text, values)
