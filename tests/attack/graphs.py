@@ -1,4 +1,4 @@
-"""Random graphs of integers that wrap: whether an index that is taken is within its array, and how tiles are classified.
+"""Random graphs of integers that wrap: whether an index that is taken lies within its array, and the classes of tiles.
 
 The truth is NumPy's int64 at every position of a small call. A graph follows from a seed and a number.
 """
