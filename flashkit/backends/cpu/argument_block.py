@@ -103,8 +103,8 @@ class ArgumentBlock:
         if operands.page_table is not None:
             args[at.PAGE_TABLE], args[at.TABLE_WIDTH] = self.address(operands.page_table), operands.page_table.shape[1]
             args[at.PAGES], args[at.PAGE] = operands.k.shape[0], operands.k.shape[2]
-            page_strides = ((x.strides[0], x.shape[2] * x.strides[2]) for x in (operands.k, operands.v))
-            args[at.PAGES_FOLLOW] = all(page == tokens for page, tokens in page_strides)
+            pools = operands.k, operands.v, operands.k_pe, operands.k_scale, operands.v_scale
+            args[at.PAGES_FOLLOW] = all(x.strides[0] == x.shape[2] * x.strides[2] for x in pools if x is not None)
         # P before dropout is not yet rounded to bf16 pairs, and its exponentials take no scale.
         whole = scores_whole or spec.score is not None or bool(operands.dropout_p)
         self._set_scales(operands.scale, bool(plan.bf16_pairs), whole)
