@@ -594,6 +594,40 @@ def test_scores_beyond_the_range_of_exp(backend: str, dtype: str, sign: int) -> 
         np.testing.assert_allclose(shifted[name], base[name], rtol=50 * scale, atol=50 * scale)
 
 
+@pytest.mark.parametrize("n_q", [3, 20], ids=["decoding", "tiles"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+def test_equal_scores_of_any_size(backend: str, dtype: str, n_q: int) -> None:
+    """The weights are equal: a row's greatest score less itself is 0, whatever base and scale kernels compute in."""
+    q, k, v = qkv(1, 1, n_q, 40, dtype=dtype)
+    host = backend in ("cpu", "reference")
+    mean = np.broadcast_to(v.astype(np.float64).mean(2, keepdims=True), (1, 1, n_q, v.shape[3]))
+    for size in (1e4, 1e7, 1e10, 1e20, float(np.finfo(np.float32).max) if host else 2e38):
+        for sign in (1, -1):
+            small = np.where(np.arange(n_q) % 2, 0, sign * size).astype(np.float32)  # rows take turns
+            ones = np.ones_like(q)[:, :, :1].repeat(n_q, 2), np.ones_like(k)
+            for options in ({"mask": small[:, None]}, {"scale": sign * size / 8}):
+                out, lse = attention(*ones, v, return_lse=True, **{"scale": 0.1, "mask": None} | options)
+                np.testing.assert_allclose(out.astype(np.float64), mean, atol=4 * cases.epsilon(dtype))
+                want = small + 0.8 if "mask" in options else np.full(n_q, sign * size)
+                np.testing.assert_allclose(lse[0, 0], want + np.log(40), rtol=8 * cases.epsilon("float32"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_of_the_backward_pass_within_a_rounding_of_the_lse(dtype: str) -> None:
+    """Equal scores, where dv is the weight times the rows; numerics.md has the bounds."""
+    n_q, n = 24, 40
+    q, k, v = (np.ones((1, 1, rows, 16), cases.numpy_dtype(dtype)) for rows in (n_q, n, n))
+    for size in (1e2, 1e4, 1e6, 1e8, 1e9, 1e20, 1e38):
+        for sign in (1, -1):
+            mask = np.full((n_q, n), sign * size, np.float32)
+            out, vjp = attention_vjp(q, k, v, mask=mask, backend="cpu")
+            weight = vjp(np.ones_like(out))[2].astype(np.float64) / n_q
+            half_ulp = float(np.spacing(np.float32(size + 10))) / 2
+            most, least = min(float(n), np.exp(min(half_ulp, 700))) / n, np.exp(-half_ulp) / n
+            slack = 4 * cases.epsilon(dtype)
+            assert (weight <= most * (1 + slack)).all() and (weight >= least * (1 - slack)).all(), (size, sign)
+
+
 def test_one_score_above_all_others(backend: str) -> None:
     """Where one score is far above the rest, attention is a look-up."""
     q, k, v = qkv(1, 1, 30, 50)
