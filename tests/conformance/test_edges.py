@@ -548,6 +548,19 @@ def test_poison_in_values_behind_a_bias(backend: str) -> None:
     assert np.isnan(attention(q, k, v, bias=bias)[0, 0]).all()
 
 
+@pytest.mark.parametrize("n_q", [3, 20], ids=["decoding", "tiles"])
+def test_minus_infinity_is_added_to_a_key_of_nan(backend: str, n_q: int) -> None:
+    """Which is NaN. A boolean mask selects, so a key that it masks too does not show."""
+    q, k, v = qkv(1, 1, n_q, 30)
+    bias = np.zeros((n_q, 30), np.float32)
+    bias[:, 4] = -np.inf
+    clean = everything(q, k, v, bias=bias)
+    k[0, 0, 4] = v[0, 0, 4] = np.nan
+    for argument in ("bias", "mask"):
+        assert np.isnan(attention(q, k, v, **{argument: bias})).all()
+    same(everything(q, k, v, bias=bias, mask=bias == 0), clean)
+
+
 def test_nan_in_dout(backend: str) -> None:
     q, k, v = qkv(1, 2, N_Q, N_K)
     out, vjp = attention_vjp(q, k, v, causal=True)

@@ -161,7 +161,7 @@ class ArgumentBlock:
                 array = operands.array(slot)
                 stored = modify.stored_dtype(str(slot.dtype))
                 same_size = np.dtype(stored).itemsize == array.itemsize
-                array = array.view(stored) if same_size else array.astype(stored)
+                array = array.view(stored) if same_size else _widened(array, stored)
                 entries += [self.address(array), *array.shape, *array.strides]
         entries += [micro[f"transpose{size}"] for size in modify.TRANSPOSED_SIZES]
         return np.array(entries, np.int64)
@@ -172,6 +172,12 @@ def forward_tensors(operands: Operands) -> tuple[tuple[Any, np.ndarray], ...]:
     return (
         (at.Q, operands.q), (at.K, operands.k), (at.V, operands.v), (at.OUT, operands.out), (at.LSE, operands.lse),
     )  # fmt: skip
+
+
+def _widened(array: np.ndarray, dtype: str) -> np.ndarray:
+    """A copy in a wider dtype; along axes of stride 0 there is still one element."""
+    once = tuple(slice(1) if stride == 0 else slice(None) for stride in array.strides)
+    return np.broadcast_to(array[once].astype(dtype), array.shape)
 
 
 def address_of(array: np.ndarray) -> int:
