@@ -900,6 +900,49 @@ def test_the_same_bits_on_any_number_of_threads(what: str, monkeypatch: pytest.M
         np.testing.assert_array_equal(lse, lse2)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("paged", [False, True], ids=["dense", "pages"])
+def test_deterministic_decoding_depends_on_its_sequence_alone(
+    paged: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither on the number of threads, nor on how many others there are and how long they are."""
+    q, k, v = qkv(5, 4, 2, 5000, 32, 32, group=2, dtype=dtype)
+    lengths = np.array([5000, 700, 3000, 0, 1025])
+    options: dict[str, Any] = {"causal": True, "return_lse": True, "backend": "cpu"}
+
+    def of(entries: slice, threads: str, **more: Any) -> list[np.ndarray]:
+        monkeypatch.setenv("FLASHKIT_NUM_THREADS", threads)
+        kv = (k, v) if paged else (k[entries], v[entries])
+        if paged:
+            kv = tuple(x.reshape(5, 2, 50, 100, 32).transpose(0, 2, 3, 1, 4).reshape(250, 100, 2, 32) for x in kv)
+            more["page_table"] = np.arange(250).reshape(5, 50)[entries]
+        return list(attention(q[entries], *kv, kv_lengths=lengths[entries], **options, **more))
+
+    every = slice(0, 5)
+    expected = of(every, "1", deterministic=True)
+    for threads in ("2", "7"):
+        for got, want in zip(of(every, threads, deterministic=True), expected):
+            np.testing.assert_array_equal(got, want)
+        for b in (0, 1, 2, 4):
+            for got, want in zip(of(slice(b, b + 1), threads, deterministic=True), expected):
+                np.testing.assert_array_equal(got[0], want[b])
+    assert any((of(every, threads)[0] != expected[0]).any() for threads in ("1", "2", "7"))  # which this is about
+
+
+def test_deterministic_gradients_on_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = qkv(1, 2, 300, 1500, 32, 32, group=2)
+    found: dict[bool, list[dict[str, np.ndarray]]] = {True: [], False: []}
+    for threads in ("1", "2", "5"):
+        monkeypatch.setenv("FLASHKIT_NUM_THREADS", threads)
+        for deterministic, results in found.items():
+            results.append(everything(q, k, v, causal=True, deterministic=deterministic, backend="cpu"))
+    first, *others = found[True]
+    for other in others:
+        for name, x in other.items():
+            np.testing.assert_array_equal(x, first[name])
+    assert any((other["dq"] != found[False][0]["dq"]).any() for other in found[False][1:])  # which this is about
+
+
 @pytest.mark.parametrize("seed", [0, 1, 12345, 2**32, 2**63, 2**64 - 1])
 def test_a_seed_drops_the_same_everywhere(seed: int) -> None:
     """With weights and values of 1, out counts the kept weights: exact for any order of adding."""
