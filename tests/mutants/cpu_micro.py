@@ -203,8 +203,8 @@ FAULTS = (
     ),
     Fault(
         "bf16 pairs: large references are not scaled", f"{MICRO}/bf16_pairs.py",
-        "b.fmul(fma(b, score, s_scale, x), log2e)",
-        "b.fmul(b.fadd(score, x), log2e)",
+        "b.fmul(fma(b, score, s_scale, minus_lse), log2e)",
+        "b.fmul(b.fadd(score, minus_lse), log2e)",
     ),
     Fault(
         "bf16 pairs: the scale of delta", f"{MICRO}/bf16_pairs.py",

@@ -42,7 +42,7 @@ Packed targets are padded with zeros to whole squares of 16 words (of `lanes`, o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 from llvmlite import ir
@@ -369,6 +369,12 @@ def _emit_softmax_backward(b: ir.IRBuilder, args: Sequence[ir.Value], element: i
     zero, masked, log2e = (fill(memory.vector, x) for x in (0.0, float("-inf"), LOG2E))
     s_scale_log2 = b.fmul(s_scale, log2e)
 
+    def small_exponent(shift: ir.Value, score: ir.Value) -> ir.Value:
+        return fma(b, score, s_scale_log2, shift)
+
+    def large_exponent(minus_lse: ir.Value, score: ir.Value) -> ir.Value:
+        return b.fmul(fma(b, score, s_scale, minus_lse), log2e)
+
     def element_of(at: ir.Value, exponent: Exponent, minus_delta: ir.Value) -> tuple[ir.Value, ir.Value]:
         """P and dS of a vector."""
         score = memory.load(b.add(s, at))
@@ -402,10 +408,9 @@ def _emit_softmax_backward(b: ir.IRBuilder, args: Sequence[ir.Value], element: i
         shift = [b.fmul(x, log2e) for x in minus_lse]
         with b.if_else(_is_large(b, shift), likely=False) as (large, otherwise):
             with large:
-                exponents = [lambda score, x=x: b.fmul(fma(b, score, s_scale, x), log2e) for x in minus_lse]
-                along_rows(i, exponents, minus_delta)
+                along_rows(i, [partial(large_exponent, x) for x in minus_lse], minus_delta)
             with otherwise:
-                along_rows(i, [lambda score, x=x: fma(b, score, s_scale_log2, x) for x in shift], minus_delta)
+                along_rows(i, [partial(small_exponent, x) for x in shift], minus_delta)
 
     with Loop(b, I64(0), b.sub(count, I64(1)), 2) as (i, _, _):
         pair(i, True)
