@@ -166,17 +166,6 @@ def test_tables_are_those_of_transformers(name: str) -> None:
         np.testing.assert_allclose(sin[:3], np.sin(angles[:3]) * factor, atol=2e-6)
 
 
-def test_dynamic_scaling_goes_by_the_longest_position() -> None:
-    """Of the call, whichever row has it: as many positions as a table has that ends with it."""
-    scaling = {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8}
-    x = numbers(2, 3, 5, 16, dtype="float64")
-    for longest in (7, 8, 40):
-        positions = np.array([[0, 1, 2, 3, 4], [longest, 1, 0, 2, 3]])
-        table = flashkit.rotary_table(longest + 1, 16, scaling=scaling, dtype="float64")
-        found = flashkit.rotary(x, positions=positions, scaling=scaling)
-        np.testing.assert_allclose(found, flashkit.rotary(x, *table, positions=positions), rtol=1e-12, atol=1e-12)
-
-
 def test_ntk_scales_the_base() -> None:
     scaled = flashkit.rotary_table(100, 32, base=10000.0, scaling={"type": "ntk", "factor": 4.0})
     plain = flashkit.rotary_table(100, 32, base=10000.0 * 4 ** (32 / 30))
