@@ -129,6 +129,11 @@ CACHES = [
         "            steps.wrote(state, self.number)\n            steps.copy_pages(copy)", ALONE | {"entry": "cache"},
         ("of a cache",),
     ),
+    Fault(
+        "pages are one run wherever their scales lie", "backends/cpu/argument_block.py",
+        "pools = operands.k, operands.v, operands.k_pe, operands.k_scale, operands.v_scale",
+        "pools = operands.k, operands.v", ALONE | {"entry": "pages"}, CRASH_OR_WRONG,
+    ),
 ]  # fmt: skip
 """Faults of caches, each in a copy of its own."""
 
