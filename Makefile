@@ -1,6 +1,7 @@
 # make demo    environment, install, and the main job: semantic search with a real transformer on NumPy
 # make generate  environment, install, and a language model in NumPy that answers a question
 # make test    environment, install, and all the tests
+# make pythons the README and the tests of modules on each other Python that is supported and installed
 # make fast    the quick tests of attention itself; none of a device, a library, the system or a tool
 # make matrix  conformance of the CPU backend with each vector width, on each threading layer, from four threads at once
 # make mutants MODULE=flashkit/call/shape.py  which small changes of a module no test finds (cosmic-ray; hours)
@@ -22,11 +23,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo generate test fast matrix mutants lint docs wheel clean help
+.PHONY: demo generate test pythons fast matrix mutants lint docs wheel clean help
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n 's/^# //p' Makefile | head -10
+	@sed -n 's/^# //p' Makefile | head -11
 
 demo: $(VENV)/.stamp-demo
 	$(BIN)/flashkit demo $(DEMO_ARGS) "$(QUERY)"
@@ -36,6 +37,10 @@ generate: $(VENV)/.stamp-generate
 
 test: $(VENV)/.stamp-test
 	$(PYTEST) $(PYTEST_ARGS)
+
+# Their environments are $(VENV)-3.12 and so on.
+pythons: $(VENV)/.stamp-env
+	$(BIN)/python tests/pythons.py $(VENV)
 
 fast: $(VENV)/.stamp-test
 	$(PYTEST) -m "not slow and not gpu" $(addprefix tests/,unit conformance cuda emulator) $(PYTEST_ARGS)

@@ -243,14 +243,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="cases with this text in their kind and description")
     parser.add_argument("--warm", action="store_true", help="compile flashkit's kernels, and measure nothing")
     parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="processes that compile")
-    parser.add_argument("--numba", action="store_true", help="time the Numba CUDA backend, too")
     parser.add_argument("--output", type=Path, help="result file to write")
     parser.add_argument("--report", type=Path, help="print the ratios of this result file, and measure nothing")
     options: Any = parser.parse_args(arguments)
     if options.report:
         print(report([json.loads(text) for text in options.report.read_text().splitlines()]))
         return 0
-    ours = {"flashkit": "cupy_raw"} | ({"numba_cuda": "numba_cuda"} if options.numba else {})
+    ours = {"flashkit": "cupy_raw"}
     numbers = [i for i, case in enumerate(cases()) if options.only in f"{case.what}, {case.label}"]
     if options.warm:
         with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool:

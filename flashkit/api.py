@@ -72,8 +72,9 @@ def attention(
     out
         Array for the result, of its shape and dtype.
     deterministic
-        Give the same bits for the same inputs in the backward pass on a GPU too. All other passes always do. The
-        environment variable FLASHKIT_DETERMINISTIC=1 asks for it in every call.
+        Give the same bits for the same inputs in the backward pass on a GPU too; all other passes always do. On the
+        CPU, bits then depend neither on the number of threads nor, in decoding, on the other sequences of the batch.
+        The environment variable FLASHKIT_DETERMINISTIC=1 asks for it in every call.
     precision
         "tf32" allows TensorFloat-32 products for float32 inputs on GPUs that have them. None or "highest" is full
         float32; of e4m3 arrays None may round weights to e4m3 as well. "fp8" quantises float16 and bfloat16 to e4m3

@@ -5,8 +5,10 @@ call.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cache
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 from .devices.lazy import cached_property
@@ -71,9 +73,12 @@ class Slot(NamedTuple):
 MAX_PAGE_RUN = 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionSpec:
-    """What a kernel is compiled for. Calls with equal specs run the same code."""
+    """What a kernel is compiled for. Calls with equal specs run the same code.
+
+    Graphs are interned, and specs compare them by identity: `==` of two graphs makes a third.
+    """
 
     dtype: str
     head_dim: int
@@ -93,6 +98,23 @@ class AttentionSpec:
     fp8: Fp8 | None = None  # q, k and v are codes of e4m3 in uint8, with scales; dtype is that of the output
     kv_format: str = ""  # of keys and values of 8 bits, which have scales: "e4m3" or "int8"
     page_run: int = 1  # the largest power of two, up to MAX_PAGE_RUN, that divides the tokens of a page
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, AttentionSpec) and self._identity == other._identity)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> Any:
+        return AttentionSpec, _values(self)  # without what is computed, which may hold for this process alone
+
+    @cached_property
+    def _identity(self) -> tuple[Any, ...]:
+        return tuple([id(x) if isinstance(x, Expr) else x for x in _values(self)])
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._identity)
 
     @property
     def lse_dtype(self) -> str:
@@ -141,6 +163,9 @@ class AttentionSpec:
             f"keys and values of {self.kv_format}": self.kv_format != "",
         }  # fmt: skip
         return [name for name, on in flags.items() if on]
+
+
+_values: Callable[[AttentionSpec], tuple[Any, ...]] = attrgetter(*(each.name for each in fields(AttentionSpec)))
 
 
 class Tokens(NamedTuple):

@@ -4,19 +4,24 @@ The generators take a random.Random; hypothesis gives one that it can replay and
 enough that 64-bit integers never wrap. A float that goes through exp, tanh and the like is only ever part of smooth
 functions: no comparison and no floor of it, since those would turn the last bit's difference between two libraries into
 another number.
+
+`wide_mask` and `wide_score` are the opposite: integers that wrap, and bits of them, next to what has bounds whatever it
+is computed from.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashkit.mods import expr
-from flashkit.mods.expr import Array, Expr
+from flashkit import mods
+from flashkit.mods import Mod, expr
+from flashkit.mods.expr import INT64, Array, Expr
 
 Env = dict[str, Any]
 
@@ -315,3 +320,81 @@ MAKERS: dict[str, Callable[[Random, int], Case]] = {
     "float": exact,
     "smooth": smooth,
 }
+
+
+# --- integers that wrap -----------------------------------------------------------------------------------------------
+
+LEAST, GREATEST = INT64
+WIDE_ARRAYS = {
+    "wide": np.array([LEAST, -(2**62) - 7, -1, 0, 3, 2**61, 2**62 + 5, GREATEST]),
+    "ulong": np.array([0, 2**63 + 9, 7, 2**64 - 2, 2**63 - 1, 12], np.uint64),
+    "small": np.array([[-(2**31), 5, 2**31 - 1], [0, -9, 4]], np.int32),
+    "few": np.array([3, 0, 5, 1], np.int8),
+}
+WIDE_PARAMS = {"n": 5, "none": 0, "minus": -1, "most": 2**60, "multiplier": 6364136223846793005, "least": LEAST}
+SMALL = [-128, -7, -2, -1, 0, 1, 2, 3, 8, 13, 4096]
+EXTREME = [
+    LEAST, LEAST + 1, -(2**62), -(2**61) - 1, -(2**49), 2**13, 2**31, 2**48, 2**59, 2**62, GREATEST - 1, GREATEST,
+    6364136223846793005, 1442695040888963407,
+]  # fmt: skip
+UNARY: list[Callable[..., Any]] = [operator.neg, abs, expr.sign]
+ARITHMETIC: list[Callable[..., Any]] = [operator.add, operator.sub, operator.mul]
+DIVISIONS: list[Callable[..., Any]] = [operator.floordiv, operator.mod]
+LIMITS: list[Callable[..., Any]] = [expr.minimum, expr.maximum]
+BITS: list[Callable[..., Any]] = [operator.and_, operator.or_, operator.xor]
+COMPARISONS: list[Callable[..., Any]] = [operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne]
+
+
+def wide_constant(r: Random) -> Expr:
+    return expr.const(r.choice(SMALL if r.random() < 0.6 else EXTREME))
+
+
+def wide_leaf(r: Random, names: dict[str, Any]) -> Expr:
+    which = r.random()
+    if which < 0.65:
+        return r.choice([expr.Q, expr.K, expr.Q, expr.K, expr.ROW, expr.B, expr.H])
+    return names[r.choice(list(WIDE_PARAMS))] if which < 0.8 else wide_constant(r)
+
+
+def wide_integer(r: Random, depth: int, names: dict[str, Any]) -> Expr:
+    if depth <= 0 or r.random() < 0.08:
+        return wide_leaf(r, names)
+    x = wide_integer(r, depth - 1, names)
+    which = r.random()
+    if which < 0.1:
+        name = r.choice(list(WIDE_ARRAYS))
+        indices = [expr.clip(x, 0, n - 1) if r.random() < 0.5 else x % n for n in WIDE_ARRAYS[name].shape]
+        return names[name][tuple(indices)]
+    if which < 0.18:
+        return r.choice(UNARY)(x)
+    # Half of the right operands are literals: what people write, and what bounds are tightest for.
+    y = wide_constant(r) if r.random() < 0.5 else wide_integer(r, depth - 1, names)
+    if which < 0.26:
+        return expr.where(wide_boolean(r, depth - 1, names), x, y)
+    function = r.choice(r.choice([ARITHMETIC, ARITHMETIC, DIVISIONS, LIMITS, BITS]))
+    try:
+        return function(x, y) if r.random() < 0.8 else function(y, x)
+    except ZeroDivisionError:  # of constants, which is refused
+        return x
+
+
+def wide_boolean(r: Random, depth: int, names: dict[str, Any]) -> Expr:
+    if depth <= 0 or r.random() < 0.6:
+        return r.choice(COMPARISONS)(wide_integer(r, depth, names), wide_integer(r, depth, names))
+    x, y = wide_boolean(r, depth - 1, names), wide_boolean(r, depth - 1, names)
+    return r.choice([lambda: x & y, lambda: x | y, lambda: x ^ y, lambda: ~x])()
+
+
+def wide_mask(r: Random, depth: int | None = None) -> Mod:
+    depth = r.randint(1, 4) if depth is None else depth
+    return mods.mask(lambda b, h, q, k, **names: wide_boolean(r, depth, names), **WIDE_PARAMS, **WIDE_ARRAYS)
+
+
+def wide_score(r: Random, elements: int = 1) -> Mod:
+    """Reads an array `table` of so many elements at an integer that wraps."""
+    depth = r.randint(1, 5)
+    table = np.broadcast_to(np.int8(0), (elements,))
+    return mods.score(
+        lambda s, b, h, q, k, *, table, **names: s + table[wide_integer(r, depth, names)],
+        table=table, **WIDE_PARAMS, **WIDE_ARRAYS,
+    )  # fmt: skip

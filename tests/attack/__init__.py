@@ -10,6 +10,8 @@ and against their repetition. `hostile` makes calls whose arguments change in be
 
 `worker` runs calls in a child process. A crash is a finding, which the parent, `campaign`, prints with the command that
 repeats it, after it has taken away the features that the finding does not need.
+
+`graphs` makes no calls: it holds what is proven about random expression graphs against their values.
 """
 
 import sys

@@ -7,9 +7,27 @@ import json
 import resource
 import sys
 import time
+from collections import Counter
 from itertools import count
 
-from . import campaign, draw
+from . import campaign, draw, graphs
+
+
+def prove(seed: int, first: int, last: int, until: float) -> int:
+    """Look at the graphs of these numbers; the exit status."""
+    begun, seen, proven, findings = time.monotonic(), Counter[str](), Counter[str](), 0
+    for each in graphs.checked(seed, first, last):
+        seen[each["kind"]] += 1
+        proven[each["kind"]] += each["proven"]
+        if each["problem"]:
+            findings += 1
+            repeat = f"python -m tests.attack --seed {seed} --first {each['number']} --proofs 1"
+            print(json.dumps({**each, "repeat": repeat}), flush=True)
+        if time.monotonic() > until:
+            break
+    seconds = round(time.monotonic() - begun, 1)
+    print(json.dumps({"seen": seen, "proven": proven, "findings": findings, "seconds": seconds}))
+    return bool(findings)
 
 
 def main() -> int:
@@ -29,6 +47,7 @@ def main() -> int:
     sanitizer = "compute-sanitizer --report-api-errors no --error-exitcode 9"
     add("--sanitizer", default="", metavar="COMMAND", help=f"runs children: {sanitizer!r}")
     add("--graphs", type=int, default=200, help="combinations of features that code is compiled for")
+    add("--proofs", type=int, default=0, metavar="N", help="no calls, but N random indices and 2 N masks that wrap")
     add("--batch", type=int, default=campaign.BATCH, help="calls of one process")
     add("--fix", type=json.loads, default={}, metavar="JSON", help="factors that are not drawn, with their levels")
     add("--call", type=json.loads, metavar="JSON", help="make this call alone")
@@ -47,6 +66,8 @@ def main() -> int:
         return bool(found)
     begun, tally = time.monotonic(), campaign.Tally()
     until = begun + 60 * args.minutes
+    if args.proofs:
+        return prove(args.seed, args.first, args.first + args.proofs, until)
     for first, lanes in zip(range(args.first, args.first + args.calls, args.batch), count()):
         used = settings(args.lanes[lanes % len(args.lanes)])
         last = min(first + args.batch, args.first + args.calls)

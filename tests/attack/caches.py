@@ -277,7 +277,7 @@ def trace(call: cases.Call, r: Random) -> Found:
     return Found([], made.wrong)
 
 
-def off_definition(options: dict[str, Any], out: np.ndarray, lse: np.ndarray) -> list[str]:
+def off_definition(options: dict[str, Any], out: np.ndarray, lse: np.ndarray, of: str = "a cache") -> list[str]:
     """Whether a call's results differ from the definition."""
     problem, operands, _ = prepare(**options)
     given = problem.spec, operands, np.zeros(out.shape, out.dtype), None
@@ -286,4 +286,4 @@ def off_definition(options: dict[str, Any], out: np.ndarray, lse: np.ndarray) ->
     allowed = yardstick.tolerance(cases.magnitudes(*given))
     got = cases.Results(out, lse, exact.dq, exact.dk, exact.dv, None)
     ratios = cases.ratios(got, exact, allowed)
-    return [f"{name} of a cache is {x:.3g} times the tolerance off" for name, x in ratios.items() if not x <= LEEWAY]
+    return [f"{name} of {of} is {x:.3g} times the tolerance off" for name, x in ratios.items() if not x <= LEEWAY]

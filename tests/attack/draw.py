@@ -30,6 +30,7 @@ ENTRIES: dict[str, Choice] = {
     "weights": {},
     "rotary": {},
     "cache": {},
+    "pages": {},
 }
 """Public functions that are called instead of attention, and what they do not take; see entries.py."""
 

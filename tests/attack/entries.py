@@ -97,5 +97,52 @@ def rotary(call: cases.Call, r: Random) -> Found:
     return Found([], [] if (off <= 2 * unit).all() else [f"rotary is {off.max() / unit:.3g} units off"])
 
 
-ENTRIES = {"merge": merge, "weights": weights, "rotary": rotary, "cache": caches.trace}
+def pages(call: cases.Call, r: Random) -> Found:
+    """Attention over pools of pages whose arrays lie in memory in ways of their own: keys and values of 8 bits and
+    their scales, or the two parts of latent keys. Pages often follow each other, in memory and in the table.
+    """
+    draw, page, latent = np.random.default_rng(r.randrange(10**6)), int(call.choice["page"]), r.random() < 0.4
+    (heads, d), (heads_kv, dv) = call.plain["q"].shape[1::2], call.plain["v"].shape[1::2]
+    batch, width, n_q = r.randint(1, 3), r.randint(1, max(1, 200 // page)), r.choice([1, 1, 2, 7, 8, 20])
+    lengths = draw.integers(0, width * page + 1, batch)
+    table = np.arange(width) + draw.integers(0, 3, (batch, 1))
+    if r.random() < 0.5:
+        table = draw.permuted(table, axis=1)
+    q = draw.standard_normal((batch, heads, n_q, d), dtype=np.float32)
+    options: dict[str, Any] = {"q_offset": lengths - n_q, "causal": r.random() < 0.5, "scale": r.choice([0.3, 1.0])}
+    if r.random() < 0.3:
+        options["sinks"] = draw.standard_normal(heads, dtype=np.float32)
+    if r.random() < 0.3:
+        options["alibi_slopes"] = draw.random(heads, dtype=np.float32)
+
+    def laid(x: np.ndarray) -> np.ndarray:
+        if r.random() < 0.6:  # the pages of a head follow each other
+            return x.transpose(2, 0, 1, 3).copy().transpose(1, 2, 0, 3)
+        stored: np.ndarray = cases.stored(np, x, r.choice(["packed", "gaps", "reversed", "swapped"]), -2, -3)
+        return stored
+
+    given = {**options, "page_table": table, "kv_lengths": lengths, "return_lse": True}
+    if latent and d > 1:
+        heads_kv, dv = 1, r.randint(1, d - 1)
+        pool = draw.standard_normal((width + 2, page, 1, d), dtype=np.float32)
+        parts = [laid(part)[:, :, 0] for part in (pool[..., :dv], pool[..., dv:])]
+        pools = pool, pool[..., :dv]
+        out, lse = flashkit.mla(q[..., :dv], q[..., dv:], *parts, **given)
+    else:
+        codes = [draw.integers(-127, 128, (width + 2, page, heads_kv, x)).astype(np.int8) for x in (d, dv)]
+        scales = [draw.random((*x.shape[:-1], 1), dtype=np.float32) / 64 for x in codes]
+        pools = tuple(x * scale for x, scale in zip(codes, scales))
+        quantised = [
+            flashkit.Quantized(laid(x), laid(scale), per="token", layout="bnhd") for x, scale in zip(codes, scales)
+        ]
+        out, lse = flashkit.attention(q, *quantised, **given)
+    wrong: list[str] = []
+    for b, n in enumerate(lengths):
+        k, v = (x[table[b]].reshape(1, width * page, heads_kv, -1)[:, :n].swapaxes(1, 2) for x in pools)
+        one = options | {"q": q[b : b + 1], "k": k, "v": v, "q_offset": int(n) - n_q}
+        wrong += caches.off_definition(one, out[b : b + 1], lse[b : b + 1], "pages")
+    return Found([], wrong)
+
+
+ENTRIES = {"merge": merge, "weights": weights, "rotary": rotary, "cache": caches.trace, "pages": pages}
 """By name, as a choice has it."""

@@ -115,6 +115,11 @@ APART = [
         "(self.references[self._at(last)] > 1)", "(self.references[self._at(last)] > 9)",
         ALONE | {"entry": "cache"}, ("of a cache",),
     ),
+]  # fmt: skip
+"""Faults that disturb no call but those with their own factors, so that one copy, which is compiled once, has all."""
+
+
+CACHES = [
     Fault(
         "a window drops what the last append sees", "cache/pages.py", "self.left - self.rollback, 0",
         "self.left - self.rollback + 4, 0", ALONE | {"entry": "cache"}, ("of a cache", "old queries", "dropped"),
@@ -124,8 +129,13 @@ APART = [
         "            steps.wrote(state, self.number)\n            steps.copy_pages(copy)", ALONE | {"entry": "cache"},
         ("of a cache",),
     ),
+    Fault(
+        "pages are one run wherever their scales lie", "backends/cpu/argument_block.py",
+        "pools = operands.k, operands.v, operands.k_pe, operands.k_scale, operands.v_scale",
+        "pools = operands.k, operands.v", ALONE | {"entry": "pages"}, CRASH_OR_WRONG,
+    ),
 ]  # fmt: skip
-"""Faults that disturb no call but those with their own factors, so that one copy, which is compiled once, has all."""
+"""Faults of caches, each in a copy of its own."""
 
 
 def planted(faults: list[Fault], folder: Path) -> Path:
@@ -147,7 +157,7 @@ def check_found(fault: Fault, package: Path, calls: int) -> None:
     assert any(word in problem for word in fault.says for problem in found["problems"]), found
 
 
-@pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.name) for fault in FAULTS])
+@pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.name) for fault in FAULTS + CACHES])
 @pytest.mark.one_in(15)
 def test_a_planted_fault_is_found(fault: Fault, tmp_path: Path) -> None:
     check_found(fault, planted([fault], tmp_path), CALLS)

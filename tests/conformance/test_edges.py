@@ -548,6 +548,19 @@ def test_poison_in_values_behind_a_bias(backend: str) -> None:
     assert np.isnan(attention(q, k, v, bias=bias)[0, 0]).all()
 
 
+@pytest.mark.parametrize("n_q", [3, 20], ids=["decoding", "tiles"])
+def test_minus_infinity_is_added_to_a_key_of_nan(backend: str, n_q: int) -> None:
+    """Which is NaN. A boolean mask selects, so a key that it masks too does not show."""
+    q, k, v = qkv(1, 1, n_q, 30)
+    bias = np.zeros((n_q, 30), np.float32)
+    bias[:, 4] = -np.inf
+    clean = everything(q, k, v, bias=bias)
+    k[0, 0, 4] = v[0, 0, 4] = np.nan
+    for argument in ("bias", "mask"):
+        assert np.isnan(attention(q, k, v, **{argument: bias})).all()
+    same(everything(q, k, v, bias=bias, mask=bias == 0), clean)
+
+
 def test_nan_in_dout(backend: str) -> None:
     q, k, v = qkv(1, 2, N_Q, N_K)
     out, vjp = attention_vjp(q, k, v, causal=True)
@@ -592,6 +605,40 @@ def test_scores_beyond_the_range_of_exp(backend: str, dtype: str, sign: int) -> 
     np.testing.assert_allclose(shifted["lse"], base["lse"] + sign * 1e4, rtol=2 * cases.epsilon(dtype))
     for name in ("out", "dq", "dk", "dv"):
         np.testing.assert_allclose(shifted[name], base[name], rtol=50 * scale, atol=50 * scale)
+
+
+@pytest.mark.parametrize("n_q", [3, 20], ids=["decoding", "tiles"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+def test_equal_scores_of_any_size(backend: str, dtype: str, n_q: int) -> None:
+    """The weights are equal: a row's greatest score less itself is 0, whatever base and scale kernels compute in."""
+    q, k, v = qkv(1, 1, n_q, 40, dtype=dtype)
+    host = backend in ("cpu", "reference")
+    mean = np.broadcast_to(v.astype(np.float64).mean(2, keepdims=True), (1, 1, n_q, v.shape[3]))
+    for size in (1e4, 1e7, 1e10, 1e20, float(np.finfo(np.float32).max) if host else 2e38):
+        for sign in (1, -1):
+            small = np.where(np.arange(n_q) % 2, 0, sign * size).astype(np.float32)  # rows take turns
+            ones = np.ones_like(q)[:, :, :1].repeat(n_q, 2), np.ones_like(k)
+            for options in ({"mask": small[:, None]}, {"scale": sign * size / 8}):
+                out, lse = attention(*ones, v, return_lse=True, **{"scale": 0.1, "mask": None} | options)
+                np.testing.assert_allclose(out.astype(np.float64), mean, atol=4 * cases.epsilon(dtype))
+                want = small + 0.8 if "mask" in options else np.full(n_q, sign * size)
+                np.testing.assert_allclose(lse[0, 0], want + np.log(40), rtol=8 * cases.epsilon("float32"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_of_the_backward_pass_within_a_rounding_of_the_lse(dtype: str) -> None:
+    """Equal scores, where dv is the weight times the rows; numerics.md has the bounds."""
+    n_q, n = 24, 40
+    q, k, v = (np.ones((1, 1, rows, 16), cases.numpy_dtype(dtype)) for rows in (n_q, n, n))
+    for size in (1e2, 1e4, 1e6, 1e8, 1e9, 1e20, 1e38):
+        for sign in (1, -1):
+            mask = np.full((n_q, n), sign * size, np.float32)
+            out, vjp = attention_vjp(q, k, v, mask=mask, backend="cpu")
+            weight = vjp(np.ones_like(out))[2].astype(np.float64) / n_q
+            half_ulp = float(np.spacing(np.float32(size + 10))) / 2
+            most, least = min(float(n), np.exp(min(half_ulp, 700))) / n, np.exp(-half_ulp) / n
+            slack = 4 * cases.epsilon(dtype)
+            assert (weight <= most * (1 + slack)).all() and (weight >= least * (1 - slack)).all(), (size, sign)
 
 
 def test_one_score_above_all_others(backend: str) -> None:
@@ -851,6 +898,49 @@ def test_the_same_bits_on_any_number_of_threads(what: str, monkeypatch: pytest.M
     for (out, lse), (out2, lse2) in itertools.pairwise(results):
         np.testing.assert_array_equal(out, out2)
         np.testing.assert_array_equal(lse, lse2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("paged", [False, True], ids=["dense", "pages"])
+def test_deterministic_decoding_depends_on_its_sequence_alone(
+    paged: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither on the number of threads, nor on how many others there are and how long they are."""
+    q, k, v = qkv(5, 4, 2, 5000, 32, 32, group=2, dtype=dtype)
+    lengths = np.array([5000, 700, 3000, 0, 1025])
+    options: dict[str, Any] = {"causal": True, "return_lse": True, "backend": "cpu"}
+
+    def of(entries: slice, threads: str, **more: Any) -> list[np.ndarray]:
+        monkeypatch.setenv("FLASHKIT_NUM_THREADS", threads)
+        kv = (k, v) if paged else (k[entries], v[entries])
+        if paged:
+            kv = tuple(x.reshape(5, 2, 50, 100, 32).transpose(0, 2, 3, 1, 4).reshape(250, 100, 2, 32) for x in kv)
+            more["page_table"] = np.arange(250).reshape(5, 50)[entries]
+        return list(attention(q[entries], *kv, kv_lengths=lengths[entries], **options, **more))
+
+    every = slice(0, 5)
+    expected = of(every, "1", deterministic=True)
+    for threads in ("2", "7"):
+        for got, want in zip(of(every, threads, deterministic=True), expected):
+            np.testing.assert_array_equal(got, want)
+        for b in (0, 1, 2, 4):
+            for got, want in zip(of(slice(b, b + 1), threads, deterministic=True), expected):
+                np.testing.assert_array_equal(got[0], want[b])
+    assert any((of(every, threads)[0] != expected[0]).any() for threads in ("1", "2", "7"))  # which this is about
+
+
+def test_deterministic_gradients_on_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = qkv(1, 2, 300, 1500, 32, 32, group=2)
+    found: dict[bool, list[dict[str, np.ndarray]]] = {True: [], False: []}
+    for threads in ("1", "2", "5"):
+        monkeypatch.setenv("FLASHKIT_NUM_THREADS", threads)
+        for deterministic, results in found.items():
+            results.append(everything(q, k, v, causal=True, deterministic=deterministic, backend="cpu"))
+    first, *others = found[True]
+    for other in others:
+        for name, x in other.items():
+            np.testing.assert_array_equal(x, first[name])
+    assert any((other["dq"] != found[False][0]["dq"]).any() for other in found[False][1:])  # which this is about
 
 
 @pytest.mark.parametrize("seed", [0, 1, 12345, 2**32, 2**63, 2**64 - 1])

@@ -152,6 +152,25 @@ def test_mla(form: dict[str, str], sizes: str, apart: bool, dtype: str) -> None:
     cases.assert_conforms(got, exact, allowed)
 
 
+@pytest.mark.parametrize("queries", [2, 20])
+@pytest.mark.parametrize("gap", [0, 3])
+def test_parts_of_pages_in_a_row(gap: int, queries: int) -> None:
+    """Pages of ckv that follow each other are read as one run, unless those of k_pe have gaps, and the reverse."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((1, 4, queries, 24))
+    pages, memory = rng.standard_normal((8, 5, 24)), np.full((2, 8, 5 + gap, 24), np.nan)
+    for i, columns in enumerate((slice(16), slice(16, None))):
+        apart = memory[i, :, :5, columns]
+        apart[...] = pages[..., columns]
+        parts = [pages[..., :16].copy(), pages[..., 16:].copy()]
+        parts[i] = apart
+        out = flashkit.mla(
+            q[..., :16], q[..., 16:], *parts, scale=0.2, page_table=np.arange(8)[None], kv_lengths=[38]
+        )  # fmt: skip
+        k = pages.reshape(1, 1, 40, 24)[:, :, :38]
+        np.testing.assert_allclose(out, flashkit.attention(q, k, k[..., :16], scale=0.2), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("how", ["modified", "poisoned", "reference", "in place", "batch axes"])
 def test_mla_takes_what_attention_takes(how: str, sizes: str) -> None:

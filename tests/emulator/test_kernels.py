@@ -96,6 +96,26 @@ def test_hard_data(backend: str, generation: str, data: str, launched: list[str]
     assert generations(launched) == {generation}
 
 
+@slow
+@pytest.mark.parametrize("generation", ["sm90", "simt"])
+def test_equal_scores_of_any_size(generation: str, launched: list[str]) -> None:
+    """Weights are equal where scores are, in one head far above 0 and in the other far below, where the rounding of a
+    row reference is greater than exponents may be.
+    """
+    import cupy
+
+    dtype = cases.numpy_dtype("float32" if generation == "simt" else "bfloat16")
+    q, k = np.full((1, 2, 70, 64), 133120.0), np.full((1, 2, 330, 64), 133120.0)
+    q[:, 1] *= -1
+    v = np.random.default_rng(0).standard_normal(k.shape).astype(dtype)
+    given = (cupy.asarray(x.astype(dtype)) for x in (q, k, v))
+    out, lse = flashkit.attention(*given, return_lse=True, backend="cupy_raw")
+    mean = np.broadcast_to(v.astype(np.float64).mean(2, keepdims=True), q.shape)
+    np.testing.assert_allclose(cases.to_numpy(out).astype(np.float64), mean, atol=4 * cases.epsilon(dtype.name))
+    np.testing.assert_allclose(cases.to_numpy(lse)[0, :, 0], 8 * 133120.0**2 * np.array([1, -1]), rtol=1e-5)
+    assert generations(launched) == {generation}
+
+
 PACKED = {**FEATURES, "sizes": "100x140", "sequences": "packed", "q_offset": "default", "kv_lengths": "no"}
 """Three sequences, one of them empty, and tokens behind the last."""
 

@@ -95,8 +95,19 @@ FAULTS = (
         "and integer_at(entry + 8) == page + 1", "and integer_at(entry + 8) > page", OF_PAGES,
     ),
     Fault(
-        "pages in a row: one stride for all pools", f"{CPU}/argument_block.py",
-        "all(page == tokens for page, tokens in page_strides)", "True", OF_PAGES,
+        "pages in a row: one stride for all pools", BLOCK,
+        "all(x.strides[0] == x.shape[2] * x.strides[2] for x in pools if x is not None)", "True", OF_PAGES,
+    ),
+    Fault(
+        "pages in a row: strides of scales do not count", BLOCK,
+        "pools = operands.k, operands.v, operands.k_pe, operands.k_scale, operands.v_scale",
+        "pools = operands.k, operands.v, operands.k_pe", "tests/unit/test_quantised_cache.py -k pages_in_a_row",
+    ),
+    Fault(
+        "pages in a row: strides of k_pe do not count", BLOCK,
+        "pools = operands.k, operands.v, operands.k_pe, operands.k_scale, operands.v_scale",
+        "pools = operands.k, operands.v, operands.k_scale, operands.v_scale",
+        "tests/conformance/test_latent.py -k pages_in_a_row",
     ),
     Fault(
         "decode: words of a query", LAUNCH,

@@ -192,14 +192,24 @@ FAULTS = (
         "(fill(word, x) for x in (16, 0, -0x10000))",
     ),
     Fault(
-        "bf16 pairs: an LSE too great for base 2", f"{MICRO}/bf16_pairs.py",
-        "return fma(b, x, fill(x.type, 0.0), x)",
-        "return x",
+        "bf16 pairs: no reference is large", f"{MICRO}/bf16_pairs.py",
+        "LARGE_SHIFT = 2.0**13",
+        "LARGE_SHIFT = float(\"inf\")",
+    ),
+    Fault(
+        "bf16 pairs: one vector decides whether references are large", f"{MICRO}/bf16_pairs.py",
+        "b.bitcast(reduce(b.or_, large), lanes)",
+        "b.bitcast(large[0], lanes)",
+    ),
+    Fault(
+        "bf16 pairs: large references are not scaled", f"{MICRO}/bf16_pairs.py",
+        "b.fmul(fma(b, score, s_scale, minus_lse), log2e)",
+        "b.fmul(b.fadd(score, minus_lse), log2e)",
     ),
     Fault(
         "bf16 pairs: the scale of delta", f"{MICRO}/bf16_pairs.py",
-        "b.fneg(b.fmul(delta_i, scale))",
-        "b.fneg(delta_i)",
+        "[b.fneg(b.fmul(x, scale)) for x in deltas]",
+        "[b.fneg(x) for x in deltas]",
         core="gradient",
     ),
     Fault(

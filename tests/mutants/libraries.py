@@ -27,6 +27,8 @@ FAULTS = (
           "greatest", OF_MERGE),
     Fault("merge: weights of bnhd", MERGE, 'if layout == "bnhd" and out.ndim > 2:', "if False:", OF_MERGE),
     Fault("merge: float32 for float64", MERGE, 'wide = "float64" if', 'wide = "float32" if', OF_MERGE),
+    Fault("merge: the dtype of the outputs alone", MERGE, "(dtype.name, *(lse.dtype.name for _, lse in parts))",
+          "(dtype.name,)", OF_MERGE),
     Fault("pickled: operands later in the list", GRAPH, "0 <= place < len(nodes) for place",
           "place < len(nodes) for place", OF_PICKLES),
     Fault("expressions of any kinds", GRAPH, "fits = value is None and (*kinds, kind) in KINDS.get(op, ())",

@@ -48,7 +48,7 @@ FAULTS = (
     ),
     Fault(
         "mul: two of four corners", RULES,
-        "hull([x * y for x in dict.fromkeys(a) for y in dict.fromkeys(b)])",
+        "hull([x * y for x in _ends(a) for y in _ends(b)])",
         "hull([a[0] * b[0], a[1] * b[1]])",
     ),
     Fault(
@@ -63,7 +63,7 @@ FAULTS = (
     ),
     Fault(
         "mod: a remainder of one turn", RULES,
-        "same_quotient = (a[0] // divisor) == (a[1] // divisor)",
+        "same_quotient = _turn(a[0], divisor) == _turn(a[1], divisor)",
         "same_quotient = a[0] <= a[1]",
     ),
     Fault(
@@ -78,8 +78,8 @@ FAULTS = (
     ),
     Fault(
         "overflow is not seen", INTERVALS,
-        "elif result[0] < INT64[0] or result[1] > INT64[1]:",
-        "elif result[0] < INT64[0]:",
+        "if result[0] < INT64[0] or result[1] > INT64[1]:",
+        "if result[0] < INT64[0]:",
     ),
     Fault(
         "narrow arrays are wide", INTERVALS,
@@ -92,7 +92,21 @@ FAULTS = (
         "if all(map(is_point, ranges)):",
         "if any(map(is_point, ranges)):",
     ),
-    Fault("where nothing can overflow", INTERVALS, "sure = (low >= -_SURE) & (high <= _SURE)", "sure = high <= _SURE"),
+    Fault(
+        "where nothing can overflow", INTERVALS,
+        "sure = sure & (doubt >= -_SURE) & (doubt <= _SURE)",
+        "sure = sure & (doubt <= _SURE)",
+    ),
+    Fault(
+        "an end that wraps is not seen", RULES,
+        "if INT64[0] <= exact[0] and exact[1] <= INT64[1]:",
+        "if INT64[0] <= exact[0]:",
+    ),
+    Fault(
+        "an unknown operand of min and max is small", INTERVALS,
+        "(INT64[0], INT64[0])), End(const(INT64[1])",
+        "(0, 0)), End(const(INT64[1])",
+    ),
     Fault(
         "interned nodes without the kind", GRAPH,
         "identity = (op, tuple(map(id, args)), repr(value), kind)",

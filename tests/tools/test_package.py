@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import pythons
 import yaml
 
 import flashkit
@@ -52,6 +53,30 @@ def test_names_and_addresses() -> None:
     assert {"Homepage", "Documentation", "Source", "Changelog", "Issues"} <= set(found["urls"])
     assert found["classifiers"] == sorted(found["classifiers"])
     assert {"torch", "jax", "transformers", "plot", "demo", "cuda12", "cuda13"} <= set(found["optional-dependencies"])
+
+
+def test_each_python_of_the_classifiers_is_tested_or_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    assert own in pythons.versions() and pythons.versions()[0] == project()["requires-python"].removeprefix(">=")
+    tried = []
+    monkeypatch.setattr(pythons, "versions", lambda: [own, "3.98", "3.99"])
+    monkeypatch.setattr(pythons, "places", lambda version: iter(["", sys.executable] if version == "3.98" else [""]))
+    monkeypatch.setattr(pythons, "output", lambda *_: "3.98")
+    monkeypatch.setattr(pythons, "check", lambda *given: tried.append(given))
+    assert pythons.main("environment") == 0
+    assert [(version, python) for version, python, _ in tried] == [("3.98", sys.executable)]
+    assert "Python 3.99: not tested" in capsys.readouterr().out
+
+    def fails(*_: object) -> None:
+        raise subprocess.CalledProcessError(1, "pytest")
+
+    monkeypatch.setattr(pythons, "check", fails)
+    assert pythons.main("environment") == 1
+    monkeypatch.undo()
+    monkeypatch.setattr(pythons, "places", lambda _: iter(["", "/nowhere/python", sys.executable]))
+    assert pythons.find(own) == sys.executable and not pythons.find("3.99")
 
 
 def test_extras_can_be_combined() -> None:

@@ -14,7 +14,10 @@ import flashkit
 from flashkit import BlockMask, mods
 from flashkit.call import compose
 
-pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.filterwarnings("ignore:the matrix subclass")]
+pytestmark = [
+    pytest.mark.filterwarnings("error"), pytest.mark.filterwarnings("ignore:the matrix subclass"),
+    pytest.mark.filterwarnings("ignore:The chararray class"),
+]  # fmt: skip
 
 RNG = np.random.default_rng(0)
 Q = RNG.standard_normal((1, 2, 9, 8)).astype(np.float32)

@@ -210,27 +210,46 @@ def test_softmax_backward_bf16_pairs(method: str, lanes: int) -> None:
         assert (lines[:, columns:] == 7).all()
 
 
-def two_rows(block: RegisterBlock, s: np.ndarray, dp: np.ndarray, lse: list[float]) -> list[np.ndarray]:
+def two_rows(
+    block: RegisterBlock, s: np.ndarray, dp: np.ndarray, lse: list[float], s_scale: float = 1.0
+) -> list[np.ndarray]:
     """P, then dS, of softmax_backward_bf16_pairs for two rows of 16 scores, in float32."""
     stats, delta, lines = np.array(lse, np.float32), np.zeros(2, np.float32), np.zeros((2, 16), np.uint16)
     run(
         block, "softmax_backward_bf16_pairs", at(s), s.strides[0], 2, 16, at(dp), at(stats), at(delta), bits(1.0),
-        at(lines), lines.strides[0], at(s), at(dp), s.strides[0], bits(1.0),
+        at(lines), lines.strides[0], at(s), at(dp), s.strides[0], bits(s_scale),
     )  # fmt: skip
     return [words[0].view(BF16).astype(np.float32).reshape(16, 2).T for words in (s, dp)]
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("size", [8e3, 1e4, 1e6, 1.4e11, 3.4e38])
 @pytest.mark.parametrize(("method", "lanes"), [("emulate", 4), ("emulate", 16), NATIVE])
-def test_what_is_too_great_for_base_2_is_nan(method: str, lanes: int) -> None:
-    """Not a row without keys."""
-    s, m, l = np.full((2, 16), 3e38, np.float32), np.full(16, -np.inf, np.float32), np.zeros(16, np.float32)
-    call = at(s), 64, 2, 16, at(m), at(l), at(l), 64, 0, bits(1.4)
-    run(block(method, lanes), "online_softmax_bf16_pairs", *call)
-    assert np.isnan(l).all()
+def test_great_scores_are_subtracted_exactly(method: str, lanes: int, size: float, sign: int) -> None:
+    """The weight is 1 where the score is the row reference, whatever log2 e times it is rounded to. Beside it are
+    columns of small scores, and in the backward pass a row without keys.
+    """
+    top = np.float32(sign * size)
+    below = np.nextafter(top, np.float32(-np.inf))
+    s, dp = np.full((3, 16), top), np.ones((2, 16), np.float32)
+    s[1], s[2] = below, -np.inf
+    s[:, :5] = [[0.25], [0], [-1]]
+    m, l, want = np.full(16, -np.inf, np.float32), np.zeros(16, np.float32), np.zeros((4, 16))
+    np.exp2(1.4 * (s.astype(np.float64) - s[0]), out=want[:3])
+    want[want < 2.0**-126] = 0
+    run(block(method, lanes), "online_softmax_bf16_pairs", at(s), 64, 3, 16, at(m), at(l), at(l), 64, 0, bits(1.4))
+    assert (m == np.where(np.arange(16) < 5, np.float32(0.25), top)).all()
+    np.testing.assert_allclose(l, want.sum(0), rtol=4e-4)
+    got = s[:2].view(BF16).astype(np.float64).reshape(2, 16, 2).transpose(0, 2, 1).reshape(4, 16)
+    np.testing.assert_allclose(got, want, rtol=2.0**-8)
 
-    s, dp = np.ones((2, 2, 16), np.float32)
-    for first, second in two_rows(block(method, lanes), s, dp, [3e38, np.inf]):
-        assert np.isnan(first).all() and (second == 0).all()
+    s = np.full((2, 16), top / 2)
+    s[0, 3] = below / 2
+    p, ds = two_rows(block(method, lanes), s, dp, [top, np.inf], 2.0)
+    weights = np.where(np.arange(16) == 3, np.exp(float(below) - float(top)), 1)
+    weights[weights < 2.0**-126] = 0
+    for found in (p, ds):
+        np.testing.assert_allclose(found, [weights, np.zeros(16)], rtol=2.0**-8)
 
 
 @pytest.mark.parametrize(("method", "lanes"), [("emulate", 4), ("emulate", 16), NATIVE])

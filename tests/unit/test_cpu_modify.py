@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -46,3 +48,21 @@ def test_one_key_unlike_all_others(step: int, odd: int, rest: bool) -> None:
 def test_unsigned_numbers_that_no_float_tells_apart() -> None:
     ids = np.uint64(2**60) + np.arange(N, dtype=np.uint64) % np.uint64(3)
     assert_shows(mods.mask(lambda b, h, q, k, *, ids: ids[q] == ids[k], ids=ids), ids[:, None] == ids)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("queries", [2, 16])
+def test_a_broadcast_bias_of_16_bits_is_widened_once(queries: int, dtype: type) -> None:
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((2, 4, n, 8), dtype=np.float32) for n in (queries, 2000))
+    row = rng.standard_normal((4, 1, 2000)).astype(dtype)
+    bias = np.broadcast_to(row, (2, 4, queries, 2000))
+    want = flashkit.attention(q, k, k, bias=row.astype(np.float32))
+    flashkit.attention(q, k, k, bias=bias)
+    tracemalloc.start()
+    try:
+        out = flashkit.attention(q, k, k, bias=bias)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert np.array_equal(out, want) and peak < 2 * 4 * row.size

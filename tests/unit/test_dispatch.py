@@ -416,6 +416,8 @@ def test_values_given_at_run_time_make_no_new_spec() -> None:
     ]  # fmt: skip
     specs = [spec(**options) for options in different]
     assert len({s.key for s in specs}) == len(set(specs)) == len(different)
+    assert all((one == two) == (one is two) for one in specs for two in specs)  # a truth value, whatever their graphs
+    assert specs[0] != specs[0].key
 
 
 def test_plans_are_forgotten_oldest_first(fake: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -430,6 +430,29 @@ def test_pages_go_back_and_are_used_again() -> None:
     assert len(table.free) == 0 and table.lengths.tolist() == [2, 5]
 
 
+@pytest.mark.parametrize("pages", [12, 40])
+def test_an_append_writes_to_no_page_of_the_table_that_holds_meanwhile(pages: int) -> None:
+    """That is the table of before, as long as there are free pages but those behind the window."""
+    rng, table, kinds = np.random.default_rng(0), PageTable.empty(3, pages, 2, 3, 1), set()
+    for _ in range(300):
+        counts = rng.integers(0, 4, 3)
+        try:
+            growth = table.append(counts)
+        except flashkit.OutOfPagesError:
+            table = table.trim(int(table.lengths.argmax()), int(table.lengths.max()))
+            continue
+        before = np.full(growth.pages.table.shape, -1)
+        before[:, : growth.before.table.shape[1]] = growth.before.table
+        new = growth.pages.table != before
+        written = growth.pages.table[new]
+        written = written[written >= 0]
+        assert not np.isin(written, before).any()
+        assert (growth.before is table) == (len(written) <= len(table.free))
+        kinds.add(growth.before is table)
+        table = growth.pages
+    assert kinds == ({True, False} if pages == 12 else {True})
+
+
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "no pages": (lambda c, k: flashkit.KVCache(2, 1, 8, pages=0), ValueError, "pages is 0"),
     "a long page": (lambda c, k: flashkit.KVCache(2, 1, 8, pages=1, page=65537), ValueError, "page is 65537"),

@@ -101,6 +101,15 @@ def test_scores_far_apart() -> None:
     assert (merged == 4).all() and lse == np.float32(700 + np.log(2))
 
 
+def test_a_float64_lse_beside_float32_outputs() -> None:
+    """Weights are as exact as the log-sum-exps: float32 does not tell these apart."""
+    parts = [(np.full((1, 1), out, np.float32), np.array([lse])) for out, lse in ((0, 1e9), (1, 1e9 + 3))]
+    for given in (parts, [(parts[0][0], parts[0][1].astype(np.float32)), parts[1]]):
+        out, lse = flashkit.merge(*given)
+        assert (out.dtype, lse.dtype) == (np.float32, np.float64)
+        np.testing.assert_allclose([out[0, 0], lse[0] - 1e9], [1 / (1 + np.exp(-3)), np.logaddexp(0, 3)], rtol=1e-6)
+
+
 def test_nan_stays_in_its_rows() -> None:
     (out, lse), other = split(*tensors(4, 8, "float32", (1,)), (4,))
     clean = flashkit.merge((out, lse), other)

@@ -13,6 +13,7 @@ import pytest
 
 import flashkit
 from flashkit import mods
+from flashkit.call.arguments import prepare
 from flashkit.mods import expr
 from flashkit.mods.expr import Expr
 from flashkit.mods.expr.graph import KINDS, from_rows
@@ -196,6 +197,24 @@ def test_pickles_of_plans_know_every_part_of_a_call() -> None:
         "q", "k", "v", "scale", "q_offset", "kv_lengths", "params", "arrays", "sinks", "dropout_p", "seed", "out",
         "lse", "blocks", "cu_seqlens", "page_table", "k_pe", "scales", "k_scale", "v_scale",
     }  # fmt: skip
+
+
+def test_specs(copied: Callable[[Any], Any], program: Callable[..., str]) -> None:
+    """Equal in another process too: what a spec keeps for comparisons holds in its own process alone."""
+    q = np.zeros((1, 1, 4, 8), np.float32)
+    spec = prepare(q, q, q, causal=True, softcap=2.0)[0].spec
+    known = {spec: 1}
+    assert copied(spec) == spec and known[copied(spec)] == 1
+    if copied is COPIES["deepcopy"]:
+        program(f"""
+            import pickle
+            import numpy as np
+            from flashkit.call.arguments import prepare
+            spec = pickle.loads({pickle.dumps(spec)!r})
+            q = np.zeros((1, 1, 4, 8), np.float32)
+            other = prepare(q, q, q, causal=True, softcap=2.0)[0].spec
+            assert spec == other and hash(spec) == hash(other) and spec is not other
+        """)
 
 
 def test_every_operation_says_what_it_takes() -> None:

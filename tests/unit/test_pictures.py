@@ -6,7 +6,6 @@ import re
 import sys
 from xml.etree import ElementTree
 
-import matplotlib as mpl
 import numpy as np
 import pytest
 
@@ -14,6 +13,7 @@ import flashkit
 from flashkit import BlockMask, mods
 from flashkit.mods import svg
 
+mpl = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 mpl.use("agg")
 
 

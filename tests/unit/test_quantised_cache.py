@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -136,6 +137,48 @@ def test_pools_of_an_engine(kv_format: Any, per: Any, in_place: None) -> None:
     for b, n in enumerate(lengths):
         k, v = (x[table[b]].reshape(-1, HEADS_KV, x.shape[-1])[None, :n].swapaxes(1, 2) for x in wide)
         assert near(out[b], exact(q[b : b + 1], k, v, causal=True, q_offset=int(n) - 2)[0])
+
+
+def _pages_of_heads(x: np.ndarray) -> np.ndarray:
+    """A copy of (pages, page, Hkv, D) in which the pages of a head follow each other at the stride of its tokens."""
+    return x.transpose(2, 0, 1, 3).copy().transpose(1, 2, 0, 3)
+
+
+OTHERWISE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "in pages": np.array,
+    "gaps": lambda x: np.concatenate([x, np.full_like(x, np.nan)], 1)[:, : x.shape[1]],
+    "reversed": lambda x: x[::-1].copy()[::-1],
+    "pages last": lambda x: x.transpose(1, 2, 3, 0).copy().transpose(3, 0, 1, 2),
+}
+"""Copies of (pages, page, Hkv, 1) in memory of other strides."""
+
+
+@pytest.mark.parametrize("page", [1, 5])
+@pytest.mark.parametrize("otherwise", OTHERWISE)
+def test_scales_of_pages_in_a_row(otherwise: str, page: int, in_place: None) -> None:
+    """A run of pages is one array of keys; their scales may lie anywhere."""
+    q, kv = numbers(1, HEADS, 2, DIM), (numbers(60 // page, page, HEADS_KV, d, seed=d) for d in (DIM, VALUE_DIM))
+    k8, v8 = (flashkit.quantize(x, "int8", "token", layout="bnhd") for x in kv)
+    k, v = (_values(x).reshape(1, 60, HEADS_KV, -1).swapaxes(1, 2) for x in (k8, v8))
+    for moved in range(2):
+        pools = [
+            Quantized(
+                _pages_of_heads(x.data), (OTHERWISE[otherwise] if i == moved else _pages_of_heads)(x.scale),
+                per="token", layout="bnhd",
+            )
+            for i, x in enumerate((k8, v8))
+        ]  # fmt: skip
+        out = flashkit.attention(q, *pools, page_table=np.arange(60 // page)[None], kv_lengths=[58])
+        assert near(out, exact(q, k[:, :, :58], v[:, :, :58])), "kv"[moved]
+
+
+@pytest.mark.parametrize("page", [1, 4])
+@pytest.mark.parametrize("options", [{"sinks": np.full(HEADS, -np.inf, "f4")}, {"alibi_slopes": np.zeros(HEADS, "f4")}])
+def test_a_cache_attends_with_options(options: dict[str, Any], page: int) -> None:
+    cache = flashkit.KVCache(1, HEADS_KV, DIM, VALUE_DIM, pages=12, page=page, dtype="int8")
+    cache.append(numbers(1, HEADS_KV, 11, DIM), numbers(1, HEADS_KV, 11, VALUE_DIM))
+    q = numbers(1, HEADS, 1, DIM)
+    assert near(cache.attend(q, **options), cache.attend(q))
 
 
 def _values(x: Quantized) -> np.ndarray:

@@ -103,8 +103,8 @@ class ArgumentBlock:
         if operands.page_table is not None:
             args[at.PAGE_TABLE], args[at.TABLE_WIDTH] = self.address(operands.page_table), operands.page_table.shape[1]
             args[at.PAGES], args[at.PAGE] = operands.k.shape[0], operands.k.shape[2]
-            page_strides = ((x.strides[0], x.shape[2] * x.strides[2]) for x in (operands.k, operands.v))
-            args[at.PAGES_FOLLOW] = all(page == tokens for page, tokens in page_strides)
+            pools = operands.k, operands.v, operands.k_pe, operands.k_scale, operands.v_scale
+            args[at.PAGES_FOLLOW] = all(x.strides[0] == x.shape[2] * x.strides[2] for x in pools if x is not None)
         # P before dropout is not yet rounded to bf16 pairs, and its exponentials take no scale.
         whole = scores_whole or spec.score is not None or bool(operands.dropout_p)
         self._set_scales(operands.scale, bool(plan.bf16_pairs), whole)
@@ -161,7 +161,7 @@ class ArgumentBlock:
                 array = operands.array(slot)
                 stored = modify.stored_dtype(str(slot.dtype))
                 same_size = np.dtype(stored).itemsize == array.itemsize
-                array = array.view(stored) if same_size else array.astype(stored)
+                array = array.view(stored) if same_size else _widened(array, stored)
                 entries += [self.address(array), *array.shape, *array.strides]
         entries += [micro[f"transpose{size}"] for size in modify.TRANSPOSED_SIZES]
         return np.array(entries, np.int64)
@@ -172,6 +172,12 @@ def forward_tensors(operands: Operands) -> tuple[tuple[Any, np.ndarray], ...]:
     return (
         (at.Q, operands.q), (at.K, operands.k), (at.V, operands.v), (at.OUT, operands.out), (at.LSE, operands.lse),
     )  # fmt: skip
+
+
+def _widened(array: np.ndarray, dtype: str) -> np.ndarray:
+    """A copy in a wider dtype; along axes of stride 0 there is still one element."""
+    once = tuple(slice(1) if stride == 0 else slice(None) for stride in array.strides)
+    return np.broadcast_to(array[once].astype(dtype), array.shape)
 
 
 def address_of(array: np.ndarray) -> int:

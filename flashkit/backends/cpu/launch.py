@@ -17,6 +17,9 @@ from .plan import CpuPlan
 MIN_SPLIT_KEYS = 512
 """The fewest keys of a split in decoding on several threads."""
 
+DETERMINISTIC_SPLIT_KEYS = 1024
+"""Those of each split where results must not depend on the threads, nor on the other sequences of a batch."""
+
 SPLITS_PER_THREAD = 8
 """Work tiles per thread in decoding, about: enough for threads of unequal speed to share."""
 
@@ -87,7 +90,10 @@ def decode_launch(plan: CpuPlan, block: ArgumentBlock, thread_count: int) -> Lau
     lanes, n_k, heads = int(args[at.LANES]), int(args[at.N_K]), int(args[at.BATCH] * args[at.HEADS]) // spec.group
     rows, block_k = spec.group * int(args[at.N_Q]), rounded(plan.tile.block_k, int(at.STRIP))
     most = 1
-    if thread_count > 1:
+    if spec.deterministic:
+        args[at.SPLIT_KEYS] = rounded(DETERMINISTIC_SPLIT_KEYS, block_k)
+        most = -(-n_k // int(args[at.SPLIT_KEYS]))
+    elif thread_count > 1:
         most = max(1, min(-(-SPLITS_PER_THREAD * thread_count // heads), n_k // MIN_SPLIT_KEYS))
     parts = [spec.head_dim - spec.pe_dim, spec.pe_dim][: 1 + (spec.pe_dim > 0)]
     k_pack = 2 if plan.decode_bf16_pairs else 1

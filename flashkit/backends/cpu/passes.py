@@ -32,6 +32,9 @@ ROW_BLOCK = 256
 WORK_TILES_A_THREAD = 3
 """Of the backward pass, at least, where there are several threads: a core that others slow down takes fewer."""
 
+DETERMINISTIC_THREADS = 8
+"""For how many threads keys are split where gradients must not depend on their number."""
+
 DQ_BYTES_A_THREAD = 2**23
 """Bytes of dq_accum that these may take. Beyond, there are as many work tiles as threads."""
 
@@ -116,7 +119,7 @@ def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Bo
         if small is not None and not spec.kv_lengths and gradients.dsinks is None and small(operands, gradients):
             return
         count = threads.count() if flops >= threads.SERIAL_FLOPS else 1
-        num_splits = splits(count)
+        num_splits = splits(DETERMINISTIC_THREADS if spec.deterministic and flops >= threads.SERIAL_FLOPS else count)
         if num_splits == 1 and gradients.dq.dtype == accumulator:
             run_all(operands, gradients, count, gradients.dq[None], in_place=True)
             return

@@ -18,7 +18,7 @@ from ...mods.expr import Expr
 _ONE, _ZERO = expr.const(1.0), expr.const(0.0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AffineScore:
     """The parts of an affine score modification, as graphs."""
 

@@ -27,16 +27,15 @@ from .graph import (
     K,
     Q,
     const,
-    to_float,
     walk,
 )
-from .interval_rules import Range, is_point
+from .interval_rules import End, Range, Reach, is_point
 from .operations import OPS
 
 
 def reaches(
     exprs: Iterable[Expr], narrow: frozenset[str] = frozenset()
-) -> tuple[dict[Expr, tuple[int, int] | None], set[Expr]]:
+) -> tuple[dict[Expr, Reach | None], set[Expr]]:
     """The values that each node can have in any call, by the rules of the table on exact integers.
 
     Parameters
@@ -53,90 +52,111 @@ def reaches(
     overflowing : set
         The nodes that may overflow. Their result may be any int64.
     """
-    known: dict[Expr, tuple[int, int] | None] = {}
+    known: dict[Expr, Reach | None] = {}
     overflowing: set[Expr] = set()
     for node in walk(exprs):
         ranges = [known[a] for a in node.args]
-        result: tuple[int, int] | None = None
-        if node.op == "const":
-            result = None if node.kind == "float" else (node.value, node.value)
-        elif node.kind == "bool" and (node.op not in OPS or None in ranges):
-            result = False, True
-        elif node.op == "symbol" and node.kind == "int":
-            result = -2 * MAX_POSITION, 2 * MAX_POSITION
-        elif node.op == "param" and node.kind == "int":
-            result = -MAX_PARAM, MAX_PARAM
-        elif node.kind != "float":
-            narrower = node.op.startswith("load") and node.value in narrow
-            rule = OPS[node.op].bounds if node.op in OPS else None
-            result = (-(2**32), 2**32) if narrower else rule(*ranges) if rule else None  # type: ignore[assignment]
-            if result is None:
-                result = INT64
-            elif result[0] < INT64[0] or result[1] > INT64[1]:
+        result = _given(node, narrow)
+        if result is None and node.kind == "int":
+            rule = OPS[node.op].bounds
+            result = (rule(*ranges) if rule else None) or INT64
+            if result[0] < INT64[0] or result[1] > INT64[1]:
                 overflowing.add(node)
                 result = INT64
+        elif result is None and node.kind == "bool":
+            result = (False, True) if None in ranges else OPS[node.op].bounds(*ranges)  # type: ignore[misc]
         known[node] = result
     return known, overflowing
 
 
-_ANY = const(INT64[0]), const(INT64[1])
+def _given(node: Expr, narrow: frozenset[str]) -> Reach | None:
+    """What a symbol, a value or a literal can be in any call; None for an operation, and for floats."""
+    if node.kind == "float" or node.op in OPS:
+        return None
+    if node.op == "const":
+        return node.value, node.value
+    if node.kind == "bool":
+        return False, True
+    if node.op == "symbol":
+        return -2 * MAX_POSITION, 2 * MAX_POSITION
+    if node.op == "param":
+        return -MAX_PARAM, MAX_PARAM
+    return (-(2**32), 2**32) if node.value in narrow else INT64
+
+
+_ANY = End(const(INT64[0]), (INT64[0], INT64[0])), End(const(INT64[1]), (INT64[1], INT64[1]))
 _SURE = 2.0**62
 """Where a result computed in floating point stays within this bound, the exact result is an int64."""
 
 
 @lru_cache(maxsize=512)
-def bounds(expr: Expr, narrow: frozenset[str] = frozenset()) -> Range:
+def bounds(expr: Expr, narrow: frozenset[str] = frozenset()) -> tuple[Expr, Expr] | None:
     """Bounds over the tile q0 <= q <= q1, k0 <= k <= k1 (row likewise), at one (b, h), as expressions in those symbols.
+    None: nothing is known.
 
     This is interval arithmetic on symbols, so one rule serves the tile lists in NumPy and the tile loops of every
-    kernel. The bounds hold for integers that wrap: on tiles where a node may overflow, its bounds are all of int64.
+    kernel. The bounds hold for integers that wrap: on tiles where an end may itself have wrapped (`End.doubts`), they
+    are all of int64. Where none has, neither has the node between them.
     narrow: as in `reaches`.
     """
-    overflowing = reaches([expr], narrow)[1]
-    known: dict[int, Range] = {id(Q): (Q0, Q1), id(K): (K0, K1), id(ROW): (ROW0, ROW1)}
+    known: dict[int, Range] = {}
     for node in walk([expr]):
-        if id(node) in known:
-            continue
         ranges = [known[id(a)] for a in node.args]
-        if node.kind == "int" and node.op in _BOUNDING:
+        if node.op in _BOUNDING:
             ranges = [r or _ANY for r in ranges]
         result: Range = None
-        if node.kind != "float":
-            if not node.args:
-                result = (node, node)
-            elif None not in ranges:
-                of = _load_bounds if node.op == "load" else _op_bounds
-                result = of(node, ranges)  # type: ignore[arg-type]
-        if result is not None and node in overflowing:
-            result = _where_sure(node, ranges, result)  # type: ignore[arg-type]
+        if node.kind == "float":
+            pass
+        elif not node.args:
+            result = _leaf_bounds(node, narrow)
+        elif None not in ranges:
+            of = _load_bounds if node.op == "load" else _op_bounds
+            result = of(node, ranges, narrow)  # type: ignore[arg-type]
         if result is None and node.kind == "bool":
-            result = (FALSE, TRUE)
+            result = _EITHER
         known[id(node)] = result
-    return known[id(expr)]
+    found = known[id(expr)]
+    return found and (found[0].node, found[1].node)
 
 
 _BOUNDING = "min", "max", "mod"
 """Operations whose result has bounds even if an operand has none."""
 
+_EITHER = End(FALSE, (False, True)), End(TRUE, (False, True))
 
-def _op_bounds(node: Expr, ranges: list[tuple[Expr, Expr]]) -> Range:
+_CORNERS = {Q: (Q0, Q1), K: (K0, K1), ROW: (ROW0, ROW1)}
+
+
+def _leaf_bounds(node: Expr, narrow: frozenset[str]) -> Range:
+    first, last = (End(end, _given(end, narrow) or INT64) for end in _CORNERS.get(node, (node, node)))
+    return first, last
+
+
+def _op_bounds(node: Expr, ranges: list[tuple[End, End]], narrow: frozenset[str]) -> Range:
     rule = OPS[node.op].bounds
-    return rule(*ranges) if rule else None
+    found = rule(*ranges) if rule else None
+    return found and _where_sure(*found)
 
 
-def _where_sure(node: Expr, ranges: list[tuple[Expr, Expr]], found: tuple[Expr, Expr]) -> Range:
-    """The bounds found, on tiles where the same computation in floating point proves that nothing overflows."""
-    low, high = _op_bounds(node, [(to_float(r[0]), to_float(r[1])) for r in ranges])  # type: ignore[misc]
-    sure = (low >= -_SURE) & (high <= _SURE)
-    return where(sure, found[0], _ANY[0]), where(sure, found[1], _ANY[1])
+def _where_sure(first: End, last: End) -> Range:
+    """The bounds; on tiles where floating point does not prove that they are exact, all of int64."""
+    sure = TRUE
+    for doubt in dict.fromkeys((*first.doubts, *last.doubts)):
+        sure = sure & (doubt >= -_SURE) & (doubt <= _SURE)
+    if sure is TRUE:
+        return first, last
+    first, last = (End(where(sure, end.node, any_.node), INT64) for end, any_ in zip((first, last), _ANY))
+    return first, last
 
 
-def _load_bounds(node: Expr, ranges: list[tuple[Expr, Expr]]) -> Range:
+def _load_bounds(node: Expr, ranges: list[tuple[End, End]], narrow: frozenset[str]) -> Range:
+    reach = _given(node, narrow) or INT64
     if all(map(is_point, ranges)):
-        value = Expr("load", tuple(r[0] for r in ranges), node.value, node.kind)
+        value = End(Expr("load", tuple(r[0].node for r in ranges), node.value, node.kind), reach)
         return value, value
-    corners = tuple(x for r in ranges for x in r)
-    return Expr("load_min", corners, node.value, node.kind), Expr("load_max", corners, node.value, node.kind)
+    corners = tuple(x.node for r in ranges for x in r)
+    first, last = (End(Expr(f"load_{end}", corners, node.value, node.kind), reach) for end in ("min", "max"))
+    return first, last
 
 
 @lru_cache(maxsize=512)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from . import interval_rules as rules
 from .functions import cos, exp, exp2, floor, sin, sqrt, tanh, where
 from .graph import Expr, S, const, is_const, walk
-from .interval_rules import Range
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Op:
     numba: str
     numpy: str
     derivative: Callable[..., Expr] | None = None  # (args, d_args) -> d; None: constant in s
-    bounds: Callable[..., Range] | None = None  # (ranges of the args) -> range; None: unknown
+    bounds: Callable[..., Any] | None = None  # (ranges of the args) -> range; None: unknown
 
 
 def _product(x: Expr, y: Expr) -> Expr:

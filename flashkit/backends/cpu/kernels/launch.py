@@ -29,8 +29,8 @@ def thread_main(numbers, counts, steps, block):
 
 @njit(**options)
 def split_keys(args, threads):
-    """Decoding: split the keys that this call has until each thread has a few work tiles, or put several heads of few
-    keys in one. Returns the threads.
+    """Decoding: split the keys that this call has, unless SPLIT_KEYS is fixed, until each thread has a few work tiles,
+    or put several heads of few keys in one. Returns the threads.
     """
     longest, keys = np.int64(0), np.int64(0)
     for b in range(args[BATCH]):
@@ -38,11 +38,12 @@ def split_keys(args, threads):
         longest, keys = max(longest, n), keys + n
     if keys < args[SERIAL_KEYS]:
         threads = np.int64(1)
-    num_splits = np.int64(1)
-    if threads > 1:
-        num_splits = max(num_splits, min(args[MAX_SPLITS], longest // args[MIN_SPLIT_KEYS]))
-    tiles = max((longest + num_splits * args[BLOCK_K] - 1) // (num_splits * args[BLOCK_K]), 1)  # of a split
-    args[SPLIT_KEYS] = tiles * args[BLOCK_K]
+    if args[SPLIT_KEYS] == 0:
+        num_splits = np.int64(1)
+        if threads > 1:
+            num_splits = max(num_splits, min(args[MAX_SPLITS], longest // args[MIN_SPLIT_KEYS]))
+        tiles = max((longest + num_splits * args[BLOCK_K] - 1) // (num_splits * args[BLOCK_K]), 1)  # of a split
+        args[SPLIT_KEYS] = tiles * args[BLOCK_K]
     args[NUM_SPLITS] = max((longest + args[SPLIT_KEYS] - 1) // args[SPLIT_KEYS], 1)
     heads, per_tile = args[BATCH] * args[HEADS] // args[GROUP], np.int64(1)
     if args[NUM_SPLITS] == 1:

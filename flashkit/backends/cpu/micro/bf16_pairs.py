@@ -42,7 +42,7 @@ Packed targets are padded with zeros to whole squares of 16 words (of `lanes`, o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 from llvmlite import ir
@@ -60,6 +60,7 @@ from .vector import (
     Loop,
     Memory,
     at_most,
+    call,
     column_groups,
     declared,
     fill,
@@ -258,15 +259,26 @@ def _emit_pack_rows_t(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Typ
         square(i, j, b.add(b.add(target, b.mul(j, target_row)), b.shl(i, I64(2))))
 
 
+Exponent = Callable[[ir.Value], ir.Value]
+"""From scores to what 2 is raised to."""
+
 RESCALE_THRESHOLD = 8.0
 """How far a score may exceed the row_max that P is relative to before O and l are rescaled. With e^16, its weight where
 scale_log2 is the most it can be, no sum comes near overflow.
 """
 
 
-def _finite(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """x, and NaN where it is infinite: a maximum or an LSE that is too great in base 2 would hide its row."""
-    return fma(b, x, fill(x.type, 0.0), x)
+LARGE_SHIFT = 2.0**13
+"""Of row references in base 2. Below, their rounding is 3e-4 of a weight at most, and `scale * s - shift` is one
+operation. From there on, scores and references are subtracted first, which is exact where weights count.
+"""
+
+
+def _is_large(b: ir.IRBuilder, shifts: Sequence[ir.Value]) -> ir.Value:
+    """Whether any lane is."""
+    vector, lanes = shifts[0].type, ir.IntType(shifts[0].type.count)
+    large = [b.fcmp_unordered(">=", call(b, "llvm.fabs", vector, x), fill(vector, LARGE_SHIFT)) for x in shifts]
+    return b.icmp_signed("!=", b.bitcast(reduce(b.or_, large), lanes), lanes(0))
 
 
 def _emit_online_softmax(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
@@ -296,33 +308,40 @@ def _emit_online_softmax(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.
         row_max = [b.select(moves, x, y) for x, y in zip(greatest, before)]
         # 0 for a query without a visible key so far: 2^(-inf - 0) is 0, 2^(-inf + inf) would be NaN.
         row_max = [b.select(b.fcmp_ordered("==", x, nothing_seen), zero, x) for x in row_max]
-        shift = [b.fneg(_finite(b, b.fmul(x, scale_log2))) for x in row_max]
+        shift = [b.fneg(b.fmul(x, scale_log2)) for x in row_max]
 
-        def p_at(at: ir.Value, v: int) -> ir.Value:
-            return exp2_short(b, fma(b, memory.load(b.add(at, offsets[v])), scale_log2, shift[v]))
+        def store_weights(exponent: Callable[[ir.Value, int], ir.Value]) -> None:
+            def p_at(at: ir.Value, v: int) -> ir.Value:
+                return exp2_short(b, exponent(memory.load(b.add(at, offsets[v])), v))
 
-        start = [memory.load(b.add(l, offset)) for offset in offsets]
-        # Words overwrite scores in place: row i of words follows the reading of rows 2i and 2i+1.
-        loop = Loop(b, I64(0), b.sub(count, I64(1)), 2, [*start, s, s])
-        with loop as (_, carried, advance):
-            *sums, at, to = carried
-            new = []
+            start = [memory.load(b.add(l, offset)) for offset in offsets]
+            # Words overwrite scores in place: row i of words follows the reading of rows 2i and 2i+1.
+            loop = Loop(b, I64(0), b.sub(count, I64(1)), 2, [*start, s, s])
+            with loop as (_, carried, advance):
+                *sums, at, to = carried
+                new = []
+                for v in range(width):
+                    low, high = p_at(at, v), p_at(b.add(at, row), v)
+                    memory.store(b.bitcast(rounded_weights(b, low, high), memory.vector), b.add(to, offsets[v]))
+                    new.append(b.fadd(sums[v], b.fadd(low, high)))
+                advance([*new, b.add(at, b.shl(row, I64(1))), b.add(to, row)])
+            last = Loop(b, I64(0), b.and_(count, I64(1)), 1, loop.results[:width])
+            with last as (_, sums, advance):
+                at, to = loop.results[width:]
+                new = []
+                for v in range(width):
+                    low = p_at(at, v)
+                    memory.store(b.bitcast(rounded_weights(b, low, zero), memory.vector), b.add(to, offsets[v]))
+                    new.append(b.fadd(sums[v], low))
+                advance(new)
             for v in range(width):
-                low, high = p_at(at, v), p_at(b.add(at, row), v)
-                memory.store(b.bitcast(rounded_weights(b, low, high), memory.vector), b.add(to, offsets[v]))
-                new.append(b.fadd(sums[v], b.fadd(low, high)))
-            advance([*new, b.add(at, b.shl(row, I64(1))), b.add(to, row)])
-        last = Loop(b, I64(0), b.and_(count, I64(1)), 1, loop.results[:width])
-        with last as (_, sums, advance):
-            at, to = loop.results[width:]
-            new = []
-            for v in range(width):
-                low = p_at(at, v)
-                memory.store(b.bitcast(rounded_weights(b, low, zero), memory.vector), b.add(to, offsets[v]))
-                new.append(b.fadd(sums[v], low))
-            advance(new)
-        for v in range(width):
-            memory.store(last.results[v], b.add(l, offsets[v]))
+                memory.store(last.results[v], b.add(l, offsets[v]))
+
+        with b.if_else(_is_large(b, shift), likely=False) as (large, otherwise):
+            with large:
+                store_weights(lambda score, v: b.fmul(b.fsub(score, row_max[v]), scale_log2))
+            with otherwise:
+                store_weights(lambda score, v: fma(b, score, scale_log2, shift[v]))
 
     column_groups(b, columns, shape.vectors, lanes, group)
 
@@ -348,20 +367,18 @@ def _emit_softmax_backward(b: ir.IRBuilder, args: Sequence[ir.Value], element: i
     memory, halves = Memory(b, element, lanes), Memory(b, I16, lanes)
     scale, s_scale = (splat(b, from_bits(b, bits, element), lanes) for bits in (scale_bits, s_scale_bits))
     zero, masked, log2e = (fill(memory.vector, x) for x in (0.0, float("-inf"), LOG2E))
-    no_key = fill(memory.vector, float("inf"))
     s_scale_log2 = b.fmul(s_scale, log2e)
 
-    def of_row(i: ir.Value) -> tuple[ir.Value, ir.Value]:
-        at = b.shl(i, I64(2))
-        lse_i, delta_i = (splat(b, memory.load_scalar(b.add(x, at)), lanes) for x in (lse, delta))
-        minus_lse = b.fneg(_finite(b, b.fmul(lse_i, log2e)))
-        minus_lse = b.select(b.fcmp_ordered("==", lse_i, no_key), masked, minus_lse)
-        return minus_lse, b.fneg(b.fmul(delta_i, scale))
+    def small_exponent(shift: ir.Value, score: ir.Value) -> ir.Value:
+        return fma(b, score, s_scale_log2, shift)
 
-    def element_of(at: ir.Value, of: tuple[ir.Value, ir.Value]) -> tuple[ir.Value, ir.Value]:
+    def large_exponent(minus_lse: ir.Value, score: ir.Value) -> ir.Value:
+        return b.fmul(fma(b, score, s_scale, minus_lse), log2e)
+
+    def element_of(at: ir.Value, exponent: Exponent, minus_delta: ir.Value) -> tuple[ir.Value, ir.Value]:
         """P and dS of a vector."""
-        score, (minus_lse, minus_delta) = memory.load(b.add(s, at)), of
-        x = fma(b, score, s_scale_log2, minus_lse)
+        score = memory.load(b.add(s, at))
+        x = exponent(score)
         # A NaN in the LSE reaches the visible pairs of its row and no others. A masked pair has no gradient, whatever
         # its key and value hold.
         used = b.and_(b.fcmp_unordered("!=", score, masked), normal_power(b, x))
@@ -369,18 +386,31 @@ def _emit_softmax_backward(b: ir.IRBuilder, args: Sequence[ir.Value], element: i
         ds = b.fmul(p, fma(b, memory.load(b.add(dp, at)), scale, minus_delta))
         return p, b.select(used, ds, zero)
 
-    def pair(i: ir.Value, two: bool) -> None:
-        of = [of_row(b.add(i, I64(x))) for x in range(1 + two)]
+    def along_rows(i: ir.Value, exponents: Sequence[Exponent], minus_delta: Sequence[ir.Value]) -> None:
         with Loop(b, I64(0), columns, lanes) as (j, _, _):
             along = b.shl(j, I64(2))
-            pairs = [element_of(b.add(b.mul(b.add(i, I64(x)), row), along), each) for x, each in enumerate(of)]
+            pairs = [
+                element_of(b.add(b.mul(b.add(i, I64(x)), row), along), *each)
+                for x, each in enumerate(zip(exponents, minus_delta))
+            ]
             to = b.add(b.mul(b.lshr(i, I64(1)), words_row), along)
             for target, values in zip(words_at, zip(*pairs)):
-                words_of = rounded_pairs(b, values[0], values[1] if two else zero)
+                words_of = rounded_pairs(b, values[0], values[1] if len(pairs) == 2 else zero)
                 memory.store(b.bitcast(words_of, memory.vector), b.add(target, to))
             for x, (_, ds) in enumerate(pairs):
                 line = b.add(ds_rows, b.mul(b.add(i, I64(x)), ds_rows_row))
                 halves.store(rounded(b, ds), b.add(line, b.shl(j, I64(1))))
+
+    def pair(i: ir.Value, two: bool) -> None:
+        at = [b.shl(b.add(i, I64(x)), I64(2)) for x in range(1 + two)]
+        minus_lse, deltas = ([splat(b, memory.load_scalar(b.add(x, y)), lanes) for y in at] for x in (lse, delta))
+        minus_lse, minus_delta = [b.fneg(x) for x in minus_lse], [b.fneg(b.fmul(x, scale)) for x in deltas]
+        shift = [b.fmul(x, log2e) for x in minus_lse]
+        with b.if_else(_is_large(b, shift), likely=False) as (large, otherwise):
+            with large:
+                along_rows(i, [partial(large_exponent, x) for x in minus_lse], minus_delta)
+            with otherwise:
+                along_rows(i, [partial(small_exponent, x) for x in shift], minus_delta)
 
     with Loop(b, I64(0), b.sub(count, I64(1)), 2) as (i, _, _):
         pair(i, True)

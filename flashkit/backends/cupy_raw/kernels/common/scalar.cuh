@@ -67,7 +67,9 @@ DEVICE long long fk_floordiv(long long x, long long y) {
     return quotient - (quotient * y != x && (x < 0) != (y < 0));
 }
 DEVICE long long fk_mod(long long x, long long y) {
-    return y == 0 || y == -1 ? 0 : x - fk_floordiv(x, y) * y;
+    if (y == 0 || y == -1) return 0;
+    // Unsigned: the multiple of y below x may be below -2^63.
+    return (unsigned long long)x - (unsigned long long)fk_floordiv(x, y) * (unsigned long long)y;
 }
 DEVICE float fk_floordiv(float x, float y) { return floorf(x / y); }
 DEVICE double fk_floordiv(double x, double y) { return floor(x / y); }

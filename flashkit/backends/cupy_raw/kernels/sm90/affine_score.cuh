@@ -156,7 +156,7 @@ DEVICE bool guess_row_ref_affine(const float (&s)[S_REGS], float (&m)[2], const 
         m[half] = across_lanes(top, [](float x, float y) { return fmaxf(x, y); }) + affine.bias_max[half];
         if (P_IS_FLOAT16) m[half] += HEADROOM;
     }
-    return __all_sync(~0u, m[0] != HIDDEN && m[1] != HIDDEN);
+    return __all_sync(~0u, are_row_refs(m));
 }
 
 // Which scores go through the device's tanh all the same, to balance the units: one in eight, where row sums are

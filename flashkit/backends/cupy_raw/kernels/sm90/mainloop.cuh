@@ -274,7 +274,7 @@ struct Consumer {
             l[0] *= block.rescale[0], l[1] *= block.rescale[1];
             const bool grows = !block.first_tile && !(AFFINE && SLOPED) &&
                                (block.rescale[0] < MIN_RESCALE || block.rescale[1] < MIN_RESCALE);
-            softmax.has_row_ref = path.bounded || __all_sync(~0u, m[0] != HIDDEN && m[1] != HIDDEN && !grows);
+            softmax.has_row_ref = path.bounded || __all_sync(~0u, are_row_refs(m) && !grows);
             if (AFFINE && SLOPED) softmax.ref_minus_bias[0] = softmax.ref_minus_bias[1] = HIDDEN;
             block.rescales = true;
             if (UNMASKED && !is_settled()) steady_desc = NO_DESC;

@@ -22,6 +22,11 @@ constexpr float HEADROOM = P_IS_FLOAT16 ? 6 : 0;
 // speculate.
 constexpr float MIN_RESCALE = 1e-6f;
 
+// Whether a tile may speculate on its row references: not where a row has none, -inf, nor where its rounding, 2^-24 of
+// it, is more than a small error of an exponent. The online softmax subtracts after it has rounded both.
+constexpr float MAX_ROW_REF = 1048576.0f;
+DEVICE bool are_row_refs(const float (&m)[2]) { return fmaxf(fabsf(m[0]), fabsf(m[1])) < MAX_ROW_REF; }
+
 // A row reference from the first 16 columns of a tile. False where a row has none, all of these being masked.
 DEVICE bool guess_row_ref(const float (&s)[S_REGS], float (&m)[2], const float (&scale_log2)[2]) {
     if (!GUESSES_ROW_REF) return false;
@@ -31,7 +36,7 @@ DEVICE bool guess_row_ref(const float (&s)[S_REGS], float (&m)[2], const float (
         m[half] = across_lanes(top, [](float x, float y) { return fmaxf(x, y); }) * scale_log2[half];
         if (P_IS_FLOAT16) m[half] += HEADROOM;
     }
-    return __all_sync(~0u, m[0] != HIDDEN && m[1] != HIDDEN);
+    return __all_sync(~0u, are_row_refs(m));
 }
 
 // S of a row to P = 2^exponent(s); returns the lane's part of the row sum.
