@@ -686,6 +686,55 @@ def test_distinct_modifications_do_not_fill_the_memory(program: Callable[..., st
     assert loaded < 20
 
 
+@pytest.mark.slow
+def test_compiling_leaves_little_memory(program: Callable[..., str], tmp_path: Path) -> None:
+    """Of the C library's: what Python frees, LLVM must free too."""
+    if not hasattr(ctypes.CDLL(None), "mallinfo2"):
+        pytest.skip("this C library does not count what is allocated")
+    printed = program(
+        """
+        import ctypes, gc
+        import numpy as np
+        from flashkit.backends.cpu import modify, objects
+        from flashkit.call.arguments import prepare
+
+        class Counts(ctypes.Structure):
+            _fields_ = [(f"count{i}", ctypes.c_size_t) for i in range(10)]
+
+        count = ctypes.CDLL(None).mallinfo2
+        count.restype = Counts
+        x = np.ones((1, 1, 64, 16), np.float32)
+
+        def allocated(first, last):
+            for i in range(first, last):
+                spec = prepare(x, x, x, score_mod=lambda s, b, h, q, k: s + i / 7)[0].spec
+                objects.functions(modify.forward_source(spec))
+            gc.collect()
+            return count().count7 + count().count4
+
+        before = allocated(0, 4)
+        print((allocated(4, 20) - before) / 16)
+        """,
+        FLASHKIT_CACHE_DIR=tmp_path,
+    )
+    assert float(printed) < 9_000
+
+
+@pytest.mark.slow
+def test_numba_may_time_its_passes(program: Callable[..., str], tmp_path: Path) -> None:
+    """It asks each builder for that, and none twice."""
+    text = """
+        import numpy as np
+        from flashkit.backends.cpu import modify, objects
+        from flashkit.call.arguments import prepare
+
+        x = np.ones((1, 1, 4, 8), np.float32)
+        for options in ({"causal": True}, {"window": (3, 0)}):
+            assert objects.functions(modify.classify_source(prepare(x, x, x, **options)[0].spec))
+    """
+    program(text, FLASHKIT_CACHE_DIR=tmp_path, NUMBA_LLVM_PASS_TIMINGS=1)
+
+
 def test_pass_managers_are_freed_only_while_kernels_compile() -> None:
     from llvmlite.binding import newpassmanagers
 

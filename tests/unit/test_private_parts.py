@@ -121,6 +121,8 @@ def test_llvmlite() -> None:
     machine = binding.Target.from_default_triple().create_target_machine()
     builder = binding.create_pass_builder(machine, options)
     assert callable(builder.getModulePassManager().run)
+    assert builder._time_passes_handler is None and builder._tm is machine
+    assert isinstance(type(options).inlining_threshold, property)
 
 
 def test_numbas_threads() -> None:

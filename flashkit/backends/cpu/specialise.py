@@ -140,7 +140,7 @@ def compiled(kind: str, text: str, wanted: Target) -> Object:
             for result in results.values():
                 library.add_linking_library(result.library)
             library.finalize()
-        linked, machine = library._final_module, target.machine(wanted)
+        linked, machine = library._final_module, _machine(wanted)
         linked.triple, linked.data_layout = wanted.triple, str(machine.target_data)
         for i, name in enumerate([*linked.functions, *linked.global_variables]):
             if not name.is_declaration and name.name not in entries:
@@ -154,6 +154,12 @@ def compiled(kind: str, text: str, wanted: Target) -> Object:
         called = {f.name for f in linked.functions if f.is_declaration and not f.name.startswith("llvm.")}
     # LLVM makes calls of its own, such as memset, which the module does not name.
     return Object(code, tuple(entries), tuple(sorted(called | elf.undefined(code))))
+
+
+@cache
+def _machine(wanted: Target) -> Any:
+    """Kept, as builders of pass managers are for one machine."""
+    return target.machine(wanted)
 
 
 @contextmanager
