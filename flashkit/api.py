@@ -261,7 +261,7 @@ def attention_vjp(
     if options.get("page_table") is not None:
         raise UnsupportedError("attention_vjp does not take page_table: keys in pages have no gradients")
     with Call("attention_vjp", q, k, v, {**options}, out) as call:
-        planned = plan_of(call, backend, True, recorded=True)
+        planned: Any = plan_of(call, backend, True, recorded=True)
         if out is not None:
             _check_apart(call, planned.operands)
         result = planned.run(call)

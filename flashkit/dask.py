@@ -15,7 +15,8 @@ import operator
 import uuid
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Unpack
 
 import dask.array as da
 import numpy as np
@@ -32,17 +33,25 @@ from .call.merge import merge
 from .errors import shown
 from .mods import Mod, codegen, expr
 from .mods.ranges import RangeTable
+from .options import DEFAULTS, OPTIONS, Options, Role, documented, unknown
 
 __all__ = ["attention"]
 
 
+BY_CHUNK = frozenset((
+    "causal", "q_offset", "window", "alibi_slopes", "bias", "mask", "block_mask", "score_mod", "mask_mod", "kv_lengths",
+    "q_lengths", "sinks",
+))  # fmt: skip
+"""Options by position that each chunk gets in its own way."""
+
+NOT_TAKEN = tuple(name for name, option in OPTIONS.items() if option.by_position and name not in BY_CHUNK)
+"""The others, which are refused: pairs are dropped by their numbers within a call."""
+
+
+@documented(*NOT_TAKEN)
 def attention(
-    q: Any, k: Any, v: Any, *, scale: float | None = None, causal: bool = False, q_offset: Any = None,
-    window: tuple[int | None, int | None] | None = None, softcap: float | None = None, alibi_slopes: Any = None,
-    bias: Any = None, mask: Any = None, block_mask: Any = None, score_mod: Any = None, mask_mod: Any = None,
-    kv_lengths: Any = None, q_lengths: Any = None, sinks: Any = None, layout: Any = "bhnd", return_lse: bool = False,
-    deterministic: bool = False, precision: Any = None, backend: str | None = None, split_every: int = 8,
-    hold_kv: bool = True,
+    q: Any, k: Any, v: Any, *, return_lse: bool = False, backend: str | None = None, split_every: int = 8,
+    hold_kv: bool = True, **options: Unpack[Options],
 ) -> Any:  # fmt: skip
     """`flashkit.attention` on Dask arrays. Nothing is computed until the result is.
 
@@ -51,20 +60,19 @@ def attention(
     q, k, v
         Dask arrays of NumPy or CuPy chunks, of shapes and dtypes as for `flashkit.attention`. Any axis may be chunked.
         Chunks are joined along the head dim, and those of k and v made to fit q's along batch axes and heads.
-    bias, mask
-        Dask arrays or arrays, which broadcast to (..., Hq, Nq, Nk).
-    scale, causal, q_offset, window, softcap, alibi_slopes, block_mask, score_mod, mask_mod
-        As for `flashkit.attention`. Positions are those in the whole arrays.
-    kv_lengths, q_lengths, sinks, layout, deterministic, precision, backend
-        As for `flashkit.attention`. Lengths, offsets, slopes and sinks are no Dask arrays: they are small, and read
-        when the graph is made.
     return_lse
         Return (out, lse).
+    backend
+        As for `flashkit.attention`.
     split_every
         Number of partial results that one task merges.
     hold_kv
         False: load or compute chunks of k and v anew for each chunk of queries, so that they need not be in memory
         together. True is faster where they fit, and where the scheduler spills to disk.
+    {options}
+
+    Bias and mask may be Dask arrays. Lengths, offsets, slopes and sinks are no Dask arrays: they are small, and read
+    when the graph is made. Positions are those in the whole arrays.
 
     Returns
     -------
@@ -98,36 +106,37 @@ def attention(
     >>> bool(abs(out.compute() - flashkit.attention(x, x, x, causal=True)).max() < 1e-12)
     True
     """
+    if not options.keys() <= DEFAULTS.keys() - {*NOT_TAKEN}:
+        known = [name for name in DEFAULTS if name not in NOT_TAKEN]
+        raise unknown("flashkit.dask.attention", [name for name in options if name not in known], known)
+    o: Any = SimpleNamespace(**DEFAULTS | options)
     q, k, v = (_as_dask(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    bias, mask = (None if x is None else _as_dask(name, x) for name, x in (("bias", bias), ("mask", mask)))
-    small = dict(
-        alibi_slopes=alibi_slopes, kv_lengths=kv_lengths, q_lengths=q_lengths, sinks=sinks, q_offset=q_offset
-    )  # fmt: skip
+    bias, mask = (None if x is None else _as_dask(name, x) for name, x in (("bias", o.bias), ("mask", o.mask)))
+    small: Any = {name: x for name, x in options.items() if OPTIONS[name].is_array and name not in ("bias", "mask")}
     for name, x in small.items():
         if isinstance(x, da.Array):
-            raise TypeError(f"{name} is a Dask array; numbers that are there fit: {name}={name}.compute()")
+            raise TypeError(f"{name}: expected numbers, got a Dask array; {name}={name}.compute() makes them")
     if not isinstance(split_every, int) or split_every < 2:
-        raise ValueError(f"split_every is {shown(split_every)}; a number of partial results, 2 or more, fits")
-    causal, hold_kv = flag("causal", causal), flag("hold_kv", hold_kv)
-
-    window = None if window is None else window_of(window)
-    fixed: dict[str, Any] = dict(
-        scale=scale, softcap=softcap, window=window, causal=causal, layout=layout, deterministic=deterministic,
-        precision=precision,
-    )  # fmt: skip
+        raise ValueError(f"split_every: expected an integer >= 2, got {shown(split_every)}")
+    hold_kv = flag("hold_kv", hold_kv)
+    fixed: dict[str, Any] = {name: x for name, x in options.items() if OPTIONS[name].role is Role.CONSTANT}
+    fixed |= {"causal": flag("causal", o.causal), "window": None if o.window is None else window_of(o.window)}
     tensors = {name: _stand_in(name, x) for name, x in dict(q=q, k=k, v=v, bias=bias, mask=mask).items()}
-    functions = dict(block_mask=block_mask, score_mod=score_mod, mask_mod=mask_mod)
+    functions: dict[str, Any] = dict(block_mask=o.block_mask, score_mod=o.score_mod, mask_mod=o.mask_mod)
+    score_mod, mask_mod, block_mask, layout = o.score_mod, o.mask_mod, o.block_mask, o.layout
     problem, operands, shape = prepare(**tensors, **fixed, **small, **functions, described=True)
     lengths, offsets = operands.kv_lengths, operands.q_offset
-    queries = None if q_lengths is None else np.broadcast_to(np.asarray(q_lengths).reshape(-1), (problem.batch,))
+    queries = None if o.q_lengths is None else np.broadcast_to(np.asarray(o.q_lengths).reshape(-1), (problem.batch,))
     for name, x in (("kv_lengths", lengths), ("q_offset", offsets)):
         if not isinstance(x, np.ndarray):
             raise TypeError(f"{name} lies on a device; integers of NumPy fit")
 
+    ends = o.kv_lengths is not None
     score = None if score_mod is None else mods.trace(score_mod, "score")
     listed = None if mask_mod is None else mods.trace(mask_mod, "mask"), block_mask and block_mask.mod
     hidden = _joined(listed)
-    by_position = causal and mods.causal(), window and mods.sliding_window(*window), hidden
+    window = fixed["window"]
+    by_position = fixed["causal"] and mods.causal(), window and mods.sliding_window(*window), hidden
     seen = _joined([mod or None for mod in by_position])
     own = [None if mod is None else delayed(mod, traverse=False) for mod in (score, hidden)]
     fixed |= dict(backend=backend)
@@ -150,18 +159,18 @@ def attention(
                 _require_neighbours(inside)
             for h, head in enumerate(heads):
                 visible = _visible(seen, inside, head, row, keys, offsets)
-                if kv_lengths is not None:
+                if ends:
                     visible &= np.array([key.start < lengths[inside].max(initial=0) for key in keys], bool)
                 partial: list[Any] = []
                 for j in np.flatnonzero(visible).tolist() or [0]:
                     key = keys[j]
                     local = offsets[inside] + (row.start - key.start)
-                    options = fixed | {
+                    of_chunk = fixed | {
                         "q_offset": int(local[0]) if local.size and (local == local[0]).all() else local,
-                        "kv_lengths": None if kv_lengths is None else np.clip(lengths[inside] - key.start, 0, len(key)),
+                        "kv_lengths": None if not ends else np.clip(lengths[inside] - key.start, 0, len(key)),
                         "q_lengths": None if queries is None else np.clip(queries[inside] - row.start, 0, len(row)),
-                        "alibi_slopes": _of_heads(alibi_slopes, inside, head),
-                        "sinks": None if partial else _of_heads(sinks, inside, head),  # they count once
+                        "alibi_slopes": _of_heads(o.alibi_slopes, inside, head),
+                        "sinks": None if partial else _of_heads(o.sinks, inside, head),  # they count once
                     }
                     entry = int(inside[0]) if inside.size else 0
                     first = {"b": entry, "h": head.start, "row": row.start, "k": key.start}
@@ -169,7 +178,7 @@ def attention(
                         delayed(_partial, nout=2)(
                             blocks_q[axes.chunk(place, h, i)], blocks_k[axes.chunk(place, h, j)],
                             blocks_v[axes.chunk(place, h, j)],
-                            *(x and x.block((*place, h, i, j)) for x in pairs), *own, first, options,
+                            *(x and x.block((*place, h, i, j)) for x in pairs), *own, first, of_chunk,
                         )
                     )  # fmt: skip
                 while len(partial) > 1:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from .call.checks import number, window_of
 from .call.positions import check_default_offset
 from .call.vjp import WRT
 from .errors import UnsupportedError, shown
+from .options import DEFAULTS, OPTIONS, Options, Role, documented, unknown
 
 __all__ = ["attention", "dot_product_attention"]
 
@@ -34,38 +35,21 @@ CONSTANT = "alibi_slopes", "bias", "mask"
 """Floating arguments without a gradient."""
 
 
-class Static(NamedTuple):
-    """The arguments of a call that JAX compiles for: they compare by value, functions and block masks by identity."""
+Static = tuple[tuple[str, Any], ...]
+"""The arguments of a call that JAX compiles for, with their names: they compare by value, functions and block masks by
+identity."""
 
-    scale: float | None
-    causal: bool
-    q_offset: int | None
-    window: tuple[int | None, int | None] | None
-    softcap: float | None
-    block_mask: Any
-    score_mod: Any
-    mask_mod: Any
-    dropout_p: float
-    seed: int | None
-    layout: str
-    deterministic: bool
-    precision: str | None
-    backend: str | None
+STATIC = tuple(name for name, option in OPTIONS.items() if not option.is_array)
+TAKEN_APART = "cu_seqlens", "page_table"
+"""Options of `flashkit.attention` that are not taken here."""
 
-    @property
-    def numbers_entries(self) -> bool:
-        """Whether a result may depend on the number of a batch entry."""
-        return self.dropout_p > 0 or not (self.block_mask is self.score_mod is self.mask_mod is None)
+ARRAYS = tuple(name for name, option in OPTIONS.items() if option.is_array and name not in TAKEN_APART)
 
 
+@documented(*TAKEN_APART)
 def attention(
-    q: Any, k: Any, v: Any, *, scale: float | None = None, causal: bool = False, q_offset: Any = None,
-    window: tuple[int | None, int | None] | None = None, softcap: float | None = None, alibi_slopes: Any = None,
-    bias: Any = None, mask: Any = None, block_mask: Any = None, score_mod: Any = None, mask_mod: Any = None,
-    kv_lengths: Any = None, q_lengths: Any = None, dropout_p: float = 0.0, seed: Any = None, sinks: Any = None,
-    layout: Any = "bhnd", return_lse: bool = False, deterministic: bool = False, precision: Any = None,
-    backend: str | None = None,
-) -> Any:  # fmt: skip
+    q: Any, k: Any, v: Any, *, return_lse: bool = False, backend: str | None = None, **options: Unpack[Options]
+) -> Any:
     """`flashkit.attention` on JAX arrays, differentiable by q, k, v and sinks, under jit, grad and vmap.
 
     Parameters
@@ -73,23 +57,11 @@ def attention(
     q, k, v
         JAX arrays, traced or not, of one dtype: float64 (with jax_enable_x64), float32, float16 or bfloat16. Shapes as
         for `flashkit.attention`.
-    q_offset, kv_lengths, q_lengths, seed
-        Integers, or arrays of integers that may be traced. `kv_lengths` needs `q_offset` or `q_lengths` where masks or
-        scores depend on positions and there are several queries. On a GPU a traced seed is copied to the host by each
-        call, which waits for the stream.
-    alibi_slopes, bias, mask
-        Arrays that may be traced. Gradients by them are not available: asking for one is an error, which
-        `jax.lax.stop_gradient` avoids.
-    sinks
-        (Hq,): may be traced, and differentiated by.
-    scale, causal, window, softcap, block_mask, score_mod, mask_mod, dropout_p, layout
-        As for `flashkit.attention`, static like the next ones.
-    deterministic, precision, backend
-        As for `flashkit.attention`. They are static: a program is compiled for their values, and for each function and
-        block mask by its identity, so make these once. dropout_p needs a seed. Arrays of modifications are constants
-        of the program.
     return_lse
         Return (out, lse), both differentiable.
+    backend
+        Name of the backend; static.
+    {options}
 
     Returns
     -------
@@ -108,6 +80,14 @@ def attention(
 
     Notes
     -----
+    Arrays among the options may be traced, and so may `seed`. Of these `sinks` has a gradient; asking for that of
+    `alibi_slopes`, `bias` or `mask` is an error, which `jax.lax.stop_gradient` avoids. `kv_lengths` needs `q_offset` or
+    `q_lengths` where masks or scores depend on positions and there are several queries. On a GPU a traced seed is
+    copied to the host by each call, which waits for the stream. dropout_p needs a seed.
+
+    The other options are static: a program is compiled for their values, and for each function and block mask by its
+    identity, so make these once. Arrays of modifications are constants of the program.
+
     `jax.vmap` becomes batch axes of one call where every argument allows that, and one call for each entry otherwise.
     Forward-mode and second derivatives are not available; JAX says so.
 
@@ -120,21 +100,18 @@ def attention(
     >>> jax.grad(loss)(q).shape
     (1, 4, 32, 16)
     """
+    if not options.keys() <= DEFAULTS.keys() - {*TAKEN_APART}:
+        known = [name for name in (*DEFAULTS, "return_lse", "backend") if name not in TAKEN_APART]
+        raise unknown("flashkit.jax.attention", [name for name in options if name not in known], known)
     q, k, v = map(jnp.asarray, (q, k, v))
-    window = None if window is None else window_of(window)
     given = {
-        name: jnp.asarray(x)
-        for name, x in (
-            ("alibi_slopes", alibi_slopes), ("bias", bias), ("mask", mask), ("kv_lengths", kv_lengths),
-            ("q_lengths", q_lengths), ("sinks", sinks), ("q_offset", q_offset), ("seed", seed),
-        )
-        if x is not None and not (name in ("q_offset", "seed") and isinstance(x, (int, np.integer)))
-    }  # fmt: skip
-    static = Static(
-        None if scale is None else number("scale", scale), causal, None if "q_offset" in given else q_offset, window,
-        None if softcap is None else number("softcap", softcap), block_mask, score_mod, mask_mod,
-        number("dropout_p", dropout_p), None if "seed" in given else seed, layout, deterministic, precision, backend,
-    )  # fmt: skip
+        name: jnp.asarray(options[name])  # type: ignore[literal-required]
+        for name in (*ARRAYS, "seed")
+        if not isinstance(options.get(name), int | np.integer | None)
+    }
+    chosen = {"backend": backend} | {n: x for n, x in options.items() if n not in given and x is not None}
+    static = tuple((name, _hashable(name, x)) for name, x in sorted(chosen.items()))
+    layout = options.get("layout", "bhnd")
     _check(static, (q, k, v), given)
     given = {name: _form(name, x, q.shape, layout) for name, x in given.items()}
     tensors = {name: _four_axes(x, layout) for name, x in (("q", q), ("k", k), ("v", v))}
@@ -210,9 +187,23 @@ def dot_product_attention(
 # --- before the program -----------------------------------------------------------------------------------------------
 
 
+def _hashable(name: str, value: Any) -> Any:
+    """A static argument as JAX can compare it."""
+    if name == "window":
+        return window_of(value)
+    return number(name, value) if name in ("scale", "softcap", "dropout_p") else value
+
+
+def _numbers_entries(static: Static) -> bool:
+    """Whether a result may depend on the number of a batch entry: with dropout, functions and block masks."""
+    roles = {OPTIONS[name].role for name, value in static if value and name != "backend"}
+    return not roles.isdisjoint((Role.PER_CALL, Role.IDENTITY))
+
+
 def _check(static: Static, tensors: tuple[Any, Any, Any], given: Arrays) -> None:
     """Every check that needs no values of arrays, so that errors come where the call is written."""
-    if static.dropout_p and static.seed is None and "seed" not in given:
+    named = dict(static)
+    if named.get("dropout_p") and "seed" not in named.keys() | given.keys():
         raise ValueError("dropout_p without seed: both passes drop the same pairs; an integer fits, traced or not")
     if "seed" in given and (given["seed"].shape != () or given["seed"].dtype.kind not in "iu"):
         raise TypeError(f"seed is {shown(given['seed'])}; an integer fits, such as jax.random.bits(key)")
@@ -220,14 +211,13 @@ def _check(static: Static, tensors: tuple[Any, Any, Any], given: Arrays) -> None
     def stand_in(x: Any) -> np.ndarray:
         return np.broadcast_to(np.zeros((), x.dtype), x.shape)
 
-    options = static._asdict() | {name: stand_in(x) for name, x in given.items() if name != "seed"}
+    options: Any = named | {name: stand_in(x) for name, x in given.items() if name != "seed"}
     del options["backend"]
-    own = [] if static.score_mod is None else [mods.trace(static.score_mod, "score")]
-    own += [] if static.mask_mod is None else [mods.trace(static.mask_mod, "mask")]
+    own = [mods.trace(named[f"{kind}_mod"], kind) for kind in ("score", "mask") if f"{kind}_mod" in named]
     if {"kv_lengths", "q_lengths", "q_offset"} & given.keys():  # positions are unknown, and indices are checked by them
         options |= dict(score_mod=None, mask_mod=None)
     problem = prepare(*map(stand_in, tensors), described=True, **options)[0]
-    if "kv_lengths" in given and static.q_offset is None and not {"q_lengths", "q_offset"} & given.keys():
+    if "kv_lengths" in given and not {"q_lengths", "q_offset"} & (given.keys() | named.keys()):
         graphs = problem.spec.score, problem.spec.mask, *(mod.expr for mod in own)
         check_default_offset(None, problem.n_q, graphs)
 
@@ -271,7 +261,8 @@ def _differentiable(static: Static, with_lse: bool, q: Any, k: Any, v: Any, give
 def _forward(static: Static, with_lse: bool, q: Any, k: Any, v: Any, given: Arrays) -> tuple[Any, ...]:
     results = {"out": jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), q.dtype)}
     if with_lse:
-        batch, heads, n_q = q.shape[:-1] if static.layout == "bhnd" else (q.shape[0], q.shape[2], q.shape[1])
+        heads_first = dict(static).get("layout", "bhnd") == "bhnd"
+        batch, heads, n_q = q.shape[:-1] if heads_first else (q.shape[0], q.shape[2], q.shape[1])
         lse_dtype = np.float64 if q.dtype == np.float64 else np.float32
         results["lse"] = jax.ShapeDtypeStruct((batch, heads, n_q), lse_dtype)
     found = _call(static, _run_forward, results, {"q": q, "k": k, "v": v, **given})
@@ -374,7 +365,7 @@ def _each(static: Static, axes: dict[str, int], arrays: Arrays, run: Callable[[A
     """
     extra = next(x.ndim - axes[name] for name, x in arrays.items())
     lead = np.broadcast_shapes(*(x.shape[:extra] for x in arrays.values()))
-    flat = not static.numbers_entries and not {"alibi_slopes", "sinks", "seed"} & arrays.keys()
+    flat = not _numbers_entries(static) and not {"alibi_slopes", "sinks", "seed"} & arrays.keys()
     if not extra or (flat and all(x.shape[:extra] == lead for n, x in arrays.items() if n not in ("bias", "mask"))):
         run(arrays)
         return
@@ -387,8 +378,7 @@ def _each(static: Static, axes: dict[str, int], arrays: Arrays, run: Callable[[A
 
 
 def _options(static: Static, arrays: Arrays) -> Arrays:
-    named = ("alibi_slopes", "bias", "mask", "kv_lengths", "q_lengths", "sinks", "q_offset")
-    options = static._asdict() | {name: arrays[name] for name in named if name in arrays}
+    options = dict(static) | {name: arrays[name] for name in ARRAYS if name in arrays}
     if "seed" in arrays:
         options["seed"] = int(arrays["seed"]) % 2**64
     return options

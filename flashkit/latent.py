@@ -78,8 +78,8 @@ def mla(
     adapter = interop.adapter_of(q_nope)
     with adapter.scope():
         native = adapter.to_native(q_nope=q_nope, q_pe=q_pe, ckv=ckv, k_pe=k_pe, out=out, **options)
-        four = [native.pop(name) for name in ("q_nope", "q_pe", "ckv", "k_pe")]
-        found = _mla(*four, scale, return_lse, native.pop("out"), backend, native)
+        q_nope, q_pe, ckv, k_pe, own_out = (native.pop(name) for name in ("q_nope", "q_pe", "ckv", "k_pe", "out"))
+        found = _mla(q_nope, q_pe, ckv, k_pe, scale, return_lse, own_out, backend, native)
         result, *lse = found if return_lse else (found,)
         result = adapter.from_native("out", result) if out is None else out
         return (result, adapter.from_native("lse", *lse)) if return_lse else result

@@ -72,7 +72,8 @@ def attention(
     >>> q.grad.shape
     torch.Size([1, 8, 64, 32])
     """
-    if len(o := DEFAULTS | options) > len(DEFAULTS):
+    o: Any = DEFAULTS | options
+    if len(o) > len(DEFAULTS):
         raise unknown("flashkit.torch.attention", [n for n in options if n not in DEFAULTS], (*DEFAULTS, "mods"))
     score_mod, mask_mod, block_mask = o["score_mod"], o["mask_mod"], o["block_mask"]
     if score_mod is not None or mask_mod is not None or block_mask is not None:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode  # noqa: E402
 
 import flashkit  # noqa: E402
 from flashkit import torch as ft  # noqa: E402
-from flashkit.call import plans, torch_autograd, torch_plans  # noqa: E402
+from flashkit.call import plans, torch_autograd, torch_passes, torch_plans  # noqa: E402
 from flashkit.call.planned import Planned  # noqa: E402
 
 
@@ -173,8 +173,7 @@ def test_many_layouts() -> None:
         for _ in range(2):
             expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
             torch.testing.assert_close(ft.attention(q, k, v), expected)
-    options = (None, False, None, None, None, None, 0.0, "bhnd", False, None, None)
-    found: Any = plans.get(torch_plans.name_of(False, options))
+    found: Any = plans.get(torch_plans.name_of(False, torch_passes.OPTION_DEFAULTS))
     assert [known[0].problem.n_q for _, known in found.known] == list(range(29, 21, -1))
 
 
@@ -272,11 +271,9 @@ def test_a_plan_is_kept_with_what_it_is_of(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_steps_of_decoding_share_a_plan(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has one key more, and views of a cache as models keep it: nothing is prepared and checked anew."""
-    from flashkit.call import interop
-
-    lent, lend = list[Any](), interop.Loan.lend
-    monkeypatch.setattr(interop.Loan, "lend", lambda *given, **options: lent.append(1) or lend(*given, **options))
+    """Each has one key more, and views of a cache as models keep it: one call is prepared and checked."""
+    prepared, prepare = list[Any](), plans.prepare
+    monkeypatch.setattr(plans, "prepare", lambda *args, **options: prepared.append(args) or prepare(*args, **options))
     keys, values = torch.randn(2, 2, 2, 100, 16, dtype=dtype)
     for n in range(65, 100):
         q = torch.randn(2, 1, 4, 16, dtype=dtype).transpose(1, 2)
@@ -285,4 +282,4 @@ def test_steps_of_decoding_share_a_plan(dtype: Any, monkeypatch: pytest.MonkeyPa
             *(x.double().numpy() for x in (q, keys[:, :, :n], values[:, :, :n])), backend="reference"
         )
         np.testing.assert_allclose(out.double().numpy(), right, atol=1e-5 if dtype is torch.float32 else 2.0**-6)
-    assert len(lent) == 1
+    assert len([q for q, *_ in prepared if q.dtype != np.float64]) == 1  # the measure is computed in float64
