@@ -216,11 +216,12 @@ def device_times(dim: int, causal: bool, n: int, batch: int, heads: int) -> None
     from flashkit import dispatch
     from flashkit.backends.cuda_common import device, launch
     from flashkit.backends.cuda_common.arguments import Arguments
+    from flashkit.backends.cuda_common.generation import Choice, TileTables
     from flashkit.backends.cupy_raw.sm90_fp8 import Sm90Fp8Forward, forward_candidates
     from flashkit.call import fp8
     from flashkit.call.arguments import prepare
     from flashkit.call.loans import Dequantised
-    from flashkit.devices import timing
+    from flashkit.devices import profiles, timing
 
     shape = batch, heads, n, dim
     given = [cupy.asarray(np.random.default_rng(i).standard_normal(shape, np.float32)) for i in range(3)]
@@ -228,6 +229,7 @@ def device_times(dim: int, causal: bool, n: int, batch: int, heads: int) -> None
     problem, operands, _ = prepare(*given, causal=causal)
     chosen, plan = dispatch.plan(problem, "cupy_raw")
     calls: dict[Any, Any] = {("bfloat16", ""): partial(chosen.forward, plan, operands)}
+    tables = TileTables("cupy_raw", profiles.for_device("cuda"), device.current(), "forward")
     kept = []  # arguments of kernels hold addresses
     for per in ("head", "token"):
         codes = [flashkit.quantize(x, "e4m3", per) for x in given]
@@ -235,7 +237,8 @@ def device_times(dim: int, causal: bool, n: int, batch: int, heads: int) -> None
         assert not isinstance(made, str), made
         kept.append(made)
         for tile in forward_candidates(made[0], device.current()):
-            run, arguments = Sm90Fp8Forward(made[0], device.current(), tile).run, Arguments(made[0].spec, made[1])
+            run = Sm90Fp8Forward(made[0], Choice(tile, None, "tried"), tables).run
+            arguments = Arguments(made[0].spec, made[1])
             name = f"{tile.block_q} x {tile.block_k}, {tile.stages} stages, Q {tile.q_buffers}"
             name += ", in turns" * bool(tile.turns)
             calls[per, name] = partial(run, arguments, launch.stream())
