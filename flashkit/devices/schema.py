@@ -17,6 +17,7 @@ from msgspec import Meta, Struct, field
 
 from ..errors import ProfileError
 from . import trust
+from .lazy import cached_property
 
 SCHEMA = 1
 
@@ -168,7 +169,7 @@ class Measured(_Section, frozen=True):
         return None
 
 
-class TileRow(_Section, frozen=True):
+class TileRow(_Section, frozen=True, dict=True):  # dict: for what is cached
     """One row of a tile table: its conditions, the tile, the reason, and the measured speed.
 
     A condition that is left out always holds. Names with `min_` and `max_` bound a fact of the call, the others are
@@ -234,10 +235,19 @@ class TileRow(_Section, frozen=True):
                     f"there are {have}{lanes}"
                 )
 
-    @property
+    @cached_property
     def conditions(self) -> dict[str, Any]:
         """The conditions of the row that are not left out."""
         return {name: value for name in CONDITIONS if (value := getattr(self, name)) is not None}
+
+    @cached_property
+    def _tests(self) -> list[tuple[str, str, Any]]:
+        """Of each condition the fact, the kind of bound, and the value, or the values that fit."""
+        parts = ((name, name.partition("_"), value) for name, value in self.conditions.items())
+        return [
+            (of, bound, value) if bound in ("min", "max") else (name, "", listed(value))
+            for name, (bound, _, of), value in parts
+        ]
 
     @property
     def selector(self) -> tuple[Any, ...]:
@@ -246,11 +256,10 @@ class TileRow(_Section, frozen=True):
 
     def matches(self, facts: Mapping[str, Any]) -> bool:
         """Whether all conditions hold. A condition on what the facts do not say does not."""
-        for name, wanted in self.conditions.items():
-            bound, _, fact = name.partition("_")
-            value = facts.get(fact if bound in ("min", "max") else name)
+        for fact, bound, wanted in self._tests:
+            value = facts.get(fact)
             if value is None or not (
-                value >= wanted if bound == "min" else value <= wanted if bound == "max" else value in listed(wanted)
+                value in wanted if not bound else value >= wanted if bound == "min" else value <= wanted
             ):
                 return False
         return True

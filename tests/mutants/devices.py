@@ -74,7 +74,7 @@ FAULTS = (
         "if tile.shared_memory(head_dim, head_dim_v, ITEMSIZE[dtype]) <= sram",
         "if tile.shared_memory(head_dim, head_dim, ITEMSIZE[dtype]) <= sram",
     ),
-    Fault("rows: the bound itself", SCHEMA, 'value <= wanted if bound == "max"', 'value < wanted if bound == "max"'),
+    Fault("rows: the bound itself", SCHEMA, "else value <= wanted", "else value < wanted"),
     Fault("rows: what is not known holds", SCHEMA, "if value is None or not (", "if value is not None and not ("),
     Fault("rows: a speed is a tile", SCHEMA, "**facts) if row.block_q is not None), None)", "**facts)), None)"),
     Fault("rows: a register block that spills", SCHEMA, "have = 16 if self.lanes == 8 else 32", "have = 32"),

@@ -88,24 +88,26 @@ class CudaBackend:
         """The generation to compute with, and its tile; None where none can."""
         tables, allowed = TileTables(self.name, profile, on, direction), self.allowed(direction)
         rejected: list[str] = []
-        able: dict[Generation, Choice] = {}
+        able: list[Generation] = []
         for generation in allowed:
             verdict = asked(generation, problem, on, direction)
             if verdict and len(allowed) > 1:
                 verdict = generation.profitable(problem, direction)
-            choice = next(tables.choices(generation, problem), None) if verdict else None
-            if choice is not None:
-                able[generation] = choice
+            if verdict:
+                able.append(generation)
             else:
-                rejected.append(f"{generation.name}: {verdict.reason or 'no tile of the profile fits'}")
-        if not able:
-            return Selection(None, None, tables, rejected)
+                rejected.append(f"{generation.name}: {verdict.reason}")
         rates = {g: rate for g in able if (rate := tables.rate(g, problem))}
-        best = next(iter(able))
-        if best in rates:
-            best = max(able, key=lambda g: rates.get(g, 0.0))
-            rejected += [f"{g.name}: {rate / 1e12:g} TFLOP/s in the profile" for g, rate in rates.items() if g != best]
-        return Selection(best, able[best], tables, rejected)
+        while able:
+            best = max(able, key=lambda g: rates.get(g, 0.0)) if able[0] in rates else able[0]
+            able.remove(best)
+            choice = next(tables.choices(best, problem), None)
+            if choice is not None:
+                others = (g for g in able if g in rates and best in rates)
+                rejected += [f"{g.name}: {rates[g] / 1e12:g} TFLOP/s in the profile" for g in others]
+                return Selection(best, choice, tables, rejected)
+            rejected.append(f"{best.name}: no tile of the profile fits")
+        return Selection(None, None, tables, rejected)
 
     def rate(self, problem: Problem, profile: Any, direction: Direction) -> float | None:
         generation, _, tables, _ = self.choose(problem, profile, device.current(), direction)

@@ -98,8 +98,12 @@ class TileTables:
 
     def rows(self, generation: Generation, problem: Problem) -> Iterator[TileRow]:
         """The rows for a generation and a problem."""
-        for table, facts in self._tables(generation, problem):
-            yield from self.profile.rows(table, **facts)
+        facts = problem.facts | {
+            "generation": generation.name, "modified": generation.modified(problem.spec, self.direction),
+            "tiles_per_sm": row_tiles(problem) / self.device.sms,
+        }  # fmt: skip
+        for table in (self.backend, "cuda"):
+            yield from self.profile.rows(f"{table}.{self.direction}", **facts)
 
     def choices(self, generation: Generation, problem: Problem) -> Iterator[Choice]:
         """The tiles that fit, that of the first row first."""
@@ -113,7 +117,7 @@ class TileTables:
 
     def rate(self, generation: Generation, problem: Problem) -> float | None:
         """The measured FLOP/s; None if the profile has none."""
-        rates = (self.profile.rate(table, **facts) for table, facts in self._tables(generation, problem))
+        rates = (row.measured.flops for row in self.rows(generation, problem) if row.measured)
         return next(filter(None, rates), None)
 
     def plan(self, generation: Generation, problem: Problem) -> Pass:
@@ -121,13 +125,6 @@ class TileTables:
         for choice in self.choices(generation, problem):
             return generation.plan(problem, choice, self)
         raise UnsupportedError(f"no tile of {generation.name} for {problem.describe()} fits {self.device.name}")
-
-    def _tables(self, generation: Generation, problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
-        facts = problem.facts | {
-            "generation": generation.name, "modified": generation.modified(problem.spec, self.direction),
-            "tiles_per_sm": row_tiles(problem) / self.device.sms,
-        }  # fmt: skip
-        return ((f"{name}.{self.direction}", facts) for name in (self.backend, "cuda"))
 
 
 def row_tiles(problem: Problem) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from ...devices.schema import TileRow
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
@@ -114,8 +114,13 @@ class SimtTile:
         return work * (1 + 1.5 / (resident * self.threads / 32))
 
 
-def candidates(part: Part) -> Iterator[SimtTile]:
-    """All tiles for which the kernels compile."""
+@cache
+def candidates(part: Part) -> dict[SimtTile, None]:
+    """All tiles for which the kernels compile, in order."""
+    return dict.fromkeys(_candidates(part))
+
+
+def _candidates(part: Part) -> Iterator[SimtTile]:
     for threads_x, threads, r, c in itertools.product((8, 16, 32), (128, 256), (8, 4, 2, 1), (8, 4, 2)):
         threads_y = threads // threads_x
         rows, columns = r * threads_y, c * threads_x
@@ -212,7 +217,7 @@ class Simt(Generation):
         part = _PARTS[direction]
 
         def fitted(tile: SimtTile, spec: AttentionSpec) -> SimtTile | None:
-            fits = replace(tile, blocks=1) in set(candidates(part)) and tile.cost(part, spec, device) < float("inf")
+            fits = replace(tile, blocks=1) in candidates(part) and tile.cost(part, spec, device) < float("inf")
             return _resident(tile, part, spec, device) if fits else None
 
         return tile_of(SimtTile, row, problem.spec, fitted)

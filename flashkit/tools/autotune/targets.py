@@ -68,7 +68,7 @@ class Target:
         On a GPU shorter sequences than a quarter of the `tokens` timed, and calls that do not fill the device, are left
         to other rows.
         """
-        found: dict[str, Any] = in_use.conditions if in_use else {}
+        found: dict[str, Any] = dict(in_use.conditions) if in_use else {}
         least = {"min_head_dim": self.min_head_dim}
         if self.generation and not self.few:
             least |= {"min_queries": tokens // 4, "min_keys": tokens // 4, "min_tiles_per_sm": 1}
