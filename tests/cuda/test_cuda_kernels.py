@@ -14,7 +14,6 @@ from dataclasses import replace
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -41,7 +40,7 @@ from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward, sm90_mla, sm90
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
 from flashkit.call import arguments
 from flashkit.call.compose import compose
-from flashkit.devices import schema
+from flashkit.devices import profiles, schema
 from flashkit.devices.schema import TileRow
 from flashkit.mods import codegen, expr
 from flashkit.spec import AttentionSpec, Direction, Problem
@@ -573,7 +572,7 @@ def test_sm90_says_why_not(changes: dict[str, object], sentence: str) -> None:
 
 def test_sm90_leaves_small_problems_in_float32_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    backend, profile = CupyRawBackend(), mock.Mock(rows=lambda *_: [])
+    backend, profile = CupyRawBackend(), profiles.by_name("generic_cuda")
 
     def chosen(n: int, dim: int, direction: Direction, dtype: str = "float32") -> tuple[str, str]:
         problem = Problem(AttentionSpec(dtype, dim, dim), 2, 8, n, n)
