@@ -285,6 +285,7 @@ def test_what_fails_with_two_tiles_is_not_the_tile(monkeypatch: pytest.MonkeyPat
 
 def test_every_target_is_of_a_generation_that_supports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune_cuda.device, "current", lambda: HOPPER)
+    monkeypatch.setattr(tune_cuda.profiles, "for_device", lambda kind: profiles.by_name("generic_cuda"))
     tunable = tune_cuda.TunableCuda(CupyRawBackend())
     targets = tunable.targets(tune_cuda.FULL, None)
     assert len({target.key for target in targets}) == len(targets)

@@ -21,6 +21,7 @@ from flashkit.backends.numba_cuda import sm80, sm90, specialise
 from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
 from flashkit.backends.numba_cuda.sm90 import backward_kernel
 from flashkit.call.arguments import prepare
+from flashkit.devices import profiles
 from flashkit.spec import AttentionSpec, Problem
 
 pytestmark = pytest.mark.skipif(not find_spec("numba_cuda"), reason="numba-cuda is not installed")
@@ -167,8 +168,6 @@ REFUSALS = [
 
 
 def generation(name: str) -> Any:
-    from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
-
     (chosen,) = (each for each in NumbaCudaBackend.generations if each.name == name)
     return chosen
 
@@ -192,7 +191,8 @@ def test_what_the_backward_pass_by_mma_cannot_do_is_refused() -> None:
     assert chosen.supports(problem(heads=2, n_q=300, n_k=9000), HOPPER, "backward"), "it has blocks enough, by keys"
     assert chosen.supports(problem(d=256), HOPPER, "backward")
     small = replace(HOPPER, shared_per_block=20_000)
-    assert "no tile fits in 20000 bytes" in chosen.supports(problem(), small, "backward").reason
+    profile = profiles.by_name("generic_cuda")
+    assert "sm80: no tile of the profile fits" in NUMBA.choose(problem(), profile, small, "backward").rejected
 
 
 def test_what_hoppers_backward_pass_cannot_do_is_refused() -> None:
@@ -218,16 +218,12 @@ WHERE = [
 @pytest.mark.parametrize(("changes", "forward", "backward", "reason"), WHERE, ids=lambda x: str(x))
 def test_which_kernels_take_a_call(changes: dict, forward: str, backward: str, reason: str) -> None:
     """What tensor cores do not take here runs on older kernels, and each refusal says why."""
-    from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
-    from flashkit.devices import schema
-
     flags = {name: x for name, x in changes.items() if isinstance(x, bool)}
     asked = problem(**{name: x for name, x in changes.items() if name not in flags})
     asked = replace(asked, spec=replace(asked.spec, **flags))
-    profile = schema.parse("schema: 1\ndevice: {kind: cuda}\n")
-    backend, rejected = NumbaCudaBackend(), list[str]()
+    profile, rejected = profiles.by_name("generic_cuda"), list[str]()
     for direction, name in (("forward", forward), ("backward", backward)):
-        choice = backend.choose(asked, profile, HOPPER, direction)
+        choice = NUMBA.choose(asked, profile, HOPPER, direction)
         assert choice.generation is not None and choice.generation.name == name
         rejected += choice.rejected
     assert all(reason in line for line in rejected) and bool(rejected) == bool(reason)

@@ -96,14 +96,15 @@ class TunableCuda:
         """A target for each generation that supports the problem, the newest first: the search gives up an older one
         that is far slower.
         """
-        current = device.current()
-        dense = effort.targets(dtypes)
+        profile, current, dense = profiles.for_device("cuda"), device.current(), effort.targets(dtypes)
         full = (target for target in dense if target.direction == "forward" and not target.causal)
         found = []
         for target in [*dense, *(replace(each, few=True) for each in full)]:
             problem = problem_of(target, effort.tokens)
+            tables = TileTables(self.backend, profile, current, target.direction)
             for generation in self.kernels.allowed(target.direction):
-                if generation.supports(problem, current, target.direction):
+                able = generation.supports(problem, current, target.direction)
+                if able and next(tables.choices(generation, problem), None):
                     found.append(replace(target, generation=generation.name))
         return found
 
