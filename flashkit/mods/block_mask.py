@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from ..devices.lazy import cached_property
+from ..numeric import integer
 from . import codegen, expr, svg
 from .expr import Expr
 from .mod import Mod, mask, trace
-from .patterns import Patterns, integer
+from .patterns import Patterns
 from .placement import axis_lengths, entries, placed
 from .quadtree import tile_lists
 from .ranges import RangeTable
