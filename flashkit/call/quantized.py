@@ -96,7 +96,7 @@ class Quantized:
         choice("per", self.per, PER)
         choice("layout", self.layout, LAYOUTS)
         check_shape("data", self.data.shape)
-        object.__setattr__(self, "block", integer("block", self.block, 1))
+        object.__setattr__(self, "block", integer("block", self.block, 1, 2**63 - 1))
         wanted = scale_shape(self.data.shape, self.per, self.block, self.layout)
         given = {"scale": self.scale} if self.mean is None else {"scale": self.scale, "mean": self.mean}
         for name, array in given.items():
@@ -267,7 +267,7 @@ def quantize(
     choice("per", per, PER)
     choice("layout", layout, LAYOUTS)
     check_shape("x", x.shape)
-    block, seed = integer("block", block, 1), seed_of(seed, 0)
+    block, seed = integer("block", block, 1, 2**63 - 1), seed_of(seed, 0)
     xp, tokens, mean = arrays.namespace(kind), _token_axis(x.ndim, layout), None
     with arrays.scope(x), np.errstate(all="ignore"):
         values = x.astype(np.float32)

@@ -431,8 +431,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     "layout": (lambda: quantize(X, layout="nhd"), "layout is 'nhd'"),
     "rotate": (lambda: quantize(X, rotate=1), "rotate: expected True or False, got 1"),  # type: ignore[arg-type]
     "smooth": (lambda: quantize(X, smooth="k"), "smooth: expected True or False, got 'k'"),  # type: ignore[arg-type]
-    "block": (lambda: quantize(X, per="block", block=0), "block: expected an integer of 1 or more, got 0"),
-    "block's type": (lambda: quantize(X, block=8.0), r"block: expected an integer of 1 or more, got 8.0"),  # type: ignore[arg-type]
+    "block": (lambda: quantize(X, per="block", block=0), "block: expected an integer from 1 to [0-9]+, got 0"),
+    "block's type": (lambda: quantize(X, block=8.0), r"block: expected an integer from 1 to [0-9]+, got 8.0"),  # type: ignore[arg-type]
     "seed": (lambda: quantize(X, seed=-1), r"seed: expected an integer from 0 to [0-9]+, got -1"),
     "x": (lambda: quantize([1.0]), "x is a builtins.list"),
     "x's dtype": (lambda: quantize(X.astype(int)), "x has dtype int64; float64, "),
