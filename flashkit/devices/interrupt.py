@@ -8,6 +8,8 @@ taken or data half written.
 
 from __future__ import annotations
 
+import _thread
+import atexit
 import contextvars
 import os
 import threading
@@ -24,7 +26,7 @@ class _Work(Generic[T]):
     """A call on a thread of its own."""
 
     def __init__(self, function: Callable[[], T]) -> None:
-        self.function = function
+        self.function, self.process = function, os.getpid()
         self.cancelled = self.started = self.over = False
         self.ended = threading.Lock()
         self.result: Any = None
@@ -32,8 +34,9 @@ class _Work(Generic[T]):
         self.ended.acquire()
 
     def run(self) -> None:
-        # `apart` sets `cancelled` and then reads this: one of the two threads sees the other.
+        # `apart` sets `cancelled` and then reads `started`: one of the two threads sees the other.
         self.started = True
+        _running.add(self)
         try:
             if not self.cancelled:
                 self.result = self.function()
@@ -41,12 +44,23 @@ class _Work(Generic[T]):
             self.error = error
         finally:
             self.over = True
+            _running.discard(self)
             self.ended.release()
 
-    def wait(self, process: int) -> None:
+    def wait(self) -> None:
         """Wait for the end, in the process that it runs in; a child that a handler forks does not have the thread."""
-        while self.started and not self.over and os.getpid() == process:
+        while self.started and not self.over and os.getpid() == self.process:
             self.ended.acquire(timeout=_POLL)
+
+
+_running: set[_Work[Any]] = set()
+
+
+@atexit.register
+def _wait_for_all() -> None:
+    """Compilations that main threads have left end before Python does: their files are for later processes."""
+    for work in tuple(_running):
+        work.wait()
 
 
 def apart(function: Callable[[], T], stop: Callable[[], None] | None = None) -> T:
@@ -79,20 +93,19 @@ def apart(function: Callable[[], T], stop: Callable[[], None] | None = None) -> 
     >>> apart(lambda: 3)
     3
     """
-    if threading.current_thread() is not threading.main_thread():
+    if threading.get_ident() != threading.main_thread().ident:
         return function()
-    work, process = _Work(function), os.getpid()
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(work.run,), name="flashkit")
+    work = _Work(function)
     try:
         try:
-            thread.start()
+            # One call of C. Python's own threads are started in several steps, which a handler's exception breaks.
+            _thread.start_new_thread(contextvars.copy_context().run, (work.run,))
         except RuntimeError as error:
-            if thread.ident is None:  # no thread can be started: a limit is reached, or Python is about to end
-                return function()
-            # Two handlers raised while it waited for the thread's first steps: a lock was released twice.
-            raise error.__context__ or error from None
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # a handler's
+                raise
+            return function()  # no thread can be started: a limit is reached, or Python is about to end
         while not work.over:
-            if os.getpid() != process:
+            if os.getpid() != work.process:
                 return function()
             work.ended.acquire(timeout=_POLL)
     except BaseException as first:
@@ -103,7 +116,7 @@ def apart(function: Callable[[], T], stop: Callable[[], None] | None = None) -> 
             try:
                 work.cancelled = True
                 stop()
-                work.wait(process)
+                work.wait()
                 break
             except BaseException as later:
                 last = later

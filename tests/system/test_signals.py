@@ -6,11 +6,14 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from flashkit.devices import interrupt
 from flashkit.devices.interrupt import apart
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows sends no signals from os.kill")
@@ -19,6 +22,9 @@ CALL = """
     import os, signal, sys, threading, time
     import numpy as np, flashkit
     from flashkit.backends.cpu import scratch_pool
+    from flashkit.backends.cpu import threads
+    from flashkit.devices.interrupt import _running
+    threads.LONG_FLOPS = 0  # on a slow machine a call of a second is short otherwise
 
     rng = np.random.default_rng(0)
 
@@ -74,7 +80,7 @@ INTERRUPTED = """
         except KeyboardInterrupt:
             least = min(least, (time.monotonic() - sent) / seconds)
         thread.join()
-        assert threading.active_count() == 1, threading.enumerate()
+        assert not _running and threading.active_count() == 1, threading.enumerate()
         assert len(scratch_pool._free) >= free
         np.testing.assert_array_equal(small(), expected)
         if least < 0.4:
@@ -163,7 +169,7 @@ TWICE = """
             inside = False
             seen += isinstance(error, Second)
         inside = False
-        left = [thread.name for thread in threading.enumerate() if thread.name == "flashkit"]
+        left = [*_running]
         fresh = [np.full(whole.shape, 7, whole.dtype) for _ in range(4)]  # where gradients were
         assert not left
         thread.join()
@@ -283,11 +289,20 @@ def test_work_on_other_threads_stays_there() -> None:
 
 
 def test_work_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: Any) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    """An error of C. That of a handler, which comes after the thread has been started, is not taken for it."""
+    changed = {1: 1}
+    keys = iter(changed)
+    changed[2] = 2
+    refuse = partial(set().union, keys)  # RuntimeError
+    monkeypatch.setattr(interrupt, "_thread", SimpleNamespace(start_new_thread=refuse))
     assert apart(threading.get_ident) == threading.get_ident()
+
+    def handler(*_: Any) -> None:
+        raise RuntimeError("of a handler")
+
+    monkeypatch.setattr(interrupt, "_thread", SimpleNamespace(start_new_thread=handler))
+    with pytest.raises(RuntimeError, match="of a handler"):
+        apart(threading.get_ident)
 
 
 def interrupt_until(event: threading.Event) -> None:
@@ -355,19 +370,19 @@ def test_further_handlers_that_raise_wait_as_well(at_once: bool) -> None:
 
 def test_work_that_has_not_begun_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """A handler raises before the thread comes to its work."""
-    begun, threads, start = [], [], threading.Thread.start
+    begun: list[int] = []
+    late: list[Any] = []
 
-    class Late(threading.Thread):
-        def start(self) -> None:
-            threads.append(self)
-            raise KeyError
+    def start(*thread: Any) -> None:
+        late.append(thread)
+        raise KeyError
 
-    monkeypatch.setattr("flashkit.devices.interrupt.threading.Thread", Late)
+    monkeypatch.setattr(interrupt, "_thread", SimpleNamespace(start_new_thread=start))
     with pytest.raises(KeyError):
         apart(lambda: begun.append(1), lambda: None)
-    start(threads[0])
-    threads[0].join(60)
-    assert not begun
+    ((run, arguments),) = late
+    run(*arguments)
+    assert not begun and not interrupt._running
 
 
 def test_work_has_the_callers_context() -> None:
