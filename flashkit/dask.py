@@ -29,9 +29,9 @@ from .call import arrays
 from .call.arguments import prepare
 from .call.checks import flag, window_of
 from .call.merge import merge
-from .errors import shown
 from .mods import Mod, codegen, expr
 from .mods.ranges import RangeTable
+from .numeric import integer
 
 __all__ = ["attention"]
 
@@ -106,8 +106,7 @@ def attention(
     for name, x in small.items():
         if isinstance(x, da.Array):
             raise TypeError(f"{name} is a Dask array; numbers that are there fit: {name}={name}.compute()")
-    if not isinstance(split_every, int) or split_every < 2:
-        raise ValueError(f"split_every is {shown(split_every)}; a number of partial results, 2 or more, fits")
+    split_every = integer("split_every", split_every, 2)
     causal, hold_kv = flag("causal", causal), flag("hold_kv", hold_kv)
 
     window = None if window is None else window_of(window)

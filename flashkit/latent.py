@@ -7,8 +7,9 @@ from typing import Any
 from .api import attention, computed
 from .call import arrays, foreign
 from .call.arguments import prepare
-from .call.checks import choice, number
+from .call.checks import choice
 from .call.shape import LAYOUTS
+from .numeric import number
 from .spec import MAX_HEAD_DIM
 
 
@@ -79,6 +80,8 @@ def mla(
             borrowed = loan.borrow(q_nope=q_nope, q_pe=q_pe, ckv=ckv, k_pe=k_pe, out=out, **options)
             return loan.give_back(mla(**borrowed, scale=scale, return_lse=return_lse, backend=backend), out)
     layout = options.get("layout", "bhnd")
+    named = ("q_nope", q_nope), ("q_pe", q_pe), ("ckv", ckv), ("k_pe", k_pe)
+    q_nope, q_pe, ckv, k_pe = (arrays.own_form(name, array) for name, array in named)
     kind = _checked(q_nope, q_pe, ckv, k_pe, layout)
     options["scale"] = number("scale", scale)
     # The axis of heads, of length 1.

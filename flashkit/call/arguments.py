@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import mods
+from ..numeric import number
 from ..spec import MAX_PAGE_RUN, AttentionSpec, Fp8, Operands, Problem, name_of
 from . import arrays, options
 from .checks import (
@@ -21,7 +22,6 @@ from .checks import (
     choice,
     flag,
     is_deterministic,
-    number,
     seed_of,
     sinks_of,
     slopes_of,
@@ -65,9 +65,9 @@ def prepare(
     fp8: q, k and v are codes of e4m3, uint8.
     kv_format, scales: k and v are numbers of 8 bits, with these scales of the same axes, which have been checked.
 
-    Kernels compute addresses from lengths, offsets, integers of modifications, shapes and strides. These are copied
-    before they are checked, because the caller's arrays may change at any time. Lengths on a device are not read; the
-    kernels clamp them.
+    Kernels compute addresses from lengths, offsets, integers of modifications, shapes and strides. These are copied,
+    and views of arrays are taken, before they are checked, because the caller's arrays may change at any time. Lengths
+    on a device are not read; the kernels clamp them.
 
     Returns
     -------
@@ -82,6 +82,7 @@ def prepare(
     kind = arrays.require("q", q)
     for name, array in (("k", k), ("v", v)):
         arrays.require(name, array, kind)
+    q, k, v = q.view(), k.view(), v.view()  # before their forms are looked at; see arrays.own_forms
     dtype, own_dtype = (name_of(fp8.dtype), fp8.dtype) if fp8 else (arrays.dtype_name("q", q), q.dtype)
     for name, array in () if fp8 or kv_format else (("k", k), ("v", v)):
         if arrays.dtype_name(name, array) != dtype:
@@ -117,7 +118,7 @@ def prepare(
         return arrays.stand_in(xp.zeros((), dtype), shape) if described else xp.empty(shape, dtype)
 
     if softcap is not None:
-        scores.append(mods.softcap(number("softcap", softcap)))
+        scores.append(mods.softcap(softcap))
     if alibi_slopes is not None:
         scores.append(mods.alibi(slopes_of(alibi_slopes, kind, batch, heads, layout)).snapshot())
     if bias is not None:
@@ -153,6 +154,7 @@ def prepare(
         check_default_offset(seqs.lengths, n_q, (score, hidden))
 
     if out is not None:
+        out = arrays.own_form("out", out, kind)
         check_out(out, kind, dtype, (*q.shape[:-1], v.shape[-1]))
     dropout_p = number("dropout_p", dropout_p)
     if not 0 <= dropout_p < 1:

@@ -69,6 +69,7 @@ def merge(*parts: tuple[Any, Any], layout: str = "bhnd") -> tuple[Any, Any]:
         loan = foreign.Loan(library, first)
         with loan.scope():
             return loan.give_back(merge(*(_borrowed(loan, *part) for part in enumerate(parts)), layout=layout))
+    parts = tuple(map(_own_forms, parts))
     kind = _checked(parts, layout)
     xp: Any = arrays.namespace(kind)
     dtype = parts[0][0].dtype
@@ -90,6 +91,13 @@ def merge(*parts: tuple[Any, Any], layout: str = "bhnd") -> tuple[Any, Any]:
             term[lse == -math.inf] = 0  # selected, not multiplied: without keys the row may hold anything
             result += term
     return result.astype(dtype, copy=False), merged
+
+
+def _own_forms(part: Any) -> Any:
+    """A part with views of its arrays, whose forms no other thread changes."""
+    if not isinstance(part, (tuple, list)):
+        return part
+    return tuple(x.view() if arrays.kind_of(x) is not None else x for x in part)
 
 
 def _borrowed(loan: foreign.Loan, number: int, part: Any) -> Any:

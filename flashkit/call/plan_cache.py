@@ -43,7 +43,7 @@ class Entry:
         The plan that an earlier call has put there.
     """
 
-    __slots__ = "_anew", "_follows", "_keys_axis", "_kv_lengths", "_name", "_offsets", "planned"
+    __slots__ = "_anew", "_follows", "_keys_axis", "_kv_lengths", "_name", "_offsets", "_tokens", "planned"
 
     @property
     def repeated(self) -> Planned | None:
@@ -53,10 +53,11 @@ class Entry:
         return self.planned if self.planned is not None and self.planned.reads_addresses else None
 
     def __init__(
-        self, name: Any, anew: tuple[Any, ...], keys_axis: int, kv_lengths: Any, offsets: tuple[Any, ...], follows: bool
-    ) -> None:
+        self, name: Any, anew: tuple[Any, ...], keys_axis: int, kv_lengths: Any, offsets: tuple[Any, ...],
+        tokens: tuple[int, int], follows: bool,
+    ) -> None:  # fmt: skip
         self._name, self._anew, self._keys_axis, self._kv_lengths = name, anew, keys_axis, kv_lengths
-        self._offsets, self._follows = offsets, follows
+        self._offsets, self._tokens, self._follows = offsets, tokens, follows
         self.planned = get(name)
 
     def plan(
@@ -94,7 +95,7 @@ class Entry:
         if self._offsets:
             from ..backends.cuda_common.cu_seqlens import derive
 
-            found = derive(self._offsets[0], len(q), self._offsets[1], len(k))
+            found = derive(self._offsets[0], self._tokens[0], self._offsets[1], self._tokens[1])
             return planned.run(q, k, v, out, *self._anew, *(found if self._follows else found[:-1]))
         return planned.run(q, k, v, out, *self._anew)
 
@@ -134,6 +135,7 @@ def entry(
     if not (alibi_slopes is bias is mask is block_mask is None):
         if differ:
             return None
+        others = tuple([array.view() if arrays.kind_of(array) else array for array in others])  # see own_forms
         anew = tuple([array for array in others if array is not None])
     elif type(q) is type(k) is type(v) is np.ndarray and not recorded:
         axis = 0 if differ else keys_axis(q.shape, k.shape, v.shape, layout)
@@ -143,7 +145,8 @@ def entry(
     name = key(tensors, given, (*options, layout, block_mask, packed, kv_lengths is None), axis)
     if name is None:
         return None
-    made = Entry(name, anew, axis, kv_lengths, offsets, q_offset is None)
+    tokens = (name[0][0][0][1][0], name[0][0][1][1][0]) if offsets else (0, 0)  # of q and k, as the key has them
+    made = Entry(name, anew, axis, kv_lengths, offsets, tokens, q_offset is None)
     if type(q) is View and not (made.planned is not None and made.planned.reads_addresses):
         return None  # it takes arrays to make a plan
     return made
@@ -153,7 +156,10 @@ def _on_device(q: Any, cu_seqlens: Any) -> tuple[Any, ...]:
     """The offsets of q and of k, where all lie on the device of q, or nothing."""
     given = cu_seqlens if type(cu_seqlens) is tuple else (cu_seqlens, cu_seqlens)
     on_device = arrays.kind_of(q) == "cupy" and all(arrays.kind_of(each) == "cupy" for each in given)
-    return given if on_device and len(given) == 2 else ()
+    if not (on_device and len(given) == 2):
+        return ()
+    of_q = given[0].view()  # see arrays.own_forms
+    return of_q, of_q if given[1] is given[0] else given[1].view()
 
 
 def frozen(cu_seqlens: Any) -> tuple[Any, Any]:
@@ -230,7 +236,7 @@ def key(
             v.strides, q.dtype, k.dtype, v.dtype, q.flags.aligned, k.flags.aligned, v.flags.aligned,
         )  # fmt: skip
     else:
-        layouts = arrays.layout(q), arrays.layout(k), arrays.layout(v), of_others
+        layouts = arrays.layouts(q, k, v), of_others
     return layouts, options, tuple(map(type, options)), dispatch.state(), keys_axis
 
 

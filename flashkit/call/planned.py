@@ -76,7 +76,7 @@ class Planned:
         fixed = {name: array for name, array in operands.arrays.items() if name not in anew}
         self._values = tuple(fixed.values())
         self._operands = replace(operands, q=None, k=None, v=None, out=None, lse=None, arrays=fixed)  # for pickles
-        self._layouts = tuple(map(arrays.layout, given))
+        self._layouts = arrays.layouts(*given)
         fours = operands.q, operands.k, operands.v
         binds = hasattr(chosen, "bind") and (not anew or getattr(chosen, "takes_arrays", False))
         # A bound call reads addresses, so each call copies arrays that are not addressable, as attention() does.
@@ -182,7 +182,9 @@ class Planned:
         >>> bool((out == flashkit.attention(q[:, :, :1], k, v, kv_lengths=[11])).all())
         True
         """
-        if (arrays.layout(q), arrays.layout(k), arrays.layout(v)) != self._layouts:
+        if type(q) is type(k) is type(v) is np.ndarray:  # as arrays.own_forms, faster
+            q, k, v = q.view(), k.view(), v.view()
+        if arrays.layouts(q, k, v) != self._layouts:
             if (loan := loan_of(q, k, v)) is not None:
                 with loan.scope():
                     lengths = {"kv_lengths": kv_lengths, "q_offset": q_offset, "page_table": page_table}
@@ -284,23 +286,31 @@ class Planned:
 
     def _run_on(self, bound: Bound, q: Any, k: Any, v: Any, out: Any, *anew: Any) -> Any:
         lent = type(q) is View  # with memory for the result
+        if not self.reads_addresses and type(q) is not np.ndarray:
+            q, k, v = (x.view() for x in (q, k, v))  # forms are read again: those of CuPy's arrays may have changed
+            self._check(q, k, v)
         empty = q.empty if lent else self._empty
-        target = out if out is not None and (lent or self._fits(out, q, k, v, *anew)) else empty(self._out, self._dtype)
+        own = out if out is None or lent else self._writable(out, q, k, v, *anew)
+        target = empty(self._out, self._dtype) if own is None else own
         lse = None if self._spares_lse and bound is self._run else empty(*self._lse)
         if self._copies and bound is self._run:
             q, k, v = self._shape.to_four(q), self._shape.keys_to_four(k), self._shape.keys_to_four(v)
         bound(q, k, v, target, lse, *anew)
         if out is None:
             out = target
-        elif out is not target:
+        elif own is None:
             out[...] = target
         return (out, lse) if self._return_lse else out
 
-    def _fits(self, out: Any, *read: Any) -> bool:
-        """Whether a kernel may write into `out`; an error if it cannot hold the result at all."""
-        if type(out) is not np.ndarray or out.shape != self._out or out.dtype != self._dtype or not out.flags.carray:
+    def _writable(self, out: Any, *read: Any) -> Any:
+        """A view of `out` that a kernel may write, or None; an error if it cannot hold the result at all."""
+        if type(out) is not np.ndarray:
+            arrays.require("out", out, self.problem.array_kind)
+        out = out.view()
+        if out.shape != self._out or out.dtype != self._dtype or not out.flags.carray:
             check_out(out, self.problem.array_kind, self.problem.spec.dtype, self._out)
-        return arrays.contiguous(out) and not any(arrays.may_share(out, x) for x in (*read, *self._values))
+        fits = arrays.contiguous(out) and not any(arrays.may_share(out, x) for x in (*read, *self._values))
+        return out if fits else None
 
     def _check(self, q: Any, k: Any, v: Any) -> None:
         for name, array, planned in zip(("q", "k", "v"), (q, k, v), self._layouts, strict=True):

@@ -65,7 +65,7 @@ FAULTS = (
     ),
     Fault(
         "a packed plan takes the offsets of q for k", "flashkit/call/plan_cache.py",
-        "len(q), self._offsets[1], len(k))", "len(q), self._offsets[0], len(k))", OFFSETS,
+        "self._offsets[1], self._tokens[1])", "self._offsets[0], self._tokens[1])", OFFSETS,
     ),
     Fault(
         "a packed plan takes the default offset", "flashkit/call/plan_cache.py",
