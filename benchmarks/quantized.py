@@ -212,15 +212,16 @@ def device_errors(tokens: int = TOKENS, dims: tuple[int, ...] = (128, 64)) -> No
 def device_times(dim: int, causal: bool, n: int, batch: int, heads: int) -> None:
     """One line: kernels alone, each of them in turns."""
     import cupy
-    from flashkit.call.loans import Dequantised
 
     from flashkit import dispatch
     from flashkit.backends.cuda_common import device, launch
     from flashkit.backends.cuda_common.arguments import Arguments
+    from flashkit.backends.cuda_common.generation import Choice, TileTables
     from flashkit.backends.cupy_raw.sm90_fp8 import Sm90Fp8Forward, forward_candidates
-    from flashkit.call import fp8
     from flashkit.call.arguments import prepare
-    from flashkit.devices import timing
+    from flashkit.call.call import Call
+    from flashkit.call.codes import on_codes
+    from flashkit.devices import profiles, timing
 
     shape = batch, heads, n, dim
     given = [cupy.asarray(np.random.default_rng(i).standard_normal(shape, np.float32)) for i in range(3)]
@@ -228,14 +229,17 @@ def device_times(dim: int, causal: bool, n: int, batch: int, heads: int) -> None
     problem, operands, _ = prepare(*given, causal=causal)
     chosen, plan = dispatch.plan(problem, "cupy_raw")
     calls: dict[Any, Any] = {("bfloat16", ""): partial(chosen.forward, plan, operands)}
+    tables = TileTables("cupy_raw", profiles.for_device("cuda"), device.current(), "forward")
     kept = []  # arguments of kernels hold addresses
     for per in ("head", "token"):
         codes = [flashkit.quantize(x, "e4m3", per) for x in given]
-        made = fp8.prepared(Dequantised(*codes, fp8=False), *codes, "cupy_raw", causal=causal)
+        with Call("attention", *codes, {"causal": causal}) as call:
+            made = on_codes(call, "cupy_raw")
         assert not isinstance(made, str), made
         kept.append(made)
         for tile in forward_candidates(made[0], device.current()):
-            run, arguments = Sm90Fp8Forward(made[0], device.current(), tile).run, Arguments(made[0].spec, made[1])
+            run = Sm90Fp8Forward(made[0], Choice(tile, None, "tried"), tables).run
+            arguments = Arguments(made[0].spec, made[1])
             name = f"{tile.block_q} x {tile.block_k}, {tile.stages} stages, Q {tile.q_buffers}"
             name += ", in turns" * bool(tile.turns)
             calls[per, name] = partial(run, arguments, launch.stream())

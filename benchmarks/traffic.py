@@ -65,7 +65,7 @@ def work() -> None:
             forward(q, k, v)
         else:
             problem, operands, _ = prepare(q, k, v)
-            made = Sm80Forward(problem, device.current(), Sm80Tile(*TILES[method]))
+            made = Sm80Forward(problem, device.current(), Sm80Tile(*TILES[method]), method)
             arguments = Arguments(problem.spec, operands)
             mark((number,), (1,), ())
             made.run(arguments, launch.stream())

@@ -30,9 +30,9 @@ from .call import arrays
 from .call.arguments import prepare
 from .call.checks import flag, window_of
 from .call.merge import merge
-from .errors import shown
 from .mods import Mod, codegen, expr
 from .mods.ranges import RangeTable
+from .numeric import integer
 from .options import DEFAULTS, OPTIONS, Options, Role, documented, unknown
 
 __all__ = ["attention"]
@@ -116,8 +116,7 @@ def attention(
     for name, x in small.items():
         if isinstance(x, da.Array):
             raise TypeError(f"{name}: expected numbers, got a Dask array; {name}={name}.compute() makes them")
-    if not isinstance(split_every, int) or split_every < 2:
-        raise ValueError(f"split_every: expected an integer >= 2, got {shown(split_every)}")
+    split_every = integer("split_every", split_every, 2)
     hold_kv = flag("hold_kv", hold_kv)
     fixed: dict[str, Any] = {name: x for name, x in options.items() if OPTIONS[name].role is Role.CONSTANT}
     fixed |= {"causal": flag("causal", o.causal), "window": None if o.window is None else window_of(o.window)}

@@ -119,7 +119,6 @@ class Candidate:
     name: str
     verdict: Verdict
     seconds: float = float("inf")
-    row: Any = None  # of the profile
     last_resort: bool = False  # ranks behind all others that support the problem
 
 
@@ -142,33 +141,23 @@ def _ask(backend: Backend, problem: Problem, direction: Direction) -> Candidate:
         verdict = Verdict(False, f"it failed when asked: {error!r}")
     if not verdict:
         return Candidate(backend.name, verdict)
-    profile, spec = _profile(backend), problem.spec
-    if hasattr(backend, "row"):
-        row = backend.row(problem, profile, direction)
+    profile = _profile(backend)
+    if hasattr(backend, "rate"):
+        rate = backend.rate(problem, profile, direction)
     else:
-        row = profile.tile(f"{backend.name}.{direction}", spec.dtype, spec.head_dim, spec.masked)
-    rate = measured_rate(row)
+        rate = profile.rate(f"{backend.name}.{direction}", **problem.facts)
     last_resort = rate is None and getattr(backend, "last_resort", False)
     if rate is None:
         # Without a measurement: the share of the device's peak that the backend usually reaches, and without a known
         # peak, that of a common core.
-        rate = backend.efficiency * (profile.peak(spec.dtype) or 0.1) * 1e12
-    return Candidate(backend.name, Verdict(True), problem.flops(direction) / rate, row, last_resort)
+        rate = backend.efficiency * (profile.peak(problem.spec.dtype) or 0.1) * 1e12
+    return Candidate(backend.name, Verdict(True), problem.flops(direction) / rate, last_resort)
 
 
 def _profile(backend: Backend) -> Any:
     with forking.imports:
         from .devices import profiles
     return profiles.for_device(backend.device_kind)
-
-
-def measured_rate(row: Any) -> float | None:
-    """The measured FLOP/s of a profile's row; None if it was not measured."""
-    if row is None or row.measured is None:
-        return None
-    if row.measured.tflops is not None:
-        return float(row.measured.tflops) * 1e12
-    return None if row.measured.gflops is None else float(row.measured.gflops) * 1e9
 
 
 def plan(problem: Problem, backend: str | None = None) -> tuple[Backend, Any]:

@@ -22,10 +22,11 @@ from jax.experimental.buffer_callback import buffer_callback
 
 from . import api, mods
 from .call.arguments import prepare
-from .call.checks import number, window_of
+from .call.checks import window_of
 from .call.positions import check_default_offset
 from .call.vjp import WRT
 from .errors import UnsupportedError, shown
+from .numeric import number
 from .options import DEFAULTS, OPTIONS, Options, Role, documented, unknown
 
 __all__ = ["attention", "dot_product_attention"]

@@ -8,9 +8,10 @@ from .api import attention
 from .call import arrays, interop
 from .call.arguments import Memory, prepare
 from .call.call import Call
-from .call.checks import choice, number
+from .call.checks import choice
 from .call.planned import Once
 from .call.shape import LAYOUTS
+from .numeric import number
 from .spec import MAX_HEAD_DIM
 
 
@@ -91,6 +92,8 @@ def _mla(
 ) -> Any:  # fmt: skip
     """`mla` of arrays of NumPy or CuPy."""
     layout = options.get("layout", "bhnd")
+    named = ("q_nope", q_nope), ("q_pe", q_pe), ("ckv", ckv), ("k_pe", k_pe)
+    q_nope, q_pe, ckv, k_pe = (arrays.own_form(name, array) for name, array in named)
     kind = _checked(q_nope, q_pe, ckv, k_pe, layout)
     options["scale"] = number("scale", scale)
     # The axis of heads, of length 1.

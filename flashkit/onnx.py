@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from . import api
 from .call import arrays
 from .errors import shown
+from .numeric import integer, number
 
 __all__ = ["Outputs", "attention"]
 
@@ -118,11 +117,13 @@ def attention(
         raise ValueError("past_key and past_value come together, or not at all")
     if nonpad_kv_seqlen is not None and past_key is not None:
         raise ValueError("nonpad_kv_seqlen is for caches outside the node; without past_key and past_value it fits")
-    if softmax_precision not in SOFTMAX_PRECISIONS:
+    if isinstance(softmax_precision, bool) or softmax_precision not in SOFTMAX_PRECISIONS:
         fits = "1 (FLOAT), 10 (FLOAT16), 11 (DOUBLE) or 16 (BFLOAT16)"
         raise ValueError(f"softmax_precision is {shown(softmax_precision)}; {fits} fits")
-    if qk_matmul_output_mode not in (None, 0, 1, 2, 3):
-        raise ValueError(f"qk_matmul_output_mode is {shown(qk_matmul_output_mode)}; 0, 1, 2, 3 or None fits")
+    if qk_matmul_output_mode is not None:
+        qk_matmul_output_mode = integer("qk_matmul_output_mode", qk_matmul_output_mode, 0, 3)
+    is_causal = integer("is_causal", int(is_causal) if isinstance(is_causal, bool) else is_causal, 0, 1)
+    softcap = number("softcap", softcap)
 
     q = _heads_of("Q", Q, "q_num_heads", q_num_heads)
     present_key, present_value = (
@@ -144,7 +145,8 @@ def attention(
             raise ValueError(f"attn_mask has shape {attn_mask.shape}; a last axis of up to {total}, the keys, fits")
         keys = attn_mask.shape[-1]
         lengths = None if lengths is None else lengths.clip(None, keys)
-    window = tuple(None if size == -1 else size for size in (left_window_size, right_window_size))
+    sizes = {"left_window_size": left_window_size, "right_window_size": right_window_size}
+    window = tuple(None if (n := integer(name, size, -1)) == -1 else n for name, size in sizes.items())
     options: dict[str, Any] = dict(
         scale=scale, causal=bool(is_causal), q_offset=offset, window=None if window == (None, None) else window,
         softcap=softcap or None, mask=attn_mask, kv_lengths=lengths, backend=backend,
@@ -165,11 +167,11 @@ def attention(
 def _heads_of(name: str, x: Any, attribute: str, heads: int | None) -> Any:
     """An input as (batch, heads, tokens, head size), a view."""
     if x.ndim == 4:
-        if heads is not None and heads != x.shape[1]:
+        if heads is not None and integer(attribute, heads, 0) != x.shape[1]:
             fits = f"{x.shape[1]} or None fits"
             raise ValueError(f"{attribute} is {shown(heads)}, but {name} has shape {x.shape}; {fits}")
         return x
-    if not isinstance(heads, (int, np.integer)) or heads < 1 or x.shape[2] % heads:
+    if heads is None or x.shape[2] % (heads := integer(attribute, heads, 1)):
         raise ValueError(
             f"{attribute} is {shown(heads)}; the number of heads in the last axis of {name}, of shape {x.shape}, fits"
         )

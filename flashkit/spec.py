@@ -131,11 +131,6 @@ class AttentionSpec:
         """Bytes of an element of q, k and v."""
         return ITEMSIZE[self.dtype] if self.fp8 is None else 1
 
-    @property
-    def masked(self) -> bool:
-        """Whether there is a mask, so that some tiles are PARTIAL: what the `causal` rows of a profile are for."""
-        return self.mask is not None
-
     @cached_property
     def key(self) -> str:
         """A name for the spec: equal for equal specs, safe in a file name."""
@@ -209,6 +204,27 @@ class Problem:
     def pairs(self) -> int:
         """Query-key pairs without any mask."""
         return self.heads * self.all_tokens.pairs
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the rows of a profile's tile tables may be restricted to."""
+        spec = self.spec
+        return {
+            "dtype": spec.dtype if spec.fp8 is None else "float8_e4m3",
+            "precision": spec.precision,
+            "scales": spec.fp8,  # what shares a scale of codes of e4m3
+            "head_dim": spec.head_dim,
+            "head_dim_v": spec.head_dim_v,
+            "dim": max(spec.head_dim, spec.head_dim_v),
+            "mask": spec.mask is not None,  # masks of all kinds: they cut tiles at their edges
+            "score": spec.score is not None,
+            "packed": spec.packed,
+            "rows": self.mean_n_q * spec.group,  # query rows that share the keys of a head
+            "tile_rows": self.n_q * (1 if spec.packed else spec.group),  # of them those that may share a tile
+            "queries": self.mean_n_q,
+            "longest": self.n_q,  # queries of the longest sequence
+            "keys": self.n_k,
+        }
 
     def flops(self, direction: Direction = "forward", pairs: float | None = None) -> float:
         """Floating-point operations of the matrix products; `pairs`: the visible ones where a mask hides some.

@@ -33,7 +33,8 @@ class Backend(Protocol):
         Returns
         -------
         object
-            Passed to `forward` and `backward`. Its attributes `tile` and `why` are for `flashkit.explain`.
+            Passed to `forward` and `backward`. Its attributes `tile`, `why` and `row`, the profile's row that decided
+            or None, are for `flashkit.explain`.
         """
 
     def forward(self, plan: Any, operands: Operands) -> None:
@@ -55,11 +56,11 @@ class TakesFp8(Protocol):
     takes_fp8: bool
 
 
-class SelectsRow(Protocol):
-    """Optional: a backend that follows another row of its profile tables than the first match."""
+class Rates(Protocol):
+    """Optional: a backend whose measured speed is not that of the first row of its profile table that matches."""
 
-    def row(self, problem: Problem, profile: Any, direction: Direction) -> Any:
-        """The profile's row that `plan` follows, or None. `supports` has accepted the problem."""
+    def rate(self, problem: Problem, profile: Any, direction: Direction) -> float | None:
+        """The measured FLOP/s, or None. `supports` has accepted the problem."""
 
 
 Bound = Callable[..., None]

@@ -14,6 +14,7 @@ import numpy as np
 
 from .. import mods
 from ..mods import Mod
+from ..numeric import number
 from ..options import DEFAULTS, Options, unknown
 from ..spec import MAX_PAGE_RUN, AttentionSpec, Fp8, Operands, Problem, name_of
 from . import arrays
@@ -24,7 +25,6 @@ from .checks import (
     choice,
     flag,
     is_deterministic,
-    number,
     seed_of,
     sinks_of,
     slopes_of,
@@ -89,9 +89,9 @@ def prepare(
     described: the call is only described. Then nothing takes memory in proportion to its sizes: results, lengths and
     offsets are stand-ins, q, k and v are not copied, and axes of stride 0 of a bias and a mask count as of length 1.
 
-    Kernels compute addresses from lengths, offsets, integers of modifications, shapes and strides. These are copied
-    before they are checked, because the caller's arrays may change at any time. Lengths on a device are not read; the
-    kernels clamp them.
+    Kernels compute addresses from lengths, offsets, integers of modifications, shapes and strides. These are copied,
+    and views of arrays are taken, before they are checked, because the caller's arrays may change at any time. Lengths
+    on a device are not read; the kernels clamp them.
 
     Returns
     -------
@@ -107,6 +107,7 @@ def prepare(
     kind = arrays.require("q", q)
     for name, array in (("k", k), ("v", v)):
         arrays.require(name, array, kind)
+    q, k, v = q.view(), k.view(), v.view()  # before their forms are looked at; see arrays.own_forms
     fp8, k_pe = memory.fp8, memory.k_pe
     dtype, own_dtype = (name_of(fp8.dtype), fp8.dtype) if fp8 else (arrays.dtype_name("q", q), q.dtype)
     for name, array in () if fp8 or memory.kv_format else (("k", k), ("v", v)):
@@ -142,6 +143,7 @@ def prepare(
         check_default_offset(seqs.lengths, n_q, (score, hidden))
 
     if out is not None:
+        out = arrays.own_form("out", out, kind)
         check_out(out, kind, dtype, (*q.shape[:-1], v.shape[-1]))
     dropout_p = number("dropout_p", o.dropout_p)
     if not 0 <= dropout_p < 1:
@@ -196,7 +198,7 @@ def _modifications(
         return arrays.without_repeats(found) if described else found
 
     if o.softcap is not None:
-        scores.append(mods.softcap(number("softcap", o.softcap)))
+        scores.append(mods.softcap(o.softcap))
     if o.alibi_slopes is not None:
         scores.append(mods.alibi(slopes_of(o.alibi_slopes, kind, batch, heads, layout)).snapshot())
     if o.bias is not None:

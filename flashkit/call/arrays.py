@@ -77,6 +77,23 @@ def dtype_name(name: str, array: Any) -> str:
     return known
 
 
+def own_form(name: str, array: Any, kind: str | None = None) -> Any:
+    """A view of an argument, of the given kind; see `own_forms`."""
+    require(name, array, kind)
+    return array.view()
+
+
+def own_forms(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """Views of arrays of NumPy, what else is given as it is.
+
+    Another thread may set the shape of a caller's array at any time, between a check and the use of what was checked.
+    A view has a form of its own.
+    """
+    if type(q) is type(k) is type(v) is np.ndarray:
+        return q.view(), k.view(), v.view()
+    return tuple([x.view() if isinstance(x, np.ndarray) else x for x in (q, k, v)])  # type: ignore[return-value]
+
+
 def addressable(array: Any) -> Any:
     """The array itself if its last axis is contiguous and its elements are aligned, else a copy."""
     itemsize = array.dtype.itemsize
@@ -115,6 +132,17 @@ def layout(array: Any) -> tuple[Any, ...]:
             return (kind,)
         _cupy_types.add(kind)
     return kind, array.shape, array.strides, array.dtype, array.data.device_id
+
+
+def layouts(q: Any, k: Any, v: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    """The layouts of three arrays."""
+    if type(q) is type(k) is type(v) is np.ndarray:  # without calls
+        return (
+            (np.ndarray, q.shape, q.strides, q.dtype, q.flags.aligned),
+            (np.ndarray, k.shape, k.strides, k.dtype, k.flags.aligned),
+            (np.ndarray, v.shape, v.strides, v.dtype, v.flags.aligned),
+        )
+    return layout(q), layout(k), layout(v)
 
 
 def describe_place(array: Any) -> str:

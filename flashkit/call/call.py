@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import options as table
 from ..options import OPTIONS
-from . import interop
+from . import arrays, interop
 from .dequantised import Dequantised
 from .interop import Foreign
 from .quantized import Quantized
@@ -34,6 +34,7 @@ class PerCall(NamedTuple):
     keys_axis: int = 0  # negative where calls bring their own number of keys: the axis of k that has it
     lengths: Any = None  # kv_lengths
     offsets: tuple[Any, ...] = ()  # cu_seqlens of q and of k, on a device
+    tokens: tuple[int, int] = (0, 0)  # of q and of k, where there are such offsets
     follows: bool = True  # whether positions follow lengths and offsets
 
 
@@ -79,7 +80,8 @@ class Call:
     ) -> None:
         if not OPTIONS.keys() >= options.keys():
             raise table.unknown(function, [name for name in options if name not in OPTIONS])
-        self.function, self.q, self.k, self.v, self.options, self.out = function, q, k, v, options, out
+        self.q, self.k, self.v = arrays.own_forms(q, k, v)
+        self.function, self.options, self.out = function, options, out
         self.described, self._of_caller = described, out
         self.foreign: Foreign | None = None
         self.quantised: Dequantised | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from typing import Any
 
@@ -12,22 +11,8 @@ from .. import settings
 from ..errors import shown
 from ..mods import Mod
 from ..mods.tracing import DTYPES
+from ..numeric import described, integer
 from . import arrays
-
-
-def number(name: str, value: Any) -> float:
-    """A finite number."""
-    if isinstance(value, np.ma.MaskedArray):
-        raise TypeError(f"{name} is a masked array; a number fits")
-    try:
-        found = float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} is {shown(value)}; a number fits") from None
-    except OverflowError:
-        raise ValueError(f"{name} is an integer of {value.bit_length()} bits; a number within float64 fits") from None
-    if not math.isfinite(found):
-        raise ValueError(f"{name} is {shown(value)}; a finite number fits")
-    return found
 
 
 def choice(name: str, value: Any, options: tuple[str | None, ...]) -> None:
@@ -40,8 +25,7 @@ def choice(name: str, value: Any, options: tuple[str | None, ...]) -> None:
 def flag(name: str, value: Any, hint: str = "") -> bool:
     """True or False; hint: continues the error message."""
     if not isinstance(value, (bool, np.bool_)):
-        given = f"an array of shape {value.shape}" if hasattr(value, "shape") else shown(value)
-        raise TypeError(f"{name} is {given}; True or False fits{hint}")
+        raise TypeError(f"{name}: expected True or False{hint}, got {described(value)}")
     return bool(value)
 
 
@@ -52,15 +36,11 @@ def is_deterministic(value: Any) -> bool:
 
 def window_of(window: Any) -> tuple[int | None, int | None]:
     """(left, right)."""
-    fits = "(left, right) fits, numbers of keys or None for no bound"
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise TypeError(f"window is {shown(window)}; {fits}")
-    for side in window:
-        if side is not None and (not isinstance(side, (int, np.integer)) or isinstance(side, bool)):
-            raise TypeError(f"window is {shown(window)}; {fits}")
-        if side is not None and side < 0:
-            raise ValueError(f"window is {shown(window)}; {fits}, 0 or more")
-    left, right = (None if side is None else int(side) for side in window)
+        raise TypeError(f"window: expected (left, right), numbers of keys or None for no bound, got {shown(window)}")
+    left, right = (
+        None if side is None else integer(f"window[{i}], a number of keys", side, 0) for i, side in enumerate(window)
+    )
     return left, right
 
 
@@ -71,7 +51,7 @@ def _floats(name: str, values: Any, kind: str) -> Any:
             values = np.asarray(values, np.float32)
         except (TypeError, ValueError, OverflowError):
             raise TypeError(f"{name} is {shown(values)}; floating numbers fit") from None
-    arrays.require(name, values, kind)
+    values = arrays.own_form(name, values, kind)
     if DTYPES.get(values.dtype.name) != "float":
         raise TypeError(f"{name} has dtype {values.dtype}; a floating dtype up to float64 fits")
     return values
@@ -105,11 +85,7 @@ def seed_of(seed: Any, dropout_p: float) -> int:
     """The seed, or a random one if dropout needs one."""
     if seed is None:
         return secrets.randbits(64) if dropout_p else 0
-    if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool):
-        raise TypeError(f"seed is {shown(seed)}; an integer fits")
-    if not 0 <= seed < 2**64:
-        raise ValueError(f"seed is {shown(seed)}; 0 to 2^64 - 1 fits")
-    return int(seed)
+    return integer("seed", seed, 0, 2**64 - 1)
 
 
 def block_mask_of(

@@ -122,7 +122,7 @@ def _in_entry(mask: Expr, b: int) -> Expr:
 EXACT_PAIRS = 1 << 26
 """Pairs of a head up to which visible pairs are counted one by one where a tile is PARTIAL."""
 
-MOST_TILES = 2048
+MAX_TILES = 2048
 """Tiles along the queries and along the keys of a head with more pairs."""
 
 
@@ -156,7 +156,7 @@ def _visible_in(problem: Problem, operands: Operands, mask: Expr, length: int, o
         return 0
     mod, exact = Mod("mask", mask, operands.params, operands.arrays), problem.n_q * length <= EXACT_PAIRS
     block = 128
-    while not exact and block * MOST_TILES < max(problem.n_q, length):
+    while not exact and block * MAX_TILES < max(problem.n_q, length):
         block *= 2
     seen = BlockMask.from_mod(mod, problem.n_q, length, block, block, offset, heads=problem.heads)
     pairs = seen.visible_pairs if exact else seen.estimated_pairs()
@@ -229,7 +229,7 @@ def explain_problem(problem: Problem, operands: Operands, backend: str | None, m
         chosen, plan = dispatch.plan(problem, backend)
         name, why, predicted = chosen.name, plan.why, answers[0]["predicted_seconds"]
         tile = plan.tile._asdict() if hasattr(plan.tile, "_asdict") else dict(vars(plan.tile))
-        row = next((c.row.origin for c in ranked if c.name == name and c.row is not None), None)
+        row = getattr(getattr(plan, "row", None), "origin", None)
     except UnsupportedError:
         pass  # the candidates have the reasons
     return Explanation(

@@ -74,6 +74,7 @@ def merge(*parts: tuple[Any, Any], layout: str = "bhnd") -> tuple[Any, Any]:
 
 def merge_native(parts: Sequence[Any], layout: str) -> tuple[Any, Any]:
     """`merge` of arrays of NumPy or CuPy."""
+    parts = [_own_forms(part) for part in parts]
     kind = _checked(parts, layout)
     xp: Any = arrays.namespace(kind)
     dtype = parts[0][0].dtype
@@ -95,6 +96,13 @@ def merge_native(parts: Sequence[Any], layout: str) -> tuple[Any, Any]:
             term[lse == -math.inf] = 0  # selected, not multiplied: without keys the row may hold anything
             result += term
     return result.astype(dtype, copy=False), merged
+
+
+def _own_forms(part: Any) -> Any:
+    """A part with views of its arrays, whose forms no other thread changes."""
+    if not isinstance(part, (tuple, list)):
+        return part
+    return tuple(x.view() if arrays.kind_of(x) is not None else x for x in part)
 
 
 def _native(adapter: interop.Foreign | interop.Native, number: int, part: Any) -> Any:

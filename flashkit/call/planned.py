@@ -97,7 +97,7 @@ class Planned:
         fixed = {name: array for name, array in operands.arrays.items() if name not in per_call}
         self._values = tuple(fixed.values())
         self._operands = replace(operands, q=None, k=None, v=None, out=None, lse=None, arrays=fixed)  # for pickles
-        self._layouts = tuple(map(arrays.layout, given))
+        self._layouts = arrays.layouts(*given)
         fours = operands.q, operands.k, operands.v
         binds = hasattr(chosen, "bind") and (not per_call or getattr(chosen, "takes_arrays", False))
         # A bound call reads addresses, so each call copies arrays that are not addressable, as attention() does.
@@ -225,8 +225,9 @@ class Planned:
         >>> bool((out == flashkit.attention(q[:, :, :1], k, v, kv_lengths=[11])).all())
         True
         """
-        fits = (arrays.layout(q), arrays.layout(k), arrays.layout(v)) == self._layouts
-        if fits and not self._fp8 and kv_lengths is q_offset is page_table is None:
+        q, k, v = arrays.own_forms(q, k, v)
+        fits = arrays.layouts(q, k, v) == self._layouts and not self._fp8
+        if fits and kv_lengths is q_offset is page_table is None:
             return self.run_on(q, k, v, out)
         given: Any = {"kv_lengths": kv_lengths, "q_offset": q_offset, "page_table": page_table}
         if self._fp8:
@@ -242,7 +243,7 @@ class Planned:
     def run(self, call: Call) -> Any:
         """The call by this plan, whose key it has."""
         q, k, v, out = call.q, call.k, call.v, call.out
-        pairs, axis, lengths, offsets, follows = call.per_call
+        pairs, axis, lengths, offsets, tokens, follows = call.per_call
         if lengths is not None:
             return self.with_lengths(q, k, v, out, lengths)
         if axis < 0:
@@ -250,7 +251,7 @@ class Planned:
         if offsets:
             from ..backends.cuda_common.cu_seqlens import derive
 
-            derived = derive(offsets[0], len(q), offsets[1], len(k))
+            derived = derive(offsets[0], tokens[0], offsets[1], tokens[1])
             pairs += derived if follows else derived[:-1]
         return self.run_on(q, k, v, out, *pairs)
 
@@ -348,23 +349,31 @@ class Planned:
 
     def _run_on(self, bound: Bound, q: Any, k: Any, v: Any, out: Any, *rest: Any) -> Any:
         lent = type(q) is View  # with memory for the result
+        if not self.reads_addresses and type(q) is not np.ndarray:
+            q, k, v = (x.view() for x in (q, k, v))  # forms are read again: those of CuPy's arrays may have changed
+            self._check(q, k, v)
         empty = q.empty if lent else self._empty
-        target = out if out is not None and (lent or self._fits(out, q, k, v, *rest)) else empty(self._out, self._dtype)
+        own = out if out is None or lent else self._writable(out, q, k, v, *rest)
+        target = empty(self._out, self._dtype) if own is None else own
         lse = None if self._spares_lse and bound is self._run else empty(*self._lse)
         if self._copies and bound is self._run:
             q, k, v = self._shape.to_four(q), self._shape.keys_to_four(k), self._shape.keys_to_four(v)
         bound(q, k, v, target, lse, *rest)
         if out is None:
             out = target
-        elif out is not target:
+        elif own is None:
             out[...] = target
         return (out, lse) if self._return_lse else out
 
-    def _fits(self, out: Any, *read: Any) -> bool:
-        """Whether a kernel may write into `out`; an error if it cannot hold the result at all."""
-        if type(out) is not np.ndarray or out.shape != self._out or out.dtype != self._dtype or not out.flags.carray:
+    def _writable(self, out: Any, *read: Any) -> Any:
+        """A view of `out` that a kernel may write, or None; an error if it cannot hold the result at all."""
+        if type(out) is not np.ndarray:
+            arrays.require("out", out, self.problem.array_kind)
+        out = out.view()
+        if out.shape != self._out or out.dtype != self._dtype or not out.flags.carray:
             check_out(out, self.problem.array_kind, self.problem.spec.dtype, self._out)
-        return arrays.contiguous(out) and not any(arrays.may_share(out, x) for x in (*read, *self._values))
+        fits = arrays.contiguous(out) and not any(arrays.may_share(out, x) for x in (*read, *self._values))
+        return out if fits else None
 
     def _check(self, q: Any, k: Any, v: Any) -> None:
         for name, array, planned in zip(("q", "k", "v"), (q, k, v), self._layouts, strict=True):

@@ -104,8 +104,8 @@ def key_of(call: Call, backend: str | None, return_lse: bool, recorded: bool = F
         if role is Role.CONSTANT and type(value).__hash__ is not None:
             parts += name, type(value), value, tuple(map(type, value)) if type(value) is tuple else ()
         elif role is Role.PAIRS:
-            pairs.append(value)
-            parts += name, arrays.layout(value)
+            pairs.append(value.view() if arrays.kind_of(value) else value)  # see arrays.own_forms
+            parts += name, arrays.layout(pairs[-1])
         elif role is Role.LENGTHS:
             if recorded or not on_host:
                 return None
@@ -125,7 +125,7 @@ def key_of(call: Call, backend: str | None, return_lse: bool, recorded: bool = F
             return None
     axis, differ = 0, lengths is not None or bool(call.offsets) or bool(offsets)
     if pairs or mask is not None:
-        if differ or not {arrays.layout(q)[0]}.issuperset(map(type, pairs)):
+        if differ or not {kind if on_host else arrays.layout(q)[0]}.issuperset(map(type, pairs)):
             return None
     elif on_host and not (recorded or differ):
         axis = keys_axis(q.shape, k.shape, v.shape, options.get("layout", "bhnd"))
@@ -136,9 +136,10 @@ def key_of(call: Call, backend: str | None, return_lse: bool, recorded: bool = F
             v.strides, q.dtype, k.dtype, v.dtype, q.flags.aligned, k.flags.aligned, v.flags.aligned,
         )  # fmt: skip
     else:
-        layouts = arrays.layout(q), arrays.layout(k), arrays.layout(v)
+        layouts = arrays.layouts(q, k, v)
     if pairs or axis or differ:
-        call.per_call = PerCall(tuple(pairs), axis, lengths, offsets, options.get("q_offset") is None)
+        tokens = (layouts[0][1][0], layouts[1][1][0]) if offsets else (0, 0)  # as the key has them
+        call.per_call = PerCall(tuple(pairs), axis, lengths, offsets, tokens, options.get("q_offset") is None)
     return layouts, tuple(parts), axis, type(backend), backend, return_lse, dispatch.state()
 
 
@@ -146,7 +147,10 @@ def _on_device(q: Any, cu_seqlens: Any) -> tuple[Any, ...]:
     """The offsets of q and of k, where all lie on the device of q, or nothing."""
     given = cu_seqlens if type(cu_seqlens) is tuple else (cu_seqlens, cu_seqlens)
     on_device = arrays.kind_of(q) == "cupy" and all(arrays.kind_of(each) == "cupy" for each in given)
-    return given if on_device and len(given) == 2 else ()
+    if not (on_device and len(given) == 2):
+        return ()
+    of_q = given[0].view()  # see arrays.own_forms
+    return of_q, of_q if given[1] is given[0] else given[1].view()
 
 
 def _is_small(block_mask: Any) -> bool:

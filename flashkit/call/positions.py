@@ -10,6 +10,7 @@ import numpy as np
 from ..errors import shown
 from ..mods.expr import INT64, MAX_POSITION, Expr, Q, uses
 from ..mods.tracing import as_array
+from ..numeric import described
 from . import arrays
 from .shape import Shape
 
@@ -20,19 +21,31 @@ def _spread(value: Any, batch: int, copied: bool) -> np.ndarray:
     return spread.copy() if copied else spread
 
 
-def integers_of(name: str, value: Any, kind: str, what: str) -> tuple[Any, bool]:
-    """What a caller gave as an array of integers, and whether it lies on the device of q, where it is not read."""
-    on_device = kind != "numpy" and arrays.kind_of(value) == kind
-    array = value if on_device else as_array(name, value, what)
-    if isinstance(value, int) and not INT64[0] <= value <= INT64[1]:
-        raise ValueError(f"{name} is {shown(value)}; {what} fits, within 64 bits with a sign")
+def integers_of(name: str, value: Any, kind: str, what: str, copied: bool = True) -> tuple[Any, bool]:
+    """Integers that a caller gave, and whether they lie on the device of q, where they are not read.
+
+    Those on the host are int64, and a copy unless `copied` is False: the caller's array may change at any time. A check
+    reads the copy, and compares: differences of such integers may wrap.
+    """
+    if kind != "numpy" and arrays.kind_of(value) == kind:
+        if value.dtype.kind not in "iu":
+            raise TypeError(f"{name}: expected {what}, got {described(value)}")
+        return value.view(), True
+    array = as_array(name, value, what)
+    array = np.array(array) if copied else array.view()
     if array.dtype.kind not in "iu":
-        raise TypeError(f"{name} is {shown(value)}; {what} fits")
-    return array, on_device
+        far = array.dtype.kind == "O" and not array.ndim and isinstance(value, int)
+        problem: type[Exception] = ValueError if far else TypeError
+        raise problem(f"{name}: expected {what} within int64, got {described(value) if array.ndim else shown(value)}")
+    if array.dtype.kind == "u" and array.itemsize == 8 and array.size and array.max() > INT64[1]:
+        raise ValueError(f"{name}: expected {what} within int64, got {array.max()}")
+    return array.astype(np.int64, copy=False), False
 
 
 def read_in_place(xp: Any, array: Any) -> Any:
     """Integers on a device as kernels read them: the array itself if it is contiguous int64 or int32, else a copy."""
+    if array.dtype == np.uint64:
+        array = xp.minimum(array, np.uint64(INT64[1]))  # which kernels clamp further; others would wrap below 0
     aligned = array.data.ptr % array.dtype.itemsize == 0
     return xp.ascontiguousarray(array if aligned else array.copy(), np.int32 if array.dtype == np.int32 else np.int64)
 
@@ -43,13 +56,11 @@ def _per_entry(name: str, value: Any, kind: str, shape: Shape, batch: int, what:
     Integers on the device of q stay there, because reading them synchronizes with the device. The result may be the
     caller's array then, of int64 or int32.
     """
-    array, on_device = integers_of(name, value, kind, what)
+    array, on_device = integers_of(name, value, kind, what, copied)
     if array.ndim and array.shape not in ((batch,), shape.batch):
-        raise ValueError(f"{name} has shape {array.shape}; {what} fits, here ({batch},)")
-    if not on_device and array.dtype == np.uint64 and array.size and array.max() > INT64[1]:
-        raise ValueError(f"{name} is {shown(value)}; {what} fits, within 64 bits with a sign")
+        raise ValueError(f"{name}: expected {what} of shape ({batch},), got shape {array.shape}")
     if not on_device and copied and array.shape == (batch,):
-        return np.array(array, np.int64)
+        return array
     flat = array.reshape(-1) if array.ndim else array
     if not on_device:
         return _spread(flat, batch, copied)

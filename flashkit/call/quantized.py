@@ -10,6 +10,7 @@ import numpy as np
 
 from ..errors import shown
 from ..mods.dropout import philox
+from ..numeric import integer
 from ..spec import DTYPES, MAX_HEAD_DIM, name_of
 from . import arrays, interop
 from .checks import choice, flag, seed_of
@@ -84,6 +85,9 @@ class Quantized:
 
     def __post_init__(self) -> None:
         kind = arrays.require("data", self.data)
+        for name in ("data", "scale", "mean"):  # views, whose forms no other thread changes
+            if (array := getattr(self, name)) is not None:
+                object.__setattr__(self, name, arrays.own_form(name, array, kind))
         object.__setattr__(self, "_kind", kind)
         object.__setattr__(self, "dtype", _floating(self.dtype))
         codes = "float8_e4m3fn" if kind == "numpy" else "uint8"
@@ -92,11 +96,10 @@ class Quantized:
         choice("per", self.per, PER)
         choice("layout", self.layout, LAYOUTS)
         check_shape("data", self.data.shape)
-        _check_block(self.block)
+        object.__setattr__(self, "block", integer("block", self.block, 1, 2**63 - 1))
         wanted = scale_shape(self.data.shape, self.per, self.block, self.layout)
         given = {"scale": self.scale} if self.mean is None else {"scale": self.scale, "mean": self.mean}
         for name, array in given.items():
-            arrays.require(name, array, kind)
             if name_of(array.dtype) != "float32":
                 raise TypeError(f"{name} has dtype {array.dtype}; float32 fits")
         if self.scale.shape != wanted:
@@ -108,7 +111,7 @@ class Quantized:
         ):
             raise ValueError(f"mean has shape {self.mean.shape}; what broadcasts to {self.shape}, axis by axis, fits")
         if self.seed is not None:
-            seed_of(self.seed, 0)
+            object.__setattr__(self, "seed", seed_of(self.seed, 0))
 
     @property
     def format(self) -> Format:
@@ -258,13 +261,13 @@ def quantize(
     if (library := interop.library_of(x)) is not None:
         raise TypeError(f"x is a {library.describe(x)}; an array of NumPy or CuPy fits")
     kind = arrays.require("x", x)
+    x = x.view()  # before its form is looked at; see arrays.own_forms
     arrays.dtype_name("x", x)
     choice("dtype", dtype, tuple(LARGEST))
     choice("per", per, PER)
     choice("layout", layout, LAYOUTS)
     check_shape("x", x.shape)
-    _check_block(block)
-    seed = seed_of(seed, 0)
+    block, seed = integer("block", block, 1, 2**63 - 1), seed_of(seed, 0)
     xp, tokens, mean = arrays.namespace(kind), _token_axis(x.ndim, layout), None
     with arrays.scope(x), np.errstate(all="ignore"):
         values = x.astype(np.float32)
@@ -282,7 +285,7 @@ def quantize(
         scale = xp.maximum(_reduced(xp, rows, per, block, tokens) / np.float32(LARGEST[dtype]), np.float32(LEAST_SCALE))
         values /= _of_tokens(xp, scale, x.shape, per, block, layout)
         data = _e4m3(xp, values) if dtype == "e4m3" else _int8(xp, values)
-    return Quantized(data, scale, x.dtype, per, int(block), layout, seed if rotate else None, mean)
+    return Quantized(data, scale, x.dtype, per, block, layout, seed if rotate else None, mean)
 
 
 @lru_cache(maxsize=16)
@@ -334,17 +337,11 @@ def _floating(dtype: Any) -> Any:
     return found
 
 
-def _check_block(block: Any) -> None:
-    if not isinstance(block, (int, np.integer)) or isinstance(block, bool):
-        raise TypeError(f"block is {shown(block)}; a number of tokens fits")
-    if block < 1:
-        raise ValueError(f"block is {shown(block)}; 1 or more tokens fit")
-
-
 def _reduced(xp: Any, rows: Any, per: str, block: int, tokens: int) -> Any:
     """The greatest of each group of rows; 0 without rows."""
     if per == "token":
         return rows
+    block = min(block, max(rows.shape[tokens], 1))
     if 0 in rows.shape:
         count = -(-rows.shape[tokens] // block) if per == "block" else 1
         shape = [1] * rows.ndim if per == "tensor" else list(rows.shape)
@@ -364,7 +361,8 @@ def _of_tokens(xp: Any, scale: Any, shape: tuple[int, ...], per: str, block: int
     if per != "block":
         return scale
     tokens = _token_axis(len(shape), layout)
-    return xp.moveaxis(xp.repeat(xp.moveaxis(scale, tokens, 0), block, 0)[: shape[tokens]], 0, tokens)
+    repeats = min(block, shape[tokens])
+    return xp.moveaxis(xp.repeat(xp.moveaxis(scale, tokens, 0), repeats, 0)[: shape[tokens]], 0, tokens)
 
 
 def token_scales(x: Quantized) -> Any:

@@ -144,20 +144,20 @@ def _both(value: Any, kind: str, tokens_q: int, tokens_k: int) -> tuple[Any, Any
 
 
 def offsets_of(name: str, value: Any, kind: str, tokens: int, of: str) -> Any:
-    """int64, a copy with the number of tokens behind the caller's; on a device, where they are not read, those."""
+    """Checked offsets, int64, a copy with the number of tokens behind the caller's; on a device, where they are not
+    read, those.
+    """
     given, on_device = integers_of(name, value, kind, OFFSETS)
     if given.ndim != 1 or not len(given):
-        raise ValueError(f"{name} has shape {given.shape}; {OFFSETS} fits")
+        raise ValueError(f"{name}: expected {OFFSETS} got shape {given.shape}")
     if on_device:
         return given
-    found = np.empty(len(given) + 1, np.int64)
-    found[:-1] = given
-    if found[0] != 0 or (found[1:-1] < found[:-2]).any() or found[-2] > tokens or given[-1] > tokens:
+    # Neighbours are compared, as their differences may wrap. With them the two ends bound all.
+    if given[0] != 0 or given[-1] > tokens or (given[1:] < given[:-1]).any():
         raise ValueError(
-            f"{name} is {shown(value)}; {OFFSETS} here {tokens} of {of}, fits, and none is less than the one before"
+            f"{name}: expected {OFFSETS} here {tokens} of {of}, none less than the one before, got {shown(value)}"
         )
-    found[-1:] = tokens
-    return found
+    return np.append(given, tokens)
 
 
 def _shape_of_paged(q: Any, k: Any, v: Any, layout: str, packed: bool, read: bool) -> Shape:
@@ -195,10 +195,10 @@ def table_of(value: Any, kind: str, batch: int) -> Any:
     what = "integers (B, pages of a sequence), numbers of pages,"
     given, on_device = integers_of("page_table", value, kind, what)
     if given.ndim != 2 or given.shape[0] != batch:
-        raise ValueError(f"page_table has shape {given.shape}; {what} fits, here ({batch}, ...)")
+        raise ValueError(f"page_table: expected {what} of shape ({batch}, ...), got shape {given.shape}")
     if on_device:
         return read_in_place(arrays.namespace(kind), given)
-    return np.array(given, np.int64, order="C", copy=True)
+    return np.ascontiguousarray(given)
 
 
 def check_pages(table: Any, lengths: Any, pages: int, page: int) -> None:

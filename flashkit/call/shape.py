@@ -141,7 +141,7 @@ def _looks_exchanged(shapes: dict[str, tuple[int, ...]], layout: str) -> bool:
 
 def pairwise(name: str, array: Any, kind: str, shape: Shape, full: tuple[int, ...], dtypes: str) -> Any:
     """An array that broadcasts to (B, Hq, Nq, Nk), with at most four axes."""
-    arrays.require(name, array, kind)
+    array = arrays.own_form(name, array, kind)
     dtype_kind = DTYPES.get(array.dtype.name, " ")[0]
     if dtype_kind not in dtypes:
         words = {"f": "a floating dtype up to float64 (added to the scores)", "b": "bool (True = attend)"}

@@ -81,10 +81,10 @@ class Vjp(Generic[A]):
         """
         op, shape = self.operands, self.shape
         dtype = op.q.dtype
-        self._checked("dout", dout, shape.sizes(op.out.shape), dtype)
+        dout = self._checked("dout", dout, shape.sizes(op.out.shape), dtype)
         xp: Any = arrays.namespace(self.problem.array_kind)
         if dlse is not None:
-            self._checked("dlse", dlse, shape.sizes_of_rows(op.lse.shape), op.lse.dtype)
+            dlse = self._checked("dlse", dlse, shape.sizes_of_rows(op.lse.shape), op.lse.dtype)
             dlse = (dlse if arrays.contiguous(dlse) else dlse.copy()).reshape(op.lse.shape)
         empty = empty or xp.ndarray  # faster than the library's `empty`
         dq, dk, dv = empty(op.q.shape, dtype), empty(op.k.shape, dtype), empty(op.v.shape, dtype)
@@ -105,7 +105,8 @@ class Vjp(Generic[A]):
             self._run(self.operands, gradients)
 
     def _checked(self, name: str, array: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-        arrays.require(name, array, self.problem.array_kind)
+        """A view of the array, whose form no other thread changes, checked."""
+        array = arrays.own_form(name, array, self.problem.array_kind)
         if array.dtype != dtype:
             raise TypeError(f"{name} has dtype {array.dtype}; {dtype} fits")
         if array.shape != shape:

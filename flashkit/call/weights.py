@@ -9,6 +9,8 @@ from typing import Any, Unpack
 import numpy as np
 
 from ..errors import shown
+from ..mods.tracing import as_array
+from ..numeric import integer
 from ..options import Options, documented
 from ..spec import Operands
 from . import arrays
@@ -129,8 +131,7 @@ def plot_weights(
     found = weights(q, k, rows=rows, heads=heads, **given)
     found = _host(found)
     found = found.reshape((-1, *((1, 1, *found.shape)[-3:])))
-    if not 0 <= batch < len(found):
-        raise ValueError(f"batch is {batch}; 0 to {len(found) - 1} fits")
+    batch = integer("batch", batch, 0, len(found) - 1)
     of_heads = found[batch]
     packed = given.get("cu_seqlens") is not None
     n_q, n_heads = _sizes(q, "bnhd" if packed else given.get("layout", "bhnd"))
@@ -166,10 +167,7 @@ def _chosen(name: str, wanted: Any, n: int) -> np.ndarray:
     if wanted is None or isinstance(wanted, slice):
         return np.arange(n)[slice(None) if wanted is None else wanted]
     fits = f"integers from {-n} to {n - 1} fit"
-    try:
-        found = np.atleast_1d(np.asarray(wanted))
-    except ValueError:
-        raise TypeError(f"{name} is {shown(wanted)}; {fits}") from None
+    found = np.atleast_1d(as_array(name, wanted, fits.removesuffix(" fit")))
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
         raise TypeError(f"{name} is {shown(wanted)}; {fits}, or a slice")
     if found.size and not (found.min() >= -n and found.max() < n):

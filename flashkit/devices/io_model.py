@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from ..spec import DTYPES, ITEMSIZE, MAX_HEAD_DIM, Direction
 from .host import lanes_of
-from .schema import LEAST_L1D, Profile, TileRow, listed, not_followed
+from .schema import MIN_L1D, Profile, TileRow, listed, not_followed
 
 Order = Literal[1, 2]
 
@@ -413,7 +413,7 @@ def default(
 
 def cpu_memory(profile: Any) -> dict[str, int | None]:
     """The cache sizes of the CPU of a Profile; unknown ones count as 32 KiB of L1 and 256 KiB of L2."""
-    return {"l1d": max(profile.memory.l1d or 32 << 10, LEAST_L1D), "l2": profile.memory.l2 or 256 << 10}
+    return {"l1d": max(profile.memory.l1d or 32 << 10, MIN_L1D), "l2": profile.memory.l2 or 256 << 10}
 
 
 def default_cpu(profile: Any, dtype: str, head_dim: int, head_dim_v: int, direction: Direction = "forward") -> CpuTile:
@@ -427,7 +427,7 @@ def cpu_tile(row: TileRow | None, model: CpuTile) -> tuple[CpuTile, str]:
     """The tile of a profile's row, and the reason for it. The model's tile replaces what the row leaves open, and a row
     that is no tile, with a warning.
     """
-    if row is None:
+    if row is None or row.block_q is None or row.block_k is None:
         return model, "no row of the profile applies; the model's choice"
     lanes, rows, vectors = row.lanes or model.lanes, row.rows or model.rows, row.vectors or model.vectors
     try:

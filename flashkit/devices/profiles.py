@@ -2,7 +2,7 @@
 
     device_profiles/h200.yaml          one file for each device; docs/devices.md explains how to add one
     profiles.for_device("cuda")        the merged profile of this machine's device (cached)
-    profile.tile("cpu.forward", "float32", head_dim=64, causal=True)   the row that applies
+    profile.tile("cpu.forward", **problem.facts)                       the row that applies
 
 A file applies to a device if all criteria in its `device:` section hold: `match` (a regular expression searched in the
 device's name), `compute_capability` and `cores` (equal), `features` (all present). A file without criteria is the
@@ -34,7 +34,7 @@ from ..errors import ProfileError
 from . import host, trust
 from .forking import outer_lock
 from .schema import (
-    MOST_BYTES,
+    MAX_BYTES,
     SCHEMA,
     Device,
     Memory,
@@ -135,19 +135,19 @@ def paths() -> list[Path]:
     return [file for directory in directories().values() for file in files(directory)]
 
 
-MOST_FILES = 200
+MAX_FILES = 200
 """Files of a directory that are read."""
 
 
 def files(directory: Path) -> list[Path]:
-    """The profile files of a directory, in lookup order. Files beyond MOST_FILES are left out with a warning."""
+    """The profile files of a directory, in lookup order. Files beyond MAX_FILES are left out with a warning."""
     try:
         found = sorted(directory.glob("*.yaml"))
     except OSError:
         return []
-    if len(found) > MOST_FILES:
-        warn_once(f"device profiles skipped: {directory} has {len(found)}, the first {MOST_FILES} are read")
-    return found[:MOST_FILES]
+    if len(found) > MAX_FILES:
+        warn_once(f"device profiles skipped: {directory} has {len(found)}, the first {MAX_FILES} are read")
+    return found[:MAX_FILES]
 
 
 _OTHER_KIND = {"cpu": re.compile(r"\bkind:\s*cuda\b"), "cuda": re.compile(r"\bkind:\s*cpu\b")}
@@ -158,7 +158,7 @@ def _text(file: Path) -> str:
     are as trusted as the code.
     """
     shipped = file.parent == shipped_dir()
-    return (trust.read_any(file, MOST_BYTES) if shipped else trust.read(file, MOST_BYTES)).decode()
+    return (trust.read_any(file, MAX_BYTES) if shipped else trust.read(file, MAX_BYTES)).decode()
 
 
 def read(file: Path) -> Profile:
@@ -271,7 +271,7 @@ def _layers(kind: str, system: dict[str, Any], origin: str = "system") -> list[_
             elif name == "shipped" and capability and capability == _capability(device):
                 # A device without a file takes the tiles of its compute capability: above the generic profile (0, 0).
                 tiles = {
-                    table: [msgspec.structs.replace(row, measured=None) for row in rows]
+                    table: [msgspec.structs.replace(row, measured=None) for row in rows if row.block_q is not None]
                     for table, rows in profile.tiles.items()
                 }
                 ranked.append(((0, 1), (f"{file} (same compute capability)", _relative(profile), tiles)))

@@ -8,7 +8,7 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -17,17 +17,18 @@ from msgspec import Meta, Struct, field
 
 from ..errors import ProfileError
 from . import trust
+from .lazy import cached_property
 
 SCHEMA = 1
 
-MOST_BYTES = 1 << 18
+MAX_BYTES = 1 << 18
 """Largest size of a profile file."""
 
-MOST_DEPTH, MOST_EVENTS, MOST_TEXT = 16, 30_000, 2000
+MAX_DEPTH, MAX_EVENTS, MAX_TEXT = 16, 30_000, 2000
 """Bounds of a file: lists within lists, events of the parser (about one for each value and key), characters of a value.
 """
 
-LEAST_L1D = 4096
+MIN_L1D = 4096
 """Bytes of L1 that some tile of every head dim fits in."""
 
 Kind = Literal["cpu", "cuda"]
@@ -118,7 +119,7 @@ class Device(_Section, frozen=True):
                 raise ValueError(f"match={self.match[:80]!r} is not a regular expression: {error}") from None
 
 
-MOST_REPEATS, MOST_BRANCHES = 3, 6
+MAX_REPEATS, MAX_BRANCHES = 3, 6
 
 
 def _slow(pattern: str) -> str:
@@ -132,9 +133,9 @@ def _slow(pattern: str) -> str:
         return "has more than 500 characters"
     if re.search(r"\)[*+{]", bare):
         return "repeats a group"
-    if len(re.findall(r"[*+{]|(?<!\()\?", bare)) > MOST_REPEATS:
-        return f"has more than {MOST_REPEATS} repeats"
-    return f"has more than {MOST_BRANCHES} alternatives" if bare.count("|") > MOST_BRANCHES else ""
+    if len(re.findall(r"[*+{]|(?<!\()\?", bare)) > MAX_REPEATS:
+        return f"has more than {MAX_REPEATS} repeats"
+    return f"has more than {MAX_BRANCHES} alternatives" if bare.count("|") > MAX_BRANCHES else ""
 
 
 class Memory(_Section, frozen=True):
@@ -159,21 +160,53 @@ class Measured(_Section, frozen=True):
     date: str | None = None
     versions: str | dict[str, str] | None = None
 
+    @property
+    def flops(self) -> float | None:
+        """FLOP/s."""
+        for rate, unit in ((self.tflops, 1e12), (self.gflops, 1e9)):
+            if rate is not None:
+                return rate * unit
+        return None
 
-class TileRow(_Section, frozen=True):
-    """One row of a tile table: its selectors, the tile, the reason, and the measured speed.
 
-    A missing selector matches everything. `block_q` x `block_k` is the tile of the score matrix. On CPUs the register
-    block of the micro-kernel is `rows` x `vectors` vector registers of `lanes` float32 (float64: half as many).
+class TileRow(_Section, frozen=True, dict=True):  # dict: for what is cached
+    """One row of a tile table: its conditions, the tile, the reason, and the measured speed.
+
+    A condition that is left out always holds. Names with `min_` and `max_` bound a fact of the call, the others are
+    equal to it; `spec.Problem.facts` says what each is. `block_q` x `block_k` is the tile of the score matrix. On CPUs
+    the register block of the micro-kernel is `rows` x `vectors` vector registers of `lanes` float32 (float64: half as
+    many). A row without a tile is a measured speed alone, of whatever tile other rows give such calls.
     """
 
-    block_q: Block
-    block_k: Block
+    block_q: Block | None = None
+    block_k: Block | None = None
+    generation: str | None = None
     dtype: Dtype | list[Dtype] | None = None
+    precision: Literal["tf32"] | None = None
+    scales: Literal["head", "token"] | None = None
     head_dim: Count | list[Count] | None = None
+    min_head_dim: Count | None = None
     max_head_dim: Count | None = None
-    causal: bool | None = None
-    max_rows: Count | None = None  # query rows that share the keys of a head: selects calls with few, as in decoding
+    max_head_dim_v: Count | None = None
+    min_dim: Count | None = None
+    max_dim: Count | None = None
+    mask: bool | None = None
+    score: bool | None = None
+    modified: bool | None = None
+    packed: bool | None = None
+    min_rows: Count | None = None
+    max_rows: Count | None = None
+    min_tile_rows: Count | None = None
+    max_tile_rows: Count | None = None
+    min_queries: Count | None = None
+    max_queries: Count | None = None
+    min_longest: Count | None = None
+    max_longest: Count | None = None
+    min_keys: Count | None = None
+    max_keys: Count | None = None
+    min_tiles_per_sm: Amount | None = None
+    max_tiles_per_sm: Amount | None = None
+    ctas_per_sm: Few | None = None  # followed where so many CTAs of the tile fit an SM
     lanes: Literal[4, 8, 16] | None = None
     rows: Few | None = None
     vectors: Few | None = None
@@ -184,8 +217,12 @@ class TileRow(_Section, frozen=True):
     origin: str | None = None  # file:line, written by the reader
 
     def __post_init__(self) -> None:
-        if self.head_dim is not None and self.max_head_dim is not None:
-            raise ValueError("give head_dim (these values) or max_head_dim (up to this one), not both")
+        if (self.block_q is None) != (self.block_k is None) or (self.block_q is None and self.measured is None):
+            raise ValueError("expected block_q and block_k, or a speed in `measured` and neither of them")
+        for name, most in self.conditions.items():
+            least = self.conditions.get(name.replace("max_", "min_"))
+            if name.startswith("max_") and least is not None and least > most:
+                raise ValueError(f"{name}: expected {least}, the least, or more, got {most}")
         if self.rows and self.vectors:
             # AVX2 has 16 vector registers, AVX-512 and NEON 32. The innermost loop holds the accumulators, one row of
             # vectors and one broadcast; a larger block would spill there.
@@ -198,40 +235,44 @@ class TileRow(_Section, frozen=True):
                     f"there are {have}{lanes}"
                 )
 
+    @cached_property
+    def conditions(self) -> dict[str, Any]:
+        """The conditions of the row that are not left out."""
+        return {name: value for name in CONDITIONS if (value := getattr(self, name)) is not None}
+
+    @cached_property
+    def _tests(self) -> list[tuple[str, str, Any]]:
+        """Of each condition the fact, the kind of bound, and the value, or the values that fit."""
+        parts = ((name, name.partition("_"), value) for name, value in self.conditions.items())
+        return [
+            (of, bound, value) if bound in ("min", "max") else (name, "", listed(value))
+            for name, (bound, _, of), value in parts
+        ]
+
     @property
     def selector(self) -> tuple[Any, ...]:
-        """The selectors of the row. A row of a higher layer replaces those with equal selectors."""
-        dtype = tuple(sorted(listed(self.dtype))) or None
-        head_dim = tuple(sorted(listed(self.head_dim))) or None
-        return dtype, head_dim, self.max_head_dim, self.causal, self.max_rows, self.options.get("generation")
+        """The conditions, to compare. A row of a higher layer replaces those with equal ones."""
+        return tuple((name, *sorted(listed(value))) for name, value in self.conditions.items())
 
-    def matches(self, dtype: str, head_dim: int, causal: bool, rows: int | None = None) -> bool:
-        """Whether the row applies. rows: query rows that share keys of a head; None excludes rows with `max_rows`."""
-        return (
-            (self.dtype is None or dtype in listed(self.dtype))
-            and (self.head_dim is None or head_dim in listed(self.head_dim))
-            and (self.max_head_dim is None or head_dim <= self.max_head_dim)
-            and (self.causal is None or causal == self.causal)
-            and (self.max_rows is None or (rows is not None and rows <= self.max_rows))
-        )
+    def matches(self, facts: Mapping[str, Any]) -> bool:
+        """Whether all conditions hold. A condition on what the facts do not say does not."""
+        for fact, bound, wanted in self._tests:
+            value = facts.get(fact)
+            if value is None or not (
+                value in wanted if not bound else value >= wanted if bound == "min" else value <= wanted
+            ):
+                return False
+        return True
 
-    @property
-    def specificity(self) -> tuple[float, ...]:
-        """Sort key, the most specific row first: by head dim (exact, then the nearest bound), rows, dtype, causal."""
-        if self.head_dim is not None:
-            head = 0.0
-        elif self.max_head_dim is not None:
-            head = float(self.max_head_dim)
-        else:
-            head = float("inf")
-        few = float("inf") if self.max_rows is None else float(self.max_rows)
-        return head, few, len(listed(self.dtype)) or float("inf"), float(self.causal is None)
+
+CONDITIONS = TileRow.__struct_fields__[2 : TileRow.__struct_fields__.index("ctas_per_sm")]
+"""The fields of a row that say which calls it is for."""
 
 
 class Profile(Struct, frozen=True):
     """What is known about a device: the content of one file, or merged from all files that apply to it.
 
-    `tiles[table]` is ordered: the first row that matches applies.
+    `tiles[table]` is ordered: the first row that matches, and whose tile fits, applies.
     """
 
     device: Device
@@ -240,18 +281,20 @@ class Profile(Struct, frozen=True):
     tiles: dict[str, list[TileRow]] = field(default_factory=dict)
     provenance: dict[str, str] = field(default_factory=dict)
 
-    def rows(
-        self, table: str, dtype: str, head_dim: int, causal: bool, rows: int | None = None
-    ) -> Iterator[TileRow]:
-        """The rows of `table` ("cpu.forward", "cupy_raw.backward", ...) for such a problem.
-
-        Rows of a higher layer come first; within a layer the most specific one.
+    def rows(self, table: str, **facts: Any) -> Iterator[TileRow]:
+        """The rows of `table` ("cpu.forward", "cupy_raw.backward", ...) for a call with these facts, in order: rows of
+        a higher layer first, within a file as they stand there.
         """
-        return (row for row in self.tiles.get(table, ()) if row.matches(dtype, head_dim, causal, rows))
+        return (row for row in self.tiles.get(table, ()) if row.matches(facts))
 
-    def tile(self, table: str, dtype: str, head_dim: int, causal: bool) -> TileRow | None:
-        """The first of `rows`, or None."""
-        return next(self.rows(table, dtype, head_dim, causal), None)
+    def tile(self, table: str, **facts: Any) -> TileRow | None:
+        """The first of `rows` with a tile, or None."""
+        return next((row for row in self.rows(table, **facts) if row.block_q is not None), None)
+
+    def rate(self, table: str, **facts: Any) -> float | None:
+        """FLOP/s of the first of `rows` that was measured, or None."""
+        measured = (row.measured.flops for row in self.rows(table, **facts) if row.measured)
+        return next(filter(None, measured), None)
 
     def peak(self, dtype: str) -> float | None:
         """Peak of matrix products in 1e12 FLOP/s: measured, else by the datasheet, else None."""
@@ -327,8 +370,8 @@ class _Source:
 
     def __init__(self, text: str, file: str) -> None:
         self.file = file
-        if len(text) > MOST_BYTES:
-            raise SchemaError(file, 1, "", f"has {len(text)} characters; {MOST_BYTES} fit")
+        if len(text) > MAX_BYTES:
+            raise SchemaError(file, 1, "", f"has {len(text)} characters; {MAX_BYTES} fit")
         try:
             self._check_events(text)
             self._read(text)
@@ -356,14 +399,14 @@ class _Source:
             problem = ""
             if isinstance(event, yaml.CollectionStartEvent):
                 depth += 1
-                problem = f"lists and mappings are nested more than {MOST_DEPTH} deep" if depth > MOST_DEPTH else ""
+                problem = f"lists and mappings are nested more than {MAX_DEPTH} deep" if depth > MAX_DEPTH else ""
             elif isinstance(event, yaml.CollectionEndEvent):
                 depth -= 1
             if isinstance(event, yaml.NodeEvent) and event.anchor is not None:
                 problem = "anchors (&) and aliases (*) are not read: write the value twice"
             elif getattr(event, "tag", None) is not None:
                 problem = f"tags are not read, here {event.tag[:80]!r}"
-            elif count > MOST_EVENTS:
+            elif count > MAX_EVENTS:
                 problem = "it has too many values"
             if problem:
                 raise SchemaError(self.file, event.start_mark.line + 1, "", problem)
@@ -377,7 +420,7 @@ class _Source:
         if isinstance(node, yaml.MappingNode):
             seen: set[str] = set()
             for key, value in node.value:
-                if not isinstance(key, yaml.ScalarNode) or _CONTROL.search(key.value) or len(key.value) > MOST_TEXT:
+                if not isinstance(key, yaml.ScalarNode) or _CONTROL.search(key.value) or len(key.value) > MAX_TEXT:
                     raise wrong("a key is no short text")
                 where = f"{path}.{key.value}".lstrip(".")
                 # YAML readers silently keep the last of two equal keys, which would drop rows of a tile table.
@@ -389,8 +432,8 @@ class _Source:
             for index, value in enumerate(node.value):
                 self._check_values(loader, value, f"{path}[{index}]")
         elif node is not None:
-            if len(node.value) > MOST_TEXT:
-                raise wrong(f"has {len(node.value)} characters; {MOST_TEXT} fit")
+            if len(node.value) > MAX_TEXT:
+                raise wrong(f"has {len(node.value)} characters; {MAX_TEXT} fit")
             try:
                 found = loader.construct_object(node)
             except ValueError as error:
@@ -469,8 +512,8 @@ def parse(text: str, file: str = "<text>") -> Profile:
 
     device = source.convert(data["device"], Device, ["device"])
     memory = source.convert(data.get("memory") or {}, Memory, ["memory"])
-    if memory.l1d is not None and memory.l1d < LEAST_L1D:
-        raise source.error(["memory", "l1d"], f"{memory.l1d} bytes are less than any cache; {LEAST_L1D} or more fit")
+    if memory.l1d is not None and memory.l1d < MIN_L1D:
+        raise source.error(["memory", "l1d"], f"{memory.l1d} bytes are less than any cache; {MIN_L1D} or more fit")
     peaks = {
         dtype: source.convert(rate or {}, Rate, ["peak_tflops", dtype])
         for dtype, rate in source.mapping(data.get("peak_tflops") or {}, ["peak_tflops"]).items()
@@ -485,7 +528,6 @@ def parse(text: str, file: str = "<text>") -> Profile:
             at = [*path, index]
             origin = f"{file}:{source.line(at)}"
             tiles[table].append(msgspec.structs.replace(source.convert(row, TileRow, at), origin=origin))
-        tiles[table].sort(key=lambda row: row.specificity)
     return Profile(device, memory, peaks, tiles)
 
 
@@ -493,10 +535,10 @@ def load_file(path: str | os.PathLike[str]) -> Profile:
     """The profile of one file, not merged. The file may belong to any user, since the caller names it.
 
     ProfileError if it does not fit the schema; OSError if it cannot be read, is no regular file, or is larger than
-    MOST_BYTES.
+    MAX_BYTES.
     """
     try:
-        text = trust.read_any(path, MOST_BYTES).decode()
+        text = trust.read_any(path, MAX_BYTES).decode()
     except UnicodeDecodeError as error:
         raise SchemaError(str(path), 1, "", f"not UTF-8 text: {error.reason}") from None
     profile = parse(text, str(path))

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from ..devices.lazy import cached_property
+from ..numeric import integer
 from . import codegen, expr, svg
 from .expr import Expr
 from .mod import Mod, mask, trace
-from .patterns import Patterns, integer
+from .patterns import Patterns
 from .placement import axis_lengths, entries, placed
 from .quadtree import tile_lists
 from .ranges import RangeTable
@@ -76,10 +77,7 @@ class BlockMask(Patterns):
 
     def __post_init__(self) -> None:
         for name, least in (("n_q", 0), ("n_k", 0), ("block_q", 1), ("block_k", 1), ("batch", 1), ("heads", 1)):
-            object.__setattr__(self, name, integer(name, getattr(self, name), least))
-        for name in ("n_q", "n_k"):
-            if getattr(self, name) > expr.MAX_POSITION:
-                raise ValueError(f"{name} is {getattr(self, name)}; positions within 2^48 fit")
+            object.__setattr__(self, name, integer(name, getattr(self, name), least, expr.MAX_POSITION))
         mod = self.mod.snapshot(whole=True)
         for array in mod.arrays.values():
             if isinstance(array, np.ndarray):

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from ..errors import shown
+from ..numeric import integer, number
 from . import expr
 from .expr import Array, Expr
 from .mod import Mod, mask, score
@@ -67,10 +68,8 @@ def sliding_window(left: int | None, right: int | None = 0) -> Mod:
     >>> mods.sliding_window(1, 1).evaluate(b=0, h=0, q=2, k=[0, 1, 2, 3, 4])
     array([False,  True,  True,  True, False])
     """
-    sides = {name: int(n) for name, n in (("left", left), ("right", right)) if n is not None}
-    for name, n in sides.items():
-        if n < 0:
-            raise ValueError(f"{name} of a sliding window is a number of keys, 0 or more, or None; got {n}")
+    given = ("left", left), ("right", right)
+    sides = {name: integer(f"{name} of a sliding window", n, 0) for name, n in given if n is not None}
     # A side beyond all positions is no bound, and q + right could overflow.
     sides = {name: n for name, n in sides.items() if n < 4 * expr.MAX_POSITION}
     functions: dict[tuple[str, ...], Callable[..., Any]] = {
@@ -181,9 +180,7 @@ def dilated(step: int) -> Mod:
     >>> mods.dilated(2).evaluate(b=0, h=0, q=2, k=[0, 1, 2, 3, 4])
     array([ True, False,  True, False,  True])
     """
-    if step < 1:
-        raise ValueError(f"step is the distance between visible keys, 1 or more; got {step}")
-    return mask(_dilated, step=int(step))
+    return mask(_dilated, step=integer("step", step, 1, expr.INT64[1]))
 
 
 @pure
@@ -316,9 +313,10 @@ def softcap(cap: float) -> Mod:
     >>> mods.softcap(2.0).evaluate(b=0, h=0, q=0, k=0, s=[0.0, 2.0, 100.0]).round(3)
     array([0.   , 1.523, 2.   ])
     """
+    cap = number("softcap", cap)
     if not cap > 0:
-        raise ValueError(f"softcap is a bound on the scores, above 0; got {cap}")
-    return score(_softcap, cap=float(cap))
+        raise ValueError(f"softcap: expected a number above 0, a bound on the scores, got {cap}")
+    return score(_softcap, cap=cap)
 
 
 @pure

@@ -7,26 +7,15 @@ within it.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any, Self
 
 import numpy as np
 
+from ..numeric import integer
 from . import expr
 from .expr import Expr
 from .mod import mask
-
-
-def integer(name: str, value: Any, least: int) -> int:
-    """The value as an int; ValueError if it is no integer or below `least`."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool) or number < least:
-        raise ValueError(f"{name} is an integer of {least} or more, not {value!r}")
-    return number
 
 
 class Patterns:

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from ..numeric import integer
 from . import expr
 from .expr import Expr
 from .mod import Mod
-from .patterns import integer
 from .tracing import as_array
 
 

@@ -13,9 +13,9 @@ import numpy as np
 from ..call import arrays
 from ..call.checks import can_write, check_out, choice, flag
 from ..call.shape import LAYOUTS, Shape
-from ..errors import shown
 from ..mods.expr import MAX_POSITION
 from ..mods.tracing import as_array
+from ..numeric import described
 from ..spec import DTYPES
 from .tables import cos_sin, rates
 
@@ -123,14 +123,13 @@ def _checked_and_rotated(
     layout: Any, out: Any, sign: int,
 ) -> Any:  # fmt: skip
     kind = arrays.require(name, x)
-    given, in_place = out, out is x
-    x, out = (a.view() if isinstance(a, np.ndarray) else a for a in (x, out))  # whose form the caller cannot change
     dtype = arrays.dtype_name(name, x)
     choice("layout", layout, LAYOUTS)
+    in_place, x = out is x, x.view()  # before its form is looked at; see arrays.own_forms
     if x.ndim < 2:
         raise ValueError(f"{name} has shape {x.shape}; (..., heads, tokens, head_dim) fits, or (tokens, head_dim)")
     shape = Shape(x.ndim, tuple(x.shape[:-3]), layout)
-    x4 = shape.to_four(x).view()
+    x4 = shape.to_four(x)
     batch, _, n, d = x4.shape
     if cos is None and sin is None:
         where = _positions(positions, "numpy", shape, batch, n, None)
@@ -145,12 +144,14 @@ def _checked_and_rotated(
             raise TypeError("base, dims and scaling are for calls without cos and sin; tables have them already")
         table = checked_table(cos, sin, interleaved, x4, dtype)
         where = _positions(positions, kind, shape, batch, n, table.cos.shape[0])
+    own = out
     if out is not None:
-        check_out(out, kind, dtype, x.shape)
+        own = arrays.own_form("out", out, kind)
+        check_out(own, kind, dtype, x.shape)
     if (in_place and arrays.same_address(x4, x) and can_write(x)) or (
-        out is not None and can_write(out, x, table.cos, table.sin)
+        out is not None and can_write(own, x, table.cos, table.sin)
     ):
-        target = shape.to_four(out).view()
+        target = shape.to_four(own)
     else:
         target = shape.empty(arrays.namespace(kind).empty, batch, x4.shape[1], n, d, x.dtype)
     rotate(x4, target, table, where, sign)
@@ -159,18 +160,19 @@ def _checked_and_rotated(
         return result
     if not arrays.same_address(out, result):
         out[...] = result
-    return given
+    return out
 
 
 def checked_table(cos: Any, sin: Any, interleaved: Any, x: Any, dtype: str) -> Table:
     """Tables that fit x (..., D); float tables of another precision are converted."""
     kind, d = arrays.require("x", x), x.shape[-1]
     flag("interleaved", interleaved)
-    cos, sin = (a.view() if isinstance(a, np.ndarray) else a for a in (cos, sin))  # whose form the caller cannot change
     for name, table in (("cos", cos), ("sin", sin)):
         if table is None:
             raise TypeError(f"{name} is None; tables come as two, flashkit.rotary_table(positions, dims)")
         arrays.require(name, table, kind)
+    cos, sin = cos.view(), sin.view()
+    for name, table in (("cos", cos), ("sin", sin)):
         if table.ndim != 2 or 2 * table.shape[1] > d or not table.shape[1]:
             half = "; the half that does not repeat fits" if table.ndim == 2 and table.shape[1] == d else ""
             raise ValueError(f"{name} has shape {table.shape}; (positions, dims / 2) fits, dims at most {d}{half}")
@@ -179,7 +181,7 @@ def checked_table(cos: Any, sin: Any, interleaved: Any, x: Any, dtype: str) -> T
     if cos.shape != sin.shape:
         raise ValueError(f"sin has shape {sin.shape}, cos has {cos.shape}; they are equal")
     xp = arrays.namespace(kind)
-    cos, sin = (xp.ascontiguousarray(table, DTYPES[dtype].accumulator).view() for table in (cos, sin))
+    cos, sin = (xp.ascontiguousarray(table, DTYPES[dtype].accumulator) for table in (cos, sin))
     return Table(cos, sin, interleaved)
 
 
@@ -188,8 +190,9 @@ def _positions(given: Any, kind: str, shape: Shape, batch: int, n: int, rows: in
     on_device = kind != "numpy" and arrays.kind_of(given) == kind
     what = "integers (N,) or (..., N), one for each token,"
     where = np.arange(n) if given is None else given if on_device else as_array("positions", given, what)
+    where = where.view() if on_device else np.array(where)
     if where.dtype.kind not in "iu":
-        raise TypeError(f"positions is {shown(given)}; {what} fits")
+        raise TypeError(f"positions: expected {what} got {described(given)}")
     if where.shape not in ((n,), (*shape.batch, n)):
         raise ValueError(f"positions has shape {where.shape}; {what} fits, here {(n,)} or {(*shape.batch, n)}")
     xp = arrays.namespace(kind)
@@ -197,7 +200,7 @@ def _positions(given: Any, kind: str, shape: Shape, batch: int, n: int, rows: in
     whole[...] = where if where.ndim == 1 else where.reshape(batch, n)
     if on_device:
         return whole if rows is None else xp.clip(whole, 0, max(rows - 1, 0), out=whole)
-    low, high = (int(whole.min()), int(whole.max())) if whole.size else (0, -1)
+    low, high = (int(where.min()), int(where.max())) if where.size else (0, -1)  # `whole` may have wrapped
     most = MAX_POSITION if rows is None else rows
     if low < 0 or high >= most:
         whose = "positions" if rows is None else "the table's rows"

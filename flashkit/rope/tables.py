@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..call import arrays
-from ..call.checks import flag, number
+from ..call.checks import flag
 from ..errors import shown
+from ..mods.expr import MAX_POSITION
+from ..numeric import integer, number
 
 DEFAULT_BASE = 10000.0
 
@@ -70,13 +72,12 @@ def rotary_table(
     >>> cos.shape, cos.dtype.name, float(cos[0, 0]), float(sin[0, 0])
     ((4096, 32), 'float32', 1.0, 0.0)
     """
-    if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or n < 0:
-        raise ValueError(f"n is {shown(n)}; a number of positions, 0 or more, fits")
-    if dtype not in ("float32", "float64", np.float32, np.float64):
+    n = integer("n, a number of positions", n, 0, MAX_POSITION)
+    if not isinstance(dtype, str | type | np.dtype) or dtype not in ("float32", "float64", np.float32, np.float64):
         raise TypeError(f"dtype is {shown(dtype)}; 'float32' or 'float64' fits")
     if like is not None:
         arrays.require("like", like)
-    cos, sin = cos_sin(np.arange(n), rates(dims, base, scaling, int(n)), np.dtype(dtype))
+    cos, sin = cos_sin(np.arange(n), rates(dims, base, scaling, n), np.dtype(dtype))
     if like is None or arrays.kind_of(like) == "numpy":
         return cos, sin
     xp = arrays.namespace("cupy")
@@ -92,17 +93,18 @@ def cos_sin(positions: np.ndarray, rates: Rates, dtype: Any) -> tuple[np.ndarray
 
 def rates(dims: Any, base: Any, scaling: Any, n: int) -> Rates:
     """The angles of a scaling; n: positions that are read, which "dynamic" depends on."""
-    if not isinstance(dims, (int, np.integer)) or isinstance(dims, bool) or dims < 2 or dims % 2:
-        raise ValueError(f"dims is {shown(dims)}; an even number of elements, 2 or more, fits")
+    dims = integer("dims, a number of rotated elements", dims, 2)
+    if dims % 2:
+        raise ValueError(f"dims: expected an even number, got {dims}")
     given = Scaling(scaling)
     theta = given.take("rope_theta", None)
-    if base is not None and theta is not None and float(base) != theta:
+    base = None if base is None else number("base", base)
+    if base is not None and theta is not None and base != theta:
         raise ValueError(f"base is {shown(base)}, but scaling has rope_theta {theta}; one of them fits")
     base = base if base is not None else theta if theta is not None else DEFAULT_BASE
-    base = number("base", base)
     if base <= 1:
         raise ValueError(f"base is {base}; a number above 1 fits")
-    found = TYPES[given.type](int(dims), base, given, n)
+    found = TYPES[given.type](dims, base, given, n)
     given.check_rest()
     return found
 

@@ -177,7 +177,7 @@ def _register_blocks(lanes: int) -> Iterator[Any]:
             problem = Problem(AttentionSpec(dtype, d, d, mask=mask), 1, 8, 2048, 2048)
             directions: tuple[Direction, ...] = "forward", "backward"
             for direction, method in itertools.product(directions, methods.get(dtype, ("",))):
-                tile, _ = choose_tile(problem, profile, direction, amx=method == "amx")
+                tile, *_ = choose_tile(problem, profile, direction, amx=method == "amx")
                 yield RegisterBlock.of(dtype, tile, method)
 
 
@@ -209,9 +209,9 @@ def gpu_sources(arch: str) -> list[Any]:
         for dtype, d, (n_q, n_k), direction in itertools.product(GPU_DTYPES, GPU_HEAD_DIMS, GPU_SIZES, directions):
             for mask in (None, specs("float32")[0].mask):
                 problem = Problem(AttentionSpec(dtype, d, d, mask=mask), 4, 16, n_q, n_k)
-                generation, row, _ = backend.choose(problem, profile, device, direction)
+                generation, _, tables, _ = backend.choose(problem, profile, device, direction)
                 assert generation is not None
-                generation.plan(problem, row, device, direction)
+                tables.plan(generation, problem)
     assert all(one == arch for _, one in listed), listed
     return list(dict.fromkeys(source for source, _ in listed))
 

@@ -81,8 +81,8 @@ def problems(choice: draw.Choice, backend: str, memory: Memory) -> list[str]:
             call = cases.build(build, memory.xp, int(own["seed"]))
             call.options["deterministic"] = own["deterministic"] == "yes"
             if own["hostile"] != "no":
-                hostile.attack(call, own["hostile"], int(own["seed"]))
-                return memory.seen_damage()
+                found = hostile.attack(call, own["hostile"], int(own["seed"]))
+                return found + memory.seen_damage()
             if own["entry"] != "attention":
                 with memory.read_only(None):
                     named, found = entries.ENTRIES[own["entry"]](call, Random(own["seed"]))

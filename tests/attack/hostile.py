@@ -16,19 +16,26 @@ import numpy as np
 
 import flashkit
 
+from . import integers
+
 INTEGERS = ("kv_lengths", "q_lengths", "cu_seqlens", "page_table")
 ERRORS = (TypeError, ValueError, flashkit.UnsupportedError)
 NUMBERS = [0, 1, -1, 7, 200, 10**6, -(10**6), 2**31, -(2**31), 2**62, -(2**63)]
 
 
-def attack(call: cases.Call, how: str, seed: int) -> None:
+def attack(call: cases.Call, how: str, seed: int) -> list[str]:
+    """What is wrong, in words, beside the damage that the guards see."""
     r = Random(seed)
+    if how == "numbers":
+        return integers.attack(call, r)
+    if how == "signals":
+        return integers.interrupted(call, r, integers.runs(call, r))
     given = integers_by_the_caller(call, r)
     if how == "writer":
         with writer(changed(call, given), r):
             for _ in range(4):
                 run(call, r)
-        return
+        return []
     if how == "overlap":
         call.options["out"] = overlapping(call, r)
     if how == "misfit":
@@ -40,6 +47,7 @@ def attack(call: cases.Call, how: str, seed: int) -> None:
             with suppress(*ERRORS):
                 again()
     run(call, r)
+    return []
 
 
 def repeatable(call: cases.Call) -> Callable[[], Any]:

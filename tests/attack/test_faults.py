@@ -62,8 +62,8 @@ FAULTS = [
     ),
     Fault(
         "a plan is found by the shape alone", "call/arrays.py",
-        "return kind, array.shape, array.strides, array.dtype, array.flags.aligned",
-        "return kind, array.shape, array.dtype, array.flags.aligned",
+        "(np.ndarray, k.shape, k.strides, k.dtype, k.flags.aligned),",
+        "(np.ndarray, k.shape, k.dtype, k.flags.aligned),",
         FORWARD | {"sizes": "20x23", "dims": "16", "heads": "2:2", "batch": "2", "layout": "bhnd", "again": "attention",
                    "threads": "1", "scale": "default", "q_offset": "default", "sinks": "no", "out": "new"},
         ("exit status -11", "has other bits"),
@@ -96,6 +96,16 @@ APART = [
     Fault(
         "one query too many of a padded sequence", "call/sequences.py", "[expr.B] > expr.ROW", "[expr.B] >= expr.ROW",
         ALONE | {"sequences": "padded"}, CRASH_OR_WRONG,
+    ),
+    Fault(
+        "differences of offsets wrap", "call/sequences.py", "given[-1] > tokens or (given[1:] < given[:-1]).any()",
+        "(np.diff(given) < 0).any()", ALONE | {"sequences": "packed", "hostile": "numbers"},
+        ("exit status", "not an error"),
+    ),
+    Fault(
+        "unsigned integers of the other order of bytes wrap", "call/positions.py",
+        'array.dtype.kind == "u" and array.itemsize == 8', "array.dtype == np.uint64",
+        ALONE | {"sequences": "batch", "causal": "yes", "hostile": "numbers"}, ("not an error",),
     ),
     Fault(
         "parts are added as if there were one more", "call/merge.py", "reference + xp.log(total)",

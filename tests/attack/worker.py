@@ -78,7 +78,7 @@ def main(task: dict[str, Any]) -> None:
     numbers = range(task.get("first", 0), task.get("last", 0))
     given = ((n, draw.call(task["seed"], n, compiled, cuda) | task.get("fixed", {})) for n in numbers)
     for number, choice in enumerate(task["calls"]) if "calls" in task else given:
-        if emulates and choice.get("hostile") == "writer":  # one thread at a time emulates
+        if emulates and choice.get("hostile") in ("writer", "signals"):  # one thread at a time emulates
             choice = choice | {"hostile": "contents"}
         say(begin=number, choice=choice)
         try:

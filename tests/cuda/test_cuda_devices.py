@@ -26,7 +26,7 @@ import flashkit
 from flashkit import dispatch, mods, reference
 from flashkit.backends.cuda_common import launch, sm80_bwd_launch, verify
 from flashkit.backends.cuda_common.backend import VARIABLE
-from flashkit.backends.cuda_common.fallback import Fallback
+from flashkit.backends.cuda_common.verify import Fallback
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
 from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
 
@@ -160,7 +160,7 @@ def test_finished_work_tiles_are_counted(
     """All of each head when the kernel has ended: bwd_postprocess waits for that."""
     if (NAME, generation) != ("cupy_raw", "sm90"):
         pytest.skip("other kernels do not count them")
-    from flashkit.backends.cuda_common.workspace import Workspace
+    from flashkit.backends.cuda_common.memory import Workspace
 
     cases.arbitrary_dq_order(monkeypatch)
     made: list[Any] = []

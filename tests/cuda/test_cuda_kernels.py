@@ -14,17 +14,17 @@ from dataclasses import replace
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import ml_dtypes
 import numpy as np
 import pytest
+from tiles import tables, tile_of
 
 from flashkit import BlockMask, mods
 from flashkit.backends.cuda_common import (
     compiler,
-    l2_swizzle,
     launch,
+    memory,
     modification,
     params,
     simt,
@@ -35,11 +35,12 @@ from flashkit.backends.cuda_common import (
 from flashkit.backends.cuda_common.arguments import addresses, aligned
 from flashkit.backends.cuda_common.backend import VARIABLE
 from flashkit.backends.cuda_common.device import MODELS, Device
-from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward, sm90_fp16x2, sm90_mla, sm90_wgmma, specialise
+from flashkit.backends.cuda_common.generation import Choice
+from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward, sm90_mla, sm90_wgmma, specialise
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
 from flashkit.call import arguments
 from flashkit.call.compose import compose
-from flashkit.devices import schema
+from flashkit.devices import profiles, schema
 from flashkit.devices.schema import TileRow
 from flashkit.mods import codegen, expr
 from flashkit.spec import AttentionSpec, Direction, Problem
@@ -102,20 +103,20 @@ def test_simt_fits_small_devices(d: int, device: Device) -> None:
 
 
 def test_a_profiles_row_decides_where_it_fits() -> None:
-    spec, device = AttentionSpec("float32", 64, 64), MODELS["sm_90a"]
-    model = simt.choose("forward", spec, device)
+    generation, problem = CupyRawBackend.generations[-1], Problem(AttentionSpec("float32", 64, 64), 1, 1, 99, 99)
 
-    def chosen(block_q: int, **options: int) -> tuple[simt.SimtTile, str]:
-        row = TileRow(block_q, 64, options={"generation": "simt", **options}, why="measured")
-        return simt.by_profile("forward", row, spec, device)
+    def chosen(block_q: int, **options: int) -> Choice:
+        row = TileRow(block_q, 64, generation="simt", options=options, why="measured")
+        profile = schema.Profile(schema.Device("cuda"), tiles={"cuda.forward": [row]})
+        return next(tables(profile=profile).choices(generation, problem))
 
-    tile, why = chosen(64, threads_x=8, threads_y=16)
-    assert (tile.block_q, tile.threads, why) == (64, 128, "measured")
+    tile, row, why = chosen(64, threads_x=8, threads_y=16)
+    assert (tile.block_q, tile.threads, why) == (64, 128, "measured") and row is not None
     for wrong in ((65, {"threads_x": 8, "threads_y": 16}), (64, {"threads_x": 7, "threads_y": 16}), (64, {})):
         schema.forget_warnings()
         with pytest.warns(schema.ProfileWarning, match="no tile of SimtTile"):
-            tile, why = chosen(wrong[0], **wrong[1])
-        assert tile == model
+            tile, row, why = chosen(wrong[0], **wrong[1])
+        assert tile == simt.choose("forward", problem.spec, HOPPER) and row is None
         assert "least cost" in why
 
 
@@ -293,8 +294,8 @@ def test_sm80_products_are_matrix_instructions(dtype: str, d: int, causal: bool,
     smallest sums, some addresses and bounds.
     """
     spec, device = AttentionSpec(dtype, d, d, mask=expr.K <= expr.Q if causal else None), MODELS[arch]
-    tile = sm80.forward_tile(spec, 4096, device) if name == "sm80_forward" else sm80.backward_tile(spec, device)
-    assert tile is not None and tile.shared_memory(spec) <= device.shared_per_block
+    tile = tile_of(spec, "sm80", "forward" if name == "sm80_forward" else "backward", device)
+    assert tile.shared_memory(spec) <= device.shared_per_block
     constants = tile.constants(spec, device) if isinstance(tile, sm80.Sm80Tile) else tile.constants(spec)
     found = compiler.binary(specialise.source(name.replace("_", "/", 1), spec, constants), arch)
     assert found.resources[name].registers <= 255
@@ -314,8 +315,7 @@ def test_sm80_products_are_matrix_instructions(dtype: str, d: int, causal: bool,
 def test_sm80_takes_scores_by_form(d: int, what: str, name: str) -> None:
     """What a lane knows of its rows leaves room for the sums; what spills is where pairs are looked at one by one."""
     spec, device = spec_of([SCORES[what]], [], d, "bfloat16"), MODELS["sm_80"]
-    tile = sm80.forward_tile(spec, 4096, device) if name == "sm80_forward" else sm80.backward_tile(spec, device)
-    assert tile is not None
+    tile = tile_of(spec, "sm80", "forward" if name == "sm80_forward" else "backward", device)
     constants = tile.constants(spec, device) if isinstance(tile, sm80.Sm80Tile) else tile.constants(spec)
     found = compiler.binary(specialise.source(name.replace("_", "/", 1), spec, constants), "sm_80")
     assert found.resources[name].spills <= 288
@@ -338,7 +338,7 @@ def long(spec: AttentionSpec) -> Problem:
 
 def sm90_binary(spec: AttentionSpec, tile: sm90.Sm90Tile | None = None, pack: int = 1) -> compiler.Binary:
     """A serialised wgmma makes this raise CompileError."""
-    tile = tile or sm90.forward_tile(long(spec), HOPPER)
+    tile = tile or tile_of(long(spec), "sm90")
     assert tile.fits(spec, HOPPER)
     return compiler.binary(specialise.source("sm90/forward", spec, *sm90.forward_source(spec, tile, pack)), "sm_90a")
 
@@ -354,7 +354,7 @@ def test_sm90_products_run_beside_the_softmax(d: int, causal: bool) -> None:
     sass = disassembled(found.path)
     steps = -(-d // 16)
     products = len(re.findall(r"\bHGMMA\b", sass))
-    tile = sm90.forward_tile(long(spec_of([], [mods.causal()] if causal else [], d, "bfloat16")), HOPPER)
+    tile = tile_of(long(spec_of([], [mods.causal()] if causal else [], d, "bfloat16")), "sm90")
     assert products == 3 * steps + 3 * tile.block_k // 16  # three kinds of steps, and what is pending by itself
     assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) == 6  # a wait for each: none was put in between
     for instruction in ("UTMALDG", "UTMASTG", "USETMAXREG", "SYNCS"):
@@ -369,7 +369,7 @@ def test_sm90_products_run_beside_the_softmax(d: int, causal: bool) -> None:
 def test_sm90_rows_have_one_more_buffer(d: int, tokens: int, scores: list[str], buffers: int) -> None:
     """Not beside the columns of ones that sum weights, nor in tiles of 192 rows."""
     spec = spec_of([SCORES[score] for score in scores], [mods.causal()], d, "bfloat16")
-    tile = sm90.forward_tile(Problem(spec, 4, 16, tokens, tokens), HOPPER)
+    tile = tile_of(Problem(spec, 4, 16, tokens, tokens), "sm90")
     assert tile.q_buffers == buffers
     assert tile.shared_memory(spec) <= HOPPER.shared_per_block
 
@@ -381,7 +381,7 @@ def test_sm90_rows_have_one_more_buffer(d: int, tokens: int, scores: list[str], 
 )  # fmt: skip
 def test_sm90_keys_of_wide_heads(d: int, tokens: int, masks: list[str], keys: int) -> None:
     spec = spec_of([], [MASKS[mask] for mask in masks], d, "bfloat16")
-    assert sm90.forward_tile(Problem(spec, 4, 16, tokens, tokens), HOPPER).block_k == keys
+    assert tile_of(Problem(spec, 4, 16, tokens, tokens), "sm90").block_k == keys
 
 
 @pytest.mark.parametrize(
@@ -392,7 +392,7 @@ def test_sm90_keys_of_wide_heads(d: int, tokens: int, masks: list[str], keys: in
 )  # fmt: skip
 def test_sm90_rows_of_a_tile(heads: int, n_q: int, n_k: int, d: int, rows: int) -> None:
     """Few where they would be empty, where few key tiles hide no latency, and where tiles do not fill the device."""
-    tile = sm90.forward_tile(Problem(AttentionSpec("bfloat16", d, d), 1, heads, n_q, n_k), HOPPER)
+    tile = tile_of(Problem(AttentionSpec("bfloat16", d, d), 1, heads, n_q, n_k), "sm90")
     assert tile.block_q == rows and tile.fits(AttentionSpec("bfloat16", d, d), HOPPER)
 
 
@@ -426,7 +426,7 @@ def test_sm90_sums_capped_weights_with_the_values(dtype: str, d: int) -> None:
     """By eight columns more of a product with values, where these fill their chunks and weights may be of any size."""
     spec = spec_of([SCORES["softcap"]], [MASKS["causal"]], d, dtype)
     sass = disassembled(sm90_binary(spec).path)
-    tile = sm90.forward_tile(long(spec), HOPPER)
+    tile = tile_of(long(spec), "sm90")
     summed = dtype == "bfloat16" and d % 64 == 0
     assert sm90.sums_rows_by_mma(spec, tile) == summed
     with_values = re.findall(rf"HGMMA\.64x{d + 8 * summed}x16\.F32(?:\.BF16)? R\d+, R\d+", sass)
@@ -447,7 +447,7 @@ def test_sm90_multiplies_float32_as_terms(d: int, precision: str | None, causal:
     found = sm90_binary(spec)
     assert found.resources["sm90_forward"].spills <= (800 if precision and d == 64 else 32)  # where tiles are loaded
     sass = disassembled(found.path)
-    products = -(-d // 16) + sm90.forward_tile(long(spec), HOPPER).block_k // 16
+    products = -(-d // 16) + tile_of(long(spec), "sm90").block_k // 16
     assert len(re.findall(r"\bHGMMA\b", sass)) == 3 * products
     assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) == (6 if precision else 2)
     split = specialise.source("sm90/fp16x2_convert", spec, {"NUM_TERMS": 1 if precision else 2, "ROWS": 64})
@@ -471,7 +471,7 @@ def test_sm90_multiplies_float32_as_terms(d: int, precision: str | None, causal:
 @pytest.mark.one_in(12)
 def test_sm90_gradients_in_float32(spec: AttentionSpec, dq_kernel: bool) -> None:
     """The sums of a tile and of all tiles lie in registers; what spills is what finds and loads tiles."""
-    tile = sm90_fp16x2.backward_tile(spec)
+    tile = tile_of(spec, "sm90", "backward")
     assert tile.shared_memory(spec, dq_kernel) <= HOPPER.shared_per_block
     found = compiler.binary(specialise.source("sm90/fp16x2_backward", spec, *tile.source(spec, dq_kernel)), "sm_90a")
     assert found.resources["fp16x2_backward"].spills <= 256
@@ -521,7 +521,7 @@ def test_most_sm90_candidates_compile(dtype: str, d: int) -> None:
         except compiler.CompileError:
             return False
 
-    tiles = sm90.forward_candidates(long(spec), HOPPER)
+    tiles = sm90.Sm90().candidates(long(spec), HOPPER, "forward")
     assert sum(map(compiles, tiles)) >= 0.7 * len(tiles)
 
 
@@ -572,7 +572,7 @@ def test_sm90_says_why_not(changes: dict[str, object], sentence: str) -> None:
 
 def test_sm90_leaves_small_problems_in_float32_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    backend, profile = CupyRawBackend(), mock.Mock(rows=lambda *_: [])
+    backend, profile = CupyRawBackend(), profiles.by_name("generic_cuda")
 
     def chosen(n: int, dim: int, direction: Direction, dtype: str = "float32") -> tuple[str, str]:
         problem = Problem(AttentionSpec(dtype, dim, dim), 2, 8, n, n)
@@ -611,7 +611,7 @@ def test_sm90_adds_in_an_order_where_that_is_faster() -> None:
 
 def sm90_backward_binary(spec: AttentionSpec, fused: bool | None = None) -> compiler.Binary:
     """A serialised wgmma makes this raise CompileError. fused: with the preprocess; by default where it fits."""
-    tile = sm90_backward.tile_of(spec)
+    tile = tile_of(spec, "sm90", "backward")
     assert tile.fits(spec, HOPPER)
     fused = sm90_backward.can_fuse_preprocess(spec, tile) if fused is None else fused
     constants, functions = sm90_backward.source(spec, tile, fused)
@@ -647,7 +647,7 @@ def test_sm90_gradients_are_warp_group_products(dims: str, causal: bool, way: st
     spec = AttentionSpec("bfloat16", d, dv, 1, None, spec.mask, spec.slots, deterministic=way == "deterministic")
     if way == "packed":
         spec = replace(spec, packed=True, kv_lengths=True)
-    tile, cluster = sm90_backward.tile_of(spec), sm90_bwd_launch.cluster_size(spec) > 1
+    tile, cluster = tile_of(spec, "sm90", "backward"), sm90_bwd_launch.cluster_size(spec) > 1
     fused = way == "fused preprocess"
     if fused and not sm90_backward.can_fuse_preprocess(spec, tile):
         pytest.skip("there is no room")
@@ -681,8 +681,8 @@ def test_sm90_gradients_have_an_affine_path(what: str, d: int) -> None:
     pairs are all visible: that is the text between products, up to where it joins another way.
     """
     plain, spec = AttentionSpec("bfloat16", d, d), spec_of([SCORES[what]], [], d, "bfloat16")
-    tile = sm90_backward.tile_of(spec)
-    assert sm90_backward.takes_affine_path(spec) and tile == sm90_backward.tile_of(plain)
+    tile = tile_of(spec, "sm90", "backward")
+    assert sm90_backward.takes_affine_path(spec) and tile == tile_of(plain, "sm90", "backward")
     text = disassembled(sm90_backward_binary(spec).path)
     text = text[text.index(".text.sm90_backward:") :]
     lines = text[: text.find(".section", 10)].splitlines()
@@ -707,7 +707,7 @@ def test_sm90_tf32_gradients_have_the_loop_of_16_bit_elements(dims: str, causal:
     d, dv = map(int, (dims.split("/") * 2)[:2])
     mask = expr.K <= expr.Q if causal else None
     spec = AttentionSpec("float32", d, dv, mask=mask, precision="tf32", deterministic=deterministic)
-    tile = sm90_backward.tile_of(spec)
+    tile = tile_of(spec, "sm90", "backward")
     found = sm90_backward_binary(spec)
     assert found.resources["bwd_preprocess"].spills == found.resources["bwd_postprocess"].spills == 0
     assert found.resources["sm90_backward"].spills <= 320  # once a work tile, or in the producer warp group
@@ -730,7 +730,7 @@ def test_sm90_tf32_gradients_by_either_pass() -> None:
     def planned(**features: Any) -> tuple[str, list[str]]:
         spec = AttentionSpec(**{"dtype": "float32", "head_dim": 64, "head_dim_v": 64, "precision": "tf32"} | features)
         with launch.listing() as found:
-            made = sm90.Sm90().plan(long(spec), None, HOPPER, "backward")
+            made = tables("backward").plan(sm90.Sm90(), long(spec))
         return type(made).__name__, [source.name for source, _ in found if isinstance(source, compiler.Source)]
 
     fast, slow = "Sm90Tf32Backward", "Sm90Float32Backward"
@@ -739,8 +739,8 @@ def test_sm90_tf32_gradients_by_either_pass() -> None:
     assert planned(mask=expr.K <= expr.Q, group=4, kv_lengths=True, deterministic=True)[0] == fast
     for features in ({"precision": None}, {"dropout": True}, {"sinks": True}, {"score": expr.S * 2}):
         assert planned(**features)[0] == slow, features
-    tiles = sm90.Sm90().candidates(long(AttentionSpec("float32", 64, 64, precision="tf32")), HOPPER, "backward")
-    assert tiles[0] == sm90_bwd_launch.BackwardTile(128)
+    narrow = AttentionSpec("float32", 64, 64, precision="tf32")
+    assert tile_of(narrow, "sm90", "backward") == sm90_bwd_launch.BackwardTile(128)
 
 
 def test_sm90_gradients_take_other_modifications_as_their_graphs_say() -> None:
@@ -777,7 +777,7 @@ def test_sm90_fuses_the_preprocess_into_long_work_tiles() -> None:
     def fused(n_q: int, n_k: int, dim: int = 128, dim_v: int = 0, **options: Any) -> bool:
         q, k, v = (np.zeros((1, 1, n, d), np.float16) for n, d in ((n_q, dim), (n_k, dim), (n_k, dim_v or dim)))
         spec = arguments.prepare(q, k, v, **options)[0].spec
-        room = sm90_backward.can_fuse_preprocess(spec, sm90_backward.tile_of(spec))
+        room = sm90_backward.can_fuse_preprocess(spec, tile_of(spec, "sm90", "backward"))
         density = options["block_mask"].density if "block_mask" in options else 0
         return room and sm90_bwd_launch.has_long_work_tiles(sm90_bwd_launch.mask_kind(spec), n_q, n_k, density)
 
@@ -809,7 +809,7 @@ def test_sms_are_reserved_for_the_postprocess_where_that_costs_little() -> None:
 def test_sm90_backward_tiles_of_all_head_dims_fit() -> None:
     dims = range(8, 257, 8)
     specs = [AttentionSpec("bfloat16", d, dv) for d in dims for dv in dims]
-    assert [spec for spec in specs if not sm90_backward.tile_of(spec).fits(spec, HOPPER)] == []
+    assert [spec for spec in specs if not tile_of(spec, "sm90", "backward").fits(spec, HOPPER)] == []
 
 
 def test_sm90_backward_shared_memory_is_aligned() -> None:
@@ -840,7 +840,7 @@ def test_an_impossible_sm90_backward_tile_is_refused() -> None:
     wide = AttentionSpec("bfloat16", 256, 256)
     assert not sm90_bwd_launch.BackwardTile(128, key_buffers=1).fits(wide, HOPPER)
     assert not sm90_bwd_launch.BackwardTile(64, key_buffers=2).fits(wide, HOPPER)
-    assert sm90_bwd_launch.backward_tile(wide) in sm90_bwd_launch.backward_candidates(wide, HOPPER)
+    assert tile_of(wide, "sm90", "backward") in sm90_bwd_launch.backward_candidates(wide, HOPPER)
 
 
 def test_what_the_copy_engine_can_address() -> None:
@@ -878,7 +878,7 @@ def test_heads_of_a_group_are_packed_where_they_divide_a_box() -> None:
 
 def test_groups_of_heads_for_the_l2_cache_are_alike() -> None:
     asked = (10, 4), (8, 100), (7, 1), (7, 0), (9, 8)
-    assert [l2_swizzle.heads_per_l2_group(heads, limit) for heads, limit in asked] == [4, 8, 1, 1, 5]
+    assert [memory.heads_per_l2_group(heads, limit) for heads, limit in asked] == [4, 8, 1, 1, 5]
 
 
 def test_a_grid_has_an_end() -> None:

@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import warnings
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flashkit.backends.cuda_common import backend, generation, simt
+from flashkit import mods
+from flashkit.backends.cuda_common import backend, generation
+from flashkit.backends.cuda_common.backend import CudaBackend
 from flashkit.backends.cuda_common.compiler import CompileError
-from flashkit.backends.cuda_common.device import MODELS
+from flashkit.backends.cuda_common.device import MODELS, Device
 from flashkit.backends.cupy_raw import sm80
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
 from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
-from flashkit.devices import schema
+from flashkit.devices import profiles, schema
 from flashkit.devices.schema import TileRow
 from flashkit.mods import expr
-from flashkit.spec import AttentionSpec, Direction, Problem, Verdict
+from flashkit.spec import AttentionSpec, Direction, Problem, Tokens, Verdict
 from flashkit.tools.autotune import cuda as tune_cuda
 
 HOPPER = MODELS["sm_90a"]
 SPEC = AttentionSpec("bfloat16", 64, 64)
+GRAPHS = {
+    "causal": mods.causal().expr, "softcap": mods.softcap(30.0).expr, "squared": expr.S * expr.S,
+}  # fmt: skip
 LONG, SHORT = (Problem(SPEC, 1, 8, n, 4096, "cupy") for n in (4096, 1))
 HEAD = "schema: 1\ndevice: {kind: cuda}\ntiles:\n  cupy_raw.forward:\n"
 
 
 class Fake(generation.Generation):
-    """A generation that has no kernels."""
+    """A generation that has no kernels. Its tile is that of any row."""
 
     def __init__(self, name: str, refusal: str = "") -> None:
         self.name, self.verdict = name, Verdict(not refusal, refusal)
@@ -38,11 +45,16 @@ class Fake(generation.Generation):
     def supports(self, *question: Any) -> Verdict:
         return self.verdict
 
+    def tile(self, problem: Problem, row: TileRow, *where: Any) -> Any:
+        return row.block_q
+
+    def model(self, *where: Any) -> generation.Choice:
+        return generation.Choice("own", None, "the model")
+
 
 def rows(*names_and_rates: tuple[str, float | None], more: str = "") -> Any:
     text = "".join(
-        f"    - {{block_q: 128, block_k: 64, options: {{generation: {name}}}, measured: {{tflops: {rate or 'null'}}}"
-        f"{more}}}\n"
+        f"    - {{generation: {name}, block_q: 128, block_k: 64, measured: {{tflops: {rate or 'null'}}}{more}}}\n"
         for name, rate in names_and_rates
     )
     return schema.parse(HEAD + text)
@@ -55,18 +67,18 @@ def chosen(monkeypatch: pytest.MonkeyPatch, profile: Any, *generations: Fake, pr
 
 def test_the_newest_without_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     found = chosen(monkeypatch, rows(("simt", None)), Fake("sm80"), Fake("simt"))
-    assert (found.generation.name, found.row, found.rejected) == ("sm80", None, [])
+    assert (found.generation.name, found.choice.row, found.rejected) == ("sm80", None, [])
 
 
 def test_the_fastest_of_those_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     found = chosen(monkeypatch, rows(("sm80", 10), ("simt", 20)), Fake("sm80"), Fake("simt"))
-    assert (found.generation.name, found.row.options) == ("simt", {"generation": "simt"})
+    assert (found.generation.name, found.choice.row.generation) == ("simt", "simt")
     assert found.rejected == ["sm80: 10 TFLOP/s in the profile"]
 
 
 def test_a_newer_one_that_was_not_measured_stays_first(monkeypatch: pytest.MonkeyPatch) -> None:
     found = chosen(monkeypatch, rows(("simt", 20)), Fake("sm80"), Fake("simt"))
-    assert (found.generation.name, found.row) == ("sm80", None)
+    assert (found.generation.name, found.choice.row) == ("sm80", None)
 
 
 def test_what_cannot_do_it_is_left_out_however_fast(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +91,7 @@ def test_what_cannot_do_it_is_left_out_however_fast(monkeypatch: pytest.MonkeyPa
 def test_a_forced_one_takes_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(backend.VARIABLE, "sm80")
     found = chosen(monkeypatch, rows(("sm80", 10), ("simt", 20)), Fake("sm80"), Fake("simt"))
-    assert (found.generation.name, found.row.options) == ("sm80", {"generation": "sm80"})
+    assert (found.generation.name, found.choice.row.generation) == ("sm80", "sm80")
 
 
 def test_a_forced_one_leaves_a_direction_that_it_has_not_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,12 +106,57 @@ def test_a_forced_one_leaves_a_direction_that_it_has_not_to_the_others(monkeypat
 
 
 def test_rows_for_many_do_not_count_for_few_nor_those_for_few_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    many, few = rows(("sm80", 10)), rows(("sm80", 10), more=", max_rows: 16")
+    many, few = rows(("sm80", 10), more=", min_rows: 65"), rows(("sm80", 10), more=", max_rows: 16")
     for profile, problem, applies in ((many, LONG, 1), (many, SHORT, 0), (few, LONG, 0), (few, SHORT, 1)):
-        assert (chosen(monkeypatch, profile, Fake("sm80"), problem=problem).row is not None) == applies
+        assert (chosen(monkeypatch, profile, Fake("sm80"), problem=problem).choice.row is not None) == applies
     # Query heads that share keys count together.
     grouped = Problem(AttentionSpec("bfloat16", 64, 64, group=32), 1, 32, 1, 4096, "cupy")
-    assert chosen(monkeypatch, few, Fake("sm80"), problem=grouped).row is None
+    assert chosen(monkeypatch, few, Fake("sm80"), problem=grouped).choice.row is None
+
+
+def test_a_speed_alone_ranks_and_leaves_the_tile_to_the_rows_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds = "    - {generation: sm80, measured: {tflops: 5}}\n    - {generation: simt, measured: {tflops: 9}}\n"
+    tile = "  cuda.forward:\n    - {generation: simt, block_q: 32, block_k: 32}\n"
+    found = chosen(monkeypatch, schema.parse(HEAD + speeds + tile), Fake("sm80"), Fake("simt"))
+    assert (found.generation.name, found.choice.tile, found.choice.row.origin) == ("simt", 32, "<text>:8")
+    assert found.rejected == ["sm80: 5 TFLOP/s in the profile"]
+
+
+def test_a_generation_without_a_tile_that_fits_is_left_out() -> None:
+    """float32 of wide rows fits no tile of the tensor cores' kernels in the shared memory of an L40S."""
+    small, wide = Device("L40S", (8, 9), 142, 101376, 102400), AttentionSpec("float32", 192, 192)
+    problem, profile = Problem(wide, 1, 16, 4096, 4096, "cupy"), profiles.by_name("l40s")
+    found = CupyRawBackend().choose(problem, profile, small, "forward")
+    assert found.generation is not None and found.generation.name == "simt"
+    assert "sm80: no tile of the profile fits" in found.rejected
+    again = replace(problem, spec=replace(wide, dtype="bfloat16"))
+    assert CupyRawBackend().choose(again, profile, small, "forward").generation.name == "sm80"  # type: ignore[union-attr]
+
+
+# --- the choice by the shipped rows -----------------------------------------------------------------------------------
+
+CHOICES = json.loads(Path(__file__).with_name("choices.json").read_text())
+"""[profile, backend, direction, call, generation, tile]: what shapes around every threshold take."""
+
+
+@pytest.mark.parametrize(("profile", "backend"), sorted({(one[0], one[1]) for one in CHOICES}))
+def test_the_shipped_rows_choose_what_was_fastest(profile: str, backend: str) -> None:
+    """Whoever changes a row changes this file, and with it sees which calls get another tile."""
+    subject: CudaBackend = {"cupy_raw": CupyRawBackend, "numba_cuda": NumbaCudaBackend}[backend]()
+    found, device = profiles.by_name(profile), {"a100": MODELS["sm_80"]}.get(profile, HOPPER)
+    wrong = []
+    for _, _, direction, call, *wanted in (one for one in CHOICES if one[:2] == [profile, backend]):
+        fields = dict(call)
+        sizes = [fields.pop(name) for name in ("batch", "heads", "n_q", "n_k")]
+        tokens = Tokens(*fields.pop("tokens")) if "tokens" in fields else None
+        fields |= {name: GRAPHS[fields[name]] for name in ("score", "mask") if name in fields}
+        problem = Problem(AttentionSpec(**fields), *sizes, "cupy", tokens)
+        choice = subject.choose(problem, found, device, direction)
+        assert choice.generation is not None and choice.choice is not None
+        got = [choice.generation.name, list(asdict(choice.choice.tile).values())]
+        if got != wanted:
+            wrong.append((call, wanted, got))
+    assert wrong == []
 
 
 # --- tiles and rows ---------------------------------------------------------------------------------------------------
@@ -117,8 +174,8 @@ def test_every_candidate_fits_and_comes_back_from_its_row(each: Any, direction: 
     for tile in tiles:
         numbers = asdict(tile)
         inside = {name: numbers.pop(name) for name in generation.IN_ROW if name in numbers}
-        row = TileRow(**inside, options={"generation": each.name, **numbers}, why="measured")
-        assert generation.tile_of(type(tile), row, SPEC, lambda *_: True) == (tile, "measured")
+        row = TileRow(**{"block_q": tile.block_q, **inside}, options=numbers)
+        assert generation.tile_of(type(tile), row, SPEC, lambda tile, _: tile) == tile
 
 
 @pytest.mark.parametrize(
@@ -130,26 +187,23 @@ def test_every_candidate_fits_and_comes_back_from_its_row(each: Any, direction: 
         ({"block_k": 1024}, "fits no head dim"),
         ({"options": {"warps": 0}}, "warps are 1, 2, 4 or 8"),
         ({"options": {"warps": 4, "warps_k": 0}}, "by zero"),
-        ({"options": {"warps": "four"}}, "warps is 'four'; an integer"),
-        ({"options": {"warps": 4.0}}, "warps is 4.0; an integer"),
+        ({"options": {"warps": "four"}}, "warps: expected an integer up to 1024, got 'four'"),
+        ({"options": {"warps": 4.0}}, "warps: expected an integer up to 1024, got 4.0"),
     ],
 )
 def test_a_row_that_is_no_tile_is_not_followed(fields: dict[str, Any], complaint: str) -> None:
     row = TileRow(**{"block_q": 128, "block_k": 64, "options": {"warps": 4}, **fields})
     schema.forget_warnings()
-    with pytest.warns(schema.ProfileWarning, match="no tile of Sm80Tile"):
-        tile, why = generation.tile_of(sm80.Sm80Tile, row, SPEC, lambda tile, spec: tile.fits(spec, HOPPER))
-    assert tile is None
-    assert complaint in why
+    with pytest.warns(schema.ProfileWarning, match=f"no tile of Sm80Tile.*{complaint}"):
+        assert sm80.Sm80().tile(LONG, row, HOPPER, "forward") is None
 
 
 def test_a_tile_that_fits_other_head_dims_is_left_without_a_warning() -> None:
     row = TileRow(128, 128, options={"warps": 4}, stages=2)
-    wide = AttentionSpec("bfloat16", 256, 256)
+    wide = replace(LONG, spec=AttentionSpec("bfloat16", 256, 256))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tile, why = generation.tile_of(sm80.Sm80Tile, row, wide, lambda tile, spec: tile.fits(spec, HOPPER))
-    assert tile is None and "does not fit" in why
+        assert sm80.Sm80().tile(wide, row, HOPPER, "forward") is None
 
 
 NUMBERS = (0, 1, 2, 3, 4, 5, 8, 16, 17, 31, 32, 48, 64, 96, 100, 128, 192, 256, 500, 512, 1000, 1024)
@@ -172,19 +226,12 @@ def test_no_row_stops_a_plan(subject: backend.CudaBackend) -> None:
                 options = {name: rng.choice(choices) for name in names if rng.random() < 0.7}
                 row = TileRow(
                     rng.choice(NUMBERS[1:]), rng.choice(NUMBERS[1:]), stages=rng.choice((None, 1, 2, 3, 32)),
-                    options={"generation": each.name, **options},
+                    options=options,
                 )  # fmt: skip
-                part = "forward" if direction == "forward" else "dkdv"
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    if each.name == "simt":
-                        found, why = simt.by_profile(part, row, problem.spec, HOPPER)
-                        found = None if "by the model" in why else found
-                    else:
-                        fits = lambda x, spec: x.fits(spec, HOPPER)
-                        found, why = generation.tile_of(type(tile), row, problem.spec, fits)
+                    found = each.tile(problem, row, HOPPER, direction)
                 if found is None:
-                    assert "no tile" in why or "does not fit" in why
                     refused += 1
                     continue
                 followed += 1
@@ -200,18 +247,37 @@ def test_an_impossible_backward_tile_is_refused() -> None:
 
 def test_a_row_whose_kernels_do_not_compile_is_left_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     class Compiles(Fake):
-        def plan(self, problem: Problem, row: Any, *where: Any) -> str:
-            if row is not None:
-                raise CompileError("7 is not a multiple of 8")
+        def plan(self, problem: Problem, choice: generation.Choice, tables: Any) -> str:
+            if choice.row is not None:
+                raise CompileError(f"{choice.tile} is not a multiple of 8")
             return "its own tile"
 
     monkeypatch.setattr(CupyRawBackend, "generations", (Compiles("sm80"),))
     verified: list[object] = []
     monkeypatch.setattr(backend.verify, "check", lambda made, *_: verified.append(made))
     schema.forget_warnings()
-    with pytest.warns(schema.ProfileWarning, match="<text>:5: not followed.*7 is not a multiple of 8"):
-        assert backend.CudaPlan(CupyRawBackend(), LONG, rows(("sm80", 10))).on(HOPPER, "forward") == "its own tile"
-    assert verified == ["its own tile"]
+    plan = backend.CudaPlan(CupyRawBackend(), LONG, rows(("sm80", 10)))
+    with pytest.warns(schema.ProfileWarning, match="<text>:5: not followed.*128 is not a multiple of 8"):
+        assert plan.on(HOPPER, "forward") == "its own tile"
+    assert verified == ["its own tile"] and plan.rows == {(0, "forward"): None}
+
+
+def test_what_fails_with_two_tiles_is_not_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fails(Fake):
+        tried = 0
+
+        def plan(self, *what: Any) -> str:
+            self.tried += 1
+            raise CompileError("no compiler")
+
+    fails = Fails("sm80")
+    monkeypatch.setattr(CupyRawBackend, "generations", (fails,))
+    profile = rows(*[("sm80", 10)] * 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(CompileError, match="no compiler"):
+            backend.CudaPlan(CupyRawBackend(), LONG, profile).on(HOPPER, "forward")
+    assert fails.tried == 2
 
 
 # --- what is tuned ----------------------------------------------------------------------------------------------------
@@ -219,6 +285,7 @@ def test_a_row_whose_kernels_do_not_compile_is_left_with_a_warning(monkeypatch: 
 
 def test_every_target_is_of_a_generation_that_supports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune_cuda.device, "current", lambda: HOPPER)
+    monkeypatch.setattr(tune_cuda.profiles, "for_device", lambda kind: profiles.by_name("generic_cuda"))
     tunable = tune_cuda.TunableCuda(CupyRawBackend())
     targets = tunable.targets(tune_cuda.FULL, None)
     assert len({target.key for target in targets}) == len(targets)
@@ -234,7 +301,7 @@ def test_what_is_timed_fills_a_device() -> None:
     for target in (Target("backward", "float32", 64, causal=True), Target("forward", "float16", 96)):
         problem = tune_cuda.problem_of(target, 2048)
         assert problem.batch * problem.n_q == tune_cuda.TOKENS
-        assert problem.spec.masked == target.causal
+        assert (problem.spec.mask is not None) == target.causal
         assert (problem.array_kind, problem.spec.dtype) == ("cupy", target.dtype)
     decoding = tune_cuda.problem_of(Target("forward", "float16", 128, few=True), 2048)
     assert (decoding.n_q, decoding.n_k, decoding.spec.group) == (1, tune_cuda.DECODED_KEYS, 4)
@@ -244,7 +311,7 @@ def test_a_trials_tile_becomes_a_row_and_is_followed() -> None:
     for tile in sm80.Sm80().candidates(LONG, HOPPER, "forward"):
         tried = tune_cuda.CudaTile.of("sm80", tile)
         assert (tried.block_q, tried.block_k, tried.shape) == (tile.block_q, tile.block_k, "sm80")
-        assert generation.tile_of(sm80.Sm80Tile, TileRow(**tried.row), SPEC, lambda *_: True)[0] == tile
+        assert sm80.Sm80().tile(LONG, TileRow(**tried.row), HOPPER, "forward") == tile
         assert str(tried).startswith(f"{tile.block_q} x {tile.block_k}, warps {tile.warps}")
 
 
@@ -259,23 +326,27 @@ def test_every_candidate_can_stand_in_a_profile(subject: backend.CudaBackend, di
                 continue
             for tile in one.candidates(problem, HOPPER, direction):
                 row = TileRow(**tune_cuda.CudaTile.of(one.name, tile).row)
-                assert generation.tile_of(type(tile), row, SPEC, lambda *_: True)[0] == tile
+                assert row.generation == one.name and one.tile(problem, row, HOPPER, direction) == tile
                 tried += 1
     assert tried > 20
 
 
-def test_a_row_may_leave_the_tile_to_the_generation() -> None:
-    tile = tune_cuda.CudaTile.of("sm80", sm80.Sm80BackwardTile(64, 128, 8, 2, 4, 2), own=True)
-    row = TileRow(**tile.row, why="measured")
-    assert (row.block_q, row.block_k) == (64, 128)
-    assert generation.tile_of(sm80.Sm80BackwardTile, row, SPEC, lambda *_: True) == (None, "measured")
-
-
-def test_autotune_marks_what_a_generation_chooses_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_tuned_replaces_the_row_in_use_for_its_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile that was timed with 4,096 tokens says nothing of 300."""
     monkeypatch.setattr(tune_cuda.device, "current", lambda: HOPPER)
-    tunable = tune_cuda.TunableCuda(CupyRawBackend())
-    targets = [target for target in tunable.targets(tune_cuda.QUICK, ["bfloat16"]) if not target.few]
-    runner = tunable.runner(tune_cuda.QUICK, targets)
-    for target in targets:
-        own = [tile.own for tile in runner.listed(target)]
-        assert own == [target.generation == "sm90"] + [False] * (len(own) - 1)
+    monkeypatch.setattr(tune_cuda.profiles, "for_device", lambda kind: profiles.by_name("generic_cuda"))
+    runner = tune_cuda.CudaRunner(CupyRawBackend(), tune_cuda.QUICK, [])
+    target = tune_cuda.Target("forward", "bfloat16", 64, generation="sm90")
+    in_use = runner.row_in_use(target)
+    assert in_use is not None and runner.in_use(target).block_q == in_use.block_q == 192
+    row = TileRow(**target.row_conditions(in_use, 2048) | runner.listed(target)[0].row)
+    assert (row.dtype, row.max_head_dim, row.mask, row.min_queries, row.min_keys) == ("bfloat16", 64, False, 512, 1024)
+    for problem, tiles, applies in (
+        (LONG, 9.0, True), (LONG, 0.9, False), (replace(LONG, n_q=300), 9.0, False),
+        (replace(LONG, n_k=600), 9.0, False),
+    ):  # fmt: skip
+        facts = problem.facts | {"generation": "sm90", "modified": False, "tiles_per_sm": tiles}
+        assert row.matches(facts) == applies, problem
+    few = tune_cuda.Target("forward", "bfloat16", 128, few=True, generation="sm80", min_head_dim=65)
+    found = few.row_conditions(runner.row_in_use(few), 2048)
+    assert (found["min_head_dim"], found["max_head_dim"], found["max_rows"]) == (65, 128, 16) and "mask" not in found

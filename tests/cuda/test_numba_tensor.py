@@ -13,17 +13,20 @@ from typing import Any
 import numpy as np
 import pytest
 from test_cuda_kernels import disassembled
+from tiles import tile_of
 
 from flashkit.backends.cuda_common import compiler, sm90_bwd_launch
 from flashkit.backends.cuda_common.device import MODELS
 from flashkit.backends.numba_cuda import sm80, sm90, specialise
+from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
 from flashkit.backends.numba_cuda.sm90 import backward_kernel
 from flashkit.call.arguments import prepare
+from flashkit.devices import profiles
 from flashkit.spec import AttentionSpec, Problem
 
 pytestmark = pytest.mark.skipif(not find_spec("numba_cuda"), reason="numba-cuda is not installed")
 
-HOPPER = MODELS["sm_90a"]
+HOPPER, NUMBA = MODELS["sm_90a"], NumbaCudaBackend()
 
 
 def spec_of(dtype: str, d: int, **options: object) -> AttentionSpec:
@@ -46,7 +49,7 @@ def spec_of(dtype: str, d: int, **options: object) -> AttentionSpec:
 def test_hoppers_forward_pass(dtype: str, d: int, options: dict, spilled: int) -> None:
     """Products are not serialised (or `binary` raises); little is spilled, in code that runs once an item."""
     spec = spec_of(dtype, d, **options)
-    constants = sm90.forward_tile(Problem(spec, 4, 16, 300, 300), HOPPER).constants(spec)
+    constants = tile_of(Problem(spec, 4, 16, 300, 300), "sm90", backend=NUMBA).constants(spec)
     binary = compiler.binary(specialise.source("sm90/forward", spec, constants), "sm_90a")
     resources = binary.resources["sm90_forward"]
     assert resources.registers in (128, 168)
@@ -76,7 +79,7 @@ def test_hoppers_backward_pass(dtype: str, d: int, options: dict) -> None:
     group.
     """
     spec = spec_of(dtype, d, **options)
-    tile = sm90_bwd_launch.backward_tile(spec)
+    tile = tile_of(spec, "sm90", "backward", backend=NUMBA)
     binary = compiler.binary(specialise.source(backward_kernel(spec), spec, tile.constants(spec)), "sm_90a")
     assert binary.resources["bwd_preprocess"].spills == binary.resources["bwd_postprocess"].spills == 0
     assert binary.resources["sm90_backward"].spills <= (128 if not options else 640)
@@ -116,7 +119,7 @@ ARCHS = "sm_80", pytest.param("sm_90a", marks=pytest.mark.exhaustive)
 @pytest.mark.exhaustive
 def test_the_forward_pass_by_mma(dtype: str, d: int, options: dict, arch: str) -> None:
     spec, device = spec_of(dtype, d, **options), MODELS[arch]
-    tile, *_ = sm80.forward_tiles(spec, device)
+    tile = tile_of(spec, "sm80", device=device, backend=NUMBA)
     binary = compiler.binary(specialise.source("sm80/forward", spec, tile.constants(spec, device)), arch)
     assert binary.resources["sm80_forward"].spills <= 192
     code = disassembled(binary.path)
@@ -141,7 +144,7 @@ def test_the_backward_pass_by_mma(dtype: str, d: int, options: dict, spilled: in
     if d > 128 and arch == "sm_80":
         pytest.skip("its shared memory holds a small tile alone, whose sums are spilled")
     spec, device = spec_of(dtype, d, **options), MODELS[arch]
-    tile, *_ = sm80.backward_tiles(spec, device)
+    tile = tile_of(spec, "sm80", "backward", device, NUMBA)
     binary = compiler.binary(specialise.source("sm80/backward", spec, tile.constants(spec, device)), arch)
     assert binary.resources["sm80_backward"].spills <= spilled
     # The rare part, where a hidden pair may have met NaN, makes do with what leaves room for many threads.
@@ -165,8 +168,6 @@ REFUSALS = [
 
 
 def generation(name: str) -> Any:
-    from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
-
     (chosen,) = (each for each in NumbaCudaBackend.generations if each.name == name)
     return chosen
 
@@ -190,7 +191,8 @@ def test_what_the_backward_pass_by_mma_cannot_do_is_refused() -> None:
     assert chosen.supports(problem(heads=2, n_q=300, n_k=9000), HOPPER, "backward"), "it has blocks enough, by keys"
     assert chosen.supports(problem(d=256), HOPPER, "backward")
     small = replace(HOPPER, shared_per_block=20_000)
-    assert "no tile fits in 20000 bytes" in chosen.supports(problem(), small, "backward").reason
+    profile = profiles.by_name("generic_cuda")
+    assert "sm80: no tile of the profile fits" in NUMBA.choose(problem(), profile, small, "backward").rejected
 
 
 def test_what_hoppers_backward_pass_cannot_do_is_refused() -> None:
@@ -216,16 +218,12 @@ WHERE = [
 @pytest.mark.parametrize(("changes", "forward", "backward", "reason"), WHERE, ids=lambda x: str(x))
 def test_which_kernels_take_a_call(changes: dict, forward: str, backward: str, reason: str) -> None:
     """What tensor cores do not take here runs on older kernels, and each refusal says why."""
-    from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
-    from flashkit.devices import schema
-
     flags = {name: x for name, x in changes.items() if isinstance(x, bool)}
     asked = problem(**{name: x for name, x in changes.items() if name not in flags})
     asked = replace(asked, spec=replace(asked.spec, **flags))
-    profile = schema.parse("schema: 1\ndevice: {kind: cuda}\n")
-    backend, rejected = NumbaCudaBackend(), list[str]()
+    profile, rejected = profiles.by_name("generic_cuda"), list[str]()
     for direction, name in (("forward", forward), ("backward", backward)):
-        choice = backend.choose(asked, profile, HOPPER, direction)
+        choice = NUMBA.choose(asked, profile, HOPPER, direction)
         assert choice.generation is not None and choice.generation.name == name
         rejected += choice.rejected
     assert all(reason in line for line in rejected) and bool(rejected) == bool(reason)
@@ -240,6 +238,6 @@ def test_tiles_are_checked() -> None:
         sm80.Tile(64, 64, 3)
     with pytest.raises(ValueError, match="in groups of 32 rows"):
         sm80.BackwardTile(32, 32)
-    tiles = sm90.forward_candidates(problem(), HOPPER)
-    assert tiles[0] == sm90.forward_tile(problem(), HOPPER)
+    tiles = NUMBA.generations[0].candidates(problem(), HOPPER, "forward")
+    assert tile_of(problem(), "sm90", backend=NUMBA) in tiles
     assert all(tile.shared_memory(problem().spec) <= HOPPER.shared_per_block for tile in tiles)

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 if TYPE_CHECKING:
-    from flashkit.backends.cuda_common.workspace import Workspace
+    from flashkit.backends.cuda_common.memory import Workspace
 
     from .device import Device
 

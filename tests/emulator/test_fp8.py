@@ -18,7 +18,7 @@ import flashkit
 from flashkit import Quantized
 from flashkit.backends.cuda_common import backend as cuda_backend
 from flashkit.backends.cuda_common import compiler, launch, verify
-from flashkit.backends.cupy_raw import sm90_fp8, specialise
+from flashkit.backends.cupy_raw import sm90, sm90_fp8, specialise
 
 if TYPE_CHECKING:
     from .device import Device
@@ -209,7 +209,7 @@ def test_tiles(
     tile: Any, dim: int, device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """Several for each CTA. The first warp group does not see keys in the middle, nor the second one the first."""
-    monkeypatch.setattr(sm90_fp8, "forward_tile", lambda problem: tile)
+    monkeypatch.setattr(sm90.Sm90, "tile", lambda *_: tile)
 
     def sees(b: Any, h: Any, q: Any, k: Any) -> Any:
         return ((q >= 64) | (k < 100) | (k >= 290)) & ((q < 64) | (k >= 130))

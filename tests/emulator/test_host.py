@@ -20,8 +20,8 @@ from flashkit.backends.cuda_common import compiler, tensor_maps, verify
 from flashkit.backends.cuda_common import device as devices
 from flashkit.backends.cuda_common.arguments import Arguments
 from flashkit.backends.cuda_common.cu_seqlens import derive
+from flashkit.backends.cuda_common.memory import Workspace
 from flashkit.backends.cuda_common.params import AT
-from flashkit.backends.cuda_common.workspace import Workspace
 from flashkit.call import plans
 from flashkit.call.arguments import prepare
 from flashkit.call.arrays import share_memory

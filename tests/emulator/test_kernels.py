@@ -14,7 +14,7 @@ import pytest
 
 import flashkit
 from flashkit import dispatch, mods
-from flashkit.backends.cuda_common import arguments, compiler, sm90_bwd_launch, sm90_launch
+from flashkit.backends.cuda_common import arguments, compiler, sm90_bwd_launch
 from flashkit.backends.cuda_common import backend as cuda_backend
 from flashkit.backends.cuda_common.launch import KernelArguments, Library
 from flashkit.backends.cupy_raw import sm90, sm90_backward
@@ -23,7 +23,7 @@ from flashkit.backends.numba_cuda import sm90 as numba_sm90
 from flashkit.call import arguments as call_arguments
 from flashkit.call.arguments import prepare
 from flashkit.call.positions import read_in_place
-from flashkit.spec import AttentionSpec, Gradients, Problem
+from flashkit.spec import AttentionSpec, Gradients
 
 from . import hardware
 from .calls import FEATURES, PLAIN, build, check, check_forward, features, generations
@@ -781,11 +781,8 @@ def test_long_sequences_of_96_columns(
     backend: str, causal: str, device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles of 192 rows and 96 keys, which usually begin at thousands of tokens."""
-    for name in ("LONG", "LONG_MASKED"):
-        monkeypatch.setattr(sm90_launch, name, 128)
-    problem = Problem(AttentionSpec("bfloat16", 96, 96), 1, 4, 300, 300)
-    tile = {"cupy_raw": sm90.forward_tile, "numba_cuda": numba_sm90.forward_tile}[backend](problem, device)
-    assert (tile.block_q, tile.block_k) == (192, 96)
+    module, tile = {"cupy_raw": (sm90, sm90.Sm90Tile), "numba_cuda": (numba_sm90, numba_sm90.Tile)}[backend]
+    monkeypatch.setattr(module.Sm90, "tile", lambda *_: tile(192, 96))
     check_forward({**PLAIN, "sizes": "300x300", "dims": "96", "causal": causal}, backend)
     assert generations(launched) == {"sm90"}
 

@@ -14,10 +14,12 @@ TESTS = (
 )
 
 CALL = "flashkit/call"
-API, CHECKS, SHAPE, PLANNED, CACHE, POSITIONS, ARRAYS, COMPOSE, ARGUMENTS, VJP = (
+API, CHECKS, SHAPE, PLANNED, CACHE, POSITIONS, ARRAYS, COMPOSE, ARGUMENTS, VJP, SEQUENCES = (
     "flashkit/api.py", *(f"{CALL}/{name}.py" for name in (
-        "checks", "shape", "planned", "plan_cache", "positions", "arrays", "compose", "arguments", "vjp")),
+        "checks", "shape", "planned", "plan_cache", "positions", "arrays", "compose", "arguments", "vjp", "sequences")),
 )  # fmt: skip
+NUMERIC = "flashkit/numeric.py"
+NUMBERS, FORMS = "tests/unit/test_numbers.py", "tests/unit/test_forms.py"
 
 FAULTS = (
     Fault(
@@ -49,7 +51,7 @@ FAULTS = (
     Fault("offsets of a key that change", CACHE, "copies if len(copies) == 2 else copies[0]", "cu_seqlens"),
     Fault(
         "lengths beside a bias in a cached plan", CACHE,
-        "        if differ:\n            return None\n        anew =", "        anew =",
+        "        if differ:\n            return None\n        others =", "        others =",
     ),
     Fault("a plan for arrays of offsets", API, "(q_offset is None or type(q_offset) is int)", "True"),
     Fault("a plan for dropout", API, "        and dropout_p == 0\n", ""),
@@ -81,18 +83,44 @@ FAULTS = (
         "for name in wrt])\n\n    def fill",
         "for name in sorted(wrt)])\n\n    def fill",
     ),
-    Fault("seed: 2^64", CHECKS, "if not 0 <= seed < 2**64:", "if not 0 <= seed <= 2**64:"),
-    Fault("a window of length 0", CHECKS, "if side is not None and side < 0:", "if side is not None and side <= 0:"),
+    Fault("seed: 2^64", CHECKS, 'integer("seed", seed, 0, 2**64 - 1)', 'integer("seed", seed, 0, 2**64)', NUMBERS),
+    Fault("a window of length 0", CHECKS, 'a number of keys", side, 0)', 'a number of keys", side, 1)'),
+    Fault("bools are numbers", NUMERIC, "isinstance(value, bool | str", "isinstance(value, str", NUMBERS),
+    Fault("text is a number", NUMERIC, "bool | str | bytes", "bool | bytes", NUMBERS),
+    Fault("any dtype is of numbers", NUMERIC, "_REAL.fullmatch(getattr(dtype", "re.match('', getattr(dtype", NUMBERS),
+    Fault("arrays with axes are numbers", NUMERIC, 'not getattr(value, "shape", ()) and _REAL', "_REAL", NUMBERS),
+    Fault("numbers that are not finite", NUMERIC, "if not math.isfinite(found):", "if False:"),
+    Fault("integers too small", NUMERIC, "if found < least or", "if", NUMBERS),
+    Fault("integers too great", NUMERIC, "found > most)", "False)", NUMBERS),
     Fault(
-        "bools as sides of a window", CHECKS,
-        "(not isinstance(side, (int, np.integer)) or isinstance(side, bool))",
-        "not isinstance(side, (int, np.integer))",
+        "differences of offsets", SEQUENCES, "(given[1:] < given[:-1]).any()", "(np.diff(given) < 0).any()", NUMBERS,
+    ),
+    Fault("the last offset is not checked", SEQUENCES, "given[-1] > tokens or", "", NUMBERS),
+    Fault("the first offset is not checked", SEQUENCES, "given[0] != 0 or", "", NUMBERS),
+    Fault(
+        "unsigned integers of another order of bytes wrap", POSITIONS,
+        'array.dtype.kind == "u" and array.itemsize == 8', "array.dtype == np.uint64", NUMBERS,
     ),
     Fault(
-        "numbers that are not finite", CHECKS,
-        '    if not math.isfinite(found):\n        raise ValueError(f"{name} is {shown(value)}; a finite number '
-        'fits")\n',
-        "",
+        "integers are checked where the caller changes them", POSITIONS, "np.array(array) if copied else array.view()",
+        "array.view()",
+    ),
+    Fault(
+        "attention reads the caller's forms", API,
+        "        q, k, v = q.view(), k.view(), v.view()\n    entry", "        pass\n    entry", FORMS,
+    ),
+    Fault(
+        "planned calls read the caller's forms", PLANNED,
+        "            q, k, v = q.view(), k.view(), v.view()\n        if arrays", "            pass\n        if arrays",
+        FORMS,
+    ),
+    Fault(
+        "checks read the caller's forms", ARGUMENTS,
+        "    q, k, v = q.view(), k.view(), v.view()  # before", "    # before", FORMS,
+    ),
+    Fault(
+        "views of arguments are the arguments", ARRAYS,
+        "    return array.view()\n\n\ndef own_forms", "    return array\n\n\ndef own_forms", FORMS,
     ),
     Fault(
         "out that is read-only", CHECKS,
@@ -168,7 +196,7 @@ FAULTS = (
         "for x in read[:3])",
         "tests/unit/test_planned.py -k test_out",
     ),
-    Fault("planned: out of other strides", PLANNED, "return arrays.contiguous(out) and not any(", "return not any("),
+    Fault("planned: out of other strides", PLANNED, "fits = arrays.contiguous(out) and not any(", "fits = not any("),
     Fault(
         "planned: arrays that are not addressable", PLANNED,
         "self._copied = not all(map(arrays.same_address, given, fours))",
@@ -197,13 +225,13 @@ FAULTS = (
     Fault("cache: many queries grow", CACHE, "FEW_QUERIES, MIN_KEYS = 8, 16", "FEW_QUERIES, MIN_KEYS = 64, 16"),
     Fault(
         "cache: the layout of v", CACHE,
-        "layouts = arrays.layout(q), arrays.layout(k), arrays.layout(v), of_others",
-        "layouts = arrays.layout(q), arrays.layout(k), of_others",
+        "layouts = arrays.layouts(q, k, v), of_others",
+        "layouts = arrays.layouts(q, k, v)[:2], of_others",
     ),
     Fault(
         "cache: the layout of other arrays", CACHE,
-        "arrays.layout(v), of_others",
-        "arrays.layout(v), len(of_others)",
+        "arrays.layouts(q, k, v), of_others",
+        "arrays.layouts(q, k, v), len(of_others)",
     ),
     Fault(
         "cache: types of options", CACHE,

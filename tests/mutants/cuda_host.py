@@ -65,7 +65,7 @@ FAULTS = (
     ),
     Fault(
         "a packed plan takes the offsets of q for k", "flashkit/call/plan_cache.py",
-        "len(q), self._offsets[1], len(k))", "len(q), self._offsets[0], len(k))", OFFSETS,
+        "self._offsets[1], self._tokens[1])", "self._offsets[0], self._tokens[1])", OFFSETS,
     ),
     Fault(
         "a packed plan takes the default offset", "flashkit/call/plan_cache.py",
@@ -140,11 +140,11 @@ FAULTS = (
         "arguments.alive, operands, gradients)\n    run", "arguments.alive, operands)\n    run", BOUND,
     ),
     Fault(
-        "scratch memory is not cleared", f"{COMMON}/workspace.py",
+        "scratch memory is not cleared", f"{COMMON}/memory.py",
         "launch.clear(address + self._zeros, self.bytes - self._zeros, stream)", "pass", BOUND,
     ),
     Fault(
-        "scratch tensors overlap", f"{COMMON}/workspace.py",
+        "scratch tensors overlap", f"{COMMON}/memory.py",
         "self.bytes = offset + size", "self.bytes = offset + size // 2", BOUND,
     ),
     Fault(
@@ -162,6 +162,14 @@ FAULTS = (
     Fault(
         "a bound call trusts the layout of arrays", f"{COMMON}/backend.py",
         "if _layout(array) != layout:", "if False:", BLOCKS,
+    ),
+    Fault(
+        "every tile is tried without a compiler", f"{COMMON}/backend.py",
+        "if choice.row is None or str(error) in failed:", "if choice.row is None:", "tests/cuda/test_generations.py",
+    ),
+    Fault(
+        "a generation without a tile is chosen", f"{COMMON}/backend.py",
+        "            if choice is not None:\n", "            if True:\n", "tests/cuda/test_generations.py",
     ),
     Fault(
         "new kernels are not verified", f"{COMMON}/backend.py",
@@ -199,7 +207,7 @@ FAULTS = (
         "self.text, _included(self), OPTIONS", "self.text, OPTIONS", SOURCES,
     ),
     Fault(
-        "an L2 group may be empty", f"{COMMON}/l2_swizzle.py",
+        "an L2 group may be empty", f"{COMMON}/memory.py",
         "limit = max(1, min(heads, limit))", "limit = min(heads, limit)", SOURCES,
     ),
     # passes

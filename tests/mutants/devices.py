@@ -74,23 +74,9 @@ FAULTS = (
         "if tile.shared_memory(head_dim, head_dim_v, ITEMSIZE[dtype]) <= sram",
         "if tile.shared_memory(head_dim, head_dim, ITEMSIZE[dtype]) <= sram",
     ),
-    Fault("rows: the bound itself", SCHEMA, "head_dim <= self.max_head_dim", "head_dim < self.max_head_dim"),
-    Fault(
-        "rows: causal is any", SCHEMA,
-        "and (self.causal is None or causal == self.causal)",
-        "and (self.causal is None or causal or not self.causal)",
-    ),
-    Fault(
-        "rows: few query rows", SCHEMA,
-        "rows is not None and rows <= self.max_rows",
-        "rows is None or rows <= self.max_rows",
-    ),
-    Fault(
-        "rows: the least specific first", SCHEMA,
-        'return head, few, len(listed(self.dtype)) or float("inf"), float(self.causal is None)',
-        'return -head, few, len(listed(self.dtype)) or float("inf"), float(self.causal is None)',
-    ),
-    Fault("rows: the generation selects", SCHEMA, 'self.max_rows, self.options.get("generation")', "self.max_rows"),
+    Fault("rows: the bound itself", SCHEMA, "else value <= wanted", "else value < wanted"),
+    Fault("rows: what is not known holds", SCHEMA, "if value is None or not (", "if value is not None and not ("),
+    Fault("rows: a speed is a tile", SCHEMA, "**facts) if row.block_q is not None), None)", "**facts)), None)"),
     Fault("rows: a register block that spills", SCHEMA, "have = 16 if self.lanes == 8 else 32", "have = 32"),
     Fault(
         "the datasheet before the measurement", SCHEMA,
@@ -136,7 +122,7 @@ FAULTS = (
     ),
     Fault(
         "profiles: measured speeds of another device", PROFILES,
-        "[msgspec.structs.replace(row, measured=None) for row in rows]",
+        "[msgspec.structs.replace(row, measured=None) for row in rows if row.block_q is not None]",
         "list(rows)",
     ),
     Fault("trust: a group may write", TRUST, "_OTHERS = stat.S_IWGRP | stat.S_IWOTH", "_OTHERS = stat.S_IWOTH"),

@@ -192,7 +192,7 @@ FAULTS = (
     Fault("positions on a device are not clamped", APPLY, "xp.clip(whole, 0, max(rows - 1, 0), out=whole)", "whole"),
     Fault("a position behind the table", APPLY, "if low < 0 or high >= most:", "if low < 0 or high > most:"),
     Fault("a negative position", APPLY, "if low < 0 or high", "if high"),
-    Fault("an overlapping out", APPLY, "can_write(out, x, table.cos, table.sin)", "can_write(out)"),
+    Fault("an overlapping out", APPLY, "can_write(own, x, table.cos, table.sin)", "can_write(own)"),
     Fault(
         "a linear factor",
         TABLES,

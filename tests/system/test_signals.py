@@ -6,11 +6,14 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from flashkit.devices import interrupt
 from flashkit.devices.interrupt import apart
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows sends no signals from os.kill")
@@ -19,6 +22,9 @@ CALL = """
     import os, signal, sys, threading, time
     import numpy as np, flashkit
     from flashkit.backends.cpu import scratch_pool
+    from flashkit.backends.cpu import threads
+    from flashkit.devices.interrupt import _running
+    threads.LONG_FLOPS = 0  # on a slow machine a call of a second is short otherwise
 
     rng = np.random.default_rng(0)
 
@@ -74,7 +80,7 @@ INTERRUPTED = """
         except KeyboardInterrupt:
             least = min(least, (time.monotonic() - sent) / seconds)
         thread.join()
-        assert threading.active_count() == 1, threading.enumerate()
+        assert not _running and threading.active_count() == 1, threading.enumerate()
         assert len(scratch_pool._free) >= free
         np.testing.assert_array_equal(small(), expected)
         if least < 0.4:
@@ -137,6 +143,48 @@ def test_a_handler_runs_during_a_long_call(program: Callable[..., str], layer: s
         pytest.skip(f"this Numba has no {layer} layer")
     text = text_of("forward", 1, HANDLER)
     assert float(program(text, NUMBA_THREADING_LAYER=layer, NUMBA_NUM_THREADS=2)) < 0.6
+
+
+TWICE = """
+    class First(Exception): pass
+    class Second(Exception): pass
+    inside = False
+    def handler(number, frame):
+        if inside:
+            raise First if number == signal.SIGUSR1 else Second
+    signal.signal(signal.SIGUSR1, handler)
+    signal.signal(signal.SIGUSR2, handler)
+    seen = 0
+    for gap in (0, 0, 0.001, 0.003, 0.01):
+        def interrupt():
+            os.kill(os.getpid(), signal.SIGUSR1)
+            if gap:
+                time.sleep(gap)
+            os.kill(os.getpid(), signal.SIGUSR2)
+        thread = after_a_while(interrupt)
+        inside = True
+        try:
+            call()
+        except (First, Second) as error:
+            inside = False
+            seen += isinstance(error, Second)
+        inside = False
+        left = [*_running]
+        fresh = [np.full(whole.shape, 7, whole.dtype) for _ in range(4)]  # where gradients were
+        assert not left
+        thread.join()
+        assert all((x == 7).all() for x in fresh)
+        np.testing.assert_array_equal(small(), expected)
+    np.testing.assert_array_equal(call(), whole)
+    print(seen)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_two_handlers_that_raise_in_a_row(program: Callable[..., str], kind: str) -> None:
+    """The second one may come while the kernels that the first one stops still write; nothing is left running."""
+    assert int(program(text_of(kind, 1, TWICE))) >= 2  # both at once
 
 
 FORKS = """
@@ -241,11 +289,20 @@ def test_work_on_other_threads_stays_there() -> None:
 
 
 def test_work_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: Any) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    """An error of C. That of a handler, which comes after the thread has been started, is not taken for it."""
+    changed = {1: 1}
+    keys = iter(changed)
+    changed[2] = 2
+    refuse = partial(set().union, keys)  # RuntimeError
+    monkeypatch.setattr(interrupt, "_thread", SimpleNamespace(start_new_thread=refuse))
     assert apart(threading.get_ident) == threading.get_ident()
+
+    def handler(*_: Any) -> None:
+        raise RuntimeError("of a handler")
+
+    monkeypatch.setattr(interrupt, "_thread", SimpleNamespace(start_new_thread=handler))
+    with pytest.raises(RuntimeError, match="of a handler"):
+        apart(threading.get_ident)
 
 
 def interrupt_until(event: threading.Event) -> None:
@@ -279,3 +336,58 @@ def test_a_handler_that_raises_leaves_other_work_alone() -> None:
     assert not ended.is_set()
     go_on.set()
     assert ended.wait(60)
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "while it waits"])
+def test_further_handlers_that_raise_wait_as_well(at_once: bool) -> None:
+    """The work ends before the last of the exceptions leaves, even where a handler raises before the wait begins."""
+    stop, raised, left, early = threading.Event(), threading.Event(), threading.Event(), [True]
+
+    def handler(number: int, frame: Any) -> None:
+        if number == signal.SIGUSR1:
+            raise KeyError
+        raised.set()
+        raise IndexError
+
+    def work() -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        if not at_once:
+            stop.wait(60)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        raised.wait(60)
+        early[0] = left.wait(0.3) or not stop.wait(60)
+
+    before = [(x, signal.signal(x, handler)) for x in (signal.SIGUSR1, signal.SIGUSR2)]
+    try:
+        with pytest.raises(IndexError):
+            apart(work, stop.set)
+        left.set()
+    finally:
+        for number, was in before:
+            signal.signal(number, was)
+    assert early == [False]
+
+
+def test_work_that_has_not_begun_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handler raises before the thread comes to its work."""
+    begun: list[int] = []
+    late: list[Any] = []
+
+    def start(*thread: Any) -> None:
+        late.append(thread)
+        raise KeyError
+
+    monkeypatch.setattr(interrupt, "_thread", SimpleNamespace(start_new_thread=start))
+    with pytest.raises(KeyError):
+        apart(lambda: begun.append(1), lambda: None)
+    ((run, arguments),) = late
+    run(*arguments)
+    assert not begun and not interrupt._running
+
+
+def test_work_has_the_callers_context() -> None:
+    """NumPy's handling of errors is a part of it."""
+    import numpy as np
+
+    with np.errstate(divide="raise"), pytest.raises(FloatingPointError):
+        apart(lambda: np.float64(1) / np.float64(0))

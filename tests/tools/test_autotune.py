@@ -51,6 +51,9 @@ class Machine:
     def in_use(self, target: Target) -> CpuTile:
         return IN_USE
 
+    def row_in_use(self, target: Target) -> None:
+        return None
+
     def candidates(self, target: Target) -> list[CpuTile]:
         d = target.head_dim
         return io_model.candidates("cpu", MEMORY, target.dtype, d, d, target.direction, lanes=16)
@@ -327,7 +330,7 @@ def test_autotune_writes_a_profile_that_is_used_and_explained(
     (file,) = (profiles.user_dir()).glob("*.yaml")
     best = found[0].tile
     profile = profiles.load_file(file)
-    row = profile.tile("cpu.forward", "float32", 64, causal=False)
+    row = profile.tile("cpu.forward", dtype="float32", head_dim=64, mask=False)
     assert row is not None
     assert (row.block_q, row.block_k, row.rows, row.vectors) == (best.block_q, best.block_k, best.rows, best.vectors)
     assert row.measured is not None
@@ -491,7 +494,7 @@ def test_autotune_end_to_end() -> None:
     for _ in range(8):  # on a slow machine the first runs end with the peaks, and the next go on from there
         assert cli.run(["autotune", "--quick", "--budget", "8", "--backend", "cpu"]) == 0
         (file,) = profiles.user_dir().glob("*.yaml")
-        if row := profiles.load_file(file).tile("cpu.forward", "float32", 64, causal=False):
+        if row := profiles.load_file(file).tile("cpu.forward", dtype="float32", head_dim=64, mask=False):
             break
     assert row is not None
     assert str(file) in str(flashkit.explain(q, q, q))

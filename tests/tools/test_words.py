@@ -36,7 +36,7 @@ OLD_WORDS = {
     r"\bproducts_(begin|end|wait)\b": "wgmma_fence, wgmma_commit, wgmma_wait",
     r"\b(give|take)_registers\b": "setmaxnreg_dec, setmaxnreg_inc",
     r"\b\w+_across\b": "dsmem_*",
-    r"\bSpare\b|\bjudges\b|\brepays?\b": "Fallback, has_heuristic, profitable",
+    r"\bSpare\b|\bjudges\b|\brepays?\b": "Fallback, profitable",
     r"\b([Ww]hoever|[Nn]obody|[Ss]omebody|whom)\b": "the thread, warp, CTA or kernel that is meant",
     r"\b[Ww]ho (multipl|loads?|waits?|takes?|adds?|sums?|stores?|counts?|ends?|comes?|does)": "the same",
     r"\bkept calls?\b|\bcalls? that `?attention`? keeps\b": "cached plan",

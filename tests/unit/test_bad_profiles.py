@@ -209,10 +209,10 @@ def test_a_bad_tile_leaves_the_models(folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_too_many_files(folder: Path) -> None:
-    for n in range(profiles.MOST_FILES + 1):
+    for n in range(profiles.MAX_FILES + 1):
         (folder / f"{n:04}.yaml").write_text(HEAD + "memory: {l3: 12345}\n")
     said, profile = complaints(lambda: profiles.for_device("cpu"))
-    most = profiles.MOST_FILES
+    most = profiles.MAX_FILES
     assert said == [f"device profiles skipped: {folder} has {most + 1}, the first {most} are read"]
     assert profile.memory.l3 == 12345
 
@@ -222,5 +222,5 @@ def test_too_many_files(folder: Path) -> None:
 @pytest.mark.parametrize("lanes", [4, 8, 16])
 def test_the_least_cache_has_a_tile_of_every_head_dim(dtype: str, direction: Any, lanes: int) -> None:
     for d, dv in itertools.product((1, 64, 512), repeat=2):
-        memory = {"l1d": schema.LEAST_L1D, "l2": 1}
+        memory = {"l1d": schema.MIN_L1D, "l2": 1}
         assert io_model.default("cpu", memory, dtype, d, dv, direction, lanes=lanes)

@@ -42,7 +42,7 @@ def tile_states(visible: np.ndarray, block_q: int, block_k: int) -> np.ndarray:
     *leading, n_q, n_k = visible.shape
     states = np.zeros((*leading, -(-n_q // block_q), -(-n_k // block_k)), np.uint8)
     for i, j in np.ndindex(states.shape[-2:]):
-        tile = visible[..., i * block_q : (i + 1) * block_q, j * block_k : (j + 1) * block_k]
+        tile = visible[..., i * block_q: (i + 1) * block_q, j * block_k : (j + 1) * block_k]
         states[..., i, j] = np.where(tile.all(axis=(-2, -1)), FULL, np.where(tile.any(axis=(-2, -1)), PARTIAL, EMPTY))
     return states
 
@@ -651,22 +651,22 @@ ERRORS = {
     "block of zero": (
         lambda: BlockMask.from_mod(mods.causal(), 64, 64, 0, 8),
         ValueError,
-        "block_q is an integer of 1 or more, not 0",
+        "block_q: expected an integer from 1 .* got 0",
     ),
-    "negative block": (lambda: BlockMask.from_mod(mods.causal(), 64, 64, 8, -8), ValueError, "block_k.*not -8"),
-    "block of a half": (lambda: BlockMask.from_mod(mods.causal(), 64, 64, 8.5, 8), ValueError, "block_q.*not 8.5"),
-    "block of True": (lambda: BlockMask.from_mod(mods.causal(), 64, 64, True, 8), ValueError, "block_q.*not True"),
+    "negative block": (lambda: BlockMask.from_mod(mods.causal(), 64, 64, 8, -8), ValueError, "block_k.*got -8"),
+    "block of a half": (lambda: BlockMask.from_mod(mods.causal(), 64, 64, 8.5, 8), TypeError, "block_q.*got 8.5"),
+    "block of True": (lambda: BlockMask.from_mod(mods.causal(), 64, 64, True, 8), TypeError, "block_q.*got True"),
     "pattern with a block of zero": (
         lambda: BlockMask.butterfly(64, 64, block=0),
         ValueError,
-        "block is an integer of 1 or more, not 0",
+        "block: expected an integer of 1 or more, got 0",
     ),
     "negative size": (
         lambda: BlockMask.from_mod(mods.causal(), -1, 64),
         ValueError,
-        "n_q is an integer of 0 or more, not -1",
+        "n_q: expected an integer .* got -1",
     ),
-    "size as a string": (lambda: BlockMask.from_mod(mods.causal(), 64, "64"), ValueError, "n_k.*not '64'"),
+    "size as a string": (lambda: BlockMask.from_mod(mods.causal(), 64, "64"), TypeError, "n_k.*got '64'"),
     "score mod": (lambda: BlockMask.from_mod(mods.softcap(2), 64, 64), TypeError, "mask_mod got a score mod"),
     "no mod": (lambda: BlockMask.from_mod(3, 64, 64), TypeError, "not int"),
     "float offset": (
@@ -737,8 +737,8 @@ ERRORS = {
         IndexError,
         "h = 2 is beyond the 2",
     ),
-    "row list of a negative head": (lambda: CAUSAL.rows(0, -1), ValueError, "h is an integer of 0 or more"),
-    "stride of zero": (lambda: BlockMask.strided(64, 64, 0), ValueError, "stride.*not 0"),
+    "row list of a negative head": (lambda: CAUSAL.rows(0, -1), ValueError, "h: expected an integer of 0 or more"),
+    "stride of zero": (lambda: BlockMask.strided(64, 64, 0), ValueError, "stride.*got 0"),
     "summary beyond the stride": (lambda: BlockMask.fixed(64, 64, 4, 5), ValueError, "0 to stride_blocks = 4; got 5"),
     "even window": (lambda: BlockMask.bigbird(64, 64, window_blocks=2), ValueError, "odd.*got 2"),
     "stride that is no power of two": (lambda: BlockMask.butterfly(64, 64, 6), ValueError, "power of two, not 6"),
@@ -747,7 +747,7 @@ ERRORS = {
         ValueError,
         "0 to n_k - 1 = 63; got 64 to 64",
     ),
-    "negative reach": (lambda: BlockMask.local(64, 64, -1), ValueError, "left_blocks is an integer of 0 or more.*-1"),
+    "negative reach": (lambda: BlockMask.local(64, 64, -1), ValueError, "left_blocks: .* 0 or more.*-1"),
 }
 
 

@@ -493,7 +493,7 @@ def test_rows_of_head_dims_are_whole_tiles(methods: pytest.MonkeyPatch, method: 
 
     alive: list[Any] = []
     methods.setattr(argument_block, "addresses", recorded)
-    methods.setattr(plan, "choose_tile", lambda *_, **__: (CpuTile(64, 64, 16, 6, 4), "of AVX-512, on any CPU"))
+    methods.setattr(plan, "choose_tile", lambda *_, **__: (CpuTile(64, 64, 16, 6, 4), None, "on any CPU"))
     for d, of_tiles, of_vectors in ((80, 48, 40), (8, 16, 4), (33, 32, 17), (64, 32, 32)):
         words.clear()
         q, k, v, dout = (draw(np.random.default_rng(i), 1, 1, 40, d) for i in range(4))

@@ -266,7 +266,7 @@ def test_amx_candidates(d: int, dv: int, direction: Any) -> None:
     for tile in found:
         assert tile.block_q % tile.panel() == 0 and tile.block_k % 32 == 0
         assert tile.working_set(direction, d, dv)[1] <= 2 << 20 or tile == found[-1]
-    in_use = profiles.by_name("cpu_amx").tile(f"cpu_amx.{direction}", "bfloat16", d, False)
+    in_use = profiles.by_name("cpu_amx").tile(f"cpu_amx.{direction}", dtype="bfloat16", head_dim=d)
     assert d > 128 or (in_use.block_q, in_use.block_k) in {(tile.block_q, tile.block_k) for tile in found}
 
 

@@ -4,7 +4,10 @@ axes, integers that change between the check and the use, arrays of a modificati
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -376,3 +379,40 @@ def test_kernels_bound_lengths(n_q: int, dtype: str) -> None:
     for x, expected in zip(got, right, strict=True):
         np.testing.assert_array_equal(x, expected)
     assert all(np.isnan(x[[0, 4]]).all() for x in room)
+
+
+# --- calls that a signal handler breaks off ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_q", [1, N_Q], ids=["decode", "forward"])
+@pytest.mark.parametrize("backward", [False, True], ids=["out", "gradients"])
+def test_what_a_long_call_uses_stays_while_it_runs(n_q: int, backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller may leave before the kernels have ended. Here it leaves before they have begun."""
+    from flashkit.backends.cpu import threads
+
+    kept: list[Any] = []
+
+    class Left(Exception):
+        pass
+
+    def leave(launch: Any) -> None:
+        kept.append(launch)
+        raise Left
+
+    def left() -> list[weakref.ref[np.ndarray]]:
+        q, dout, k, v = tensors((2, HEADS, n_q, D), (2, HEADS, n_q, D), (2, HEADS, N_K, D), (2, HEADS, N_K, D))
+        vjp = attention_vjp(q, k, v, backend="cpu")[1] if backward else None
+        monkeypatch.setattr(threads, "is_long", lambda *_: True)
+        monkeypatch.setattr(threads, "interruptible", leave)
+        monkeypatch.setattr(threads, "SERIAL_FLOPS", 0)
+        plans.clear()
+        with suppress(Left):
+            attention(q, k, v, backend="cpu") if vjp is None else vjp(dout)
+        return [weakref.ref(x) for x in (q, k, v, *([dout] if backward else []))]
+
+    alive = left()
+    gc.collect()
+    assert len(kept) == 1 and all(array() is not None for array in alive)
+    kept.pop()(0)
+    gc.collect()
+    assert not any(array() is not None for array in alive)

@@ -186,7 +186,7 @@ def test_plans_of_nothing() -> None:
 
 
 def test_pickles_of_plans_know_every_part_of_a_call() -> None:
-    """What is new in a spec or in operands belongs into flashkit/call/pickled_plan.py, too, but for what `mla` and
+    """What is new in a spec or in operands belongs into Planned.__reduce__, too, but for what `mla` and
     calls on 8 bits add, which have no plans.
     """
     assert {field.name for field in fields(AttentionSpec)} == {

@@ -768,7 +768,7 @@ def test_a_planned_call_takes_pages(n_q: int, backend: str) -> None:
         same(call(q, k, v, kv_lengths=lengths, page_table=other), expected)
     with pytest.raises(ValueError, match=r"page_table has -1 at \[1, 2\]"):  # the plan's own, where it has no page
         call(q, k, v, kv_lengths=[50, 33])
-    for wrong, says in ((table[:, :3], "as planned"), (table + 6, "13 at"), (table[0], "shape"), (table + 0.5, "0.5")):
+    for wrong, says in ((table[:, :3], "as planned"), (table + 6, "13 at"), (table[0], "shape"), (table / 2, "float")):
         with pytest.raises((TypeError, ValueError), match=says):
             call(q, k, v, kv_lengths=[60, 30], page_table=wrong)
 
@@ -779,12 +779,12 @@ def test_a_planned_call_takes_pages(n_q: int, backend: str) -> None:
         ({"kv_lengths": [151, 3]}, ValueError, "kv_lengths has values from 3 to 151; 0 to 150"),
         ({"kv_lengths": [-1, 3]}, ValueError, "kv_lengths has values from -1 to 3"),
         ({"kv_lengths": [2**63, 3]}, (TypeError, ValueError), "kv_lengths"),
-        ({"kv_lengths": [5, 5, 5]}, ValueError, r"kv_lengths has shape \(3,\)"),
-        ({"kv_lengths": [5.0, 5.0]}, TypeError, "kv_lengths is"),
-        ({"kv_lengths": np.array([True, True])}, TypeError, "kv_lengths is"),
+        ({"kv_lengths": [5, 5, 5]}, ValueError, r"kv_lengths: .* got shape \(3,\)"),
+        ({"kv_lengths": [5.0, 5.0]}, TypeError, "kv_lengths: expected"),
+        ({"kv_lengths": np.array([True, True])}, TypeError, "kv_lengths: expected"),
         ({"kv_lengths": [9, 2]}, ValueError, "kv_lengths has 2, less than the 3 queries"),
         ({"q_offset": [2**49, 0]}, ValueError, "q_offset"),
-        ({"q_offset": [1, 2, 3]}, ValueError, "q_offset has shape"),
+        ({"q_offset": [1, 2, 3]}, ValueError, "q_offset: .* got shape"),
         ({"page_table": [[0], [0]]}, TypeError, "page_table is for plans"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -12,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from flashkit.devices import host, profiles
+from flashkit.devices import host, profiles, schema
+from flashkit.spec import AttentionSpec, Problem
 
 SHIPPED = sorted(profiles.shipped_dir().glob("*.yaml"))
 
@@ -22,6 +24,8 @@ X86 = {
     "amx": {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "amx_tile", "amx_bf16"},
     "zen4": {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"},
 }
+
+FLOAT32: dict[str, Any] = {"dtype": "float32", "head_dim": 64, "mask": False}
 
 MINIMAL = "schema: 1\ndevice: {kind: cpu, name: test}\n"
 
@@ -86,7 +90,8 @@ def test_shipped_profile(file: Path, folders: dict[str, Path]) -> None:
             assert rate.date and rate.versions, f"{dotted}: a measurement needs date and versions"
     for table, rows in profile.tiles.items():
         assert rows, f"{table} is empty"
-        assert len({row.selector for row in rows}) == len(rows), f"{table} has two rows for the same problems"
+        tiles = {(row.selector, row.block_q, row.block_k, str(row.options)) for row in rows}
+        assert len(tiles) == len(rows), f"{table} has a tile twice for the same problems"
         assert all(row.why for row in rows), f"{table}: every row says why"
     assert profiles.by_name(file.stem).device.kind == device.kind
 
@@ -102,8 +107,8 @@ def test_all_promised_devices_are_shipped() -> None:
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("head_dim", [1, 64, 96, 128, 129, 512])
 def test_cpu_tables_answer_every_problem(name: str, table: str, dtype: str, head_dim: int) -> None:
-    for causal in (False, True):
-        row = profiles.by_name(name).tile(table, dtype, head_dim, causal)
+    for mask in (False, True):
+        row = profiles.by_name(name).tile(table, dtype=dtype, head_dim=head_dim, mask=mask)
         assert row is not None and row.lanes and row.rows and row.vectors
         assert row.block_q % (row.lanes * row.vectors) == 0, "a query tile is whole panels of the micro-kernel"
 
@@ -127,7 +132,7 @@ def test_cpu_is_matched_by_its_features(
 ) -> None:
     cpu(features)
     profile = profiles.for_device("cpu")
-    row = profile.tile("cpu.forward", "float32", 64, False)
+    row = profile.tile("cpu.forward", **FLOAT32)
     assert row is not None and row.lanes == lanes and (row.rows, row.vectors) == block
     assert Path(str(row.origin).rpartition(":")[0]).stem == file
     assert ("cpu_amx.forward" in profile.tiles) == ("amx_bf16" in features)
@@ -152,7 +157,7 @@ def test_rates_are_those_of_as_many_cores(
     assert (profile.device.name, profile.device.cores) == (name, cores)
     assert profile.provenance["device.cores"] == "system"
     assert (profile.peak("float32") is not None) == (profile.bandwidth_gbs is not None) == known
-    row = profile.tile("cpu.forward", "float32", 64, False)
+    row = profile.tile("cpu.forward", **FLOAT32)
     assert row is not None and Path(str(row.origin).rpartition(":")[0]).stem == "cpu_avx512"
 
 
@@ -178,7 +183,7 @@ def test_cache_sizes_come_from_the_system(folders: dict[str, Path], cpu: Any) ->
 def test_this_machine(folders: dict[str, Path]) -> None:
     profile = profiles.for_device("cpu")
     assert profile.memory.l1d and profile.memory.l2
-    assert profile.tile("cpu.forward", "float32", 64, True)
+    assert profile.tile("cpu.forward", **FLOAT32)
     assert profile.as_dict()["schema"] == 1
 
 
@@ -190,9 +195,10 @@ def test_cuda_device_by_name(folders: dict[str, Path], gpu: Any) -> None:
     assert rate.datasheet == 989 and profile.peak("bfloat16") == rate.measured, "measured goes before datasheet"
     assert 4000 < profile.bandwidth_gbs < 4800
     assert profile.provenance["device.sms"] == "system"
-    row = profile.tile("cupy_raw.forward", "bfloat16", 128, True)
-    assert row is not None and row.measured is not None and row.measured.tflops > 100
-    assert profile.tile("cupy_raw.forward", "float64", 128, True) is None
+    facts = {"dtype": "bfloat16", "head_dim": 128, "head_dim_v": 128, "dim": 128, "mask": True, "rows": 4096}
+    rate = profile.rate("cupy_raw.forward", **facts, generation="sm90")
+    assert rate is not None and rate > 1e14
+    assert profile.rate("cupy_raw.forward", **facts | {"dtype": "float64"}, generation="sm90") is None
 
 
 @pytest.mark.parametrize("name", ["NVIDIA GH200 480GB", "NVIDIA H100 PCIe"])
@@ -200,8 +206,10 @@ def test_cuda_relative_lends_tiles_but_no_rates(folders: dict[str, Path], gpu: A
     gpu(name=name, compute_capability=[9, 0], sms=114)
     profile = profiles.for_device("cuda")
     assert profile.device.name == name and profile.device.sms == 114
-    row = profile.tile("cupy_raw.forward", "float16", 64, False)
-    assert row is not None and row.measured is None
+    facts = {"dtype": "float16", "head_dim": 64, "mask": False, "rows": 4096, "generation": "sm80"}
+    row = profile.tile("cupy_raw.forward", **facts)
+    assert row is not None and row.measured is None and row.block_q == 128
+    assert profile.rate("cupy_raw.forward", **facts) is None
     assert profile.memory.sram_per_block == 232448
     assert "same compute capability" in profile.provenance["memory.sram_per_block"]
     assert profile.peak("float16") is None and profile.bandwidth_gbs is None
@@ -236,7 +244,7 @@ def test_lookup_order_and_field_by_field_merge(folders: dict[str, Path], cpu: An
     bandwidth = profile.memory.bandwidth_gbs
     assert bandwidth is not None
     assert (bandwidth.datasheet, bandwidth.measured, bandwidth.date) == (30, 20, "2026-01-01")
-    tuned, other = (profile.tile("cpu.forward", dtype, 64, True) for dtype in ("float32", "float16"))
+    tuned, other = (profile.tile("cpu.forward", **FLOAT32 | {"dtype": dtype}) for dtype in ("float32", "float16"))
     assert tuned is not None and tuned.block_q == 7
     assert tuned.origin == f"{folders['user'] / 'mine.yaml'}:4"
     assert other is not None and other.lanes == 16
@@ -250,31 +258,44 @@ def test_a_date_is_not_taken_from_another_layer(folders: dict[str, Path], cpu: A
     assert bandwidth is not None and (bandwidth.measured, bandwidth.date) == (25, None)
 
 
-def test_most_specific_row_wins() -> None:
+def test_the_first_row_whose_conditions_hold_wins() -> None:
     profile = profiles.parse(
         MINIMAL + "tiles:\n  t:\n"
+        "  - {measured: {tflops: 7}, dtype: float16}\n"
+        "  - {block_q: 7, block_k: 1, head_dim: 64, dtype: float16, mask: true}\n"
+        "  - {block_q: 6, block_k: 1, head_dim: [64, 80], dtype: [float16, bfloat16]}\n"
+        "  - {block_q: 5, block_k: 1, min_keys: 100, max_keys: 200, packed: false}\n"
+        "  - {block_q: 4, block_k: 1, min_head_dim: 65, max_head_dim: 128}\n"
+        "  - {block_q: 3, block_k: 1, max_head_dim: 256, measured: {gflops: 3}}\n"
+        "  - {block_q: 2, block_k: 1, max_tiles_per_sm: 1}\n"
         "  - {block_q: 1, block_k: 1}\n"
-        "  - {block_q: 2, block_k: 1, max_head_dim: 256}\n"
-        "  - {block_q: 3, block_k: 1, max_head_dim: 128}\n"
-        "  - {block_q: 4, block_k: 1, head_dim: 64}\n"
-        "  - {block_q: 5, block_k: 1, head_dim: [64, 80], dtype: [float16, bfloat16]}\n"
-        "  - {block_q: 6, block_k: 1, head_dim: 64, dtype: float16}\n"
-        "  - {block_q: 7, block_k: 1, head_dim: 64, dtype: float16, causal: true}\n"
     )
 
-    def chosen(*problem: Any) -> int:
-        row = profile.tile("t", *problem)
+    def chosen(dtype: str, head_dim: int, **more: Any) -> int | None:
+        row = profile.tile("t", dtype=dtype, head_dim=head_dim, **more)
         assert row is not None
         return row.block_q
 
-    assert chosen("float32", 512, False) == 1
-    assert chosen("float32", 200, False) == 2
-    assert chosen("float32", 100, False) == 3
-    assert chosen("float32", 64, False) == 4
-    assert chosen("bfloat16", 80, False) == 5
-    assert chosen("float16", 64, False) == 6
-    assert chosen("float16", 64, True) == 7
-    assert profile.tile("nothing", "float16", 64, True) is None
+    assert chosen("float16", 64, mask=True) == 7
+    assert chosen("float16", 64, mask=False) == chosen("bfloat16", 80) == 6
+    keys = {99: 4, 100: 5, 200: 5, 201: 4}
+    assert {n: chosen("float32", 100, keys=n, packed=False) for n in keys} == keys
+    assert chosen("float32", 100, keys=150, packed=True) == 4
+    assert (chosen("float32", 64), chosen("float32", 128), chosen("float32", 129)) == (3, 4, 3)
+    assert chosen("float32", 512, tiles_per_sm=1.0) == 2
+    assert chosen("float32", 512, tiles_per_sm=1.1) == 1
+    assert chosen("float32", 512) == 1, "a condition on what is not known does not hold"
+    assert profile.tile("nothing", dtype="float16", head_dim=64) is None
+    rates = (profile.rate("t", dtype=dtype, head_dim=100) for dtype in ("float16", "float32"))
+    assert tuple(rates) == (7e12, 3e9)
+
+
+def test_facts_of_a_problem_are_those_that_rows_ask_for() -> None:
+    """A condition whose fact is called otherwise would never hold."""
+    facts = Problem(AttentionSpec("float32", 64, 64), 1, 1, 1, 1).facts.keys()
+    told_by_backends = {"generation", "modified", "tiles_per_sm"}
+    asked = {re.sub("^(min|max)_", "", name) for name in schema.CONDITIONS}
+    assert asked == facts | told_by_backends
 
 
 def test_malformed_profiles_never_stop_for_device(folders: dict[str, Path], cpu: Any) -> None:
@@ -300,7 +321,7 @@ def test_no_profile_at_all_still_gives_an_answer(
     monkeypatch.setattr(profiles, "shipped_dir", lambda: folders["user"] / "absent")
     gpu()
     assert profiles.for_device("cuda").device.kind == "cuda"
-    assert profiles.for_device("cpu").tile("cpu.forward", "float32", 64, False) is None
+    assert profiles.for_device("cpu").tile("cpu.forward", **FLOAT32) is None
 
 
 def test_unknown_kind_and_name() -> None:
@@ -363,9 +384,11 @@ MALFORMED = [
     (MINIMAL + "tiles:\n  cpu.forward: {}\n", 4, "tiles.cpu.forward", "expected a list of rows"),
     (MINIMAL + "tiles:\n  t:\n" + ROW + "  - {block_q: 0, block_k: 1}\n", 6, "tiles.t[1].block_q", ">= 1"),
     (MINIMAL + "tiles:\n  t:\n" + ROW + "  - block_q: 1\n    blok_k: 1\n", 7, "tiles.t[1].blok_k", "mean `block_k`"),
-    (MINIMAL + "tiles:\n  t:\n  - block_q: 1\n", 5, "tiles.t[0]", "missing required field `block_k`"),
+    (MINIMAL + "tiles:\n  t:\n  - block_q: 1\n", 5, "tiles.t[0]", "expected block_q and block_k"),
+    (MINIMAL + "tiles:\n  t:\n  - dtype: float32\n", 5, "tiles.t[0]", "or a speed in `measured`"),
     (MINIMAL + "tiles:\n  t:\n  - block_q: 1\n    block_k: 1\n    dtype: float23\n", 7, "tiles.t[0].dtype", "float23"),
-    (MINIMAL + "tiles:\n  t:\n  - {block_q: 1, block_k: 1, head_dim: 4, max_head_dim: 8}", 5, "tiles.t[0]", "not both"),
+    (MINIMAL + "tiles:\n  t:\n  - {block_q: 1, block_k: 1, min_keys: 8, max_keys: 4}", 5, "tiles.t[0]", "max_keys: "),
+    (MINIMAL + "tiles:\n  t:\n  - {block_q: 1, block_k: 1, causal: true}", 5, "tiles.t[0].causal", "unknown field"),
     (MINIMAL + "tiles:\n  t:\n  - {block_q: 1, block_k: 1, lanes: 5}\n", 5, "tiles.t[0].lanes", "5"),
     (
         MINIMAL + "tiles:\n  t:\n  - {block_q: 1, block_k: 1, lanes: 8, rows: 8, vectors: 3}\n",
@@ -398,14 +421,14 @@ def test_written_profile_is_found_and_updated(folders: dict[str, Path], cpu: Any
     assert set(device["features"]) == X86["avx512"]
     measured = {"gflops": 150.0, "date": "2026-01-01", "versions": {"numba": "0.68"}}
     rows = [
-        {"dtype": "float32", "head_dim": 64, "causal": False, "block_q": 10, "block_k": 11, "measured": measured},
-        {"dtype": "float32", "head_dim": 64, "causal": True, "block_q": 12, "block_k": 13},
+        {**FLOAT32, "block_q": 10, "block_k": 11, "measured": measured},
+        {**FLOAT32, "mask": True, "block_q": 12, "block_k": 13},
     ]
     path = profiles.write_user_profile({"device": device, "tiles": {"cpu.forward": rows}})
     assert path.parent == folders["user"]
-    row = profiles.for_device("cpu").tile("cpu.forward", "float32", 64, False)
+    row = profiles.for_device("cpu").tile("cpu.forward", **FLOAT32)
     assert row is not None and row.block_q == 10 and row.measured and row.measured.versions == {"numba": "0.68"}
-    assert [row.matches("float32", 64, causal) for causal in (False, True)] == [True, False]
+    assert [row.matches(FLOAT32 | {"mask": mask}) for mask in (False, True)] == [True, False]
 
     again = profiles.write_user_profile(
         {
@@ -427,7 +450,7 @@ def test_another_cpu_does_not_take_it(folders: dict[str, Path], cpu: Any) -> Non
     row = {"block_q": 48, "block_k": 5}
     first = profiles.write_user_profile({"device": profiles.criteria("cpu"), "tiles": {"cpu.forward": [row]}})
     cpu(X86["avx2"])  # the same name: virtual machines tell no more
-    assert profiles.for_device("cpu").tile("cpu.forward", "float32", 64, False).block_k != 5  # type: ignore[union-attr]
+    assert profiles.for_device("cpu").tile("cpu.forward", **FLOAT32).block_k != 5  # type: ignore[union-attr]
     assert profiles.write_user_profile({"device": profiles.criteria("cpu")}) != first
 
 

@@ -429,11 +429,11 @@ WRONG: dict[str, tuple[Any, str]] = {
     "dtype": (lambda: quantize(X, "fp8"), "dtype is 'fp8'; 'e4m3' or 'int8' fits"),  # type: ignore[arg-type]
     "per": (lambda: quantize(X, per="row"), "per is 'row'; 'tensor', 'head', "),  # type: ignore[arg-type]
     "layout": (lambda: quantize(X, layout="nhd"), "layout is 'nhd'"),
-    "rotate": (lambda: quantize(X, rotate=1), "rotate is 1; True or False fits"),  # type: ignore[arg-type]
-    "smooth": (lambda: quantize(X, smooth="k"), "smooth is 'k'; True or False fits"),  # type: ignore[arg-type]
-    "block": (lambda: quantize(X, per="block", block=0), "block is 0; 1 or more tokens fit"),
-    "block's type": (lambda: quantize(X, block=8.0), r"block is 8.0; a number of tokens fits"),  # type: ignore[arg-type]
-    "seed": (lambda: quantize(X, seed=-1), r"seed is -1; 0 to 2\^64 - 1 fits"),
+    "rotate": (lambda: quantize(X, rotate=1), "rotate: expected True or False, got 1"),  # type: ignore[arg-type]
+    "smooth": (lambda: quantize(X, smooth="k"), "smooth: expected True or False, got 'k'"),  # type: ignore[arg-type]
+    "block": (lambda: quantize(X, per="block", block=0), "block: expected an integer from 1 to [0-9]+, got 0"),
+    "block's type": (lambda: quantize(X, block=8.0), r"block: expected an integer from 1 to [0-9]+, got 8.0"),  # type: ignore[arg-type]
+    "seed": (lambda: quantize(X, seed=-1), r"seed: expected an integer from 0 to [0-9]+, got -1"),
     "x": (lambda: quantize([1.0]), "x is a builtins.list"),
     "x's dtype": (lambda: quantize(X.astype(int)), "x has dtype int64; float64, "),
     "x's shape": (lambda: quantize(X[0, 0]), r"x has shape \(8,\); \(..., tokens, head_dim\)"),
@@ -447,7 +447,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "mean": (lambda: Quantized(X8.data, ONE, mean=X[:, :2]), r"mean has shape \(2, 2, 8\); what broadcasts to"),
     "mean's axes": (lambda: Quantized(X8.data, ONE, mean=X[0]), r"mean has shape \(3, 8\)"),
     "mean's dtype": (lambda: Quantized(X8.data, ONE, mean=X.astype(float)), "mean has dtype float64"),
-    "seed of data": (lambda: Quantized(X8.data, ONE, seed="a"), "seed is 'a'; an integer"),  # type: ignore[arg-type]
+    "seed of data": (lambda: Quantized(X8.data, ONE, seed="a"), "seed: expected an integer from 0 .* got 'a'"),  # type: ignore[arg-type]
     "dtypes": (lambda: attention(X.astype(BF16), X8, X.astype(BF16)), "k has dtype float32, q has bfloat16; q, k"),
     "dtypes of plain": (lambda: attention(X8, X8, X.astype(BF16)), "v has dtype bfloat16, q has float32"),
     "fp8 of float32": (lambda: attention(X, X, X, precision="fp8"), "quantises float16 and bfloat16, and q has dtype"),

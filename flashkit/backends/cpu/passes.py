@@ -119,15 +119,24 @@ def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Bo
         if small is not None and not spec.kv_lengths and gradients.dsinks is None and small(operands, gradients):
             return
         count = threads.count() if flops >= threads.SERIAL_FLOPS else 1
+        if threads.is_long(flops, count):  # all of the pass: what the kernels use stays until they have ended
+            threads.interruptible(partial(run_all, operands, gradients, count))
+        else:
+            run_all(operands, gradients, count)
+
+    def run_all(operands: Operands, gradients: Gradients, count: int, stop: int = 0) -> None:
         num_splits = splits(DETERMINISTIC_THREADS if spec.deterministic and flops >= threads.SERIAL_FLOPS else count)
         if num_splits == 1 and gradients.dq.dtype == accumulator:
-            run_all(operands, gradients, count, gradients.dq[None], in_place=True)
+            run_with(gradients.dq[None], operands, gradients, count, stop, in_place=True)
             return
         every = num_splits, *shape
         with scratch_pool.borrowed(math.prod(every) * accumulator.itemsize) as memory:
-            run_all(operands, gradients, count, memory.view(accumulator).reshape(every), in_place=False)
+            dq_accum = memory.view(accumulator).reshape(every)
+            run_with(dq_accum, operands, gradients, count, stop, in_place=False)
 
-    def run_all(operands: Operands, gradients: Gradients, count: int, dq_accum: np.ndarray, *, in_place: bool) -> None:
+    def run_with(
+        dq_accum: np.ndarray, operands: Operands, gradients: Gradients, count: int, stop: int, *, in_place: bool
+    ) -> None:
         args, num_splits = block.args.copy(), len(dq_accum)
         bwd_lse, delta = np.empty((2, *rows), accumulator)
         of_gradients = (at.DQ, gradients.dq), (at.DK, gradients.dk), (at.DV, gradients.dv)
@@ -143,18 +152,14 @@ def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Bo
             for entry, end in enumerate(ends.tolist()):
                 gradients.dk[entry, :, end:], gradients.dv[entry, :, end:] = 0, 0
 
-        def launch(kernel: int, work_tiles: int, stop: int = 0) -> None:
+        def run(name: str, block_q: int, q_tiles: int, work_tiles: int) -> None:
+            args[at.BLOCK_Q], args[at.Q_TILES] = block_q, q_tiles
             memory = scratch_pool.acquire(int(args[at.SCRATCH_BYTES]) * count)
             args[at.SCRATCH], args[at.STOP] = memory.address, stop
             try:
-                threads.run(kernel, args, work_tiles, count)
+                threads.run(plan.backward[name], args, work_tiles, count)
             finally:
                 scratch_pool.release(memory)
-
-        def run(name: str, block_q: int, q_tiles: int, work_tiles: int) -> None:
-            args[at.BLOCK_Q], args[at.Q_TILES] = block_q, q_tiles
-            work = partial(launch, plan.backward[name], work_tiles)
-            threads.interruptible(work) if threads.is_long(flops, count) else work()
 
         run("bwd_preprocess", *row_tiles)
         for nonfinite in (0, 1):
@@ -171,8 +176,9 @@ def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Bo
                 break
         if gradients.dsinks is not None:
             # d lse / d sink is the sink's weight, 0 in a row that sees nothing at all.
-            weight = np.exp(operands.sinks[None, :, None] - bwd_lse)
-            gradients.dsinks[...] = -np.where(weight == 0, 0, weight * delta).sum((0, 2), np.float64)
+            with np.errstate(all="ignore"):  # NaN has results, and so have kernels that were stopped
+                weight = np.exp(operands.sinks[None, :, None] - bwd_lse)
+                gradients.dsinks[...] = -np.where(weight == 0, 0, weight * delta).sum((0, 2), np.float64)
 
     return bound
 

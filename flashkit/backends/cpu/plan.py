@@ -8,6 +8,7 @@ from typing import Any
 
 from ...devices.io_model import CpuTile
 from ...devices.lazy import cached_property
+from ...devices.schema import TileRow
 from ...spec import AttentionSpec, Direction, Problem
 from . import bf16, modify, objects, specialise
 from .micro.register_block import RegisterBlock
@@ -32,6 +33,8 @@ class CpuPlan:
     tile: CpuTile
     backward_tile: CpuTile
     why: str
+    row: TileRow | None = None
+    """The row of the profile that decided about the tile of the forward pass."""
     bf16_pairs: str = ""
     """The instructions that multiply bf16 pairs (bf16.py); "" where operands are widened, and for other dtypes."""
 
@@ -98,17 +101,17 @@ class CpuPlan:
 
 def make_plan(problem: Problem, profile: Any) -> CpuPlan:
     name, reason = bf16.select() if problem.spec.dtype == "bfloat16" else ("", "")
-    tile, why = choose_tile(problem, profile, "forward", amx=name == "amx")
-    backward_tile, _ = choose_tile(problem, profile, "backward", amx=name == "amx")
+    tile, row, why = choose_tile(problem, profile, "forward", amx=name == "amx")
+    backward_tile, *_ = choose_tile(problem, profile, "backward", amx=name == "amx")
     if decodes(problem):
         tile = replace(tile, block_k=DECODE_BLOCK_K)
         why = f"fewer than {DECODE_QUERIES} queries: split over the keys, which are read once (kernels/decode.py)"
     if not name:
-        return CpuPlan(problem, tile, backward_tile, why)
+        return CpuPlan(problem, tile, backward_tile, why, row)
     if name == "avx512bf16" and not tile.lanes == backward_tile.lanes == 16:
         name, reason = "widen", "the tile has shorter vectors"
     pairs = "" if name == "widen" else name
-    return CpuPlan(problem, tile, backward_tile, f"{why}; bfloat16 by {name}: {reason}", pairs)
+    return CpuPlan(problem, tile, backward_tile, f"{why}; bfloat16 by {name}: {reason}", row, pairs)
 
 
 def decodes(problem: Problem) -> bool:
@@ -119,12 +122,17 @@ def decodes(problem: Problem) -> bool:
     return problem.n_q < DECODE_QUERIES and enough and not problem.spec.packed
 
 
-def choose_tile(problem: Problem, profile: Any, direction: Direction, *, amx: bool = False) -> tuple[CpuTile, str]:
-    """The tile of the profile's row for the spec, or the model's choice, and the reason. amx: rows for AMX go first."""
+def choose_tile(
+    problem: Problem, profile: Any, direction: Direction, *, amx: bool = False
+) -> tuple[CpuTile, TileRow | None, str]:
+    """The tile of the profile's row for the spec, or the model's choice, the row, and the reason. amx: rows for AMX go
+    first.
+    """
     from ...devices import io_model
 
-    spec = problem.spec
+    spec, facts = problem.spec, problem.facts
     tables = [f"cpu_amx.{direction}"] * amx + [f"cpu.{direction}"]
-    found = (profile.tile(table, spec.dtype, spec.head_dim, spec.masked) for table in tables)
+    row = next(filter(None, (profile.tile(table, **facts) for table in tables)), None)
     model = io_model.default_cpu(profile, spec.dtype, spec.head_dim, spec.head_dim_v, direction)
-    return io_model.cpu_tile(next(filter(None, found), None), model)
+    tile, why = io_model.cpu_tile(row, model)
+    return tile, row, why

@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,11 +104,11 @@ def is_long(flops: float, threads: int) -> bool:
 
 
 def interruptible(launch: Callable[[int], None]) -> None:
-    """Call `launch`, which runs a kernel and owns its memory, with a value for STOP. A signal handler that raises stops
-    the kernel.
+    """Call `launch`, which runs kernels and owns all memory that they use, with a value for STOP. A signal handler that
+    raises stops them.
     """
     stop = np.zeros(1, np.int64)
-    interrupt.apart(lambda: launch(stop.__array_interface__["data"][0]), lambda: stop.fill(1))
+    interrupt.apart(lambda: launch(stop.__array_interface__["data"][0]), partial(stop.fill, 1))
 
 
 def concurrent(threads: int) -> bool:

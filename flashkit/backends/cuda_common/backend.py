@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from ... import settings
-from ...devices.schema import not_followed
+from ...devices.schema import TileRow, not_followed
 from ...errors import UnsupportedError
 from ...spec import Direction, Gradients, Operands, Problem, Verdict
 from ..base import Bound, BoundBackward
@@ -22,7 +22,7 @@ from . import compiler, device, launch, modification, verify
 from .arguments import Arguments, addresses
 from .cu_seqlens import clear_behind
 from .device import Device
-from .generation import Generation, Pass, asked
+from .generation import Choice, Generation, Pass, TileTables, asked
 from .params import AT
 
 VARIABLE = settings.CUDA_GENERATION.name
@@ -31,10 +31,6 @@ _ELSEWHERE = "q lies on CUDA device {}, the current one is {}; `with q.device:` 
 MAX_HEAD_DIM = 512
 """Of v, and of k unless a backend has kernels for wider ones."""
 
-MANY_ROWS = 64
-"""With at most so many query rows that share keys, only rows of a profile with `max_rows` apply: tiles of others are
-mostly empty."""
-
 _MAX_FORMS = 16
 """Layouts of out, dout and dlse that a bound backward pass has argument blocks for."""
 
@@ -42,11 +38,12 @@ _BACKWARD_AT = addresses(("q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv")
 _DLSE, _DSINKS = AT["dlse"], AT["dsinks"]
 
 
-class Choice(NamedTuple):
-    """A generation, the profile's row for it, and why the others were not chosen."""
+class Selection(NamedTuple):
+    """A generation, its tile, the tables that this is from, and why other generations were not chosen."""
 
     generation: Generation | None
-    row: Any
+    choice: Choice | None
+    tables: TileTables
     rejected: list[str]
 
 
@@ -87,22 +84,11 @@ class CudaBackend:
         left = tuple(generation for generation in self.generations if generation.name == forced)
         return self.generations if left and direction not in left[0].directions else left
 
-    def rows_of(self, problem: Problem, profile: Any, direction: Direction) -> dict[str, Any]:
-        """The profile's row for each generation, by its name."""
-        spec, rows = problem.spec, problem.mean_n_q * problem.spec.group
-        found: dict[str, Any] = {}
-        if spec.fp8:  # rows are of kernels for spec.dtype
-            return found
-        for row in profile.rows(f"{self.name}.{direction}", spec.dtype, spec.head_dim, spec.masked, rows):
-            if row.max_rows is not None or rows > MANY_ROWS:
-                found.setdefault(str(row.options.get("generation")), row)
-        return found
-
-    def choose(self, problem: Problem, profile: Any, on: Device, direction: Direction) -> Choice:
-        """The generation to compute with; None where none can."""
+    def choose(self, problem: Problem, profile: Any, on: Device, direction: Direction) -> Selection:
+        """The generation to compute with, and its tile; None where none can."""
+        tables, allowed = TileTables(self.name, profile, on, direction), self.allowed(direction)
         rejected: list[str] = []
         able: list[Generation] = []
-        allowed = self.allowed(direction)
         for generation in allowed:
             verdict = asked(generation, problem, on, direction)
             if verdict and len(allowed) > 1:
@@ -111,18 +97,21 @@ class CudaBackend:
                 able.append(generation)
             else:
                 rejected.append(f"{generation.name}: {verdict.reason}")
-        if not able:
-            return Choice(None, None, rejected)
-        rows = self.rows_of(problem, profile, direction)
-        rates = {
-            g.name: rate for g in able if (row := rows.get(g.name)) and row.measured and (rate := row.measured.tflops)
-        }
-        best = able[0]
-        if best.name in rates:
-            best = max(able, key=lambda g: rates.get(g.name, 0.0))
-            others = ((name, rate) for name, rate in rates.items() if name != best.name)
-            rejected += [f"{name}: {rate:g} TFLOP/s in the profile" for name, rate in others]
-        return Choice(best, rows.get(best.name), rejected)
+        rates = {g: rate for g in able if (rate := tables.rate(g, problem))}
+        while able:
+            best = max(able, key=lambda g: rates.get(g, 0.0)) if able[0] in rates else able[0]
+            able.remove(best)
+            choice = next(tables.choices(best, problem), None)
+            if choice is not None:
+                others = (g for g in able if g in rates and best in rates)
+                rejected += [f"{g.name}: {rates[g] / 1e12:g} TFLOP/s in the profile" for g in others]
+                return Selection(best, choice, tables, rejected)
+            rejected.append(f"{best.name}: no tile of the profile fits")
+        return Selection(None, None, tables, rejected)
+
+    def rate(self, problem: Problem, profile: Any, direction: Direction) -> float | None:
+        generation, _, tables, _ = self.choose(problem, profile, device.current(), direction)
+        return None if generation is None else tables.rate(generation, problem)
 
     def available(self) -> Verdict:
         missing = [name for name in self.needs if _absent(name)]
@@ -148,9 +137,6 @@ class CudaBackend:
         if not able:
             return Verdict(False, f"it has no generation {settings.CUDA_GENERATION.text()}, which {VARIABLE} asks for")
         return Verdict(any(able), "; ".join(verdict.reason for verdict in able if not verdict))
-
-    def row(self, problem: Problem, profile: Any, direction: Direction) -> Any:
-        return self.choose(problem, profile, device.current(), direction).row
 
     def plan(self, problem: Problem, profile: Any) -> CudaPlan:
         return CudaPlan(self, problem, profile)
@@ -259,6 +245,8 @@ class CudaPlan:
     problem: Problem
     profile: Any
     passes: dict[tuple[int, Direction], Pass] = field(default_factory=dict)
+    rows: dict[tuple[int, Direction], TileRow | None] = field(default_factory=dict)
+    """Of the profile: those that decided about the tiles of passes."""
 
     def on(self, device: Device, direction: Direction) -> Pass:
         """The pass on a device."""
@@ -268,15 +256,24 @@ class CudaPlan:
         return made
 
     def _compile(self, device: Device, direction: Direction) -> Pass:
-        generation, row, rejected = self.backend.choose(self.problem, self.profile, device, direction)
+        """The pass with the first tile whose kernels work: a bad row must not disable attention."""
+        generation, _, tables, rejected = self.backend.choose(self.problem, self.profile, device, direction)
         if generation is None:
             raise UnsupportedError(f"{self.backend.name} has no {direction} pass for this: {'; '.join(rejected)}")
-        if row is not None:
+        failed: dict[str, TileRow] = {}
+        for choice in tables.choices(generation, self.problem):
             try:
-                return self._checked(generation.plan(self.problem, row, device, direction), device, direction)
+                made = self._checked(generation.plan(self.problem, choice, tables), device, direction)
             except Exception as error:  # of a compiler, a launch or the check
-                not_followed(row, f"its kernels do not work: {error}")
-        return self._checked(generation.plan(self.problem, None, device, direction), device, direction)
+                if choice.row is None or str(error) in failed:
+                    raise  # it is not the tile
+                failed[str(error)] = choice.row
+            else:
+                for problem, row in failed.items():
+                    not_followed(row, f"its kernels do not work: {problem}")
+                self.rows[device.ordinal, direction] = choice.row
+                return made
+        raise AssertionError
 
     def _checked(self, made: Pass, device: Device, direction: Direction) -> Pass:
         verify.check(made, self.problem.spec, device, direction)
@@ -287,9 +284,16 @@ class CudaPlan:
         return self.on(device.current(), "forward").tile
 
     @property
+    def row(self) -> TileRow | None:
+        """The row of the profile that decided about the tile."""
+        on = device.current()
+        self.on(on, "forward")
+        return self.rows[on.ordinal, "forward"]
+
+    @property
     def why(self) -> str:
         on = device.current()
-        generation, _, rejected = self.backend.choose(self.problem, self.profile, on, "forward")
+        generation, _, _, rejected = self.backend.choose(self.problem, self.profile, on, "forward")
         assert generation is not None
         return f"{generation.name}: {self.on(on, 'forward').why}" + "".join(f"; not {line}" for line in rejected)
 

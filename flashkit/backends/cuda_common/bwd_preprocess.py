@@ -7,8 +7,8 @@ from . import compiler
 from .arguments import Arguments
 from .device import Device
 from .generation import Kernels
+from .memory import Workspace
 from .params import AT
-from .workspace import Workspace
 
 _THREADS = 128  # of a CTA: kernels/common/bwd_preprocess
 

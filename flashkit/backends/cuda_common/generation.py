@@ -1,18 +1,19 @@
 """A generation: kernels for one kind of arithmetic units (`sm90`, `sm80`, `simt`), newest first in a backend.
 
 A generation decides which problems it supports on a device, in which direction, and plans a pass. Problems that it does
-not support go to the next older one; `simt` supports all. It lists the tiles worth trying, which `flashkit autotune`
-times, and follows the row of a profile: `block_q`, `block_k` and `stages` are fields of the row, the other fields of a
-tile are its options, with `generation`.
+not support go to the next older one; `simt` supports all. Its tile is that of the first row of the profile that is for
+the generation and the problem and whose tile fits: `block_q`, `block_k` and `stages` are fields of the row, the other
+fields of a tile are its options. It lists the tiles worth trying, which `flashkit autotune` times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from ...devices.schema import not_followed
+from ...devices.schema import Profile, TileRow, not_followed
+from ...errors import UnsupportedError
 from ...spec import AttentionSpec, Direction, Problem, Verdict
 from .arguments import Arguments
 from .device import Device
@@ -20,9 +21,6 @@ from .launch import Library
 
 Tile = TypeVar("Tile")
 IN_ROW = ("block_q", "block_k", "stages")
-
-OWN_CHOICE = "own_choice"
-"""Option of a profile's row that has a measurement but no tile: the generation chooses the tile by its heuristic."""
 
 
 class Kernels(Protocol):
@@ -45,16 +43,19 @@ class Pass(Protocol):
         """Enqueue the kernels. Words of `arguments` that it changes are set again by the next call."""
 
 
+class Choice(NamedTuple):
+    """A tile, the row of the profile that has it, and the reason."""
+
+    tile: Any
+    row: TileRow | None  # None: a model chose
+    why: str
+
+
 class Generation(Protocol):
     """Kernels for one kind of arithmetic units."""
 
     name: str
     directions: tuple[Direction, ...]
-
-    has_heuristic: bool = False
-    """Whether its own choice, the first of `candidates`, depends on more than a profile's row selects by, such as
-    lengths, precision and modifications. Then autotune leaves it the choice if no other tile was faster.
-    """
 
     takes_fp8: bool = False
     """Whether it is asked about problems whose q, k and v are codes of e4m3."""
@@ -66,11 +67,69 @@ class Generation(Protocol):
         """Whether it is faster than older generations; asked only if these are allowed."""
         return Verdict(True)
 
+    def modified(self, spec: AttentionSpec, direction: Direction) -> bool:
+        """Whether a score modification or dropout takes registers from tiles: a condition of rows."""
+        return spec.score is not None or spec.dropout
+
+    def tile(self, problem: Problem, row: TileRow, device: Device, direction: Direction) -> Any:
+        """The tile of a profile's row; None where it does not fit."""
+
+    def model(self, problem: Problem, device: Device, direction: Direction) -> Choice | None:
+        """A tile for where no row has one."""
+        return None
+
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> Sequence[Any]:
         """Tiles worth trying, by expected speed: frozen dataclasses of integers."""
 
-    def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Pass:
-        """A pass for the problem; row: the profile's row for this generation, or None."""
+    def plan(self, problem: Problem, choice: Choice, tables: TileTables) -> Pass:
+        """A pass with the chosen tile, in the direction and for the device of `tables`."""
+
+
+@dataclass(frozen=True)
+class TileTables:
+    """A profile's rows for one direction of a backend's passes on a device: those of the tables `<backend>.<direction>`
+    and then of `cuda.<direction>`, which all backends share.
+    """
+
+    backend: str
+    profile: Profile
+    device: Device
+    direction: Direction
+
+    def rows(self, generation: Generation, problem: Problem) -> Iterator[TileRow]:
+        """The rows for a generation and a problem."""
+        facts = problem.facts | {
+            "generation": generation.name, "modified": generation.modified(problem.spec, self.direction),
+            "tiles_per_sm": row_tiles(problem) / self.device.sms,
+        }  # fmt: skip
+        for table in (self.backend, "cuda"):
+            yield from self.profile.rows(f"{table}.{self.direction}", **facts)
+
+    def choices(self, generation: Generation, problem: Problem) -> Iterator[Choice]:
+        """The tiles that fit, that of the first row first."""
+        for row in self.rows(generation, problem):
+            if row.block_q is not None:
+                tile = generation.tile(problem, row, self.device, self.direction)
+                if tile is not None:
+                    yield Choice(tile, row, row.why or "the profile's row")
+        if (model := generation.model(problem, self.device, self.direction)) is not None:
+            yield model
+
+    def rate(self, generation: Generation, problem: Problem) -> float | None:
+        """The measured FLOP/s; None if the profile has none."""
+        rates = (row.measured.flops for row in self.rows(generation, problem) if row.measured)
+        return next(filter(None, rates), None)
+
+    def plan(self, generation: Generation, problem: Problem) -> Pass:
+        """A pass of a generation."""
+        for choice in self.choices(generation, problem):
+            return generation.plan(problem, choice, self)
+        raise UnsupportedError(f"no tile of {generation.name} for {problem.describe()} fits {self.device.name}")
+
+
+def row_tiles(problem: Problem) -> int:
+    """Tiles of 64 rows, where query heads that share keys share tiles."""
+    return -(-problem.n_q * problem.spec.group // 64) * problem.heads_kv * problem.batch
 
 
 def supports_packed(spec: AttentionSpec, what: str) -> Verdict:
@@ -106,9 +165,10 @@ LARGEST = 1024
 
 
 def tile_of(
-    kind: type[Tile], row: Any, spec: AttentionSpec, fits: Callable[[Any, AttentionSpec], bool], own: str = ""
-) -> tuple[Tile | None, str]:
-    """The tile of a profile's row. A row that is a tile for no spec is not followed, with a warning.
+    kind: type[Tile], row: TileRow, spec: AttentionSpec, fitted: Callable[[Any, AttentionSpec], Tile | None]
+) -> Tile | None:
+    """The tile of a profile's row; None where it does not fit. A row that is a tile for no spec is not followed, with a
+    warning.
 
     Parameters
     ----------
@@ -116,46 +176,27 @@ def tile_of(
         The dataclass of the tile, with its own checks. Attributes that are no fields, such as a constant block_q, must
         equal those of the row.
     row
-        The profile's row, or None.
+        The profile's row.
     spec
         What is computed.
-    fits
-        Whether a tile fits a spec, and the device.
-    own
-        The reason of the generation's own tile.
-
-    Returns
-    -------
-    tile : Tile or None
-        None: the generation chooses.
-    why : str
-        The reason for the tile, and why the row is not followed.
+    fitted
+        The tile as it fits a spec and the device, or None.
     """
-
-    def none(why: str | None) -> tuple[None, str]:
-        return None, "; ".join(filter(None, (own, why)))
-
-    if row is None:
-        return none(None)
-    if row.options.get(OWN_CHOICE):
-        return none(row.why)
-    numbers = {name: value for name in IN_ROW if (value := getattr(row, name)) is not None}
-    numbers |= {name: value for name, value in row.options.items() if name != "generation"}
+    numbers = {name: value for name in IN_ROW if (value := getattr(row, name)) is not None} | row.options
     given = {field.name for field in fields(kind)} & numbers.keys()  # type: ignore[arg-type]
     try:
         for name, n in numbers.items():
             if type(n) is not int or not 0 <= n <= LARGEST:
-                raise ValueError(f"{name} is {n!r}; an integer up to {LARGEST} fits")
+                raise ValueError(f"{name}: expected an integer up to {LARGEST}, got {n!r}")
         tile = kind(**{name: numbers[name] for name in given})
         if unknown := [name for name in sorted(numbers) if not hasattr(tile, name)]:
             raise ValueError(f"it has no {', '.join(unknown)}")
         if wrong := [f"{name} is {getattr(tile, name)}" for name, n in numbers.items() if getattr(tile, name) != n]:
             raise ValueError(", ".join(wrong))
-        if fits(tile, spec):
-            return tile, row.why or "the profile's row"
-        if not fits(tile, replace(spec, head_dim=16, head_dim_v=16, score=None)):
+        found = fitted(tile, spec)
+        if found is None and fitted(tile, replace(spec, head_dim=16, head_dim_v=16, score=None)) is None:
             raise ValueError(f"{tile} fits no head dim")
+        return found
     except (ArithmeticError, TypeError, ValueError) as error:
         not_followed(row, f"it is no tile of {kind.__name__}: {error}")
-        return none(f"the profile's row is no tile: {error}")
-    return none(f"the profile's tile {tile} does not fit")
+        return None

@@ -70,7 +70,7 @@ FIELDS = tuple(
         ("n_k", "int64", "Nk, or the keys of all packed sequences, or that a row of page_table has room for"),
         ("row_block", "int64", "rows that bwd_lse and delta of a packed sequence have room for a multiple of"),
         ("num_splits", "int64", "split-KV: number of splits of the keys"),
-        ("heads_per_l2_group", "int64", "heads whose tiles CTAs work on at the same time (l2_swizzle.py)"),
+        ("heads_per_l2_group", "int64", "heads whose tiles CTAs work on at the same time (memory.py)"),
         ("preprocessed_tiles", "int64", "query tiles that bwd_preprocess prepares before the backward kernel"),
         ("preprocess_counters", "pointer to int32", "fused preprocess: next query tile; ready tiles and finished work "
          "tiles of each key/value head"),

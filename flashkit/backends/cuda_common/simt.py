@@ -5,17 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any
+from functools import cache, lru_cache
 
+from ...devices.schema import TileRow
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from . import compiler
 from .arguments import Arguments
 from .bwd_preprocess import BwdPreprocess
 from .device import Device
-from .generation import Generation, Kernels, tile_of
+from .generation import Choice, Generation, Kernels, TileTables, tile_of
 from .launch import Kernel, check_grid
-from .smem import SmemLayout
+from .memory import SmemLayout
 
 Part = str
 """A kernel: "forward", or of the backward pass "dkdv" or "dq"."""
@@ -114,8 +114,13 @@ class SimtTile:
         return work * (1 + 1.5 / (resident * self.threads / 32))
 
 
-def candidates(part: Part) -> Iterator[SimtTile]:
-    """All tiles for which the kernels compile."""
+@cache
+def candidates(part: Part) -> dict[SimtTile, None]:
+    """All tiles for which the kernels compile, in order."""
+    return dict.fromkeys(_candidates(part))
+
+
+def _candidates(part: Part) -> Iterator[SimtTile]:
     for threads_x, threads, r, c in itertools.product((8, 16, 32), (128, 256), (8, 4, 2, 1), (8, 4, 2)):
         threads_y = threads // threads_x
         rows, columns = r * threads_y, c * threads_x
@@ -139,17 +144,6 @@ def _resident(tile: SimtTile, part: Part, spec: AttentionSpec, device: Device) -
     return replace(tile, blocks=device.registers_per_sm // (tile.registers(part, spec) * tile.threads))
 
 
-def by_profile(part: Part, row: Any, spec: AttentionSpec, device: Device) -> tuple[SimtTile, str]:
-    """The tile of a profile's row, or the choice of the model without a row that fits; and the reason."""
-
-    def fits(tile: SimtTile, spec: AttentionSpec) -> bool:
-        return replace(tile, blocks=1) in set(candidates(part)) and tile.cost(part, spec, device) < float("inf")
-
-    model = "least cost by the model of registers and shared memory"
-    tile, why = tile_of(SimtTile, row, spec, fits, model)
-    return _resident(tile, part, spec, device) if tile else choose(part, spec, device), why
-
-
 class _Kernel:
     """One kernel with its tile."""
 
@@ -171,8 +165,8 @@ class _Kernel:
 class SimtForward:
     """The forward pass."""
 
-    def __init__(self, kernels: Kernels, spec: AttentionSpec, device: Device, row: Any = None) -> None:
-        self.tile, self.why = by_profile("forward", row, spec, device)
+    def __init__(self, kernels: Kernels, spec: AttentionSpec, device: Device, choice: Choice) -> None:
+        self.tile, _, self.why = choice
         self.forward = _Kernel(kernels, "forward", spec, device, self.tile)
         self.libraries = [self.forward.library]
 
@@ -183,8 +177,8 @@ class SimtForward:
 class SimtBackward:
     """The backward pass: preprocess, then dK and dV, then dQ, then the sinks."""
 
-    def __init__(self, kernels: Kernels, spec: AttentionSpec, device: Device, row: Any = None) -> None:
-        self.tile, self.why = by_profile("dkdv", row, spec, device)
+    def __init__(self, kernels: Kernels, spec: AttentionSpec, device: Device, choice: Choice) -> None:
+        self.tile, _, self.why = choice
         self.dkdv = _Kernel(kernels, "dkdv", spec, device, self.tile)
         self.dq = _Kernel(kernels, "dq", spec, device, choose("dq", spec, device))
         self.preprocess = BwdPreprocess(kernels, spec, device)
@@ -199,6 +193,9 @@ class SimtBackward:
         self.preprocess.sink_gradients(arguments, stream)
         del held
 
+
+_PARTS: dict[Direction, Part] = {"forward": "forward", "backward": "dkdv"}
+"""Of a direction, the kernel whose tile rows and candidates are."""
 
 MAX_CANDIDATES = 8
 """Tiles that the tuner tries: the best of the hundreds that the model ranks."""
@@ -216,12 +213,26 @@ class Simt(Generation):
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         return Verdict(True)
 
+    def tile(self, problem: Problem, row: TileRow, device: Device, direction: Direction) -> SimtTile | None:
+        part = _PARTS[direction]
+
+        def fitted(tile: SimtTile, spec: AttentionSpec) -> SimtTile | None:
+            fits = replace(tile, blocks=1) in candidates(part) and tile.cost(part, spec, device) < float("inf")
+            return _resident(tile, part, spec, device) if fits else None
+
+        return tile_of(SimtTile, row, problem.spec, fitted)
+
+    def model(self, problem: Problem, device: Device, direction: Direction) -> Choice:
+        tile = choose(_PARTS[direction], problem.spec, device)
+        return Choice(tile, None, "least cost by the model of registers and shared memory")
+
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[SimtTile]:
         """Tiles worth trying. In the backward pass they are for dK and dV; the model chooses the tile of dQ."""
-        part = "forward" if direction == "forward" else "dkdv"
+        part = _PARTS[direction]
         costs = {tile: tile.cost(part, problem.spec, device) for tile in candidates(part)}
         ranked = sorted((tile for tile, cost in costs.items() if cost < float("inf")), key=lambda tile: costs[tile])
         return [_resident(tile, part, problem.spec, device) for tile in ranked[:MAX_CANDIDATES]]
 
-    def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> SimtForward | SimtBackward:
-        return (SimtForward if direction == "forward" else SimtBackward)(self._kernels, problem.spec, device, row)
+    def plan(self, problem: Problem, choice: Choice, tables: TileTables) -> SimtForward | SimtBackward:
+        kind = SimtForward if tables.direction == "forward" else SimtBackward
+        return kind(self._kernels, problem.spec, tables.device, choice)

@@ -11,15 +11,14 @@ from .arguments import Arguments
 from .bwd_preprocess import BwdPreprocess
 from .device import Device
 from .generation import Kernels
-from .l2_swizzle import bytes_of_queries, heads_per_l2_group
 from .launch import check_grid
-from .workspace import Workspace
+from .memory import Workspace, bytes_of_queries, heads_per_l2_group
 
 _L2_BYTES = 40_000_000  # of the heads that CTAs work on at the same time
 _POSTPROCESS_THREADS = 256
 
 
-class Shaped(NamedTuple):
+class LaunchGeometry(NamedTuple):
     """What the launches derive from the shapes of their arrays: their CTAs, and their memory."""
 
     preprocess_ctas: int
@@ -45,7 +44,7 @@ class OrderedBackward:
         self._kernel = library.kernel("sm80_backward", device, tile.shared_memory(spec))
         self._postprocess = library.kernel("bwd_postprocess", device)
 
-    def shaped(self, arguments: Arguments) -> Shaped | None:
+    def shaped(self, arguments: Arguments) -> LaunchGeometry | None:
         """What the launches derive from shapes and strides; None where the kernels do not support them."""
         tile, workspace = self.tile, Workspace(arguments)
         tiles_k, tiles_q = arguments.k_tiles(tile.block_k), arguments.q_tiles(tile.block_q)
@@ -60,7 +59,7 @@ class OrderedBackward:
         if blocks:
             group = heads_per_l2_group(heads_kv, _L2_BYTES // bytes_of_queries(arguments))
             workspace.words(heads_per_l2_group=group)
-        return Shaped(preprocess_ctas, blocks, tiles, workspace)
+        return LaunchGeometry(preprocess_ctas, blocks, tiles, workspace)
 
     def run(self, arguments: Arguments, stream: int) -> None:
         shaped = arguments.known(self, self.shaped)

@@ -12,16 +12,14 @@ from ...spec import AttentionSpec
 from .arguments import Arguments, addresses, aligned
 from .bwd_preprocess import BwdPreprocess
 from .device import Device
-from .fallback import Fallback
 from .generation import Kernels
-from .l2_swizzle import bytes_of_queries, heads_per_l2_group
 from .launch import Library, TensorMap, check_grid
+from .memory import SmemLayout, Workspace, bytes_of_queries, heads_per_l2_group
 from .modification import is_of_blocks, is_small, looks_at_ranges
 from .params import AT
 from .sm90_launch import SEQ_SLOT, WATCHDOG, chunks, padded
-from .smem import SmemLayout
 from .tensor_maps import Maps, TileCounters, maps_of, strides_fit
-from .workspace import Workspace
+from .verify import Fallback
 
 _L2_BYTES = 12_000_000  # of the heads in flight: well within half of the L2 cache, which also holds dq_accum
 _L2_BYTES_DETERMINISTIC = 34_000_000
@@ -164,23 +162,13 @@ def _list_bytes(capacity: int) -> int:
     return 24 + 4 * capacity
 
 
-def backward_tile(spec: AttentionSpec, few_registers: bool | None = None) -> BackwardTile:
-    """The tile chosen for an H200. few_registers: whether scores take few; by default, if nothing modifies them."""
+def backward_candidates(spec: AttentionSpec, device: Device) -> list[BackwardTile]:
+    """Tiles worth trying."""
     if cluster_size(spec) > 1:
-        return BackwardTile(64, key_buffers=1)
-    dim = max(spec.head_dim, spec.head_dim_v)
-    few_registers = spec.score is None if few_registers is None else few_registers
-    return BackwardTile(128 if dim <= 64 and few_registers and not spec.dropout else 64)
-
-
-def backward_candidates(spec: AttentionSpec, device: Device, first: BackwardTile | None = None) -> list[BackwardTile]:
-    """Tiles worth trying; the first is the one taken by default, `backward_tile` unless given."""
-    tiles = [first or backward_tile(spec)]
-    if cluster_size(spec) > 1:
-        tiles += [BackwardTile(64, dout_stages=douts, key_buffers=1) for douts in (2, 1)]
+        tiles = [BackwardTile(64, dout_stages=douts, key_buffers=1) for douts in (2, 1)]
     else:
-        tiles += [BackwardTile(rows, key_buffers=buffers) for rows in (128, 64) for buffers in (2, 1)]
-    return list(dict.fromkeys(tile for tile in tiles if tile.fits(spec, device)))
+        tiles = [BackwardTile(rows, key_buffers=buffers) for rows in (128, 64) for buffers in (2, 1)]
+    return [tile for tile in tiles if tile.fits(spec, device)]
 
 
 # --- what is known of a mask ------------------------------------------------------------------------------------------
@@ -225,7 +213,7 @@ def reserved_sms(kind: MaskKind, n_k: int, work_tiles: int, sms: int) -> int:
 # --- the launch -------------------------------------------------------------------------------------------------------
 
 
-class Shaped(NamedTuple):
+class LaunchGeometry(NamedTuple):
     """What the launches derive from the shapes and strides of their arrays."""
 
     preprocess_ctas: int
@@ -276,7 +264,7 @@ class Backward:
         self._postprocess = library.kernel("bwd_postprocess", device)
         self._tickets, self._fallback = TileCounters.of(device), fallback
 
-    def shaped(self, arguments: Arguments) -> Shaped | None:
+    def shaped(self, arguments: Arguments) -> LaunchGeometry | None:
         """What the launches derive from shapes and strides, or None where the fallback is needed."""
         spec, tile, cluster = self.spec, self.tile, cluster_size(self.spec)
         if not (arguments.n_k and arguments.positive_scale and strides_fit(arguments, self.addressed)):
@@ -286,7 +274,7 @@ class Backward:
         query_tiles, work_tiles = tiles_q * heads, tiles_k * kv_heads
         workspace = Workspace(arguments)
         if not heads:
-            return Shaped(0, 0, 0, False, workspace, [])
+            return LaunchGeometry(0, 0, 0, False, workspace, [])
         check_grid(query_tiles, work_tiles)
         for name in ("bwd_lse", "delta"):
             workspace.tensor(name, 4, tiles_q * tile.block_q)
@@ -314,7 +302,7 @@ class Backward:
         if spec.packed:  # several tiles for each of more CTAs than run at a time
             fewest = -(-query_tiles // self.postprocess_tiles)
             postprocess_ctas = max(fewest, min(query_tiles, _POSTPROCESS_CTAS * self.device.sms))
-        return Shaped(preprocess_ctas, ctas, postprocess_ctas, early, workspace, maps)
+        return LaunchGeometry(preprocess_ctas, ctas, postprocess_ctas, early, workspace, maps)
 
     def run(self, arguments: Arguments, stream: int) -> None:
         shaped = arguments.known(self, self.shaped)
@@ -324,7 +312,7 @@ class Backward:
             return None
         return self.launch(arguments, shaped, [maps[arguments.words[at]] for at, maps in shaped.maps], stream)
 
-    def launch(self, arguments: Arguments, shaped: Shaped, maps: Sequence[TensorMap], stream: int) -> None:
+    def launch(self, arguments: Arguments, shaped: LaunchGeometry, maps: Sequence[TensorMap], stream: int) -> None:
         """Enqueue the kernels. maps: of each of the boxes."""
         words = arguments.words
         held = shaped.workspace.allocate(arguments, stream)

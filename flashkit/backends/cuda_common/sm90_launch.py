@@ -4,20 +4,21 @@ problems that have too little work for it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from ... import settings
 from ...spec import AttentionSpec, Problem, Verdict
 from . import modification
 from .arguments import ROW_TENSORS, Arguments, addresses, aligned
-from .device import MODELS, Device
-from .fallback import Fallback
-from .l2_swizzle import bytes_of_keys, heads_per_l2_group
+from .device import Device
+from .generation import row_tiles
 from .launch import Library, TensorMap, check_grid
+from .memory import SmemLayout, bytes_of_keys, heads_per_l2_group
 from .params import AT
-from .smem import SmemLayout
 from .tensor_maps import Maps, TileCounters, maps_of, strides_fit
+from .verify import Fallback
 
 NUM_LISTS, LIST_CAPACITY, LIST_HEADER = 2, 224, 28
 """Lists of K/V tiles in shared memory, their entries, and the bytes before these: WorkTileList of
@@ -30,21 +31,9 @@ SWIZZLE_ROWS = 8
 """Rows after which the 128-byte swizzle repeats: a box of a multiple of them is swizzled as its tile is."""
 FEW_ROWS = 64
 MANY_KEYS = 4096
-SHORT = 1536
-"""Queries. Under a mask, tiles of 192 rows of shorter sequences are mostly empty."""
-SHORT_QUERIES, SHORT_KEYS = 512, 1024
-"""Below these, tiles of 192 rows are mostly empty without a mask, or wait: few K/V tiles hide no latency. Powers of
-two, as a plan is for all sizes up to the next one.
-"""
-LONG, LONG_MASKED = 2048, 4096
-"""Queries, and for the first keys, from which on tiles of 192 rows are faster for rows of 65 to 96 columns. The terms
-of a score would spill there.
-"""
 _L2_BYTES = 12_000_000  # of K and V that CTAs read at the same time, well within half of the L2 cache
 _L2_BYTES_ARRAY_MASK = 9_000_000  # the same where the mask is read from arrays, so that CTAs read different tiles
-_SHARED = MODELS["sm_90a"].shared_per_block
 _L2_GROUP, _TILE_COUNTER = AT["heads_per_l2_group"], AT["tile_counter"]
-CHOSEN = "chosen for an H200"
 WATCHDOG = bool(settings.CUDA_WATCHDOG.read())
 """Whether a wait that takes too long stops the kernel: an aid to find deadlocks."""
 
@@ -140,48 +129,22 @@ class ForwardTile:
         }  # fmt: skip
 
 
-Tile = TypeVar("Tile", bound=ForwardTile)
-
-
-def default_tile(kind: type[Tile], problem: Problem, device: Device, modified: bool) -> Tile:
-    """The tile that is fastest on an H100 or H200 with 16-bit elements. `modified`: scores take many registers."""
-    spec = problem.spec
-    dim, dim_v = spec.head_dim, spec.head_dim_v
-    is_float32 = spec.dtype == "float32"
-    few = not is_float32 and not spec.packed and row_tiles(problem) <= device.sms
-    if max(dim, dim_v) <= 64:
-        # Offsets on a device do not say how long the sequences are, but how many there are.
-        short = problem.mean_n_q < SHORT_QUERIES or problem.n_k < SHORT_KEYS
-        rows = 128 if modified or short or (spec.mask is not None and problem.n_q <= SHORT) else 192
-        # Products are short, so that two stages do not hide the loads. FP16x2 leaves no room for three.
-        return _buffered(kind(64 if few else rows, 128, 2 if is_float32 else 3), spec)
-    long = problem.mean_n_q >= LONG_MASKED if spec.mask is not None else min(problem.mean_n_q, problem.n_k) >= LONG
-    if max(dim, dim_v) <= 96 and long and spec.score is None and not (few or modified or is_float32):
-        return kind(192, 96)
-    if max(dim, dim_v) <= 128:
-        # Of fewer than 256 keys, two tiles of 128 are half empty.
-        keys, stages = (64, 3) if problem.n_k < 256 and not is_float32 else (128, 2)
-        return _buffered(kind(64 if few else 128, keys, stages), spec)
-    if dim <= 192 and dim_v <= 128:
-        return kind(128, 96)
-    keys = 80 if spec.mask is None else 64
-    if max(dim, dim_v) <= 160 and problem.mean_n_q >= LONG_MASKED:
-        keys = 96
-    return _buffered(kind(128, keys, q_buffers=1), spec)
-
-
-def _buffered(tile: Tile, spec: AttentionSpec) -> Tile:
-    """One more buffer of Q where there is room. With two the next Q waits for the O of the work tile before the last
-    one, which is late for work tiles of one or two K/V tiles.
+def fitted(tile: Any, spec: AttentionSpec, device: Device) -> Any:
+    """A tile of Hopper's kernels as it fits, or None; in the forward pass with as many of its buffers of Q as there is
+    room for. With two the next Q waits for the O of the work tile before the last one, which is late for work tiles of
+    one or two K/V tiles.
     """
-    more = replace(tile, q_buffers=tile.q_buffers + 1)
-    return more if tile.block_q <= 128 and more.shared_memory(spec) <= _SHARED else tile
+    buffers = range(tile.q_buffers, 0, -1) if isinstance(tile, ForwardTile) else ()
+    some = [replace(tile, q_buffers=n) for n in buffers] or [tile]
+    return next((each for each in some if each.fits(spec, device)), None)
 
 
-def with_most_buffers(tile: Tile, spec: AttentionSpec, device: Device) -> list[Tile]:
-    """The tile with as many buffers of Q as fit, or nothing."""
-    some = (replace(tile, q_buffers=buffers) for buffers in (3, 2, 1))
-    return [each for each in some if each.fits(spec, device)][:1]
+def forward_candidates(
+    kind: type[ForwardTile], problem: Problem, device: Device, shapes: Iterable[tuple[int, int, int]]
+) -> list[ForwardTile]:
+    """The tiles of these (block_q, block_k, turns) that fit."""
+    tiles = (kind(rows, keys, q_buffers=3, turns=turns) for rows, keys, turns in shapes)
+    return list(filter(None, (fitted(tile, problem.spec, device) for tile in tiles)))
 
 
 def packed(problem: Problem) -> int:
@@ -195,11 +158,6 @@ def keys_of_a_box(page: int, block_k: int) -> int:
     return (page | block_k) & -(page | block_k)
 
 
-def row_tiles(problem: Problem) -> int:
-    """Tiles of 64 rows, where query heads that share keys share tiles."""
-    return -(-problem.n_q * problem.spec.group // 64) * problem.heads_kv * problem.batch
-
-
 def work_enough(problem: Problem, device: Device) -> Verdict:
     """Whether there are enough rows to fill tiles, and enough tiles to be faster than older kernels that split keys."""
     rows, tiles = problem.n_q * problem.spec.group, row_tiles(problem)
@@ -210,7 +168,7 @@ def work_enough(problem: Problem, device: Device) -> Verdict:
     return Verdict(True)
 
 
-class Shaped(NamedTuple):
+class LaunchGeometry(NamedTuple):
     """What a launch derives from the shapes and strides of its arrays."""
 
     ctas: int
@@ -248,11 +206,11 @@ class Forward:
             keys = keys_of_a_box(arguments.words[AT["page"]], keys)
         return [("q", dim, self.pack, 64), ("k", dim, 1, keys), ("v", dim_v, 1, keys), ("out", dim_v, self.pack, 64)]
 
-    def maps(self, arguments: Arguments, shaped: Shaped, stream: int) -> tuple[list[TensorMap], Any]:
+    def maps(self, arguments: Arguments, shaped: LaunchGeometry, stream: int) -> tuple[list[TensorMap], Any]:
         """Tensor maps of q, k, v and the output, and an object to be kept until the kernel is enqueued."""
         return [maps[arguments.words[at]] for at, maps in shaped.maps], None
 
-    def shaped(self, arguments: Arguments) -> Shaped | None:
+    def shaped(self, arguments: Arguments) -> LaunchGeometry | None:
         """What the launch derives from shapes and strides, or None where the fallback is needed."""
         if not self.takes(arguments):
             return None
@@ -264,7 +222,7 @@ class Forward:
         l2_bytes = _L2_BYTES_ARRAY_MASK if modification.looks_at_ranges(spec) else _L2_BYTES
         of_keys = spec.group if spec.packed else 1  # query heads that share them; batches were timed without
         group = heads_per_l2_group(heads, l2_bytes // bytes_of_keys(arguments) * of_keys)
-        return Shaped(min(work_tiles, self.device.sms), group, tuple(maps))
+        return LaunchGeometry(min(work_tiles, self.device.sms), group, tuple(maps))
 
     def run(self, arguments: Arguments, stream: int) -> None:
         shaped = arguments.known(self, self.shaped)

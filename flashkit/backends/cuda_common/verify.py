@@ -6,6 +6,7 @@ binary passed, so each binary is checked once on a machine.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -58,6 +59,24 @@ def check(made: Pass, spec: AttentionSpec, device: Device, direction: Direction)
             )
     for binary in unchecked:
         binary.mark_checked()
+
+
+class Fallback:
+    """The pass of an older generation, for calls whose arrays do not fit a kernel of a newer one, for example by their
+    alignment. Planned on the first such call.
+    """
+
+    def __init__(self, plan: Callable[[], Pass], spec: AttentionSpec, device: Device, direction: Direction) -> None:
+        self._plan, self._for = plan, (spec, device, direction)
+        self._pass: Pass | None = None
+
+    def run(self, arguments: Arguments, stream: int) -> None:
+        """Enqueue the kernels of the older pass."""
+        if self._pass is None:
+            planned = self._plan()
+            check(planned, *self._for)
+            self._pass = planned
+        self._pass.run(arguments, stream)
 
 
 def sample_problem(spec: AttentionSpec, values_in_keys: bool = False) -> Operands:

@@ -7,16 +7,16 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from ...devices.schema import TileRow
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler, modification
 from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
-from ..cuda_common.generation import Generation, tile_of
-from ..cuda_common.l2_swizzle import bytes_of_keys, heads_per_l2_group
+from ..cuda_common.generation import Choice, Generation, TileTables, tile_of
 from ..cuda_common.launch import Kernel, check_grid
+from ..cuda_common.memory import SmemLayout, bytes_of_keys, heads_per_l2_group, stage_constants
 from ..cuda_common.params import AT
 from ..cuda_common.sm80_bwd_launch import OrderedBackward
-from ..cuda_common.smem import SmemLayout, stage_constants
 from . import specialise
 
 MAX_DIM = 256
@@ -26,7 +26,6 @@ _L2_BYTES = 24_000_000  # of K and V of the heads that CTAs work on at the same 
 _NUM_SPLITS, _HEADS_PER_L2_GROUP = AT["num_splits"], AT["heads_per_l2_group"]
 _COMBINE_PREFETCH, _COMBINE_THREADS = 8, 1024  # kernels/sm80/combine.cuh
 _COMBINE_MAX_CTAS = 1024  # of rows that several CTAs share: with more there are enough CTAs anyway
-_WHY = "measured on an H200"
 
 
 def padded(dim: int, granule: int = 16) -> int:
@@ -141,25 +140,6 @@ class Sm80Tile:
         }  # fmt: skip
 
 
-def forward_tile(spec: AttentionSpec, rows: int, device: Device) -> Sm80Tile:
-    """The tile chosen on an H200, or the largest that fits where there is less shared memory."""
-    dim = max(padded(spec.head_dim), padded(spec.head_dim_v))
-    if ITEMSIZE[spec.dtype] == 4:
-        large = [Sm80Tile(64, 32, 4)] * (dim <= 64) + [Sm80Tile(64, 16, 4)]
-        small = [Sm80Tile(16, 32, 1), Sm80Tile(16, 16, 1)]
-    else:
-        wide = [Sm80Tile(64, 64, 4, 1)] * (dim > 192) + [Sm80Tile(128, 64, 8, warps_k=2)]
-        square = [tile for tile in (Sm80Tile(128, 128, 4),) if dim <= 64 and tile.resident(spec, device) > 1]
-        large = wide if dim > 128 else [*square, Sm80Tile(128, 64, 4)]
-        large += [Sm80Tile(64, keys, 4) for keys in (64, 32, 16)]
-        small = [Sm80Tile(16, 128, 4, 3, 4), Sm80Tile(16, 64, 2, 3, 2)]
-        small += [Sm80Tile(16, keys, 1) for keys in (64, 32, 16)]
-    fitting = [tile for tile in (small if rows <= 16 else large) if tile.fits(spec, device)]
-    if rows <= 64:
-        fitting = [tile for tile in fitting if tile.block_q <= 64] or fitting
-    return fitting[0]
-
-
 def launch_combine(kernel: Kernel, arguments: Arguments, stream: int, early: bool) -> None:
     """Enqueue kernels/sm80/combine.cuh: one CTA or several for each row, with as many groups of threads as make few
     rounds.
@@ -177,10 +157,9 @@ def launch_combine(kernel: Kernel, arguments: Arguments, stream: int, early: boo
 class Sm80Forward:
     """The forward pass; with few query rows by split-KV and a combine kernel."""
 
-    def __init__(self, problem: Problem, device: Device, tile: Sm80Tile | None = None, why: str = _WHY) -> None:
-        spec = problem.spec
+    def __init__(self, problem: Problem, device: Device, tile: Sm80Tile, why: str) -> None:
+        spec, self.tile = problem.spec, tile
         self.pack = spec.group if problem.n_q < 128 and not spec.packed else 1
-        self.tile = tile or forward_tile(spec, problem.n_q * self.pack, device)
         self.slots = device.sms * self.tile.resident(spec, device)
         blocks = -(-problem.n_q * self.pack // self.tile.block_q) * (problem.heads // self.pack) * problem.batch
         self.split = 2 * blocks <= self.slots and problem.n_k >= 8 * self.tile.block_k and not spec.packed
@@ -276,11 +255,11 @@ class Sm80BackwardTile:
         scores = self.block_q * self.block_k // (32 * self.warps)
         return self.shared_memory(spec) <= device.shared_per_block and scores <= 64
 
-    def constants(self, spec: AttentionSpec, ordered: bool = True) -> dict[str, int]:
+    def constants(self, spec: AttentionSpec) -> dict[str, int]:
         """Constants of the head of kernels/sm80/backward.cu."""
         return {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "WARPS": self.warps, "WARPS_S": self.warps_s,
-            "WARPS_KV": self.warps_kv, "WARPS_Q": self.warps_q, "GRANULE": self.granule, "ORDERED": ordered,
+            "WARPS_KV": self.warps_kv, "WARPS_Q": self.warps_q, "GRANULE": self.granule, "ORDERED": True,
             "PAGE_RUN": 1, "TF32_TERMS": tf32_terms(spec), "PADDED": _pad_rows(spec), "BLOCKS_PER_SM": self.blocks,
             **_score_constants(spec), **self.smem(spec).constants(), **stage_constants(self.stage(spec)),
         }  # fmt: skip
@@ -291,44 +270,20 @@ def _pad_rows(spec: AttentionSpec) -> bool:
     return ITEMSIZE[spec.dtype] == 4 or max(spec.head_dim, spec.head_dim_v) > 128
 
 
-def backward_tile(spec: AttentionSpec, device: Device) -> Sm80BackwardTile | None:
-    """The tile chosen on an H200, or the largest that fits where there is less shared memory; None: none fits."""
-    dim = max(spec.head_dim, spec.head_dim_v)
-    across = 2 if spec.head_dim % 64 == 0 else 4  # warps along the queries of dQ
-    if ITEMSIZE[spec.dtype] == 4:
-        tiles = [Sm80BackwardTile(64, 64, 8, 4, 4, 4)] * (dim <= 64) + [Sm80BackwardTile(32, 64, 8, 2, 4, 2)]
-    elif dim <= 64:
-        tiles = [Sm80BackwardTile(128, 128, 8, 4, 4, 4)]
-    elif dim <= 128:
-        tiles = [Sm80BackwardTile(64, 128, 8, 2, 4, across)]
-    else:
-        tiles = [Sm80BackwardTile(64, 64, 8, 4, across, across)]
-    for small in ((32, 64, 8, 2, 4, 2), (32, 64, 4, 2, 2, 2), (32, 32, 4, 2, 2, 2), (16, 32, 2, 1, 1, 1)):
-        tiles.append(Sm80BackwardTile(*small))
-    return next((tile for tile in tiles if tile.fits(spec, device)), None)
-
-
 class Sm80Backward(OrderedBackward):
     """The backward pass."""
 
-    def __init__(
-        self, problem: Problem, device: Device, tile: Sm80BackwardTile | None = None, ordered: bool = True,
-        why: str = _WHY,
-    ) -> None:  # fmt: skip
-        spec = problem.spec
-        chosen = tile or backward_tile(spec, device)
-        assert chosen is not None, "supports() refuses specs without a tile"
-        columns = padded(spec.head_dim, chosen.granule)
-        super().__init__(specialise.library, spec, device, chosen, why, chosen.constants(spec, ordered), columns)
+    def __init__(self, problem: Problem, device: Device, tile: Sm80BackwardTile, why: str) -> None:
+        constants, columns = tile.constants(problem.spec), padded(problem.spec.head_dim, tile.granule)
+        super().__init__(specialise.library, problem.spec, device, tile, why, constants, columns)
 
 
 def forward_candidates(spec: AttentionSpec, rows: int, device: Device) -> list[Sm80Tile]:
-    """Tiles worth trying for so many rows that share keys; that of `forward_tile` first."""
-    first = forward_tile(spec, rows, device)
+    """Tiles worth trying for so many rows that share keys."""
     shapes: list[tuple[int, ...]]
     if rows <= 16:
         shapes = [(16, keys, *rest) for keys in (32, 64, 128) for rest in ((1,), (2, 3, 2), (4, 2, 4), (4, 3, 4))]
-        shapes += [(*vars(first).values(),)[:5] + (waves,) for waves in (2, 3)]
+        shapes += [(16, *rest, waves) for rest in ((128, 4, 3, 4), (64, 2, 3, 2)) for waves in (1, 2, 3)]
     elif ITEMSIZE[spec.dtype] == 4:
         shapes = [(64, 32, 4), (64, 16, 4), (64, 64, 4), (128, 32, 8), (128, 16, 8), (128, 32, 8, 2, 2), (32, 32, 2)]
     else:
@@ -342,19 +297,19 @@ def forward_candidates(spec: AttentionSpec, rows: int, device: Device) -> list[S
     for each in shapes:
         with contextlib.suppress(ValueError):
             tiles.append(Sm80Tile(*each))
-    return list(dict.fromkeys([first, *(tile for tile in tiles if tile.fits(spec, device))]))
+    return [tile for tile in dict.fromkeys(tiles) if tile.fits(spec, device)]
 
 
 def backward_candidates(spec: AttentionSpec, device: Device) -> list[Sm80BackwardTile]:
-    """Tiles worth trying; that of `backward_tile` first."""
-    first = backward_tile(spec, device)
+    """Tiles worth trying."""
     across = 2 if spec.head_dim % 64 == 0 else 4
     shapes = [
         (128, 128, 8, 4, 4, 4), (64, 128, 8, 2, 4, across), (64, 128, 8, 4, 4, 4), (64, 64, 8, 4, across, across),
-        (32, 128, 8, 2, 4, 2), (64, 64, 4, 2, 2, 2), (32, 64, 8, 2, 4, 2), (32, 64, 4, 2, 2, 2),
+        (32, 128, 8, 2, 4, 2), (64, 64, 4, 2, 2, 2), (32, 64, 8, 2, 4, 2), (32, 64, 4, 2, 2, 2), (32, 32, 4, 2, 2, 2),
+        (16, 32, 2, 1, 1, 1),
     ]  # fmt: skip
-    tiles = [first, *(Sm80BackwardTile(*each) for each in shapes)] if first else []
-    return list(dict.fromkeys(tile for tile in tiles if tile.fits(spec, device)))
+    tiles = dict.fromkeys(Sm80BackwardTile(*each) for each in shapes)
+    return [tile for tile in tiles if tile.fits(spec, device)]
 
 
 class Sm80(Generation):
@@ -374,23 +329,25 @@ class Sm80(Generation):
         if tf32_terms(spec) > 1 and spec.dtype == "float32" and spec.head_dim < MIN_TF32X3_DIM:
             under = f"{spec.head_dim}, under {MIN_TF32X3_DIM},"
             return Verdict(False, f"float32 of head dim {under} is more accurate without TF32")
-        if direction == "backward" and backward_tile(spec, device) is None:
-            return Verdict(False, f"no tile of head dims {spec.head_dim} and {spec.head_dim_v} fits in shared memory")
         return Verdict(True)
 
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
         rows = problem.n_q * problem.spec.group if problem.n_q < 128 else problem.n_q
-        found: list[Any]
-        if direction == "forward":
-            found = forward_candidates(problem.spec, rows, device)
-        else:
-            found = backward_candidates(problem.spec, device)
-        return found
+        if direction == "backward":
+            return list(backward_candidates(problem.spec, device))
+        return list(forward_candidates(problem.spec, rows, device))
 
-    def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Sm80Forward | Sm80Backward:
-        spec = problem.spec
-        if direction == "forward":
-            tile, why = tile_of(Sm80Tile, row, spec, lambda x, spec: x.fits(spec, device), _WHY)
-            return Sm80Forward(problem, device, tile, why=why)
-        found, why = tile_of(Sm80BackwardTile, row, spec, lambda x, spec: x.fits(spec, device), _WHY)
-        return Sm80Backward(problem, device, found, why=why)
+    def tile(self, problem: Problem, row: TileRow, device: Device, direction: Direction) -> Any:
+        def fitted(tile: Any, spec: AttentionSpec) -> Any:
+            enough = row.ctas_per_sm is None or tile.resident(spec, device) >= row.ctas_per_sm
+            return tile if enough and tile.fits(spec, device) else None
+
+        return tile_of(Sm80Tile if direction == "forward" else Sm80BackwardTile, row, problem.spec, fitted)
+
+    def plan(self, problem: Problem, choice: Choice, tables: TileTables) -> Sm80Forward | Sm80Backward:
+        kind = Sm80Forward if tables.direction == "forward" else Sm80Backward
+        return kind(problem, tables.device, choice.tile, choice.why)
+
+
+OLDER = Sm80()
+"""Takes what Hopper's kernels do not."""

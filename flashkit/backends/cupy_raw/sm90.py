@@ -12,29 +12,37 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from ...devices.schema import TileRow
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler, modification, sm90_launch
 from ..cuda_common.affine_score import affine_score
 from ..cuda_common.arguments import ROW_TENSORS, Arguments
 from ..cuda_common.device import Device
-from ..cuda_common.fallback import Fallback
-from ..cuda_common.generation import Generation, Pass, supports_packed, supports_paged, tile_of
+from ..cuda_common.generation import (
+    Choice,
+    Generation,
+    Pass,
+    TileTables,
+    supports_packed,
+    supports_paged,
+    tile_of,
+)
 from ..cuda_common.launch import TensorMap
+from ..cuda_common.memory import SmemLayout
 from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_candidates
 from ..cuda_common.sm90_launch import (
-    CHOSEN,
     ForwardTile,
-    Shaped,
+    LaunchGeometry,
     chunks,
-    default_tile,
+    fitted,
+    forward_candidates,
     packed,
     padded,
-    with_most_buffers,
     work_enough,
 )
-from ..cuda_common.smem import SmemLayout
+from ..cuda_common.verify import Fallback
 from . import sm90_backward, sm90_fp8, sm90_fp16x2, sm90_mla, sm90_tf32, specialise
-from .sm80 import MIN_TF32X3_DIM, Sm80Forward
+from .sm80 import MIN_TF32X3_DIM, OLDER
 from .sm90_fp16x2 import Fp16x2Conversion, num_terms
 from .sm90_wgmma import text as wgmma_functions
 
@@ -88,24 +96,6 @@ def _classifies(spec: AttentionSpec) -> bool:
     return spec.mask is not None or spec.kv_lengths
 
 
-def forward_tile(problem: Problem, device: Device) -> Sm90Tile:
-    """The tile that is fastest on an H200."""
-    spec = problem.spec
-    modified = spec.dropout or (spec.score is not None and (num_terms(spec) > 1 or affine_score(spec.score) is None))
-    if spec.dtype == "float32" and max(spec.head_dim, spec.head_dim_v) > 64:
-        return Sm90Tile(128, 128 if num_terms(spec) == 1 else 64, q_buffers=1)
-    return default_tile(Sm90Tile, problem, device, modified)
-
-
-def forward_candidates(problem: Problem, device: Device) -> list[Sm90Tile]:
-    """Tiles worth measuring, the one of `forward_tile` first."""
-    first = forward_tile(problem, device)
-    tiles = [first, replace(first, turns=0)]
-    for rows, keys in itertools.product((192, 128), (128, 112, 96, 160, 80, 64)):
-        tiles += with_most_buffers(Sm90Tile(rows, keys), problem.spec, device)
-    return list(dict.fromkeys(tiles))
-
-
 def forward_source(spec: AttentionSpec, tile: Sm90Tile, pack: int) -> tuple[dict[str, int], str]:
     """Constants and generated functions of kernels/sm90/forward.cu."""
     dtype = "float16" if spec.dtype == "float32" else spec.dtype
@@ -116,14 +106,14 @@ def forward_source(spec: AttentionSpec, tile: Sm90Tile, pack: int) -> tuple[dict
 class Sm90Forward(sm90_launch.Forward):
     """The forward pass."""
 
-    def __init__(self, problem: Problem, device: Device, tile: Sm90Tile | None = None, why: str = CHOSEN) -> None:
-        spec, tile = problem.spec, tile or forward_tile(problem, device)
+    def __init__(self, problem: Problem, choice: Choice, tables: TileTables) -> None:
+        spec, device, tile, is_float32 = problem.spec, tables.device, choice.tile, problem.spec.dtype == "float32"
         constants, functions = forward_source(spec, tile, packed(problem))
         arch = compiler.target(device.capability)
         library = specialise.library("sm90/forward", spec, tuple(constants.items()), arch, functions)
-        fallback = Fallback(partial(Sm80Forward, problem, device), spec, device, "forward")
-        is_float32 = spec.dtype == "float32"
-        super().__init__(problem, device, tile, why, library, fallback, ("out",) if is_float32 else ROW_TENSORS)
+        fallback = Fallback(partial(tables.plan, OLDER, problem), spec, device, "forward")
+        addressed = ("out",) if is_float32 else ROW_TENSORS
+        super().__init__(problem, device, tile, choice.why, library, fallback, addressed)
         self.conversion = Fp16x2Conversion(spec, tile.block_k, device) if is_float32 else None
         if self.conversion:
             self.libraries.append(self.conversion.library)
@@ -133,7 +123,7 @@ class Sm90Forward(sm90_launch.Forward):
         most = max(arguments.n_q, arguments.n_k, arguments.batch, arguments.heads)
         return super().takes(arguments) and (arguments.spec.score is None or most < modification.NEAR)
 
-    def maps(self, arguments: Arguments, shaped: Shaped, stream: int) -> tuple[list[TensorMap], Any]:
+    def maps(self, arguments: Arguments, shaped: LaunchGeometry, stream: int) -> tuple[list[TensorMap], Any]:
         (*maps, out), held = super().maps(arguments, shaped, stream)
         if self.conversion is not None:
             (q, k, v), held = self.conversion.terms(arguments, stream, ("q", "k", "v"), "q")
@@ -145,7 +135,6 @@ class Sm90(Generation):
     """Kernels for Hopper with float16, bfloat16 and, as FP16x2 or TF32, float32."""
 
     name = "sm90"
-    has_heuristic = True
     directions: tuple[Direction, ...] = ("forward", "backward")
     takes_fp8 = True
 
@@ -190,31 +179,50 @@ class Sm90(Generation):
             return Verdict(False, f"head dim {spec.head_dim} is too small to convert float32 into FP16x2 terms")
         return Verdict(True)
 
-    def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
-        if direction == "backward" and problem.spec.dtype == "float32" and not sm90_tf32.takes(problem.spec):
-            return list(sm90_fp16x2.backward_candidates(problem.spec, device))
-        if direction == "backward":
-            return list(backward_candidates(problem.spec, device, sm90_backward.tile_of(problem.spec)))
-        if problem.spec.fp8:
-            return list(sm90_fp8.forward_candidates(problem, device))
-        if sm90_mla.is_latent(problem.spec):
-            return [sm90_mla.Sm90MlaTile()]
-        return list(forward_candidates(problem, device))
+    def modified(self, spec: AttentionSpec, direction: Direction) -> bool:
+        if spec.dtype == "float32" and direction == "backward":
+            return not sm90_tf32.takes(spec)
+        if spec.score is None or spec.dropout:
+            return spec.dropout
+        return num_terms(spec) > 1 or not (
+            affine_score(spec.score) if direction == "forward" else sm90_backward.takes_affine_path(spec)
+        )
 
-    def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Pass:
-        if direction == "forward" and sm90_mla.is_latent(problem.spec):  # profiles have no rows for its only tile
-            return sm90_mla.Sm90MlaForward(problem, device)
-        kind: Any
-        made: Callable[..., Pass]
-        if problem.spec.fp8:
-            kind, made = sm90_fp8.Sm90Fp8Tile, sm90_fp8.Sm90Fp8Forward
-        elif direction == "forward":
-            kind, made = Sm90Tile, Sm90Forward
-        elif sm90_tf32.takes(problem.spec):
-            kind, made, row = BackwardTile, sm90_tf32.Sm90Tf32Backward, None  # a row's tile is of full precision
-        elif problem.spec.dtype == "float32":
-            kind, made = sm90_fp16x2.Sm90Float32BackwardTile, sm90_fp16x2.Sm90Float32Backward
-        else:
-            kind, made = BackwardTile, sm90_backward.Sm90Backward
-        found = tile_of(kind, row, problem.spec, lambda x, spec: x.fits(spec, device), CHOSEN)
-        return made(problem, device, *found)
+    def kinds(self, problem: Problem, direction: Direction) -> tuple[Any, Callable[..., Pass]]:
+        """The kernels for a problem: the class of their tile, and that of the pass."""
+        spec = problem.spec
+        if direction == "backward":
+            if sm90_tf32.takes(spec):
+                return BackwardTile, self._tf32_backward
+            if spec.dtype == "float32":
+                return sm90_fp16x2.Sm90Float32BackwardTile, sm90_fp16x2.Sm90Float32Backward
+            return BackwardTile, sm90_backward.Sm90Backward
+        if spec.fp8:
+            return sm90_fp8.Sm90Fp8Tile, sm90_fp8.Sm90Fp8Forward
+        return (sm90_mla.Sm90MlaTile, sm90_mla.Sm90MlaForward) if sm90_mla.is_latent(spec) else (Sm90Tile, Sm90Forward)
+
+    def _tf32_backward(self, problem: Problem, choice: Choice, tables: TileTables) -> Pass:
+        """Both kernels; the second with the tile that it has where it is the only one, as with sinks."""
+        alone = next(tables.choices(self, replace(problem, spec=replace(problem.spec, sinks=True))))
+        then = sm90_fp16x2.Sm90Float32Backward(problem, alone, tables)
+        return sm90_tf32.Sm90Tf32Backward(problem, choice, tables, then)
+
+    def tile(self, problem: Problem, row: TileRow, device: Device, direction: Direction) -> Any:
+        kind, _ = self.kinds(problem, direction)
+        return tile_of(kind, row, problem.spec, partial(fitted, device=device))
+
+    def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
+        kind, _ = self.kinds(problem, direction)
+        if kind is BackwardTile:
+            return list(backward_candidates(problem.spec, device))
+        if kind is sm90_fp16x2.Sm90Float32BackwardTile:
+            return list(sm90_fp16x2.backward_candidates(problem.spec, device))
+        if kind is sm90_fp8.Sm90Fp8Tile:
+            return list(sm90_fp8.forward_candidates(problem, device))
+        if kind is sm90_mla.Sm90MlaTile:
+            return [sm90_mla.Sm90MlaTile()]
+        shapes = itertools.product((192, 128), (128, 112, 96, 160, 80, 64), (1,))
+        return forward_candidates(Sm90Tile, problem, device, (*shapes, (192, 128, 0), (128, 128, 0)))
+
+    def plan(self, problem: Problem, choice: Choice, tables: TileTables) -> Pass:
+        return self.kinds(problem, tables.direction)[1](problem, choice, tables)

@@ -8,13 +8,13 @@ from functools import partial
 from ...spec import AttentionSpec, Problem
 from ..cuda_common import compiler, sm90_bwd_launch
 from ..cuda_common.affine_score import affine_score
-from ..cuda_common.device import Device
-from ..cuda_common.fallback import Fallback
+from ..cuda_common.generation import Choice, TileTables
 from ..cuda_common.modification import is_small, looks_at_ranges
-from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_tile, cluster_size
-from ..cuda_common.sm90_launch import CHOSEN, chunks, padded
+from ..cuda_common.sm90_bwd_launch import BackwardTile, cluster_size
+from ..cuda_common.sm90_launch import chunks, padded
+from ..cuda_common.verify import Fallback
 from . import specialise
-from .sm80 import Sm80Backward
+from .sm80 import OLDER
 from .sm90_wgmma import text as wgmma_functions
 
 
@@ -31,11 +31,6 @@ def takes_affine_path(spec: AttentionSpec) -> bool:
     """Whether the kernel has a path for the score modification (kernels/sm90/bwd_affine_score.cuh, AFFINE_PATH)."""
     known = affine_score(spec.score) if spec.score is not None and not spec.dropout and is_small(spec) else None
     return known is not None and known.even and known.diagonal
-
-
-def tile_of(spec: AttentionSpec) -> BackwardTile:
-    """The tile chosen for an H200."""
-    return backward_tile(spec, spec.score is None or takes_affine_path(spec))
 
 
 # Up to so many tokens masked dQ is accumulated in order unasked, with more than 64 columns and with up to 64; and any
@@ -77,16 +72,16 @@ class Sm90Backward(sm90_bwd_launch.Backward):
 
     postprocess_tiles = 8  # convert_some() of kernels/sm90/bwd_postprocess.cuh
 
-    def __init__(self, problem: Problem, device: Device, tile: BackwardTile | None = None, why: str = CHOSEN) -> None:
-        spec, tile = replace(problem.spec, deterministic=in_order(problem)), tile or tile_of(problem.spec)
+    def __init__(self, problem: Problem, choice: Choice, tables: TileTables) -> None:
+        spec, tile, device = replace(problem.spec, deterministic=in_order(problem)), choice.tile, tables.device
         kind = sm90_bwd_launch.mask_kind(spec)
         # The density of a block mask is known only when the kernels are launched.
         long = sm90_bwd_launch.has_long_work_tiles(kind, problem.n_q, problem.n_k, density=1)
         fused, arch = long and can_fuse_preprocess(spec, tile), compiler.target(device.capability)
         constants, wgmma = source(spec, tile, fused)
         library = specialise.library("sm90/backward", spec, tuple(constants.items()), arch, wgmma)
-        fallback = Fallback(partial(Sm80Backward, problem, device), spec, device, "backward")
-        super().__init__(spec, device, tile, why, library, specialise.library, fallback, fused, early=not spec.packed)
+        fallback, early = Fallback(partial(tables.plan, OLDER, problem), spec, device, "backward"), not spec.packed
+        super().__init__(spec, device, tile, choice.why, library, specialise.library, fallback, fused, early)
 
     def boxes(self) -> list[tuple[str, int, int]]:
         dim_v = self.spec.head_dim_v

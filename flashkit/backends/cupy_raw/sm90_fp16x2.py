@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,16 +12,15 @@ from ..cuda_common import compiler
 from ..cuda_common.arguments import Arguments
 from ..cuda_common.bwd_preprocess import BwdPreprocess
 from ..cuda_common.device import Device
-from ..cuda_common.fallback import Fallback
-from ..cuda_common.l2_swizzle import heads_per_l2_group
+from ..cuda_common.generation import Choice, TileTables
 from ..cuda_common.launch import KernelArguments, TensorMap, check_grid, scratch
+from ..cuda_common.memory import SmemLayout, Workspace, heads_per_l2_group
 from ..cuda_common.params import AT
-from ..cuda_common.sm90_launch import CHOSEN, WATCHDOG, chunks, padded
-from ..cuda_common.smem import SmemLayout
+from ..cuda_common.sm90_launch import WATCHDOG, chunks, padded
 from ..cuda_common.tensor_maps import TileCounters, encode
-from ..cuda_common.workspace import Workspace
+from ..cuda_common.verify import Fallback
 from . import specialise
-from .sm80 import Sm80Backward
+from .sm80 import OLDER
 from .sm90_wgmma import text as wgmma_functions
 
 MAX_DIM = 128
@@ -166,28 +165,20 @@ class Sm90Float32BackwardTile:
         return constants, wgmma_functions("float16", [self.block_k], widths)
 
 
-def backward_tile(spec: AttentionSpec) -> Sm90Float32BackwardTile:
-    """The tile that is fastest on an H200."""
-    if max(spec.head_dim, spec.head_dim_v) <= 64:
-        return Sm90Float32BackwardTile(64)
-    return Sm90Float32BackwardTile(48, row_buffers=2 if num_terms(spec) == 1 else 1)
-
-
 def backward_candidates(spec: AttentionSpec, device: Device) -> list[Sm90Float32BackwardTile]:
-    """Tiles worth measuring, the one of `backward_tile` first."""
-    chosen = backward_tile(spec)
-    each = chosen, *(replace(chosen, block_k=chosen.block_k + more) for more in (32, -16))
-    return [tile for tile in each if tile.fits(spec, device)]
+    """Tiles worth measuring."""
+    narrow = max(spec.head_dim, spec.head_dim_v) <= 64
+    buffers = 2 if narrow or num_terms(spec) == 1 else 1
+    tiles = (Sm90Float32BackwardTile(keys, row_buffers=buffers) for keys in ((64, 96, 48) if narrow else (48, 80, 32)))
+    return [tile for tile in tiles if tile.fits(spec, device)]
 
 
 class Sm90Float32Backward:
     """The backward pass: preprocess, conversion, then a kernel for dQ and one for dK and dV."""
 
-    def __init__(
-        self, problem: Problem, device: Device, tile: Sm90Float32BackwardTile | None = None, why: str = CHOSEN
-    ) -> None:
-        spec = problem.spec
-        self.problem, self.device, self.tile, self.why = problem, device, tile or backward_tile(spec), why
+    def __init__(self, problem: Problem, choice: Choice, tables: TileTables) -> None:
+        spec, device = problem.spec, tables.device
+        self.problem, self.device, self.tile, self.why = problem, device, choice.tile, choice.why
         arch, block = compiler.target(device.capability), self.tile.block_k
         self.conversion = Fp16x2Conversion(spec, block, device)
         self.preprocess = BwdPreprocess(specialise.library, spec, device)
@@ -200,7 +191,7 @@ class Sm90Float32Backward:
             self._kernels.append((dq_kernel, library.kernel("fp16x2_backward", device, shared)))
         self._row_factors = library.kernel("fp16x2_row_factors", device)
         self._counters = TileCounters.of(device)
-        self._fallback = Fallback(partial(Sm80Backward, problem, device), spec, device, "backward")
+        self._fallback = Fallback(partial(tables.plan, OLDER, problem), spec, device, "backward")
 
     def shaped(self, arguments: Arguments) -> tuple[Workspace, int]:
         """Memory besides that of terms, and the CTAs of the preprocess."""

@@ -5,16 +5,17 @@ Codes have float32 scales: for each row of q, and for each head or each token of
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ...errors import UnsupportedError
 from ...spec import AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler, modification, sm90_launch
 from ..cuda_common.device import Device
-from ..cuda_common.fallback import Fallback
-from ..cuda_common.sm90_launch import SHORT, ForwardTile, packed, padded
-from ..cuda_common.smem import SmemLayout
+from ..cuda_common.generation import Choice, TileTables
+from ..cuda_common.memory import SmemLayout
+from ..cuda_common.sm90_launch import ForwardTile, fitted, packed, padded
+from ..cuda_common.verify import Fallback
 from . import specialise
 from .sm90_wgmma import E4M3
 from .sm90_wgmma import text as wgmma_functions
@@ -22,8 +23,6 @@ from .sm90_wgmma import text as wgmma_functions
 MAX_DIM = 256
 COLUMNS, DEPTH = 16, 32
 """Of a block that is transposed, columns; of a product, the length of the contracted axis."""
-
-CHOSEN = "the first choice, not timed yet"
 
 _CHUNK = 128  # bytes and columns
 
@@ -57,8 +56,7 @@ class Sm90Fp8Tile(ForwardTile):
         columns, s = padded(spec.head_dim_v), self.block_k // 2
         # S of a tile is computed beside PV of the one before (OVERLAPS), or takes the registers of PV.
         needed = columns + s + s // 4 if columns <= 128 else columns // 2 + max(s, columns // 4 + s // 4)
-        others = 24 if spec.fp8 == "token" or spec.score is not None else 16
-        return self.shared_memory(spec) <= device.shared_per_block and needed <= self.registers_of(spec)[0] - others
+        return self.shared_memory(spec) <= device.shared_per_block and needed <= self.registers_of(spec)[0] - 16
 
     def registers_of(self, spec: AttentionSpec) -> tuple[int, int]:
         """Of a consumer thread, and of a thread of the other warp groups, which classify tiles and transpose V."""
@@ -75,25 +73,11 @@ class Sm90Fp8Tile(ForwardTile):
         return constants, wgmma_functions(E4M3, [self.block_k], [columns if columns <= 128 else columns // 2])
 
 
-def forward_tile(problem: Problem) -> Sm90Fp8Tile:
-    """The tile to begin with."""
-    spec = problem.spec
-    largest = max(spec.head_dim, spec.head_dim_v)
-    if largest > 128:
-        return Sm90Fp8Tile(128, 64, q_buffers=1, turns=0)
-    if largest > 64 or spec.score is not None or (spec.mask is not None and problem.n_q <= SHORT):
-        return Sm90Fp8Tile(128, 128, 3, turns=int(spec.fp8 == "token" or largest <= 64))
-    return Sm90Fp8Tile(192, 96 if spec.fp8 == "token" else 128, 3)  # 128 keys with scales spill registers
-
-
 def forward_candidates(problem: Problem, device: Device) -> list[Sm90Fp8Tile]:
-    """Tiles worth measuring, the one of `forward_tile` first."""
-    first = forward_tile(problem)
-    tiles = [first]
-    if first.turns:
-        tiles += [replace(first, turns=0), replace(first, stages=2)]
-        tiles += [Sm90Fp8Tile(rows, keys, 3) for rows, keys in ((192, 128), (192, 96), (128, 128), (128, 96))]
-    return [tile for tile in dict.fromkeys(tiles) if tile.fits(problem.spec, device)]
+    """Tiles worth measuring."""
+    shapes = ((192, 128), (192, 96), (128, 128), (128, 96), (128, 64))
+    tiles = [Sm90Fp8Tile(*shape, stages, turns=turns) for shape in shapes for stages in (3, 2) for turns in (1, 0)]
+    return [tile for each in tiles if (tile := fitted(each, problem.spec, device))]
 
 
 def supports(problem: Problem, direction: Direction) -> Verdict:
@@ -119,13 +103,13 @@ def supports(problem: Problem, direction: Direction) -> Verdict:
 class Sm90Fp8Forward(sm90_launch.Forward):
     """The forward pass. Calls whose arrays TMA cannot address come as copies (call/fp8.py), so none is handed on."""
 
-    def __init__(self, problem: Problem, device: Device, tile: Sm90Fp8Tile | None = None, why: str = CHOSEN) -> None:
-        spec, tile = problem.spec, tile or forward_tile(problem)
+    def __init__(self, problem: Problem, choice: Choice, tables: TileTables) -> None:
+        spec, tile, device = problem.spec, choice.tile, tables.device
         constants, functions = tile.source(spec, packed(problem))
         arch = compiler.target(device.capability)
         library = specialise.library("sm90/fp8_forward", spec, tuple(constants.items()), arch, functions)
         fallback = Fallback(_refuse, spec, device, "forward")
-        super().__init__(problem, device, tile, why, library, fallback, kernel="sm90_fp8_forward")
+        super().__init__(problem, device, tile, choice.why, library, fallback, kernel="sm90_fp8_forward")
 
 
 def _refuse() -> Any:

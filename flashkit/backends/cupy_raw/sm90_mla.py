@@ -15,14 +15,14 @@ from ...spec import AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler, modification
 from ..cuda_common.arguments import Arguments, addresses, aligned
 from ..cuda_common.device import Device
-from ..cuda_common.fallback import Fallback
-from ..cuda_common.generation import supports_packed
+from ..cuda_common.generation import Choice, TileTables, supports_packed
 from ..cuda_common.launch import check_grid
+from ..cuda_common.memory import SmemLayout
 from ..cuda_common.params import AT
-from ..cuda_common.simt import SimtForward
+from ..cuda_common.simt import Simt
 from ..cuda_common.sm90_launch import NUM_LISTS, SWIZZLE_ROWS, ForwardTile, chunks, keys_of_a_box
-from ..cuda_common.smem import SmemLayout
 from ..cuda_common.tensor_maps import Maps, TileCounters, maps_of, strides_fit
+from ..cuda_common.verify import Fallback
 from . import specialise
 from .sm80 import launch_combine
 from .sm90_wgmma import text as wgmma_functions
@@ -31,8 +31,7 @@ MAX_DIM, MAX_DIM_V = 576, 512
 ROWS, KEYS = 64, 64
 """Rows of Q and keys of a tile. A tile of P is a chunk, and half of O fits the registers of a warp group."""
 
-WHY = "latent attention, measured on an H200; where v is no view of k, simt"
-
+_OLDER = Simt(specialise.library)
 _LIST_BYTES = 4 * (96 + 9)  # UnitList of kernels/sm90/mla_scheduler.cuh
 _OLD_PARTS = "V", "ONES", "Q_PIPE", "V_PIPE", "OUT_READY", "WORK_TILES", "LIST_SEQS", "V_TILES", "SCALES", "AFFINE"
 _UNIT_COST, _SPLIT_COST, _COMBINE_COST = 3, 1, 4
@@ -149,7 +148,7 @@ def cluster_size(group: int, n_q: int) -> int:
     return 2 if tiles % 2 == 0 or tiles > 4 else 1
 
 
-class Shaped(NamedTuple):
+class LaunchGeometry(NamedTuple):
     """What a launch derives from the shapes and strides of its arrays."""
 
     units: int  # of clusters
@@ -163,8 +162,9 @@ class Sm90MlaForward:
     values_in_keys = True
     """Whether the sample problem of a fresh kernel has a v that is a view of k: verify.py."""
 
-    def __init__(self, problem: Problem, device: Device) -> None:
-        spec, self.device, self.tile, self.why = problem.spec, device, Sm90MlaTile(), WHY
+    def __init__(self, problem: Problem, choice: Choice, tables: TileTables) -> None:
+        spec, device, (self.tile, _, self.why) = problem.spec, tables.device, choice
+        self.device = device
         self._cluster = cluster_size(spec.group, problem.n_q)
         constants, functions = self.tile.source(spec, self._cluster)
         self._clusters = max(1, device.sms // self._cluster)  # at a time
@@ -174,7 +174,7 @@ class Sm90MlaForward:
         self._kernel = library.kernel("sm90_mla_forward", device, self.tile.shared_memory(spec))
         self._combine = library.kernel("combine", device)
         self._counters = TileCounters.of(device)
-        self.fallback = Fallback(partial(SimtForward, specialise.library, spec, device), spec, device, "forward")
+        self.fallback = Fallback(partial(tables.plan, _OLDER, problem), spec, device, "forward")
 
     def takes(self, arguments: Arguments) -> bool:
         """Whether the kernel supports arrays of these shapes and strides."""
@@ -190,7 +190,7 @@ class Sm90MlaForward:
             and (spec.score is None or most < modification.NEAR) and strides_fit(arguments, ("q", "k", "out"))
         )  # fmt: skip
 
-    def shaped(self, arguments: Arguments) -> Shaped | None:
+    def shaped(self, arguments: Arguments) -> LaunchGeometry | None:
         """What the launch derives from shapes and strides, or None where the fallback is needed."""
         if not self.takes(arguments):
             return None
@@ -200,7 +200,7 @@ class Sm90MlaForward:
         splits = number_of_splits(work_tiles, -(-arguments.n_k // KEYS), self._clusters, spec.kv_lengths)
         check_grid(work_tiles * splits * self._cluster, rows)
         keys = keys_of_a_box(arguments.words[AT["page"]], KEYS) if spec.paged else KEYS
-        return Shaped(work_tiles * splits, splits, maps_of(arguments, "k", spec.head_dim, 1, keys))
+        return LaunchGeometry(work_tiles * splits, splits, maps_of(arguments, "k", spec.head_dim, 1, keys))
 
     def run(self, arguments: Arguments, stream: int) -> None:
         shaped, words = arguments.known(self, self.shaped), arguments.words

@@ -9,11 +9,11 @@ from ...spec import AttentionSpec, Problem
 from ..cuda_common import compiler
 from ..cuda_common.arguments import Arguments, addresses, aligned
 from ..cuda_common.device import Device
-from ..cuda_common.fallback import Fallback
+from ..cuda_common.generation import Choice, TileTables
 from ..cuda_common.launch import KernelArguments, TensorMap, check_grid, clear, scratch
 from ..cuda_common.params import AT
-from ..cuda_common.sm90_bwd_launch import BackwardTile
-from ..cuda_common.sm90_launch import CHOSEN, chunks
+from ..cuda_common.sm90_launch import chunks
+from ..cuda_common.verify import Fallback
 from . import specialise
 from .sm90_backward import Sm90Backward
 from .sm90_fp16x2 import Sm90Float32Backward, Terms
@@ -92,13 +92,12 @@ class Sm90Tf32Backward(Sm90Backward):
 
     addressed = "out", "dout"
 
-    def __init__(self, problem: Problem, device: Device, tile: BackwardTile | None = None, why: str = CHOSEN) -> None:
-        super().__init__(problem, device, tile, why)
-        self.conversion = Tf32Conversion(problem.spec, device)
+    def __init__(self, problem: Problem, choice: Choice, tables: TileTables, then: Sm90Float32Backward) -> None:
+        super().__init__(problem, choice, tables)
+        self.conversion = Tf32Conversion(problem.spec, tables.device)
         self.libraries.append(self.conversion.library)
-        # Compiled now, as it is part of every call; checked by itself, as a sample problem does not need it.
-        made = Sm90Float32Backward(problem, device)
-        self._fallback = Fallback(lambda: made, problem.spec, device, "backward")
+        # Compiled by now, as it is part of every call; checked by itself, as a sample problem does not need it.
+        self._fallback = Fallback(lambda: then, problem.spec, tables.device, "backward")
 
     def run(self, arguments: Arguments, stream: int) -> None:
         arguments.set(fallback=0)

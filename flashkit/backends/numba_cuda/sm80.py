@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ...devices.schema import TileRow
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler
 from ..cuda_common.arguments import (
@@ -16,13 +17,12 @@ from ..cuda_common.arguments import (
     strides_are_vector_multiples,
 )
 from ..cuda_common.device import Device
-from ..cuda_common.fallback import Fallback
-from ..cuda_common.generation import Generation, Kernels, supports_16bit, tile_of
-from ..cuda_common.l2_swizzle import bytes_of_keys, heads_per_l2_group
+from ..cuda_common.generation import Choice, Generation, Kernels, TileTables, supports_16bit, tile_of
 from ..cuda_common.launch import check_grid
+from ..cuda_common.memory import SmemLayout, bytes_of_keys, heads_per_l2_group, stage_constants
 from ..cuda_common.params import AT
-from ..cuda_common.sm80_bwd_launch import OrderedBackward, Shaped
-from ..cuda_common.smem import SmemLayout, stage_constants
+from ..cuda_common.sm80_bwd_launch import LaunchGeometry, OrderedBackward
+from ..cuda_common.verify import Fallback
 
 THREADS = 128
 _ADDRESSES, _HEADS_PER_L2_GROUP = addresses(ROW_TENSORS), AT["heads_per_l2_group"]
@@ -30,8 +30,6 @@ _BACKWARD_ROWS = "q", "k", "v", "dout", "dq", "dk", "dv"
 _BACKWARD_ADDRESSES = addresses(_BACKWARD_ROWS)
 MAX_DIM = 256
 _L2_BYTES = 24_000_000  # of K and V of the heads that CTAs work on at the same time
-_WHY = "the largest that fits"
-_WHY_BACKWARD = "as in CUDA C++"
 
 
 def row_bytes(dim: int, spec: AttentionSpec) -> int:
@@ -87,28 +85,18 @@ class Tile:
         }  # fmt: skip
 
 
-def forward_tiles(spec: AttentionSpec, device: Device) -> list[Tile]:
-    """The tiles that fit; the fastest first."""
-    most = max(spec.head_dim, spec.head_dim_v)
-    tiles = [Tile(64, 64, 1)] if most > 128 else []
-    tiles += [Tile(128, keys) for keys in (64, 32, 96, 48, 128, 16)]
-    tiles += [Tile(64, keys, 1) for keys in (64, 32, 16)]
-    return [tile for tile in dict.fromkeys(tiles) if tile.fits(spec, device)]
-
-
 class Forward:
     """The forward pass."""
 
-    def __init__(self, generation: Sm80, problem: Problem, device: Device, tile: Tile, why: str) -> None:
-        spec = problem.spec
-        self.generation, self.problem, self.device = generation, problem, device
-        self.tile, self.why = tile, why
+    def __init__(self, generation: Sm80, problem: Problem, choice: Choice, tables: TileTables) -> None:
+        spec, device, (tile, _, self.why) = problem.spec, tables.device, choice
+        self.tile = tile
         constants = tuple(tile.constants(spec, device).items())
         library = generation.kernels("sm80/forward", spec, constants, compiler.target(device.capability))
         self.libraries = [library]
         self._kernel = library.kernel("sm80_forward", device, tile.shared_memory(spec))
-        fallback = partial(generation.below.plan, problem, None, device, "forward")
-        self._fallback = Fallback(fallback, spec, device, "forward")  # for rows that are not aligned to 16 bytes
+        older = partial(tables.plan, generation.below, problem)
+        self._fallback = Fallback(older, spec, device, "forward")  # for rows that are not aligned to 16 bytes
 
     def shaped(self, arguments: Arguments) -> tuple[int, int] | None:
         """CTAs and heads per L2 group; None: shapes or strides need the fallback."""
@@ -187,27 +175,17 @@ class BackwardTile:
         }  # fmt: skip
 
 
-def backward_tiles(spec: AttentionSpec, device: Device) -> list[BackwardTile]:
-    """The tiles that fit; the fastest first. Modifications and dropout take registers from the accumulators."""
-    more = spec.dropout or spec.score is not None or max(spec.head_dim, spec.head_dim_v) > 64
-    pairs = [(64, 128), (128, 128)] if more else [(128, 128), (64, 128)]
-    if max(spec.head_dim, spec.head_dim_v) > 128:  # registers for the accumulators
-        pairs = [(64, 64)]
-    tiles = [*(BackwardTile(*pair) for pair in pairs), BackwardTile(64, 64, 4), BackwardTile(32, 64, 4)]
-    return [tile for tile in tiles if tile.fits(spec, device)]
-
-
 class Backward(OrderedBackward):
     """The backward pass."""
 
-    def __init__(self, generation: Sm80, problem: Problem, device: Device, tile: BackwardTile, why: str) -> None:
-        spec = problem.spec
+    def __init__(self, generation: Sm80, problem: Problem, choice: Choice, tables: TileTables) -> None:
+        spec, device, (tile, _, why) = problem.spec, tables.device, choice
         columns = 64 * -(-spec.head_dim // 64)
         super().__init__(generation.kernels, spec, device, tile, why, tile.constants(spec, device), columns)
-        fallback = partial(generation.below.plan, problem, None, device, "backward")
-        self._fallback = Fallback(fallback, spec, device, "backward")  # for rows that are not aligned to 16 bytes
+        older = partial(tables.plan, generation.below, problem)
+        self._fallback = Fallback(older, spec, device, "backward")  # for rows that are not aligned to 16 bytes
 
-    def shaped(self, arguments: Arguments) -> Shaped | None:
+    def shaped(self, arguments: Arguments) -> LaunchGeometry | None:
         supported = arguments.n_k and strides_are_vector_multiples(arguments, _BACKWARD_ROWS)
         return super().shaped(arguments) if supported else None
 
@@ -236,28 +214,21 @@ class Sm80(Generation):
         self.kernels, self.below = kernels, below
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
-        spec = problem.spec
         if device.capability < (8, 0):
             return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, older than sm_80")
-        if not (able := on_tensor_cores(spec)):
-            return able
-        if not self.candidates(problem, device, direction):
-            return Verdict(False, f"no tile fits in {device.shared_per_block} bytes of shared memory")
-        return Verdict(True)
+        return on_tensor_cores(problem.spec)
 
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
+        kind: Any = Tile
+        shapes: list[tuple[int, ...]] = [(128, keys) for keys in (64, 32, 96, 48, 128, 16)]
+        shapes += [(64, keys, 1) for keys in (64, 32, 16)]
         if direction == "backward":
-            return backward_tiles(problem.spec, device)
-        return forward_tiles(problem.spec, device)
+            kind, shapes = BackwardTile, [(128, 128), (64, 128), (64, 64), (64, 64, 4), (32, 64, 4)]
+        return [tile for each in shapes if (tile := kind(*each)).fits(problem.spec, device)]
 
-    def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Forward | Backward:
-        spec = problem.spec
+    def tile(self, problem: Problem, row: TileRow, device: Device, direction: Direction) -> Any:
+        kind: Any = Tile if direction == "forward" else BackwardTile
+        return tile_of(kind, row, problem.spec, lambda tile, spec: tile if tile.fits(spec, device) else None)
 
-        def fits(tile: Any, spec: AttentionSpec) -> bool:
-            return bool(tile.fits(spec, device))
-
-        if direction == "backward":
-            profiled, why = tile_of(BackwardTile, row, spec, fits, _WHY_BACKWARD)
-            return Backward(self, problem, device, profiled or backward_tiles(spec, device)[0], why)
-        tile, why = tile_of(Tile, row, spec, fits, _WHY)
-        return Forward(self, problem, device, tile or forward_tiles(spec, device)[0], why)
+    def plan(self, problem: Problem, choice: Choice, tables: TileTables) -> Forward | Backward:
+        return (Forward if tables.direction == "forward" else Backward)(self, problem, choice, tables)

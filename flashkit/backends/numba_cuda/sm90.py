@@ -11,22 +11,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ...devices.schema import TileRow
 from ...spec import AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler, sm90_bwd_launch, sm90_launch
 from ..cuda_common.device import Device
-from ..cuda_common.fallback import Fallback
-from ..cuda_common.generation import Generation, Kernels, Pass, tile_of
-from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_candidates, backward_tile, cluster_size
-from ..cuda_common.sm90_launch import (
-    CHOSEN,
-    ForwardTile,
-    chunks,
-    default_tile,
-    padded,
-    with_most_buffers,
-    work_enough,
-)
-from ..cuda_common.smem import SmemLayout
+from ..cuda_common.generation import Choice, Generation, Kernels, Pass, TileTables, tile_of
+from ..cuda_common.memory import SmemLayout
+from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_candidates, cluster_size
+from ..cuda_common.sm90_launch import ForwardTile, chunks, fitted, forward_candidates, padded, work_enough
+from ..cuda_common.verify import Fallback
 from .sm80 import on_tensor_cores
 
 
@@ -53,29 +46,14 @@ def _classifies(spec: AttentionSpec) -> bool:
     return spec.mask is not None or spec.score is not None or spec.kv_lengths
 
 
-def forward_tile(problem: Problem, device: Device) -> Tile:
-    """The tile that is fastest on an H200."""
-    return default_tile(Tile, problem, device, problem.spec.score is not None or problem.spec.dropout)
-
-
-def forward_candidates(problem: Problem, device: Device) -> list[Tile]:
-    """Tiles worth measuring, the one of `forward_tile` first."""
-    tiles = [forward_tile(problem, device)]
-    for rows, keys, turns in itertools.product((192, 128), (128, 144, 112, 96, 160, 80, 64), (1, 0)):
-        tiles += with_most_buffers(Tile(rows, keys, turns=turns), problem.spec, device)
-    return list(dict.fromkeys(tiles))
-
-
 class Forward(sm90_launch.Forward):
     """The forward pass."""
 
-    def __init__(
-        self, generation: Sm90, problem: Problem, device: Device, tile: Tile | None, why: str = CHOSEN
-    ) -> None:
-        spec, tile = problem.spec, tile or forward_tile(problem, device)
+    def __init__(self, generation: Sm90, problem: Problem, choice: Choice, tables: TileTables) -> None:
+        spec, device, (tile, _, why) = problem.spec, tables.device, choice
         constants = tuple(tile.constants(spec).items())
         library = generation.kernels("sm90/forward", spec, constants, compiler.target(device.capability))
-        fallback = Fallback(partial(generation.older, problem, device, "forward"), spec, device, "forward")
+        fallback = Fallback(partial(generation.older, problem, tables), spec, device, "forward")
         super().__init__(problem, device, tile, why, library, fallback)
         self.pack = 1  # a tile has rows of one head
 
@@ -88,13 +66,11 @@ def backward_kernel(spec: AttentionSpec) -> str:
 class Backward(sm90_bwd_launch.Backward):
     """The backward pass."""
 
-    def __init__(
-        self, generation: Sm90, problem: Problem, device: Device, tile: BackwardTile | None, why: str = CHOSEN
-    ) -> None:
-        spec, tile = problem.spec, tile or backward_tile(problem.spec)
+    def __init__(self, generation: Sm90, problem: Problem, choice: Choice, tables: TileTables) -> None:
+        spec, device, (tile, _, why) = problem.spec, tables.device, choice
         constants, arch = tuple(tile.constants(spec).items()), compiler.target(device.capability)
         library = generation.kernels(backward_kernel(spec), spec, constants, arch)
-        fallback = Fallback(partial(generation.older, problem, device, "backward"), spec, device, "backward")
+        fallback = Fallback(partial(generation.older, problem, tables), spec, device, "backward")
         super().__init__(spec, device, tile, why, library, generation.kernels, fallback)
 
 
@@ -102,16 +78,15 @@ class Sm90(Generation):
     """Kernels for Hopper with float16 and bfloat16. `below`: of these the first that can takes what is left."""
 
     name = "sm90"
-    has_heuristic = True
     directions: tuple[Direction, ...] = ("forward", "backward")
 
     def __init__(self, kernels: Kernels, *below: Generation) -> None:
         self.kernels, self.below = kernels, below
 
-    def older(self, problem: Problem, device: Device, direction: Direction) -> Pass:
+    def older(self, problem: Problem, tables: TileTables) -> Pass:
         """Of the generations below."""
-        able = (generation for generation in self.below if generation.supports(problem, device, direction))
-        return next(able).plan(problem, None, device, direction)
+        able = (each for each in self.below if each.supports(problem, tables.device, tables.direction))
+        return tables.plan(next(able), problem)
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         if device.capability[0] != 9:
@@ -126,15 +101,15 @@ class Sm90(Generation):
             )
         return Verdict(True)
 
+    def tile(self, problem: Problem, row: TileRow, device: Device, direction: Direction) -> Any:
+        kind = Tile if direction == "forward" else BackwardTile
+        return tile_of(kind, row, problem.spec, partial(fitted, device=device))
+
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
         if direction == "backward":
             return list(backward_candidates(problem.spec, device))
-        return list(forward_candidates(problem, device))
+        shapes = itertools.product((192, 128), (128, 144, 112, 96, 160, 80, 64), (1, 0))
+        return list(forward_candidates(Tile, problem, device, shapes))
 
-    def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Pass:
-        def fits(tile: Any, spec: AttentionSpec) -> bool:
-            return bool(tile.fits(spec, device))
-
-        if direction == "backward":
-            return Backward(self, problem, device, *tile_of(BackwardTile, row, problem.spec, fits, CHOSEN))
-        return Forward(self, problem, device, *tile_of(Tile, row, problem.spec, fits, CHOSEN))
+    def plan(self, problem: Problem, choice: Choice, tables: TileTables) -> Pass:
+        return (Forward if tables.direction == "forward" else Backward)(self, problem, choice, tables)

@@ -1,6 +1,6 @@
 """`flashkit autotune`: measure a device, find its best tiles by trial, and write both to the user's profile.
 
-Nothing here runs inside attention(). A target is a row of a tile table: direction, dtype, head dim, mask, kernel
+Nothing here runs inside attention(). A target is a row of a tile table: direction, dtype, head dims, mask, kernel
 generation. A trial is one tile on one target: verified against the reference, then timed, interleaved with the tile
 that attention uses now.
 

@@ -11,11 +11,12 @@ import numpy as np
 
 from ...backends.cpu import bf16, objects, peaks, threads
 from ...backends.cpu.backend import CpuBackend
+from ...backends.cpu.plan import choose_tile
 from ...call.arguments import prepare
 from ...call.explanation import visible_pairs
 from ...devices import host, io_model, profiles, timing
 from ...devices.io_model import CpuTile
-from ...devices.schema import Kind
+from ...devices.schema import Kind, TileRow
 from ...devices.timing import Timing
 from ...spec import ITEMSIZE, Gradients
 from ..bench import environment
@@ -85,6 +86,10 @@ class CpuRunner:
     def in_use(self, target: Target) -> CpuTile:
         plan = self.task(target, self.tokens).plan
         return plan.tile if target.direction == "forward" else plan.backward_tile
+
+    def row_in_use(self, target: Target) -> TileRow | None:
+        problem = self.task(target, self.tokens).plan.problem
+        return choose_tile(problem, self.profile, target.direction, amx=by_amx(target))[1]
 
     def candidates(self, target: Target) -> list[CpuTile]:
         memory = io_model.cpu_memory(self.profile)

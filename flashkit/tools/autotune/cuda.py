@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +15,7 @@ from ...backends.cuda_common import device, launch
 from ...backends.cuda_common.arguments import Arguments
 from ...backends.cuda_common.backend import CudaBackend
 from ...backends.cuda_common.device import Device
-from ...backends.cuda_common.generation import IN_ROW, OWN_CHOICE, Generation, Pass
+from ...backends.cuda_common.generation import IN_ROW, Choice, Generation, Pass, TileTables
 from ...call.arguments import prepare
 from ...call.explanation import visible_pairs
 from ...devices import host, profiles, timing
@@ -45,19 +45,15 @@ DECODED_KEYS = 32768
 
 @dataclass(frozen=True)
 class CudaTile:
-    """A tile of a kernel generation, in the form of logs and profiles: its numbers by name, in order.
-
-    own: whether the generation chooses it by its own heuristic, which is finer than a row of a profile.
-    """
+    """A tile of a kernel generation, in the form of logs and profiles: its numbers by name, in order."""
 
     generation: str
     numbers: tuple[tuple[str, int], ...]
-    own: bool = field(default=False, compare=False)
 
     @classmethod
-    def of(cls, generation: str, tile: Any, own: bool = False) -> CudaTile:
+    def of(cls, generation: str, tile: Any) -> CudaTile:
         numbers = {"block_q": tile.block_q, "block_k": tile.block_k, **asdict(tile)}
-        return cls(generation, tuple(numbers.items()), own)
+        return cls(generation, tuple(numbers.items()))
 
     @property
     def block_q(self) -> int:
@@ -74,10 +70,8 @@ class CudaTile:
     @property
     def row(self) -> dict[str, Any]:
         inside = {name: value for name, value in self.numbers if name in IN_ROW}
-        if self.own:
-            return {**inside, "options": {"generation": self.generation, OWN_CHOICE: True}}
         rest = {name: value for name, value in self.numbers if name not in IN_ROW}
-        return {**inside, "options": {"generation": self.generation, **rest}}
+        return {"generation": self.generation, **inside, "options": rest}
 
     def __str__(self) -> str:
         rest = ", ".join(f"{name} {n}" for name, n in self.numbers if name not in ("block_q", "block_k"))
@@ -102,17 +96,16 @@ class TunableCuda:
         """A target for each generation that supports the problem, the newest first: the search gives up an older one
         that is far slower.
         """
-        current = device.current()
-        decoding = [
-            Target("forward", dtype, head_dim, few=True) for dtype in dtypes or effort.dtypes
-            for head_dim in effort.head_dims
-        ]  # fmt: skip
+        profile, current, dense = profiles.for_device("cuda"), device.current(), effort.targets(dtypes)
+        full = (target for target in dense if target.direction == "forward" and not target.causal)
         found = []
-        for target in [*effort.targets(dtypes), *decoding]:
+        for target in [*dense, *(replace(each, few=True) for each in full)]:
             problem = problem_of(target, effort.tokens)
+            tables = TileTables(self.backend, profile, current, target.direction)
             for generation in self.kernels.allowed(target.direction):
-                if generation.supports(problem, current, target.direction):
-                    found.append(Target(**{**vars(target), "generation": generation.name}))
+                able = generation.supports(problem, current, target.direction)
+                if able and next(tables.choices(generation, problem), None):
+                    found.append(replace(target, generation=generation.name))
         return found
 
     def runner(self, effort: Effort, targets: Sequence[Target]) -> CudaRunner:
@@ -182,10 +175,16 @@ class CudaRunner:
         self.tasks: dict[tuple[Any, bool], _Task] = {}
 
     def in_use(self, target: Target) -> CudaTile:
-        problem, generation = self.problem(target), self.generation(target)
-        row = self.kernels.rows_of(problem, self.profile, target.direction).get(generation.name)
-        used = CudaTile.of(generation.name, generation.plan(problem, row, self.device, target.direction).tile)
-        return next((tile for tile in self.listed(target) if tile == used), used)
+        return CudaTile.of(target.generation, self.choice(target).tile)
+
+    def row_in_use(self, target: Target) -> TileRow | None:
+        return self.choice(target).row
+
+    def choice(self, target: Target) -> Choice:
+        return next(self.tables(target).choices(self.generation(target), self.problem(target)))
+
+    def tables(self, target: Target) -> TileTables:
+        return TileTables(self.kernels.name, self.profile, self.device, target.direction)
 
     def candidates(self, target: Target) -> list[CudaTile]:
         found = self.listed(target)
@@ -197,7 +196,7 @@ class CudaRunner:
     def listed(self, target: Target) -> list[CudaTile]:
         generation = self.generation(target)
         tiles = generation.candidates(self.problem(target), self.device, target.direction)
-        return [CudaTile.of(generation.name, tile, generation.has_heuristic and i == 0) for i, tile in enumerate(tiles)]
+        return [CudaTile.of(generation.name, tile) for tile in tiles]
 
     def generation(self, target: Target) -> Generation:
         return next(g for g in self.kernels.generations if g.name == target.generation)
@@ -224,10 +223,16 @@ class CudaRunner:
         """Start to compile and load a tile's kernels, in a thread."""
         key = target, tile
         if key not in self.compiled:
-            row, problem = TileRow(**tile.row), self.problem(target)
-            plan = self.generation(target).plan
-            self.compiled[key] = self.pool.submit(plan, problem, row, self.device, target.direction)
+            self.compiled[key] = self.pool.submit(self.plan, target, tile)
         return self.compiled[key]
+
+    def plan(self, target: Target, tile: CudaTile) -> Pass:
+        """A tile's kernels."""
+        generation, problem, row = self.generation(target), self.problem(target), TileRow(**tile.row)
+        found = generation.tile(problem, row, self.device, target.direction)
+        if found is None:
+            raise ValueError(f"{tile} does not fit")
+        return generation.plan(problem, Choice(found, row, "tried"), self.tables(target))
 
     def made(self, target: Target, tile: CudaTile) -> Pass:
         """A tile's kernels. Raises ValueError if the generation replaces the tile by another one."""

@@ -30,7 +30,7 @@ def profile_of(outcomes: Sequence[Outcome], peaks: MeasuredPeaks | None, tunable
         speed = {"gflops": four_digits(o.gflops)} if tunable.kind == "cpu" else {"tflops": four_digits(o.gflops / 1000)}
         provenance = {**speed, "date": now()[:10], "versions": versions}
         why = f"{o.why}; {tunable.conditions(o.target)}"
-        row = {**o.target.selector, **o.tile.row, "why": why, "measured": provenance}
+        row = {**o.conditions, **o.tile.row, "why": why, "measured": provenance}
         tables.setdefault(tunable.table(o.target), []).append(row)
     result["tiles"] = tables
     return result

@@ -43,7 +43,7 @@ class Outcome:
     """The result for a target: the tile to use, its GFLOP/s, and `gain`, its speed-up over the tile used before.
 
     tried, wrong: numbers of other tiles that were timed, and of tiles that failed. complete: False if the time was up
-    before every stage was done. saved: False if the profile was not written.
+    before every stage was done. conditions: of the row that is written. saved: False if it was not.
     """
 
     target: Target
@@ -54,6 +54,7 @@ class Outcome:
     tried: int
     wrong: int
     complete: bool
+    conditions: dict[str, Any] = field(default_factory=dict)
     saved: bool = True
 
     @property
@@ -184,7 +185,8 @@ class Search:
         tried = {t.tile for t in timed} - {self.before}
         wrong = {t.tile for t in self.log.of(self.target.key) if t.status != "ok"}
         gain, gflops = 1 / (best.ratio or 1.0), best.gflops or 0.0
-        return Outcome(self.target, self.before, best.tile, gain, gflops, len(tried), len(wrong), complete)
+        conditions = self.target.row_conditions(self.runner.row_in_use(self.target), self.effort.tokens)
+        return Outcome(self.target, self.before, best.tile, gain, gflops, len(tried), len(wrong), complete, conditions)
 
 
 def _distance(a: Tile, b: Tile) -> float:

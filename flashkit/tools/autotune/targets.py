@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, Protocol
 
-from ...devices.schema import Kind
+from ...devices.schema import Kind, TileRow
 from ...devices.timing import Timing
 from ...spec import Direction
 from .log import MeasuredPeaks
@@ -39,8 +40,8 @@ class Tile(Protocol):
 
 @dataclass(frozen=True)
 class Target:
-    """What a row of a tile table is for: a dtype, head dims up to head_dim, causal masks or not, or decoding (`few`
-    queries), and a kernel generation.
+    """What a row of a tile table is for: a dtype, head dims from min_head_dim to head_dim, masks or not, or decoding
+    (`few` queries), and a kernel generation.
     """
 
     direction: Direction
@@ -49,6 +50,7 @@ class Target:
     causal: bool = False
     few: bool = False
     generation: str = ""
+    min_head_dim: int = 1
 
     @property
     def key(self) -> str:
@@ -61,11 +63,18 @@ class Target:
         kind = "few" if self.few else "causal" if self.causal else "full"
         return self.direction, self.dtype, str(self.head_dim), kind
 
-    @property
-    def selector(self) -> dict[str, Any]:
-        """The fields of a profile's row that say which problems it applies to."""
-        last = {"max_rows": DECODE_ROWS} if self.few else {"causal": self.causal}
-        return {"dtype": self.dtype, "max_head_dim": self.head_dim, **last}
+    def row_conditions(self, in_use: TileRow | None, tokens: int) -> dict[str, Any]:
+        """The conditions of a row for the target: its own and those of the row in use, whose tile the new one replaces.
+        On a GPU shorter sequences than a quarter of the `tokens` timed, and calls that do not fill the device, are left
+        to other rows.
+        """
+        found: dict[str, Any] = dict(in_use.conditions) if in_use else {}
+        least = {"min_head_dim": self.min_head_dim}
+        if self.generation and not self.few:
+            least |= {"min_queries": tokens // 4, "min_keys": tokens // 4, "min_tiles_per_sm": 1}
+        found |= {name: max(n, found.get(name, n)) for name, n in least.items()}
+        last = {"max_rows": DECODE_ROWS} if self.few else {"mask": self.causal}
+        return found | {"dtype": self.dtype, "max_head_dim": self.head_dim} | last
 
     def __str__(self) -> str:
         kind = ", one query" if self.few else ", causal" if self.causal else ""
@@ -92,9 +101,9 @@ class Effort:
     def targets(self, dtypes: Sequence[str] | None = None) -> list[Target]:
         """All targets of these dtypes (by default the effort's own), without kernel generations."""
         return [
-            Target(direction, dtype, head_dim, causal)
+            Target(direction, dtype, head_dim, causal, min_head_dim=before + 1)
             for dtype in dtypes or self.dtypes
-            for head_dim in self.head_dims
+            for before, head_dim in pairwise((0, *self.head_dims))
             for direction in ("forward", "backward")
             for causal in (False, True)
         ]
@@ -105,6 +114,9 @@ class TileRunner(Protocol):
 
     def in_use(self, target: Target) -> Any:
         """The tile that attention uses now."""
+
+    def row_in_use(self, target: Target) -> TileRow | None:
+        """The profile's row that decided about it, before anything is written."""
 
     def candidates(self, target: Target) -> Sequence[Any]:
         """Possible tiles, ranked by a model, the best first."""

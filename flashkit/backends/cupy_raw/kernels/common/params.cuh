@@ -27,7 +27,7 @@
 //     VALUES                    64-bit entries of Params::values
 //     FAST_MATH                 whether functions in a score modification may be off by some ulps
 //
-// Each generation adds the constants of its tiles and the offsets of its shared memory, AT_... (cuda_common/smem.py).
+// Each generation adds the constants of its tiles and the offsets of its shared memory, AT_... (cuda_common/memory.py).
 #pragma once
 
 enum Storage { FLOAT64, FLOAT32, FLOAT16, BFLOAT16 };

@@ -1,0 +1,100 @@
+"""Numbers that a caller gave: one function for real ones, one for integers. Every public function converts by these."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from typing import Any
+
+import numpy as np
+
+from .errors import shown
+
+_REAL = re.compile(r"(torch\.)?(u?int|b?float)\d+\w*|longdouble")
+"""Names of the dtypes whose scalars and arrays without axes are real numbers, in any library."""
+
+
+def number(name: str, value: Any) -> float:
+    """A finite real number, of Python or of a library: a scalar, or an array without axes. `name` is for the error.
+
+    float() alone takes text and bools, too, and drops the imaginary part of NumPy's complex numbers.
+
+    Raises
+    ------
+    TypeError
+        It is no real number.
+    ValueError
+        It is not finite, or beyond float64.
+
+    Examples
+    --------
+    >>> from flashkit.numeric import number
+    >>> number("scale", 3)
+    3.0
+    >>> number("scale", "3")
+    Traceback (most recent call last):
+    ...
+    TypeError: scale: expected a number, got '3'
+    """
+    try:
+        found = float(value) if _is_real(value) else None
+    except (TypeError, ValueError):
+        found = None
+    except OverflowError:
+        raise ValueError(f"{name}: expected a number within float64, got {shown(value)}") from None
+    if found is None:
+        raise TypeError(f"{name}: expected a number, got {described(value)}")
+    if not math.isfinite(found):
+        raise ValueError(f"{name}: expected a finite number, got {shown(value)}")
+    return found
+
+
+def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """An integer from `least` to `most`, of Python or of a library. `name` is for the error.
+
+    Raises
+    ------
+    TypeError
+        It is no integer; True and False are none.
+    ValueError
+        It is out of range.
+
+    Examples
+    --------
+    >>> from flashkit.numeric import integer
+    >>> integer("page", 64, 1)
+    64
+    >>> integer("page", 0, 1, 65536)
+    Traceback (most recent call last):
+    ...
+    ValueError: page: expected an integer from 1 to 65536, got 0
+    """
+    fits = f"an integer of {least} or more" if most is None else f"an integer from {least} to {most}"
+    try:
+        found = operator.index(value) if _is_real(value) else None
+    except TypeError:
+        found = None
+    if found is None:
+        raise TypeError(f"{name}: expected {fits}, got {described(value)}")
+    if found < least or (most is not None and found > most):
+        raise ValueError(f"{name}: expected {fits}, got {shown(value)}")
+    return found
+
+
+def described(value: Any) -> str:
+    """A value of a wrong kind, for an error: text, or the shape and dtype of an array."""
+    if isinstance(value, np.ma.MaskedArray):
+        return "a masked array"
+    if getattr(value, "shape", ()):
+        return f"an array of shape {tuple(value.shape)} and dtype {getattr(value, 'dtype', None)}"
+    return shown(value)
+
+
+def _is_real(value: Any) -> bool:
+    if isinstance(value, bool | str | bytes | bytearray | np.ma.MaskedArray):
+        return False
+    dtype = getattr(value, "dtype", None)
+    if dtype is None:
+        return True
+    return not getattr(value, "shape", ()) and _REAL.fullmatch(getattr(dtype, "name", None) or str(dtype)) is not None
