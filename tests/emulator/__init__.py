@@ -43,7 +43,7 @@ def emulated(sms: int = 3) -> Iterator[Device]:
     """Within the block, the process's CUDA device is the emulated one, with this many SMs."""
     from cuda.bindings import driver
 
-    from flashkit.backends.cuda_common import compiler, tensor_maps, workspace
+    from flashkit.backends.cuda_common import compiler, memory, tensor_maps
     from flashkit.backends.numba_cuda import assemble
 
     from . import cupy
@@ -66,8 +66,8 @@ def emulated(sms: int = 3) -> Iterator[Device]:
         replace(compiler, _is_machine_code=lambda binary: True)  # PTX
         replace(assemble, machine_code=lambda name, texts, arch: ("\f".join(texts).encode(), ""))
         replace(assemble, identity=lambda: ("emulated",))
-        replace(workspace, _GAP=256)
-        replace(workspace.Workspace, allocate=_apart(workspace.Workspace.allocate))
+        replace(memory, _GAP=256)
+        replace(memory.Workspace, allocate=_apart(memory.Workspace.allocate))
         replace(tensor_maps.TileCounters, COUNT=2)  # each is used again at once, so it must have been reset
         _forget()
         cupy.DEVICE.sms = sms
