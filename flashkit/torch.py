@@ -19,6 +19,7 @@ from .call.quantized import Quantized
 from .call.torch_autograd import call, check_differentiable, recorded_call
 from .call.torch_mods import Mods
 from .call.torch_passes import TENSORS, Tensors
+from .numeric import number
 
 __all__ = ["Mods", "attention", "flex_attention", "scaled_dot_product_attention"]
 
@@ -99,6 +100,8 @@ def attention(
         softcap = _number("softcap", softcap)
     if isinstance(dropout_p, torch.Tensor):
         dropout_p = _number("dropout_p", dropout_p)
+    elif type(dropout_p) not in (float, int):
+        dropout_p = number("dropout_p", dropout_p)
     if precision == "fp8":
         raise ValueError("precision is 'fp8', which flashkit.attention takes; None, 'highest' or 'tf32' fits here")
     if mask is not None and mask.is_floating_point():
