@@ -19,6 +19,7 @@ from .call.quantized import Quantized
 from .call.torch_autograd import call, check_differentiable, recorded_call
 from .call.torch_mods import Mods
 from .call.torch_passes import ARRAYS, OPTION_NAMES, Tensors
+from .numeric import number
 from .options import DEFAULTS, Options, documented, unknown
 
 __all__ = ["Mods", "attention", "flex_attention", "scaled_dot_product_attention"]
@@ -101,7 +102,11 @@ def attention(
                 q, x = _scaled(q, x), 1.0
             elif isinstance(x, torch.Tensor) and name == "q_offset":
                 x = None
-            scalars[name] = _number(name, x) if isinstance(x, torch.Tensor) else x
+            elif isinstance(x, torch.Tensor):
+                x = _number(name, x)
+            elif name == "dropout_p" and type(x) not in (float, int):
+                x = number(name, x)
+            scalars[name] = x
     scalars["deterministic"] = scalars["deterministic"] or torch.are_deterministic_algorithms_enabled()
     tensors: Tensors = {}
     for name in ARRAYS:

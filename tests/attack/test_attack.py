@@ -77,9 +77,9 @@ def test_random_calls_on_a_device(backend: str, generation: str) -> None:
 def test_a_call_follows_from_its_seed_and_number() -> None:
     pool = draw.pool(3, 20, cuda=False)
     assert pool == draw.pool(3, 20, cuda=False) != draw.pool(4, 20, cuda=False)
-    calls = [draw.call(3, n, pool) for n in range(200)]
-    assert calls == [draw.call(3, n, pool) for n in range(200)]
-    assert len({json.dumps(choice) for choice in calls}) == 200
+    calls = [draw.call(3, n, pool) for n in range(500)]
+    assert calls == [draw.call(3, n, pool) for n in range(500)]
+    assert len({json.dumps(choice) for choice in calls}) == 500
     assert {choice["hostile"] for choice in calls} > {"no", "integers", "writer"}
     assert all(draw.PLAIN.keys() >= choice.keys() for choice in calls)
 

@@ -245,7 +245,7 @@ def test_mla_of_other_libraries() -> None:
 
 Z = np.zeros
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "no scale": ({"scale": None}, TypeError, "scale is None; a number fits"),
+    "no scale": ({"scale": None}, TypeError, "scale: expected a number, got None"),
     "dtypes": ({"k_pe": Z((2, 9, 4))}, TypeError, "k_pe has dtype float64, q_nope has float32; all four"),
     "library": ({"ckv": [[1.0]]}, TypeError, "ckv is a builtins.list"),
     "two axes": ({"q_nope": Z((3, 8), "f4"), "q_pe": Z((3, 4), "f4")}, ValueError, "q_nope has shape"),

@@ -289,7 +289,7 @@ def test_options_that_are_equal_are_not_the_same() -> None:
     scale = torch.tensor(0.5)
     for _ in range(3):
         ft.attention(q, k, v, causal=True, q_offset=1)
-        with pytest.raises(TypeError, match="q_offset is True"):
+        with pytest.raises(TypeError, match=r"q_offset: .* got True"):
             ft.attention(q, k, v, causal=True, q_offset=True)
         scale *= 2
         same([ft.attention(q, k, v, scale=scale)], [ft.attention(q, k, v, scale=float(scale))], ulps=0)

@@ -214,7 +214,7 @@ def test_where_it_pays(what: str, shared: bool, merged: list[int]) -> None:
 
 
 def test_a_flag_that_is_none() -> None:
-    with pytest.raises(TypeError, match="cascade is 'yes'; True or False fits"):
+    with pytest.raises(TypeError, match="cascade: expected True or False, got 'yes'"):
         flashkit.KVCache(1, 1, 8, pages=1, cascade="yes")
 
 
