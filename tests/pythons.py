@@ -17,8 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ["tests/tools/test_docs.py", "-k", "python_blocks"]
-MODULES = ["tests/unit", "-m", "not slow", "-n", "2", "--dist", "worksteal"]
+WORKERS = ["-n", "2", "--dist", "worksteal"]
+DOCUMENTS = ["tests/tools/test_docs.py", "-k", "python_blocks", *WORKERS]
+MODULES = ["tests/unit", "-m", "not slow", *WORKERS]
 CLASSIFIER = "Programming Language :: Python :: 3."
 
 
