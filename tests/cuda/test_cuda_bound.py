@@ -158,7 +158,8 @@ def test_partial_results_of_splits_have_places_of_their_own(kept: list[Any], mon
     begin_lse, *of_lse = block.words[at_lse : at_lse + 4]
     each = list(itertools.product(range(splits * SHAPE[0]), range(SHAPE[1]), range(SHAPE[2])))
     places = [begin + 4 * (np.dot(where, of_o) + i) for where in each for i in range(columns)]
-    places += [begin_lse + 4 * np.dot(where, of_lse) for where in each]
+    places += [begin_lse + 8 * np.dot(where, of_lse) + half for where in each for half in (0, 4)]
+    assert begin_lse % 8 == begin % 8
     assert len(set(places)) == len(places)
     assert min(places) >= memory.ctypes.data and max(places) + 4 <= memory.ctypes.data + memory.nbytes
 

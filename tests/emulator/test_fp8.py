@@ -115,7 +115,9 @@ def only_sm90(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Without its fallback for rows that are not finite, where they are: it would hide what the main loop makes NaN."""
     monkeypatch.setenv(cuda_backend.VARIABLE, "sm90")
     monkeypatch.setenv("FLASHKIT_FP8_KERNELS", "1")
-    if request.node.originalname not in ("test_numbers_that_scales_cannot_carry", "test_a_fresh_kernel_is_checked"):
+    if request.node.originalname not in (
+        "test_numbers_that_scales_cannot_carry", "test_a_fresh_kernel_is_checked", "test_equal_scores_of_any_size"
+    ):  # fmt: skip
         plant(monkeypatch, "sm90/epilogue.cuh", "if constexpr (HAS_SCALES) rows_nonfinite(p, at, staged);",
               "if constexpr (HAS_SCALES) {}")  # fmt: skip
     yield
@@ -125,6 +127,22 @@ def only_sm90(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def test_scales_of_heads(device: Device, launched: list[str]) -> None:
     """Odd sizes, grouped heads, a causal mask."""
     check(quantised(*inputs(2, "4:2", 150, 270, 64), "head"), launched, causal=True)
+
+
+@pytest.mark.parametrize("per", ["head", "token"])
+def test_equal_scores_of_any_size(per: str, device: Device, launched: list[str]) -> None:
+    """Weights are equal, those of values with scales of their own, too, though the rounding of a row reference is
+    greater than exponents may be.
+    """
+    q, k, v = inputs(1, "12:1", 70, 300, 64)
+    q[...] = (130.0 * 4.0 ** np.repeat([-2, 1, 4, 6, 9, 26], 2) * np.resize([1, -1], 12))[:, None, None]
+    k[...] = 130
+    given = [on_device(x) for x in quantised(q, k, v, per)]
+    out, lse = flashkit.attention(*given, return_lse=True, backend="cupy_raw")
+    values = quantised(q, k, v, per)[2].dequantize("float64")[0, 0]
+    assert np.abs(out.get().astype(np.float64)[0] - values.mean(0)).max() < 2.0**-7 * values.std()
+    np.testing.assert_allclose(lse.get()[0], 1040 * q[0, :, :, 0].astype(np.float64) + np.log(300), rtol=2.0**-12)
+    assert launched == [KERNEL]
 
 
 def test_scales_of_tokens(device: Device, launched: list[str]) -> None:

@@ -199,6 +199,23 @@ def test_a_row_maximum_that_grows(growth: int, device: Device, launched: list[st
     assert launched.count(KERNEL) == 2
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_equal_scores_of_any_size(
+    count: int, device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are equal, and a split has the weight of its keys. Values are no part of the scores."""
+    splits(monkeypatch, count)
+    (q, k), powers = inputs(1, "16:1", 1, 300, 576), np.repeat([-2, 1, 2, 4, 10, 26, 50, 52], 2)
+    q[...], k[..., 512:] = 0, 130
+    q[..., 512:] = (130.0 * 4.0**powers * np.resize([1, -1], 16))[:, None, None]
+    out, lse = call(q, k, 512)
+    mean = k[0, 0, :, :512].astype(np.float64).mean(0)
+    np.testing.assert_allclose(out.get().astype(np.float64)[0, :, 0], np.broadcast_to(mean, (16, 512)), atol=2.0**-9)
+    scores = 64 * 130 * q[0, :, 0, -1].astype(np.float64) / 24
+    np.testing.assert_allclose(lse.get()[0, :, 0], scores + np.log(300), rtol=2.0**-21)
+    assert launched == [KERNEL, COMBINE][: 1 + (count > 1)]
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_masked_nan(count: int, device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A key that is NaN, which half of the queries do not see: theirs are as without it, and the others' are NaN."""

@@ -162,10 +162,11 @@ class Arguments(KernelArguments):
         """Set o_partial and lse_partial of split-KV. Returns their memory, to be kept until kernels are enqueued."""
         columns, rows = self.spec.head_dim_v, self.heads * self.n_q
         numbers = splits * self.batch * rows
-        memory = scratch(numbers * (columns + 1), "float32")
+        o_size = -(-numbers * columns // 2) * 2  # pairs follow, the elements of lse_partial
+        memory = scratch(o_size + 2 * numbers, "float32")
         o_at, lse_at, address = AT["o_partial"], AT["lse_partial"], memory.data.ptr
         self.words[o_at : o_at + 4] = [address, rows * columns, self.n_q * columns, columns]
-        self.words[lse_at : lse_at + 4] = [address + 4 * numbers * columns, rows, self.n_q, 1]
+        self.words[lse_at : lse_at + 4] = [address + 4 * o_size, rows, self.n_q, 1]
         return memory
 
     def _tensor(self, array: Any) -> tuple[int, int, int, int]:

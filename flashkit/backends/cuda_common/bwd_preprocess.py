@@ -14,10 +14,11 @@ _THREADS = 128  # of a CTA: kernels/common/bwd_preprocess
 
 
 class BwdPreprocess:
-    """kernels/common/bwd_preprocess for a spec."""
+    """kernels/common/bwd_preprocess for a spec. base_2: kernels fold log2 e into the log-sum-exp that they get."""
 
-    def __init__(self, kernels: Kernels, spec: AttentionSpec, device: Device) -> None:
-        self.library = kernels("common/bwd_preprocess", spec, (), compiler.target(device.capability))
+    def __init__(self, kernels: Kernels, spec: AttentionSpec, device: Device, base_2: bool = True) -> None:
+        constants, arch = (("BASE_2", base_2),), compiler.target(device.capability)
+        self.library = kernels("common/bwd_preprocess", spec, constants, arch)
         self._row_stats = self.library.kernel("bwd_preprocess", device)
         self._sinks = self.library.kernel("bwd_sinks", device)
         row_vecs = -(-spec.head_dim_v * ITEMSIZE[spec.dtype] // 16)

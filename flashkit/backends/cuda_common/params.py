@@ -45,7 +45,7 @@ FIELDS = tuple(
         ("bwd_lse", "tensor", "(B, Hq, Nq); backward: the log-sum-exp, with +inf for rows without a visible key"),
         ("delta", "tensor", "(B, Hq, Nq); backward: rowsum(dO * O) - dlse"),
         ("o_partial", "tensor", "(splits * B, Hq, Nq, Dv) float32: each split's output"),
-        ("lse_partial", "tensor", "(splits * B, Hq, Nq) float32: each split's log-sum-exp, base 2"),
+        ("lse_partial", "tensor", "(splits * B, Hq, Nq) float2: each split's row reference, base 2, and row sum"),
         ("dq_accum", "tensor", "(B, Hq, query tiles, ..) float32: sums of dQ"),
         ("dq_semaphore", "tensor", "(B, Hq, query tiles, words): which key tiles have been added to a tile of dQ"),
         ("row_factors", "tensor", "(B, Hq, Nq, 3) float32: lse, delta and scale of dO for FP16x2's backward pass"),

@@ -181,7 +181,7 @@ class SimtBackward:
         self.tile, _, self.why = choice
         self.dkdv = _Kernel(kernels, "dkdv", spec, device, self.tile)
         self.dq = _Kernel(kernels, "dq", spec, device, choose("dq", spec, device))
-        self.preprocess = BwdPreprocess(kernels, spec, device)
+        self.preprocess = BwdPreprocess(kernels, spec, device, base_2=False)
         self.libraries = [self.dkdv.library, self.dq.library, self.preprocess.library]
 
     def run(self, arguments: Arguments, stream: int) -> None:

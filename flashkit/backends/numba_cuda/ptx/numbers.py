@@ -14,7 +14,7 @@ __all__ = [
     "fetch_add", "fma", "from_lane", "from_lane_float", "greater", "lanes_sync", "load_acquire", "load_from",
     "load_relaxed", "log2_fast", "lowest_set_bit", "ones", "opaque", "or_lanes", "pack_bfloat16", "pack_float16",
     "reciprocal", "red_add", "red_add_four", "red_add_release", "red_or", "red_or_release", "store_to",
-    "store_zeros", "thread", "vote",
+    "store_zeros", "thread", "times_rounded", "vote",
 ]  # fmt: skip
 
 exp2_fast = instruction("ex2.approx.ftz.f32 $0, $1;", float32, float32, pure=True)
@@ -25,6 +25,8 @@ reciprocal = instruction("rcp.approx.ftz.f32 $0, $1;", float32, float32, pure=Tr
 greater = instruction("max.f32 $0, $1, $2;", float32, float32, float32, pure=True)
 """The maximum. If one operand is NaN, the other one."""
 
+times_rounded = instruction("mul.rn.f32 $0, $1, $2;", float32, float32, float32, pure=True)
+"""x * y, which the compiler does not fuse with a sum."""
 fma = instruction("fma.rn.f32 $0, $1, $2, $3;", float32, float32, float32, float32, pure=True)
 """x * y + z, rounded once."""
 

@@ -1,7 +1,7 @@
 // Backward preprocess and sink gradients, shared by all generations.
 
 // bwd_preprocess: delta = rowsum(dO * O) - dlse, and bwd_lse, the log-sum-exp with +inf for rows without a visible key,
-// so that their P is 0. LANES lanes take a row, 16 bytes at a time where alignment allows. Rows past n_q, up to a
+// so that their P is 0; so is it, if it is computed in BASE_2, of rows beyond MAX_BWD_LSE. LANES lanes take a row, 16 bytes at a time where alignment allows. Rows past n_q, up to a
 // multiple of the query tile, get a finite bwd_lse that makes their P 0 as well.
 constexpr int VEC_ELEMENTS = 16 / sizeof(storage), ROW_VECS = (HEAD_DIM_V + VEC_ELEMENTS - 1) / VEC_ELEMENTS;
 constexpr int LANES = ROW_VECS > 16 ? 32 : ROW_VECS > 8 ? 16 : 8;
@@ -35,10 +35,10 @@ extern "C" __global__ void __launch_bounds__(128) bwd_preprocess(KERNEL_PARAMS) 
     for (int step = LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
     if (lane == 0 && exists) {
         const fk_float lse = row < n_q ? *q_row<const fk_float>(p, p.lse, b, h, row) : (fk_float)PADDING_LSE;
-        const bool empty = lse == HIDDEN;
+        const bool empty = lse == HIDDEN, great = BASE_2 && row < n_q && fk_abs(lse) > MAX_BWD_LSE;
         if (p.dlse.data != nullptr && row < n_q) sum -= *q_row<const fk_float>(p, p.dlse, b, h, row);
         *row_at<fk_float>(p.delta, entry, h, at) = empty ? (fk_float)0 : sum;
-        *row_at<fk_float>(p.bwd_lse, entry, h, at) = empty ? INFINITE : lse;
+        *row_at<fk_float>(p.bwd_lse, entry, h, at) = empty || great ? INFINITE : lse;
     }
 }
 

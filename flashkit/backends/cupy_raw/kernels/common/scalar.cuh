@@ -96,6 +96,14 @@ DEVICE float exp2_fast(float x) {
     return y;
 }
 
+// Greater row references, in base 2, are great: what they are rounded by, 2^-24 of them, is no small error of an
+// exponent. They are subtracted from scores that are scaled and rounded as they are, not in one operation with the
+// scale.
+constexpr float MAX_ROW_REF = 1048576.0f;
+DEVICE bool is_great(float row_ref) { return !(fabsf(row_ref) < MAX_ROW_REF); }
+// Log-sum-exps up to this, 2^26 in base 2, tell P in base 2 within a factor of 2^7. Rows beyond have no gradient.
+constexpr float MAX_BWD_LSE = 46516320.0f;
+
 DEVICE float log2_fast(float x) {  // to 2^-22
     float y;
     asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));

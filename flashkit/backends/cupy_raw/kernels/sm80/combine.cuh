@@ -1,5 +1,5 @@
-// Split-KV (FlashDecoding, Dao et al. 2023): combines the splits of a row, weighted by the sum of their P. A CTA takes
-// a row or, of many splits, 32 lanes of one; a thread COMBINE_VEC columns of every `groups`-th split. The host chooses
+// Split-KV (FlashDecoding, Dao et al. 2023): combines the splits of a row, weighted by the sum of their P. Row
+// reference and sum come apart, as the rounding of a great log-sum-exp would be that of the weight. A CTA takes a row or, of many splits, 32 lanes of one; a thread COMBINE_VEC columns of every `groups`-th split. The host chooses
 // how many threads there are, and CTAs of a row (launch_combine). The order of additions is fixed.
 #pragma once
 
@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) combine(KERNEL_PAR
     const int column = (blockIdx.x % per_row * lanes + lane) * COMBINE_VEC;
     const bool stores = column < HEAD_DIM_V;
     const long long step = p.batch * p.o_partial.batch, lse_step = p.batch * p.lse_partial.batch;
-    const float* lse = row_at<const float>(p.lse_partial, b, h, row);
+    const float2* lse = row_at<const float2>(p.lse_partial, b, h, row);
     const float* o_split = row_at<const float>(p.o_partial, b, h, row) + group * step + (stores ? column : 0);
     CombineColumns o[COMBINE_PREFETCH];
     const auto load = [&](int first) {
@@ -36,19 +36,19 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) combine(KERNEL_PAR
     griddepcontrol_wait(), griddepcontrol_launch_dependents();
 
     load(group);
-    const float sink = HAS_SINKS ? static_cast<const float*>(p.sinks)[h] : HIDDEN;
-    float max_lse = sink;
+    const float sink = HAS_SINKS ? static_cast<const float*>(p.sinks)[h] * LOG2E : HIDDEN;
+    float row_ref = sink;
 #pragma unroll 1
     for (int first = 0; first < splits; first += 32 * COMBINE_PREFETCH)
 #pragma unroll
         for (int i = 0; i < COMBINE_PREFETCH; ++i) {
             if (first + 32 * i > last) break;
-            max_lse = fmaxf(max_lse, lse[min(first + 32 * i + (int)threadIdx.x % 32, last) * lse_step]);
+            row_ref = fmaxf(row_ref, lse[min(first + 32 * i + (int)threadIdx.x % 32, last) * lse_step].x);
         }
 #pragma unroll
-    for (int other = 16; other > 0; other /= 2) max_lse = fmaxf(max_lse, __shfl_xor_sync(~0u, max_lse, other));
-    const float finite_max = max_lse == HIDDEN ? 0.0f : max_lse;
-    float sum = group == 0 ? exp2_fast((sink - finite_max) * LOG2E) : 0.0f;
+    for (int other = 16; other > 0; other /= 2) row_ref = fmaxf(row_ref, __shfl_xor_sync(~0u, row_ref, other));
+    const float shift = row_ref == HIDDEN ? 0.0f : row_ref;
+    float sum = group == 0 ? exp2_fast(sink - shift) : 0.0f;
     CombineColumns acc{};
 #pragma unroll 1
     for (int first = group; first < splits; first += groups * COMBINE_PREFETCH) {
@@ -57,7 +57,8 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) combine(KERNEL_PAR
         for (int i = 0; i < COMBINE_PREFETCH; ++i) {
             const int split = first + groups * i;
             if (split > last) break;
-            const float scale = exp2_fast((lse[split * lse_step] - finite_max) * LOG2E);
+            const float2 of_split = lse[split * lse_step];
+            const float scale = of_split.y * exp2_fast(of_split.x - shift);
             sum += scale;  // NaN where the split is
 #pragma unroll
             for (int c = 0; c < COMBINE_VEC; ++c)
@@ -80,5 +81,5 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) combine(KERNEL_PAR
 #pragma unroll
     for (int c = 0; c < COMBINE_VEC; ++c)
         if (stores) out[c] = narrow(sum == 0 ? 0.0f : acc.x[c] * inverse);
-    if (column == 0) *q_row<float>(p, p.lse, b, h, row) = sum == 0 ? HIDDEN : finite_max + logf(sum);
+    if (column == 0) *q_row<float>(p, p.lse, b, h, row) = sum == 0 ? HIDDEN : fmaf(shift, LN2, logf(sum));
 }

@@ -83,7 +83,8 @@ DEVICE void epilogue(const Params& p, const WorkTile& at, int split, const float
             for (int n = 0; n < COLUMNS; ++n) o[i][n][2 * half] *= factor, o[i][n][2 * half + 1] *= factor;
             if (index >= at.rows) continue;
             if (threadIdx.x % 4 == 0 && at.warp_column() == 0) {
-                if constexpr (SPLIT_KV) *row_at<float>(p.lse_partial, split * p.batch + at.b, h, row) = lse;
+                if constexpr (SPLIT_KV)
+                    *row_at<float2>(p.lse_partial, split * p.batch + at.b, h, row) = float2{row_max, row_sum};
                 else *q_row<float>(p, p.lse, at.b, h, row) = lse;
             }
             if constexpr (SPLIT_KV) {

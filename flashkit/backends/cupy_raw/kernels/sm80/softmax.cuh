@@ -133,6 +133,18 @@ DEVICE void online_softmax(float (&s)[TILES][KEYS][4], float (&o)[TILES][COLUMNS
             row_max[i][half] = fmaxf(m[i][half], top * scale);
         }
     across_rows(row_max, [](float x, float y) { return fmaxf(x, y); });
+    bool great = false;
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) great |= is_great(row_max[i][0]) || is_great(row_max[i][1]);
+    if (__any_sync(~0u, great)) {
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+#pragma unroll
+            for (int n = 0; n < KEYS; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) s[i][n][e] *= scale;
+        scale = 1;
+    }
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {
         float rescale[2];

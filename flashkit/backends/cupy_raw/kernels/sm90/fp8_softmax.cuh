@@ -70,18 +70,24 @@ DEVICE void online_softmax_fp8(float (&s)[S_REGS], float (&m)[2], float (&l)[2],
     for (int step = 1; step < 4; step *= 2)
 #pragma unroll
         for (int half = 0; half < 2; ++half) top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], step));
-    float sum[4] = {0, 0, 0, 0};
+    float sum[4] = {0, 0, 0, 0}, factor[2] = {1, 1}, shift[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const float factor = SCALES_PER_TOKEN ? 1.0f : scale[half];
-        const float next = fmaxf(m[half], fmaf(top[half], factor, -MAX_P_LOG2));
-        const float shift = next == HIDDEN ? 0.0f : next;  // so that -inf stays -inf
-        rescale[half] = exp2_fast(m[half] - shift);
+        if constexpr (!SCALES_PER_TOKEN) factor[half] = scale[half];
+        const float next = fmaxf(m[half], fmaf(top[half], factor[half], -MAX_P_LOG2));
+        shift[half] = next == HIDDEN ? 0.0f : next;  // so that -inf stays -inf
+        rescale[half] = exp2_fast(m[half] - shift[half]);
         m[half] = next;
+        // A great score hides the scale of its value. The epilogue sees NaN.
+        if (SCALES_PER_TOKEN && is_great(shift[half])) l[half] = fk_special(0);
+    }
+    if constexpr (!SCALES_PER_TOKEN) scale_below_great(s, shift, factor);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int i = 0; i < S_REGS / 2; ++i) {
             float& x = element(half, i);
-            x = exp2_fast(fmaf(x, factor, -shift));
+            x = exp2_fast(fmaf(x, factor[half], -shift[half]));
             if constexpr (!SCALES_PER_TOKEN) sum[2 * half + i % 2] += x;
         }
         if (half == 0) between_rows(SCALES_PER_TOKEN ? element(0, 0) : sum[0] + sum[1]);

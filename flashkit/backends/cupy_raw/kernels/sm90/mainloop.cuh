@@ -272,6 +272,7 @@ struct Consumer {
             }
             online_softmax(s, m, block.sum, block.rescale, factor);
             l[0] *= block.rescale[0], l[1] *= block.rescale[1];
+            terms.refuse_great(m, l);
             const bool grows = !block.first_tile && !(AFFINE && SLOPED) &&
                                (block.rescale[0] < MIN_RESCALE || block.rescale[1] < MIN_RESCALE);
             softmax.has_row_ref = path.bounded || __all_sync(~0u, are_row_refs(m) && !grows);

@@ -116,7 +116,7 @@ DEVICE void mla_epilogue(const Params& p, const Unit& unit, const float (&m)[2],
             for (int r = 0; r < 8; ++r) nonfinite |= (found >> 4 * r & 15) != 0 ? 1u << (r + 8 * half) : 0u;
         }
         if (WG == 0 && exists && t == 0) {
-            if (is_split) *row_at<float>(p.lse_partial, unit.split * p.batch + at.b, h, row) = LN2 * lse[half];
+            if (is_split) *row_at<float2>(p.lse_partial, unit.split * p.batch + at.b, h, row) = float2{top, sum};
             else *q_row<float>(p, p.lse, at.b, h, row) = LN2 * lse[half];
         }
         if (is_split) {

@@ -84,7 +84,8 @@ DEVICE void store_unit_without_keys(const Params& p, const Unit& unit) {
     for (int index = at.row0 + lane; index < end; index += 32) {
         const int h = at.h + index % PACK_GQA, row = index / PACK_GQA;
         const float lse = HAS_SINKS ? static_cast<const float*>(p.sinks)[h] : HIDDEN;
-        if (p.num_splits > 1) *row_at<float>(p.lse_partial, unit.split * p.batch + at.b, h, row) = HIDDEN;
+        if (p.num_splits > 1)
+            *row_at<float2>(p.lse_partial, unit.split * p.batch + at.b, h, row) = float2{HIDDEN, 0};
         else *q_row<float>(p, p.lse, at.b, h, row) = lse;
     }
 #pragma unroll 1

@@ -70,8 +70,9 @@ DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, unsigned staged)
 #pragma unroll 1
             for (int d = 0; d < HEAD_DIM; ++d) s = fmaf(widen(q[d]), widen(key[d]), s);
             if (FP8) s *= q_scale * scale_of(p.k_scale, at.b, h / GQA_GROUP, k < n_k ? k : n_k - 1);
-            return k < n_k ? modify<true>(s * (float)p.softmax_scale, at.b, h, row, row + offset, k, p) * LOG2E
-                : HIDDEN;
+            if (k >= n_k) return (float)HIDDEN;
+            s = modify<true>(s * (float)p.softmax_scale, at.b, h, row, row + offset, k, p);
+            return __fmul_rn(s, LOG2E);  // not fused with the subtraction of a great row reference
         };
         float top = HIDDEN, sum = 0;
 #pragma unroll 1

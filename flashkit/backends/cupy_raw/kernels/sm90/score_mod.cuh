@@ -11,6 +11,14 @@ DEVICE float softmax_scale_log2(const Params& p) {
     return HAS_SCORE ? LOG2E : (float)(p.softmax_scale * 1.4426950408889634);
 }
 
+// Where a warp has a great row reference: S times `factor`, which becomes 1.
+DEVICE void scale_below_great(float (&s)[S_REGS], const float (&row_ref)[2], float (&factor)[2]) {
+    if (!__any_sync(~0u, is_great(row_ref[0]) || is_great(row_ref[1]))) return;
+#pragma unroll
+    for (int i = 0; i < S_REGS; ++i) s[i] *= factor[i / 2 % 2];
+    factor[0] = factor[1] = 1;
+}
+
 // A key past the end stands for the last one, so no array is read beyond its end. Its pair is masked anyway.
 DEVICE int key_inside(int k, int n_k) { return min(k, n_k > 0 ? n_k - 1 : 0); }
 

@@ -22,9 +22,7 @@ constexpr float HEADROOM = P_IS_FLOAT16 ? 6 : 0;
 // speculate.
 constexpr float MIN_RESCALE = 1e-6f;
 
-// Whether a tile may speculate on its row references: not where a row has none, -inf, nor where its rounding, 2^-24 of
-// it, is more than a small error of an exponent. The online softmax subtracts after it has rounded both.
-constexpr float MAX_ROW_REF = 1048576.0f;
+// Whether a tile may speculate on its row references: not where a row has none, -inf, nor where one is great.
 DEVICE bool are_row_refs(const float (&m)[2]) { return fmaxf(fabsf(m[0]), fabsf(m[1])) < MAX_ROW_REF; }
 
 // A row reference from the first 16 columns of a tile. False where a row has none, all of these being masked.
@@ -80,6 +78,7 @@ DEVICE void online_softmax(float (&s)[S_REGS], float (&m)[2], float (&sum)[2], f
 // The online softmax with P up to 2^max_p_log2: m is so far below the row maximum.
 DEVICE void online_softmax_below(float (&s)[S_REGS], float (&m)[2], float (&l)[2], float (&rescale)[2],
     const float (&scale_log2)[2], float max_p_log2) {
+    float shift[2], factor[2] = {scale_log2[0], scale_log2[1]};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         float top = HIDDEN;
@@ -87,12 +86,15 @@ DEVICE void online_softmax_below(float (&s)[S_REGS], float (&m)[2], float (&l)[2
         for (int i = 0; i < S_REGS / 2; ++i) top = fmaxf(top, s[i / 2 * 4 + 2 * half + i % 2]);
         top = across_lanes(top, [](float x, float y) { return fmaxf(x, y); });
         top = fmaxf(m[half], fmaf(top, scale_log2[half], -max_p_log2));
-        const float shift = top == HIDDEN ? 0.0f : top;  // so that -inf stays -inf
-        rescale[half] = exp2_fast(m[half] - shift);
+        shift[half] = top == HIDDEN ? 0.0f : top;  // so that -inf stays -inf
+        rescale[half] = exp2_fast(m[half] - shift[half]);
         m[half] = top;
-        l[half] = l[half] * rescale[half] + exp2_row(s, half, [&](float x) {
-            return fmaf(x, scale_log2[half], -shift); });
     }
+    scale_below_great(s, shift, factor);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+        l[half] = l[half] * rescale[half] + exp2_row(s, half, [&](float x) {
+            return fmaf(x, factor[half], -shift[half]); });
 }
 
 // S to P relative to m as it is. False on a misprediction: m is too low, a score is NaN, or the scores are not `valid`

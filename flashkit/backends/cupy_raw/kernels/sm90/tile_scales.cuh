@@ -75,6 +75,12 @@ struct FloatTermsState {
             l[0] *= change_factor, l[1] *= change_factor;
         }
     }
+    // The rounding of a great row reference hides the exponents of V. The epilogue sees NaN.
+    __device__ __forceinline__ void refuse_great(const float (&m)[2], float (&l)[2]) const {
+#pragma unroll
+        for (int half = 0; IS_FLOAT32 && half < 2; ++half)
+            if (is_great(m[half]) && m[half] != HIDDEN) l[half] = fk_special(0);
+    }
     __device__ __forceinline__ void end_tile(float (&m)[2]) const {
         if constexpr (IS_FLOAT32) m[0] += shift, m[1] += shift;
     }

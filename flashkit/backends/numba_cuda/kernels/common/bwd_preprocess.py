@@ -4,7 +4,7 @@
 VEC_ELEMENTS = 16 // ITEMSIZE
 ROW_VECS = -(-HEAD_DIM_V // VEC_ELEMENTS)
 LANES = 32 if ROW_VECS > 16 else 16 if ROW_VECS > 8 else 8  # per row
-PADDING_LSE = F(1e30)
+PADDING_LSE, MAX_BWD_LSE = F(1e30), F(46516320)  # the latter 2^26 in base 2, which tells P within a factor of 2^7
 
 
 @device
@@ -25,7 +25,7 @@ def dot_vec(x, y, vec):
 @kernel(128)
 def bwd_preprocess(p):
     """delta = rowsum(dO * O) - dlse, and bwd_lse, the log-sum-exp with +inf for rows without a visible key, so that
-    their P is 0. Rows past n_q, up to a multiple of the query tile, get a finite bwd_lse that makes their P 0 as well.
+    their P is 0; so is it, if it is computed in BASE_2, of rows beyond MAX_BWD_LSE. Rows past n_q, up to a multiple of the query tile, get a finite bwd_lse that makes their P 0 as well.
     """
     rows, heads = U(p.bwd_lse.head), U(p.heads)  # unsigned quotients take fewer instructions
     index, lane = (U(cuda.blockIdx.x) * U(128) + U(cuda.threadIdx.x)) // U(LANES), I(cuda.threadIdx.x) % LANES
@@ -56,9 +56,9 @@ def bwd_preprocess(p):
             lse = load(F, number_address(p.lse, b, h, q_token(p, b, row)), 0)
             if p.dlse.data != 0:
                 total -= load(F, number_address(p.dlse, b, h, q_token(p, b, row)), 0)
-        empty = lse == HIDDEN
+        empty, great = lse == HIDDEN, BASE_2 and row < seq_info(p, b).n_q and abs(lse) > MAX_BWD_LSE
         store(F, number_address(p.delta, entry, h, at), 0, ZERO if empty else total)
-        store(F, number_address(p.bwd_lse, entry, h, at), 0, INFINITE if empty else lse)
+        store(F, number_address(p.bwd_lse, entry, h, at), 0, INFINITE if empty or great else lse)
 
 
 @kernel(256)

@@ -5,6 +5,11 @@
 
 MAX_SUM = np.float32(32768.0 if STORAGE == "float16" else 1e18)  # row sums up to this are accepted: P fits its type
 
+MAX_ROW_REF = np.float32(1 << 20)
+"""Greater row references are great: their rounding, 2^-24 of them, is no small error of an exponent. They are subtracted
+from scores that are scaled and rounded as they are, not in one operation with the scale.
+"""
+
 ZERO_ROWS, NO_REFERENCE = (ZERO,) * ROWS, (HIDDEN,) * ROWS  # row sums and references before the first key
 
 
@@ -30,6 +35,8 @@ def online_softmax(s, m, scale_log2):
     """
     top = across_row(greater, row_max(scaled(s, scale_log2), m))
     shift = alike(shift_of, top, 0)
+    if not all_lanes(repeat(is_not_great, ROWS, True, shift)):
+        s, scale_log2 = alike(times_rounded, s, scale_log2), np.float32(1)
     s = exponentials(s, shift, scale_log2)
     return s, top, row_sum(s, ZERO_ROWS), both(exp2_difference, m, shift)
 
@@ -51,5 +58,6 @@ def fits(j, so_far, total):
 
 
 @device
-def has_reference(j, so_far, m):
-    return so_far and m[j] != HIDDEN
+def is_not_great(j, so_far, m):
+    """Whether row j has a reference, too."""
+    return so_far and abs(m[j]) < MAX_ROW_REF

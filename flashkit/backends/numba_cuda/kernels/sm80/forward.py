@@ -110,7 +110,7 @@ def sm80_forward(p):
             l = both(times, l, rescale)
             if not all_lanes(repeat(is_one, ROWS, True, rescale)):
                 output = rows_scaled(output, rescale)
-            has_row_ref = all_lanes(repeat(has_reference, ROWS, True, m))
+            has_row_ref = all_lanes(repeat(is_not_great, ROWS, True, m))
         l = both(add, l, total)
         if HAS_DROPOUT:
             s = dropout_tile(p, at, s, i32(k0))

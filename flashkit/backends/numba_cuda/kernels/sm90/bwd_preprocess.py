@@ -1,6 +1,7 @@
 # Before Hopper's backward kernel: for each row delta = rowsum(dO * O) - dlse and the log-sum-exp in base 2; zeros in
 # dq_accum of the heads that come first (dq_clear clears the others); dq_semaphore. A CTA takes a query tile.
 
+MAX_BWD_LSE = F(46516320)  # 2^26 in base 2, which tells P within a factor of 2^7
 ROW_VECS = HEAD_DIM_V // 8
 LANES_PER_ROW = 32 if ROW_VECS > 16 else 16 if ROW_VECS > 8 else 8
 ROWS_AT_ONCE = 256 // LANES_PER_ROW
@@ -48,8 +49,8 @@ RowStats = namedtuple("RowStats", "lse dlse bwd_lse delta")
 
 @device
 def store_row_stats(i, nonfinite, args):
-    """Of a lane's row number i; whether one was non-finite. bwd_lse is +inf for a row without visible keys, whose P so
-    becomes 0; NaN for a non-finite row; and great for rows past the end.
+    """Of a lane's row number i; whether one was non-finite. bwd_lse is +inf for a row without visible keys or beyond
+    MAX_BWD_LSE, whose P so becomes 0; NaN for a non-finite row; and great for rows past the end.
     """
     tensors, totals, b, h, row, n_q = args
     row, total, lse_log2 = row + i * ROWS_AT_ONCE, totals[i], F(1e30)
@@ -64,10 +65,10 @@ def store_row_stats(i, nonfinite, args):
                 total -= load(F, number_address(tensors.dlse, b, h, row), 0)
             if lse == HIDDEN:
                 lse_log2, total = INFINITE, ZERO
-            elif is_finite(lse) and is_finite(total):
-                lse_log2 = lse * LOG2E
-            else:
+            elif not (is_finite(lse) and is_finite(total)):
                 lse_log2 = NAN
+            else:
+                lse_log2 = INFINITE if abs(lse) > MAX_BWD_LSE else lse * LOG2E
             nonfinite = nonfinite or not is_finite(lse_log2)
         store(F, number_address(tensors.delta, b, h, row), 0, total)
         store(F, number_address(tensors.bwd_lse, b, h, row), 0, lse_log2)

@@ -40,14 +40,14 @@ def modified(p, at, full, s, k0):
 def guess_row_ref(s, scale_log2):
     """A row reference from a tile's first 16 columns, and whether all rows of the warp have one."""
     m = scaled(across_row(greater, row_max(part(s, 0, 8), NO_REFERENCE)), scale_log2)
-    return m, GUESSES_ROW_REF and all_lanes(repeat(has_reference, ROWS, True, m))
+    return m, GUESSES_ROW_REF and all_lanes(repeat(is_not_great, ROWS, True, m))
 
 
 @device
 def reference_holds(j, so_far, rest):
     """After the online softmax: whether row j has a reference, and one that has not just grown by much."""
     m, rescale, first_tile = rest
-    return so_far and m[j] != HIDDEN and (first_tile or rescale[j] >= MIN_RESCALE)
+    return is_not_great(j, so_far, m) and (first_tile or rescale[j] >= MIN_RESCALE)
 
 
 # --- S after a misprediction ------------------------------------------------------------------------------------------
