@@ -192,15 +192,6 @@ def test_the_block_of_arguments_is_the_structure() -> None:
 # --- the compiler -----------------------------------------------------------------------------------------------------
 
 
-def test_a_binary_is_compiled_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
-    source = compiler.Source("tiny", 'extern "C" __global__ void tiny(float* x) { x[threadIdx.x] *= 2; }')
-    first = compiler.binary(source, "sm_80")
-    monkeypatch.setattr(compiler.Source, "compile", lambda *_: pytest.fail("compiled again"))
-    assert compiler.binary(source, "sm_80") == first
-    assert first.resources["tiny"].registers > 0
-
-
 @pytest.mark.parametrize(
     ("remark", "refused"),
     [
@@ -217,14 +208,6 @@ def test_only_serialised_products_are_refused(
     monkeypatch.setattr(compiler.Source, "compile", lambda *_: (code, f"{log}\nptxas info    : {remark}\n"))
     with pytest.raises(compiler.CompileError, match="serialized") if refused else contextlib.nullcontext():
         assert compiler.binary(source, "sm_80").code == code
-
-
-def test_a_damaged_binary_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
-    source = compiler.Source("tiny", 'extern "C" __global__ void tiny(float* x) { x[threadIdx.x] *= 2; }')
-    first = compiler.binary(source, "sm_80")
-    first.path.with_suffix(".json").write_text("{")
-    assert compiler.binary(source, "sm_80").code == first.code
 
 
 def test_what_is_included_is_part_of_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from . import Fault
 
 EMULATED, FP8, MLA = "tests/emulator/test_kernels.py", "tests/emulator/test_fp8.py", "tests/emulator/test_mla.py"
 STEPS, DECODE, EDGES = (f"tests/conformance/test_{name}.py" for name in ("steps", "decode", "edges"))
-PAIRS, POSITIONS = "tests/unit/test_cpu_bf16_pairs.py", "tests/unit/test_memory_safety_calls.py"
+PAIRS, SAFETY = "tests/unit/test_cpu_bf16_pairs.py", "tests/unit/test_memory_safety_calls.py"
 CPU, COMMON, NUMBA = (f"backends.{name}" for name in ("cpu", "cuda_common", "numba_cuda.kernels"))
 
 ROWS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
@@ -36,10 +36,14 @@ ROWS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("mask edge", "mods.block_mask:BlockMask.from_mod", "n_k - n_q", "0"),
     ),
     # what a call checks
-    POSITIONS: (
+    "tests/unit/test_bad_input.py": (
         ("lengths", "call.positions:_counts", "found.view(np.uint64).max() > most", "found.max() > most"),
-        ("bounds", "call.compose:check_indices", "high >= n", "high > n"),
+    ),
+    f"{SAFETY} -k exchanged_values": (("bounds", "call.compose:check_indices", "high >= n", "high > n"),),
+    f"{SAFETY} -k integers": (
         ("bounds", "mods.mod:Mod.snapshot", 'whole or kind == "int" or (kind == "bool" and name in indexing)', "whole"),
+    ),
+    f"{SAFETY} -k bound_lengths": (
         ("lengths", f"{CPU}.seq_info:keys_of", "min(max(integer_at(args[KV_LENGTHS] + 8 * b), 0), args[N_K])",
          "max(integer_at(args[KV_LENGTHS] + 8 * b), 0)"),
     ),
