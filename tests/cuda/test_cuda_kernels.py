@@ -120,15 +120,6 @@ def test_a_profiles_row_decides_where_it_fits() -> None:
         assert "least cost" in why
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float16", "float64"])
-def test_kernels_of_rows_compile(dtype: str) -> None:
-    source = specialise.source("common/bwd_preprocess", AttentionSpec(dtype, 80, 72, sinks=True), {})
-    found = compiler.binary(source, "sm_80").resources
-    assert set(found) == {"bwd_preprocess", "bwd_sinks"}
-    assert all(kernel.spills == 0 for kernel in found.values())
-
-
 # --- modifications ----------------------------------------------------------------------------------------------------
 
 SCORES = {

@@ -439,16 +439,6 @@ def test_clear_removes_nothing_that_may_not_be_ours(
     assert precious.exists()
 
 
-def test_clear_leaves_what_else_is_in_the_folder_of_the_variable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "precious").touch()
-    monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
-    (kernel_cache.path() / "cpu").mkdir(parents=True)
-    assert cli.run(["cache", "clear"]) == 0
-    assert (tmp_path / "precious").exists() and not list(kernel_cache.path().iterdir())
-
-
 def test_commands_refuse_a_relative_cache(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
