@@ -504,19 +504,6 @@ def test_one_warning_for_a_folder_of_planted_profiles(profile: Path) -> None:
             profiles.for_device(kind)
 
 
-def test_a_profile_without_end_or_too_large(profile: Path) -> None:
-    for at, make in enumerate((
-        lambda: profile.symlink_to("/dev/zero"),
-        lambda: profile.write_text("#" * (2 << 20) + "\n" + PROFILE % 1),
-        lambda: profile.write_bytes(b"\xff\xfe"),
-        lambda: profile.mkdir(),
-    )):  # fmt: skip
-        profile.unlink()
-        make()
-        with pytest.warns(profiles.ProfileWarning, match="device profile skipped"):
-            assert not used(profile), at
-
-
 def test_a_relative_profile_directory_is_not_looked_at(profile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(profile.parents[1])
     monkeypatch.setenv("FLASHKIT_PROFILE_DIR", "b")
