@@ -51,7 +51,7 @@ ROWS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("score", "call.compose:_compose_graphs", "renamed[: len(scores)]", "renamed[: len(scores)][::-1]"),
     ),
     "tests/unit/test_merge.py": (
-        ("splits", "call.merge:merge", "term[lse == -math.inf] = 0", "pass"),
+        ("splits", "call.merge:", "term[lse == -math.inf] = 0", "pass"),
     ),
     # the CPU
     STEPS: (
@@ -114,7 +114,7 @@ ROWS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("gradient", f"{COMMON}.backend:CudaBackend.bind_backward", "words[_DLSE] = dlse.data.ptr", "pass"),
         ("offset", f"{COMMON}.arguments:Arguments.__init__", "(offset == offset[0]).all()",
          "(offset == offset[0]).any()"),
-        ("memory", f"{COMMON}.workspace:Workspace.memory", "offset + size", "offset + size // 2"),
+        ("memory", f"{COMMON}.memory:Workspace.memory", "offset + size", "offset + size // 2"),
     ),
     "tests/emulator/test_host.py -k captured": (
         ("memory", f"{COMMON}.launch:keep", "_captured.append(memory)", "pass"),
