@@ -79,6 +79,19 @@ def divisor(r: Random, depth: int) -> Case:
     return Case(expr.const(value), lambda env: value)
 
 
+BINARY: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    **{name: (getattr(operator, name),) * 2 for name in ("add", "sub", "xor", "lt", "le", "gt", "ge", "eq", "ne")},
+    "and": (operator.and_, operator.and_), "or": (operator.or_, operator.or_),
+    "min": (expr.minimum, min), "max": (expr.maximum, max),
+}  # fmt: skip
+"""Operations on graphs, and on Python's numbers."""
+
+
+def binary(op: str, x: Case, y: Case) -> Case:
+    of_graphs, of_values = BINARY[op]
+    return Case(of_graphs(x.graph, y.graph), lambda env: of_values(x.value(env), y.value(env)))
+
+
 def integer(r: Random, depth: int) -> Case:
     if depth <= 0 or r.random() < 0.1:
         name = r.choice(["q", "k", "row", "q", "k", "b", "h", "n", "const"])
@@ -86,31 +99,12 @@ def integer(r: Random, depth: int) -> Case:
             return small(r)
         return leaf(expr.param("n", "int") if name == "n" else expr.symbol(name), name)
     x, y = integer(r, depth - 1), integer(r, depth - 1)
-    op = r.choice(
-        [
-            "add",
-            "sub",
-            "mul",
-            "floordiv",
-            "mod",
-            "neg",
-            "abs",
-            "min",
-            "max",
-            "where",
-            "and",
-            "or",
-            "xor",
-            "load",
-            "bool",
-            "sign",
-            "power",
-        ]
-    )
-    if op == "add":
-        return Case(x.graph + y.graph, lambda env: x.value(env) + y.value(env))
-    if op == "sub":
-        return Case(x.graph - y.graph, lambda env: x.value(env) - y.value(env))
+    op = r.choice([
+        "add", "sub", "mul", "floordiv", "mod", "neg", "abs", "min", "max", "where", "and", "or", "xor", "load",
+        "bool", "sign", "power",
+    ])  # fmt: skip
+    if op in BINARY:
+        return binary(op, x, y)
     if op == "mul":
         z = small(r) if r.random() < 0.7 else leaf(expr.Q, "q")
         return Case(x.graph * z.graph, lambda env: x.value(env) * z.value(env))
@@ -123,19 +117,9 @@ def integer(r: Random, depth: int) -> Case:
         return Case(-x.graph, lambda env: -x.value(env))
     if op == "abs":
         return Case(abs(x.graph), lambda env: abs(x.value(env)))
-    if op == "min":
-        return Case(expr.minimum(x.graph, y.graph), lambda env: min(x.value(env), y.value(env)))
-    if op == "max":
-        return Case(expr.maximum(x.graph, y.graph), lambda env: max(x.value(env), y.value(env)))
     if op == "where":
         c = boolean(r, depth - 1)
         return Case(expr.where(c.graph, x.graph, y.graph), lambda env: x.value(env) if c.value(env) else y.value(env))
-    if op == "and":
-        return Case(x.graph & y.graph, lambda env: x.value(env) & y.value(env))
-    if op == "or":
-        return Case(x.graph | y.graph, lambda env: x.value(env) | y.value(env))
-    if op == "xor":
-        return Case(x.graph ^ y.graph, lambda env: x.value(env) ^ y.value(env))
     if op == "load":
         return load(r, r.choice(["ids", "table"]), depth)
     if op == "bool":
@@ -149,18 +133,7 @@ def integer(r: Random, depth: int) -> Case:
 
 
 def comparison(r: Random, x: Case, y: Case) -> Case:
-    op = r.choice(["lt", "le", "gt", "ge", "eq", "ne"])
-    if op == "lt":
-        return Case(x.graph < y.graph, lambda env: x.value(env) < y.value(env))
-    if op == "le":
-        return Case(x.graph <= y.graph, lambda env: x.value(env) <= y.value(env))
-    if op == "gt":
-        return Case(x.graph > y.graph, lambda env: x.value(env) > y.value(env))
-    if op == "ge":
-        return Case(x.graph >= y.graph, lambda env: x.value(env) >= y.value(env))
-    if op == "eq":
-        return Case(x.graph == y.graph, lambda env: x.value(env) == y.value(env))
-    return Case(x.graph != y.graph, lambda env: x.value(env) != y.value(env))
+    return binary(r.choice(["lt", "le", "gt", "ge", "eq", "ne"]), x, y)
 
 
 def boolean(r: Random, depth: int, floats: bool = False) -> Case:
@@ -174,25 +147,21 @@ def boolean(r: Random, depth: int, floats: bool = False) -> Case:
                 lambda: comparison(r, integer(r, 0), integer(r, 0)),
             ]
         )()
-    op = r.choice(["compare", "compare", "compare", "and", "or", "xor", "not", "where", "load", "equal", "float"])
+    op = r.choice([
+        "compare", "compare", "compare", "and", "or", "xor", "not", "where", "load", "eq", "float",
+    ])  # fmt: skip
     if op == "float" and floats:
         return comparison(r, exact(r, depth - 1), exact(r, depth - 1))
     if op in ("compare", "float"):
         return comparison(r, integer(r, depth - 1), integer(r, depth - 1))
     x, y = boolean(r, depth - 1, floats), boolean(r, depth - 1, floats)
-    if op == "and":
-        return Case(x.graph & y.graph, lambda env: x.value(env) and y.value(env))
-    if op == "or":
-        return Case(x.graph | y.graph, lambda env: x.value(env) or y.value(env))
-    if op == "xor":
-        return Case(x.graph ^ y.graph, lambda env: x.value(env) != y.value(env))
+    if op in BINARY:
+        return binary(op, x, y)
     if op == "not":
         return Case(~x.graph, lambda env: not x.value(env))
     if op == "where":
         c = boolean(r, depth - 1, floats)
         return Case(expr.where(c.graph, x.graph, y.graph), lambda env: x.value(env) if c.value(env) else y.value(env))
-    if op == "equal":
-        return Case(x.graph == y.graph, lambda env: x.value(env) == y.value(env))
     return load(r, r.choice(["flags", "grid"]), depth)
 
 
@@ -210,13 +179,11 @@ def exact(r: Random, depth: int) -> Case:
             return Case(expr.const(value), lambda env: value)
         return leaf(expr.S if which == "s" else expr.param("cap", "float"), which)
     x, y = exact(r, depth - 1), exact(r, depth - 1)
-    op = r.choice(
-        ["add", "sub", "mul", "div", "neg", "abs", "min", "max", "where", "floor", "mod", "floordiv", "power"]
-    )
-    if op == "add":
-        return Case(x.graph + y.graph, lambda env: x.value(env) + y.value(env))
-    if op == "sub":
-        return Case(x.graph - y.graph, lambda env: x.value(env) - y.value(env))
+    op = r.choice([
+        "add", "sub", "mul", "div", "neg", "abs", "min", "max", "where", "floor", "mod", "floordiv", "power",
+    ])  # fmt: skip
+    if op in BINARY:
+        return binary(op, x, y)
     if op == "mul":
         return Case(x.graph * 0.75, lambda env: x.value(env) * 0.75)
     if op == "div":
@@ -225,10 +192,6 @@ def exact(r: Random, depth: int) -> Case:
         return Case(-x.graph, lambda env: -x.value(env))
     if op == "abs":
         return Case(abs(x.graph), lambda env: abs(x.value(env)))
-    if op == "min":
-        return Case(expr.minimum(x.graph, y.graph), lambda env: min(x.value(env), y.value(env)))
-    if op == "max":
-        return Case(expr.maximum(x.graph, y.graph), lambda env: max(x.value(env), y.value(env)))
     if op == "where":
         c = boolean(r, depth - 1, floats=True)
         return Case(expr.where(c.graph, x.graph, y.graph), lambda env: x.value(env) if c.value(env) else y.value(env))
@@ -246,30 +209,12 @@ def smooth(r: Random, depth: int) -> Case:
     if depth <= 0:
         return r.choice([lambda: leaf(expr.S, "s"), lambda: leaf(expr.S, "s"), lambda: exact_constant(r)])()
     x, y = smooth(r, depth - 1), smooth(r, depth - 1)
-    op = r.choice(
-        [
-            "add",
-            "sub",
-            "mul",
-            "div",
-            "neg",
-            "where",
-            "exp",
-            "exp2",
-            "log",
-            "log2",
-            "sqrt",
-            "tanh",
-            "sigmoid",
-            "sin",
-            "cos",
-            "power",
-        ]
-    )
-    if op == "add":
-        return Case(x.graph + y.graph, lambda env: x.value(env) + y.value(env))
-    if op == "sub":
-        return Case(x.graph - y.graph, lambda env: x.value(env) - y.value(env))
+    op = r.choice([
+        "add", "sub", "mul", "div", "neg", "where", "exp", "exp2", "log", "log2", "sqrt", "tanh", "sigmoid", "sin",
+        "cos", "power",
+    ])  # fmt: skip
+    if op in BINARY:
+        return binary(op, x, y)
     if op == "mul":
         return Case(expr.tanh(x.graph) * y.graph, lambda env: math.tanh(x.value(env)) * y.value(env))
     if op == "div":

@@ -120,15 +120,6 @@ def test_a_profiles_row_decides_where_it_fits() -> None:
         assert "least cost" in why
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float16", "float64"])
-def test_kernels_of_rows_compile(dtype: str) -> None:
-    source = specialise.source("common/bwd_preprocess", AttentionSpec(dtype, 80, 72, sinks=True), {})
-    found = compiler.binary(source, "sm_80").resources
-    assert set(found) == {"bwd_preprocess", "bwd_sinks"}
-    assert all(kernel.spills == 0 for kernel in found.values())
-
-
 # --- modifications ----------------------------------------------------------------------------------------------------
 
 SCORES = {
@@ -192,15 +183,6 @@ def test_the_block_of_arguments_is_the_structure() -> None:
 # --- the compiler -----------------------------------------------------------------------------------------------------
 
 
-def test_a_binary_is_compiled_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
-    source = compiler.Source("tiny", 'extern "C" __global__ void tiny(float* x) { x[threadIdx.x] *= 2; }')
-    first = compiler.binary(source, "sm_80")
-    monkeypatch.setattr(compiler.Source, "compile", lambda *_: pytest.fail("compiled again"))
-    assert compiler.binary(source, "sm_80") == first
-    assert first.resources["tiny"].registers > 0
-
-
 @pytest.mark.parametrize(
     ("remark", "refused"),
     [
@@ -217,14 +199,6 @@ def test_only_serialised_products_are_refused(
     monkeypatch.setattr(compiler.Source, "compile", lambda *_: (code, f"{log}\nptxas info    : {remark}\n"))
     with pytest.raises(compiler.CompileError, match="serialized") if refused else contextlib.nullcontext():
         assert compiler.binary(source, "sm_80").code == code
-
-
-def test_a_damaged_binary_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
-    source = compiler.Source("tiny", 'extern "C" __global__ void tiny(float* x) { x[threadIdx.x] *= 2; }')
-    first = compiler.binary(source, "sm_80")
-    first.path.with_suffix(".json").write_text("{")
-    assert compiler.binary(source, "sm_80").code == first.code
 
 
 def test_what_is_included_is_part_of_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,20 +103,6 @@ def test_simt_compiles_for_every_dtype_and_head_dim(dtype: str, dims: str, part:
     assert found.spills <= 1024  # outside of the products: dropout of many weights at once
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float16", pytest.param("float64", marks=pytest.mark.exhaustive)])
-def test_kernels_of_rows_compile(dtype: str) -> None:
-    source = specialise.source("common/bwd_preprocess", AttentionSpec(dtype, 80, 72, sinks=True), {})
-    found = compiler.binary(source, "sm_80").resources
-    assert set(found) == {"bwd_preprocess", "bwd_sinks"}
-    assert all(kernel.spills == kernel.stack == 0 for kernel in found.values())
-
-
-@pytest.mark.exhaustive
-def test_all_modifications_together_compile() -> None:
-    simt_kernel("forward", spec_of(list(SCORES.values()), list(MASKS.values())), "sm_90a")
-
-
 # --- from text to machine code ----------------------------------------------------------------------------------------
 
 TINY = """
@@ -182,14 +168,3 @@ def test_without_an_assembler_the_sentence_says_what_brings_one(monkeypatch: pyt
             assemble.program()
     finally:
         assemble.program.cache_clear()
-
-
-def test_a_file_builds_on_its_parts_once_and_in_order() -> None:
-    assert specialise.parts("simt/forward") == ["common/tiles", "simt/tile", "simt/forward"]
-
-
-def test_files_of_kernels_stay_readable() -> None:
-    files = sorted((FOLDER / "kernels").rglob("*.py"))
-    assert len(files) > 20
-    for path in files:
-        assert len(path.read_text().splitlines()) <= 350, path.name

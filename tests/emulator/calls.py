@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import Any
 
 import cases
 import numpy as np
@@ -130,6 +131,37 @@ def check_forward(choice: cases.Choice, backend: str, data: str = "random") -> N
     out, lse = flashkit.attention(call.q, call.k, call.v, return_lse=True, backend=backend, **call.options)
     got = cases.Results(call.to_plain(out), call.rows_to_plain(lse), None, None, None, None)
     cases.assert_conforms(got, *expected(choice, data, gradients=False))
+
+
+def check_arrays(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray | None = None, *, atol: float,
+    backend: str = "cupy_raw", on_device: bool = False, **options: Any,
+) -> None:  # fmt: skip
+    """The output, and by dout the gradients, are those of the reference in float64.
+
+    on_device: whether arrays among the options lie on the device, too.
+    """
+    import cupy
+
+    def moved(x: Any) -> Any:
+        return tuple(map(moved, x)) if isinstance(x, tuple) else cupy.asarray(x) if isinstance(x, np.ndarray) else x
+
+    given = {name: moved(x) for name, x in options.items()} if on_device else options
+    wide = [x.astype(np.float64) for x in (q, k, v)]
+    if dout is None:
+        found = (flashkit.attention(*map(cupy.asarray, (q, k, v)), backend=backend, **given),)
+        exact = (flashkit.attention(*wide, backend="reference", **options),)
+    else:
+        out, vjp = flashkit.attention_vjp(*map(cupy.asarray, (q, k, v)), backend=backend, **given)
+        right, right_vjp = flashkit.attention_vjp(*wide, backend="reference", **options)
+        found, exact = (out, *vjp(cupy.asarray(dout))), (right, *right_vjp(dout.astype(np.float64)))
+    for got, each in zip(found, exact, strict=True):
+        np.testing.assert_allclose(got.get().astype(np.float64), each, atol=atol)
+
+
+def normal(dtype: Any, *shapes: tuple[int, ...]) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
 def generations(launched: Iterable[str]) -> set[str]:

@@ -1,104 +1,83 @@
-"""Small faults, put into the code one at a time: the tests of their area must find each.
+"""Small faults, put into the code one at a time: the tests must find each. `python -m tests.mutants` runs them.
 
-`python -m tests.mutants` runs them and prints the score of each area. It does so in temporary copies of the tree, so
-the checkout stays as it is; results are JSON lines, and `--resume` continues a run that was interrupted.
+A fault takes away a part of the algorithm, `CORE`, and its failure would be silent: some result is wrong. It names a
+place and what replaces an expression or a statement there:
 
-The faults of one area are a module of this package, and the name of the module is the name of the area:
+    "reference:softmax"         a function or class of a module of flashkit, or all of it ("reference:"); old and new are
+                                Python, compared as syntax, so the fault survives edits around it
+    "sm90/mainloop.cuh"         a file of cupy_raw's kernels; old and new are text
 
-    TESTS = (                                   # stages, cheapest first; a fault is killed by the first that fails
-        "tests/unit/test_cpu_kernels.py",
-        "tests/conformance/test_conformance.py -k 'cpu and design'",
-        "FLASHKIT_TEST_EMULATED=3 tests/conformance/test_soak.py -m gpu",
-    )
-    FAULTS = (
-        Fault("O is not rescaled", "flashkit/backends/cpu/kernels/forward.py", "o_acc[d, i] *= m_new[i]", "pass"),
-        Fault("...", "flashkit/...", "old text", "new text", "tests/unit/test_planned.py -k out"),  # tried first
-    )
-
-A stage is a part of a command line: environment variables, then arguments of pytest. An area of CUDA has `DEVICE`
-stages, too, for `--tests device` on a machine with a GPU, and its faults a stage to try there first. A fault's old text
-occurs exactly
-once in its file, so it takes in as much of its line, or of several lines, as that needs. tests/tools/test_mutants.py
-holds every fault to this. Choose faults by reading the code, not the tests, and such that some result is wrong.
-
-A fault that takes away a part of the algorithm says which, `core="rescale"`: `make fast` alone must find it.
+The old code occurs exactly once in its place. tests/tools/test_mutants.py holds every fault to this. Choose faults by
+reading the code, not the tests; `make mutants` tries every operator and constant of a module.
 """
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-import shlex
-from collections.abc import Callable
+import ast
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
-CORE = "scale", "rescale", "mask edge", "ragged tile", "gradient", "sink", "lengths", "offset", "heads", "lse"
-"""Parts of the algorithm. `python -m tests.mutants --core --tests fast` shows that `make fast` misses none of them."""
+CORE = (
+    "scale", "rescale", "mask edge", "ragged tile", "gradient", "sink", "lengths", "offset", "heads", "lse", "score",
+    "dropout", "non-finite", "packed", "pages", "quantised", "latent", "splits", "order", "bounds", "keys of plans",
+    "memory",
+)  # fmt: skip
+"""Parts of the algorithm and of what a call relies on."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A text of a file, what replaces it, and stages to try before those of the area: without and with a device.
+    """`old` becomes `new` at a place; tests: arguments of pytest, whose tests must find it."""
 
-    core: the part of the algorithm, one of `CORE`, that the fault takes away.
-    """
-
-    name: str
-    file: str
+    core: str
+    place: str
     old: str
     new: str
-    tests: str = ""
-    device: str = ""
-    core: str = ""
+    tests: str
+
+    def __str__(self) -> str:
+        return f"{self.core}: {self.place}: {' '.join(self.old.split())}"
+
+    @property
+    def file(self) -> str:
+        """The file, from the root of the checkout."""
+        module, colon, _ = self.place.partition(":")
+        if colon:
+            return f"flashkit/{module.replace('.', '/')}.py"
+        return f"flashkit/backends/cupy_raw/kernels/{self.place}"
 
     def applied(self, text: str) -> str:
-        """The file's text with the fault; ValueError unless the old text occurs exactly once."""
-        if (times := text.count(self.old)) != 1:
-            raise ValueError(f"{self.file} has {self.old!r} {times} times; the fault {self.name!r} needs it once")
-        return text.replace(self.old, self.new)
+        """The file's text with the fault; ValueError unless the old code occurs exactly once."""
+        _, colon, name = self.place.partition(":")
+        data, old = text.encode(), self.old.encode()
+        if colon:
+            found = [_extent(data, node) for node in _alike(_inner(ast.parse(text), name), self.old)]
+        else:
+            found = [(at, at + len(old)) for at in range(len(data)) if data.startswith(old, at)]
+        if len(found) != 1:
+            raise ValueError(f"{self.place} has {self.old!r} {len(found)} times; a fault needs it once")
+        start, stop = found[0]
+        return (data[:start] + self.new.encode() + data[stop:]).decode()
 
 
-class Stage(NamedTuple):
-    """Tests that run in one process of pytest: arguments, the expression of -m, and environment variables."""
-
-    arguments: tuple[str, ...]
-    marks: str
-    settings: dict[str, str]
-
-
-class Area(NamedTuple):
-    """The faults of one part of the code, and the stages of tests that should find them, without and with a device."""
-
-    name: str
-    stages: tuple[str, ...]
-    faults: tuple[Fault, ...]
-    device: tuple[str, ...] = ()
-
-    def of(self, wanted: Callable[[Fault], bool]) -> Area:
-        """The area with some of its faults."""
-        return self._replace(faults=tuple(filter(wanted, self.faults)))
+def _inner(tree: ast.AST, name: str) -> ast.AST:
+    """The function or class of a dotted name."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    for part in filter(None, name.split(".")):
+        tree = next((node for node in ast.walk(tree) if isinstance(node, kinds) and node.name == part), ast.Module())
+    return tree
 
 
-def areas() -> tuple[Area, ...]:
-    """Every area, by the modules of this package."""
-    found = []
-    for module in pkgutil.iter_modules(__path__):
-        if module.name not in ("__main__", "automatic", "results", "runner", "tree"):
-            area = importlib.import_module(f"{__name__}.{module.name}")
-            device = tuple(getattr(area, "DEVICE", ()))
-            found.append(Area(module.name, tuple(area.TESTS), tuple(area.FAULTS), device))
-    return tuple(found)
+def _alike(tree: ast.AST, code: str) -> Iterator[ast.AST]:
+    """The expressions, or the statements, of a tree that say what the code says."""
+    (wanted,) = ast.parse(code).body
+    node = wanted.value if isinstance(wanted, ast.Expr) else wanted
+    shape = ast.dump(node)
+    return (each for each in ast.walk(tree) if type(each) is type(node) and ast.dump(each) == shape)
 
 
-def stage(text: str) -> Stage:
-    """A stage from its part of a command line."""
-    words, settings, marks = shlex.split(text), {}, ""
-    while words and "=" in words[0] and words[0].partition("=")[0].isidentifier():
-        name, _, value = words.pop(0).partition("=")
-        settings[name] = value
-    if "-m" in words:
-        at = words.index("-m")
-        marks = words[at + 1]
-        del words[at : at + 2]
-    return Stage(tuple(words), marks, settings)
+def _extent(data: bytes, node: ast.AST) -> tuple[int, int]:
+    """From where to where a node goes; Python counts bytes of UTF-8 in a line."""
+    lines = [0, *(at + 1 for at, byte in enumerate(data) if byte == ord("\n"))]
+    assert isinstance(node, ast.expr | ast.stmt) and node.end_lineno and node.end_col_offset is not None
+    return lines[node.lineno - 1] + node.col_offset, lines[node.end_lineno - 1] + node.end_col_offset

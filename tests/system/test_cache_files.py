@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import json
 import os
 import shutil
 import struct
@@ -14,27 +13,21 @@ import tempfile
 import textwrap
 import time
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cubin import Source
-from llvmlite import binding
+from kernels import COMPILED, PLANTED, Source, beside, content, file_of, forget, leftovers, returning, run
 
 from flashkit import settings
 from flashkit.backends import elf
-from flashkit.backends.cpu import objects, target
+from flashkit.backends.cpu import objects
 from flashkit.backends.cuda_common import compiler
 from flashkit.backends.numba_cuda import assemble
-from flashkit.devices import kernel_cache, trust
+from flashkit.devices import kernel_cache, profiles, trust
 from flashkit.devices.io_model import CpuTile
 from flashkit.tools.autotune.log import Log, MeasuredPeaks
-
-LOADED, COMPILED = 666, 1
-IR = "declare i32 @abs(i32)\ndefine i32 @f() {{ %x = call i32 @abs(i32 {})\n ret i32 %x }}"
-"""With a relocation."""
 
 
 @pytest.fixture(autouse=True)
@@ -44,43 +37,12 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forget(monkeypatch)
 
 
-def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a new process does not know."""
-    monkeypatch.setattr(objects, "_loaded", {})
-    monkeypatch.setattr(kernel_cache, "_memory", OrderedDict())
-    monkeypatch.setattr(kernel_cache, "_warned", set())
-    monkeypatch.setattr(kernel_cache, "_unpruned", {})
-
-
 @pytest.fixture
 def silent() -> Iterator[None]:
     """Any warning is an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
-
-
-def returning(number: int) -> objects.Object:
-    """The machine code of a function."""
-    machine = target.machine(target.target())
-    return objects.Object(machine.emit_object(binding.parse_assembly(IR.format(number))), ("f",))
-
-
-def content(name: str, made: objects.Object) -> bytes:
-    """What the file of this machine code contains."""
-    header = {"functions": made.functions, "calls": made.calls, "sha256": objects._hash(name, made)}
-    return json.dumps(header).encode() + b"\n" + made.code
-
-
-def run(kind: str = "kind") -> int:
-    """Call the kernel, loaded from the cache or compiled."""
-    found = objects.functions(objects.Source(kind, "text", lambda wanted: returning(COMPILED)))
-    return int(ctypes.CFUNCTYPE(ctypes.c_int)(found["f"])())
-
-
-def file_of(kind: str = "kind") -> Path:
-    (file,) = kernel_cache.path().rglob(f"{kind}_*.o")
-    return file
 
 
 # --- a full disk ------------------------------------------------------------------------------------------------------
@@ -137,10 +99,6 @@ def fill(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     else:
         owner: Any = tempfile if when == "mkstemp" else os
         monkeypatch.setattr(owner, when, full)
-
-
-def leftovers(folder: Path) -> list[Path]:
-    return [file for file in folder.rglob("*") if file.is_file() and file.suffix != ".lock"]
 
 
 @pytest.mark.parametrize("when", ["mkdir", "mkstemp", "write", "close", "replace"])
@@ -257,17 +215,19 @@ def test_ptxas_without_files_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 @pytest.mark.parametrize("error", [NotImplementedError(), OSError(errno.ENOLCK, "no locks"), RuntimeError("deadlock")])
 @pytest.mark.usefixtures("silent")
-def test_work_goes_on_without_a_lock(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_work_goes_on_without_a_lock(monkeypatch: pytest.MonkeyPatch, error: Exception, tmp_path: Path) -> None:
     import filelock
 
     def failing(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(filelock.FileLock, "acquire", failing)
+    monkeypatch.setattr(profiles, "user_dir", lambda: tmp_path)
     if isinstance(error, OSError):
         monkeypatch.setattr(filelock.FileLock, "release", failing)
     assert run() == COMPILED
     assert file_of().exists()
+    assert profiles.write_user_profile({"device": {"kind": "cpu", "name": "test"}}).exists()
 
 
 # --- damaged files ----------------------------------------------------------------------------------------------------
@@ -320,7 +280,7 @@ DAMAGE = {
 
 
 def test_a_whole_object_is_consistent() -> None:
-    code = returning(LOADED).code
+    code = returning(PLANTED).code
     assert elf.is_consistent(code, ["f"]) and not elf.is_consistent(code, ["g"])
 
 
@@ -329,10 +289,10 @@ def test_a_whole_object_is_consistent() -> None:
 def test_a_damaged_object_is_not_loaded(monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytes], bytes]) -> None:
     """Its hash is right. LLVM would end the process."""
     assert run() == COMPILED
-    file, made = file_of(), returning(LOADED)
+    file, made = file_of(), returning(PLANTED)
     file.write_bytes(content(file.name, made))
     objects._loaded.clear()
-    assert run() == LOADED
+    assert run() == PLANTED
     file.write_bytes(content(file.name, made._replace(code=damage(made.code))))
     objects._loaded.clear()
     load, loaded = objects._load, []
@@ -344,16 +304,17 @@ def test_a_damaged_object_is_not_loaded(monkeypatch: pytest.MonkeyPatch, damage:
 def test_an_object_of_another_name_is_not_loaded() -> None:
     assert run() == run("another") == COMPILED
     file = file_of("another")
-    file_of().write_bytes(content(file.name, returning(LOADED)))
+    file_of().write_bytes(content(file.name, returning(PLANTED)))
     objects._loaded.clear()
     assert run() == COMPILED
-    file.write_bytes(content(file.name, returning(LOADED)))
-    assert run("another") == LOADED
+    file.write_bytes(content(file.name, returning(PLANTED)))
+    assert run("another") == PLANTED
 
 
 FUZZ = """
     import random
     from test_cache_files import *
+    from kernels import *
     from flashkit.backends.cpu.micro import compile as micro
     from flashkit.backends.cpu.micro.register_block import RegisterBlock
 
@@ -384,11 +345,6 @@ FUZZ = """
         refused += objects._cached("x.o") is None
     print(refused)
 """
-
-
-def beside(text: str) -> str:
-    """A program that can import this file."""
-    return f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})\n{textwrap.dedent(text)}"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="object files are not ELF")
@@ -554,6 +510,7 @@ def test_a_folder_that_vanishes_while_a_kernel_is_written(monkeypatch: pytest.Mo
 MANY = """
     import random
     from test_cache_files import *
+    from kernels import *
     warnings.simplefilter("error")
     rng = random.Random(int(sys.argv[1]) if sys.argv[1:] else os.getpid())
     for i in range(150):

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import json
 import os
-import resource
 import shutil
 import signal
 import stat
 import tempfile
-import textwrap
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import filelock
 import pytest
-from cubin import Source
-from llvmlite import binding
+from kernels import COMPILED, PLANTED, Source, beside, content, forget, returning, run
 
-from flashkit.backends.cpu import objects, target
+from flashkit.backends.cpu import objects
 from flashkit.backends.cuda_common import compiler
 from flashkit.devices import kernel_cache, profiles, trust
 from flashkit.devices.io_model import CpuTile
@@ -38,9 +31,6 @@ NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
 
 USER_DIR = profiles.user_dir
-
-PLANTED, COMPILED = 666, 1
-
 
 @pytest.fixture(autouse=True)
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -61,36 +51,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     profiles.forget()
 
 
-def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a new process does not know."""
-    monkeypatch.setattr(objects, "_loaded", {})
-    monkeypatch.setattr(kernel_cache, "_memory", OrderedDict())
-    monkeypatch.setattr(kernel_cache, "_warned", set())
-    monkeypatch.setattr(kernel_cache, "_unpruned", {})
-
-
 # --- a kernel that returns a number -----------------------------------------------------------------------------------
-
-
-def returning(number: int, name: str = "f", triple: str | None = None) -> objects.Object:
-    """The machine code of a function."""
-    machine = binding.Target.from_triple(triple or target.initialised()).create_target_machine()
-    code = machine.emit_object(binding.parse_assembly(f"define i32 @{name}() {{ ret i32 {number} }}"))
-    return objects.Object(code, (name,))
-
-
-def content(file: Path, made: objects.Object, **changed: Any) -> bytes:
-    """What the file of this machine code contains; its hash is right, unless that is changed."""
-    header = {"functions": made.functions, "calls": made.calls, **changed}
-    functions, calls = (tuple(x) if isinstance(x, list) else x for x in (header["functions"], header["calls"]))
-    header = {"sha256": objects._hash(file.name, objects.Object(made.code, functions, calls)), **header}
-    return json.dumps(header).encode() + b"\n" + made.code
-
-
-def run(kind: str = "kind") -> int:
-    """Call the kernel, loaded from the cache or compiled."""
-    found = objects.functions(objects.Source(kind, "text", lambda wanted: returning(COMPILED)))
-    return int(ctypes.CFUNCTYPE(ctypes.c_int)(found["f"])())
 
 
 @pytest.fixture
@@ -98,7 +59,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file of a kernel in the cache, another one than is compiled."""
     run()
     (file,) = kernel_cache.path().rglob("kind_*.o")
-    file.write_bytes(content(file, returning(PLANTED)))
+    file.write_bytes(content(file.name, returning(PLANTED)))
     forget(monkeypatch)
     return file
 
@@ -243,7 +204,6 @@ def test_as_many_links_are_followed_as_the_system_follows(tmp_path: Path) -> Non
         trust.resolve(tmp_path / "41")
 
 
-
 def test_a_kernel_that_cannot_be_trusted_is_replaced(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel.chmod(0o666)
     with pytest.warns(UserWarning, match="cannot be kept"):
@@ -259,7 +219,7 @@ def test_a_kernel_that_cannot_be_trusted_is_replaced(kernel: Path, monkeypatch: 
 def test_a_file_that_is_swapped_meanwhile(kernel: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     """It is opened once, not through a link, and what was opened is what is checked and loaded."""
     evil = kernel.with_name("evil")
-    evil.write_bytes(content(kernel, returning(13)))
+    evil.write_bytes(content(kernel.name, returning(13)))
     evil.chmod(0o666)
     opened, open_ = [], os.open
 
@@ -286,7 +246,7 @@ def test_a_file_that_is_swapped_meanwhile(kernel: Path, monkeypatch: pytest.Monk
 @as_root
 def test_a_link_put_there_meanwhile_is_not_followed(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evil = kernel.with_name("evil")
-    evil.write_bytes(content(kernel, returning(13)))
+    evil.write_bytes(content(kernel.name, returning(13)))
     open_ = os.open
 
     def swapping(path: Any, *rest: Any, **options: Any) -> int:
@@ -341,11 +301,6 @@ def test_a_cuda_binary_that_is_none_is_compiled_again(monkeypatch: pytest.Monkey
     assert compiler.binary(source, "sm_80") == made and source.compiled == 2
 
 
-def beside(text: str) -> str:
-    """A program that can import this file."""
-    return f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})\n{textwrap.dedent(text)}"
-
-
 # --- files of this user that are no kernels ---------------------------------------------------------------------------
 
 
@@ -356,7 +311,7 @@ def test_junk_is_compiled_again_and_does_not_crash(program: Callable[..., str], 
         from test_cache_trust import *
 
         def file(code, **changed):
-            return content(path, objects.Object(code, ("f",)), **changed)
+            return content(path.name, objects.Object(code, ("f",)), **changed)
 
         run()
         (path,) = kernel_cache.path().rglob("kind_*.o")
@@ -444,7 +399,7 @@ def test_a_cache_that_root_baked_is_read(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(folder))
         run()
         (file,) = folder.rglob("kind_*.o")
-        file.write_bytes(content(file, returning(PLANTED)))
+        file.write_bytes(content(file.name, returning(PLANTED)))
         for entry in (folder, *folder.rglob("*")):
             entry.chmod(entry.stat().st_mode | (0o055 if entry.is_dir() else 0o044))
         forget(monkeypatch)
@@ -468,32 +423,6 @@ def test_what_root_is_given_by_a_user_is_not_loaded(kernel: Path) -> None:
         assert run() == COMPILED
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    source = Source()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        resource.setrlimit(resource.RLIMIT_FSIZE, (60, before[1]))
-        try:
-            assert run() == COMPILED
-            made = compiler.binary(source, "sm_80")
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert len(caught) == 1 and os.strerror(errno.EFBIG) in str(caught[0].message)
-    assert not [file for file in tmp_path.rglob("*") if file.is_file() and file.suffix != ".lock"]
-    assert compiler.binary(source, "sm_80") == made and source.compiled == 1
-
-
-def test_a_file_system_without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_locks(*_: object, **__: object) -> None:
-        raise NotImplementedError("FileSystem does not appear to support flock")
-
-    monkeypatch.setattr(filelock.FileLock, "acquire", no_locks)
-    assert run() == COMPILED
-    assert list(kernel_cache.path().rglob("kind_*.o"))
-    assert profiles.write_user_profile({"device": {"kind": "cpu", "name": "test"}}).exists()
-
-
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
@@ -508,16 +437,6 @@ def test_clear_removes_nothing_that_may_not_be_ours(
     assert cli.run(["cache", "clear"]) == 1
     assert str(guilty) in capsys.readouterr().err
     assert precious.exists()
-
-
-def test_clear_leaves_what_else_is_in_the_folder_of_the_variable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "precious").touch()
-    monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
-    (kernel_cache.path() / "cpu").mkdir(parents=True)
-    assert cli.run(["cache", "clear"]) == 0
-    assert (tmp_path / "precious").exists() and not list(kernel_cache.path().iterdir())
 
 
 def test_commands_refuse_a_relative_cache(
@@ -583,19 +502,6 @@ def test_one_warning_for_a_folder_of_planted_profiles(profile: Path) -> None:
         profiles.forget()
         for kind in ("cpu", "cuda"):
             profiles.for_device(kind)
-
-
-def test_a_profile_without_end_or_too_large(profile: Path) -> None:
-    for at, make in enumerate((
-        lambda: profile.symlink_to("/dev/zero"),
-        lambda: profile.write_text("#" * (2 << 20) + "\n" + PROFILE % 1),
-        lambda: profile.write_bytes(b"\xff\xfe"),
-        lambda: profile.mkdir(),
-    )):  # fmt: skip
-        profile.unlink()
-        make()
-        with pytest.warns(profiles.ProfileWarning, match="device profile skipped"):
-            assert not used(profile), at
 
 
 def test_a_relative_profile_directory_is_not_looked_at(profile: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -360,19 +360,3 @@ def test_the_layer_is_the_one_that_numba_would_choose(program: Callable[..., str
     ours = "from flashkit.backends.cpu import threads; print(threads.pool().layer, threads.count())"
     numbas = "import numba; n = numba.get_num_threads(); print(numba.threading_layer(), n)"
     assert program(ours, **setting) == program(numbas, **setting)
-
-
-def test_numba_set_num_threads_is_heeded() -> None:
-    import numba
-
-    from flashkit.backends.cpu import threads
-
-    if numba.config.NUMBA_NUM_THREADS < 2:
-        pytest.skip("needs two threads")
-    before = numba.get_num_threads()
-    try:
-        numba.set_num_threads(1)
-        assert threads.count() == 1
-    finally:
-        numba.set_num_threads(before)
-    assert threads.count() == before

@@ -6,15 +6,11 @@ from __future__ import annotations
 
 import ctypes
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-import flashkit
 from flashkit.backends.cpu import target
 from flashkit.backends.cpu.backend import CpuBackend
 from flashkit.backends.cpu.micro import compile as micro
@@ -299,56 +295,6 @@ def test_words_of_the_argument_block_do_not_overlap() -> None:
     assert sorted(taken) == list(range(words["SIZE"]))
 
 
-def test_only_seq_info_reads_the_sizes_of_a_sequence() -> None:
-    from flashkit.backends.cpu import seq_info
-
-    folder = Path(seq_info.__file__).parent
-    modules = ("tiling", "tile_ops", "tile_scheduler")
-    sources = [*folder.glob("kernels/*.py"), *(folder / f"{name}.py" for name in modules)]
-    assert len(sources) == 12
-    for path in sources:
-        assert not re.search(r"args\[(N_Q|N_K|KV_LENGTHS|Q_OFFSETS)\]", path.read_text()), path
-
-
-@pytest.mark.parametrize("kind", ["q", "kv"])
-def test_the_scheduler_hands_out_every_work_tile_once(kind: str) -> None:
-    from numba import njit
-
-    from flashkit.backends.cpu import arguments, tile_scheduler
-    from flashkit.backends.cpu.functions import options
-
-    following = tile_scheduler.next_q_tile if kind == "q" else tile_scheduler.next_kv_split
-
-    @njit(**options)
-    def draw(args, tiles):  # type: ignore[no-untyped-def]
-        work_tile, n = following(args), 0
-        while work_tile.valid:
-            tiles[n, 0], tiles[n, 1], tiles[n, 2] = work_tile.b, work_tile.head, work_tile.block
-            work_tile, n = following(args), n + 1
-        return n
-
-    batch, heads, group, q_tiles, splits = 2, 6, 3, 5, 4
-    args = np.zeros(arguments.SIZE, np.int64)
-    args[arguments.BATCH], args[arguments.HEADS], args[arguments.GROUP] = batch, heads, group
-    args[arguments.Q_TILES], args[arguments.NUM_SPLITS] = q_tiles, splits
-    count = batch * heads * q_tiles if kind == "q" else batch * heads // group * splits
-    args[arguments.WORK_TILES] = count
-    tiles = np.zeros((count, 3), np.int64)
-
-    @njit
-    def call(args, tiles):  # type: ignore[no-untyped-def]
-        return draw(args, tiles)
-
-    assert call(args, tiles) == count
-    extents = (batch, heads, q_tiles) if kind == "q" else (batch, heads // group, splits)
-    assert {tuple(tile) for tile in tiles.tolist()} == set(np.ndindex(extents))
-    blocks = tiles[:, 2].tolist()
-    if kind == "q":  # longest first under a causal mask: the last rows of every head
-        assert blocks == sorted(blocks, reverse=True)
-    else:  # all splits of a head follow each other
-        assert blocks == list(range(splits)) * (count // splits)
-
-
 def test_sixteen_bit_conversions_round_like_numpy() -> None:
     from numba import njit
 
@@ -375,70 +321,6 @@ def test_sixteen_bit_conversions_round_like_numpy() -> None:
         with np.errstate(over="ignore"):
             assert np.array_equal(narrowed.view(dtype), wide.astype(np.float32).astype(dtype))
         assert np.isnan(convert(bits[:1], np.array([np.nan], np.float32))[1].view(dtype)[0])
-
-
-def test_a_changed_micro_kernel_is_a_new_file(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """The names of cached files carry the fingerprint of the sources, so stale machine code is never loaded."""
-    from flashkit.backends.cpu import objects
-
-    monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
-    for source in ("one", "two"):
-        monkeypatch.setattr(objects, "fingerprint", lambda source=source: source)
-        objects.functions(micro.source(RegisterBlock("float", 1, 1, 4)))
-    assert len(list(tmp_path.rglob("micro_*.o"))) == 2
-
-
-def test_tail_of_a_mapped_page_is_not_read(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    """Operands that end where the next page cannot be read: in-place vector loads must stop with the row."""
-    code = """
-import ctypes, mmap, numpy as np, flashkit
-page = mmap.PAGESIZE
-libc = ctypes.CDLL(None, use_errno=True)
-def at_the_end(shape):
-    n = int(np.prod(shape)) * 4
-    size = -(-n // page) * page
-    memory = mmap.mmap(-1, size + page)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    assert libc.mprotect(ctypes.c_void_p(start + size), page, 0) == 0
-    array = np.frombuffer(memory, np.float32, n // 4, size - n).reshape(shape)
-    return memory, array
-rng = np.random.default_rng(0)
-keep = []
-for n, d in ((33, 40), (7, 1), (50, 13)):
-    arrays = []
-    for _ in range(4):
-        memory, array = at_the_end((1, n, d))
-        array[...] = rng.standard_normal(array.shape)
-        keep.append(memory); arrays.append(array)
-    q, k, v, dout = arrays
-    memory, out = at_the_end((1, n, d)); keep.append(memory)
-    out, vjp = flashkit.attention_vjp(q, k, v, out=out, causal=True)
-    assert np.isfinite(vjp(dout)[0]).all()
-print("fine", flush=True)
-import os
-os._exit(0)  # the mappings may not be torn down while exported
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "fine", done.stderr
-
-
-def test_plan_is_shared_by_sizes_of_one_bucket() -> None:
-    from flashkit import dispatch
-
-    def plan_of(n: int) -> object:
-        q = np.zeros((1, 2, n, 8), np.float32)
-        return dispatch.plan(prepare(q, q, q)[0], "cpu")[1]
-
-    assert plan_of(65) is plan_of(127) and plan_of(65) is not plan_of(128)
-    assert flashkit.attention(
-        np.zeros((1, 2, 65, 8), np.float32), *[np.zeros((1, 2, 65, 8), np.float32)] * 2
-    ).shape == (1, 2, 65, 8)
-
-
-def test_addresses_name_every_micro_kernel() -> None:
-    assert set(micro.KERNELS) == set(
-        micro.addresses(RegisterBlock("float", 8, 3, 16 if "avx512f" in target.target().features else 8))
-    )
 
 
 def test_dtypes_share_the_classification_of_a_mask() -> None:

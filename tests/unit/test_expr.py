@@ -26,6 +26,7 @@ from flashkit.mods.ranges import RangeTable
 randoms = st.randoms(use_true_random=False)
 quick = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 thorough = settings(max_examples=800, deadline=None, suppress_health_check=list(HealthCheck))
+more = [pytest.mark.slow, pytest.mark.exhaustive]
 N, M, CAP = param("n", "int"), param("m", "int"), param("cap", "float")
 
 
@@ -96,7 +97,8 @@ def maximum(x, y): return x if x > y else y
 """
 
 
-def check_numba(seed: int, count: int) -> None:
+@pytest.mark.parametrize(("seed", "count"), [(0, 12), *(pytest.param(seed, 25, marks=more) for seed in range(1, 6))])
+def test_numba_text_means_the_same(seed, count):
     """One compiled function for all expressions: it is compiling that takes the time."""
     pytest.importorskip("numba")
     cases = some_cases(seed, count)
@@ -130,15 +132,6 @@ def check_compiled(function, seed: int, cases) -> None:
             )
 
 
-def test_numba_text_means_the_same():
-    check_numba(seed=0, count=12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 6))
-@pytest.mark.exhaustive
-def test_numba_text_means_the_same_more(seed):
-    check_numba(seed, count=25)
 
 
 SCALARS = Path(flashkit.__file__).parent / "backends/cupy_raw/kernels/common/scalar.cuh"
@@ -214,16 +207,11 @@ def compile_cpp(tmp_path, cases):
     return function
 
 
-def test_cuda_text_means_the_same(tmp_path):
-    cases = some_cases(seed=11, count=25)
-    check_compiled(compile_cpp(tmp_path, cases), 11, cases)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20, 24))
-@pytest.mark.exhaustive
-def test_cuda_text_means_the_same_more(tmp_path, seed):
-    cases = some_cases(seed, count=100, depth=4)
+@pytest.mark.parametrize(
+    ("seed", "count", "depth"), [(11, 25, 3), *(pytest.param(seed, 100, 4, marks=more) for seed in range(20, 24))]
+)
+def test_cuda_text_means_the_same(tmp_path, seed, count, depth):
+    cases = some_cases(seed, count, depth)
     check_compiled(compile_cpp(tmp_path, cases), seed, cases)
 
 
@@ -237,34 +225,11 @@ def test_cuda_text_divides_by_powers_of_two_as_python_does(tmp_path, divisor):
     check_compiled(compile_cpp(tmp_path, cases), 5, cases)
 
 
-def test_cuda_text_is_one_typed_line_per_operation():
-    ids = Array("ids", 1, "int")
-    graph = where((K <= Q) & (ids[Q] == ids[K]), S * 0.5, -math.inf)
-    lines, (result,) = codegen.render([graph], "cuda")
-    operations = [node for node in expr.walk([graph]) if node.args]
-    assert len(lines) == len(operations)
-    assert result == f"t{len(lines) - 1}"
-    for n, (line, node) in enumerate(zip(lines, operations)):
-        assert line.startswith(
-            f"const { {'bool': 'bool', 'int': 'long long', 'float': 'fk_float'}[node.kind] } t{n} = "
-        )
-        assert line.endswith(";")
-    text = "\n".join(lines)
-    assert "fk_load_int(ids, (long long)(q) * ids_stride0)" in text
-    assert "fk_special(-1)" in text
-    assert "(fk_float)(0.5)" in text
-
-
 def test_shared_parts_are_computed_once():
     shared = expr.exp(S)
     lines, results = codegen.render([shared + 1.0, shared * shared], "numpy")
     assert sum("exp" in line for line in lines) == 1
     assert len(results) == 2
-
-
-@pytest.mark.parametrize("language", ["cuda", "numba", "numpy"])
-def test_a_leaf_needs_no_line(language):
-    assert codegen.render([S, Q, TRUE], language)[0] == []
 
 
 def test_floats_have_the_precision_asked_for():
