@@ -138,8 +138,8 @@ FAULTS = (
     Fault(
         "the window is not applied",
         LAYER,
-        "    if given is None:\n        return own",
-        "    if given is None:\n        return None, None",
+        "    if window is None:\n        return own",
+        "    if window is None:\n        return None, None",
     ),
     Fault(
         "values are rotated",
@@ -150,7 +150,7 @@ FAULTS = (
     Fault(
         "queries keep their place",
         LAYER,
-        "q = self._turned(q.swapaxes(0, 1)[None], turn, step)[0].swapaxes(0, 1)",
+        "q = self._rotated(q.swapaxes(0, 1)[None], rotation, step)[0].swapaxes(0, 1)",
         "pass",
     ),
     Fault(
@@ -213,7 +213,7 @@ FAULTS = (
         "pages.table[at, :-columns]",
         ON_CASCADE,
     ),
-    Fault("cascade: queries lie in the prefix", CASCADE, "lengths[at] - MOST_TOKENS, 0", "lengths[at], 0", ON_CASCADE),
+    Fault("cascade: queries lie in the prefix", CASCADE, "lengths[at] - MAX_TOKENS, 0", "lengths[at], 0", ON_CASCADE),
     Fault("cascade: pages that follow others", CASCADE, ".cumprod(1).sum(1)", ".sum(1)", ON_CASCADE),
     Fault(
         "cascade: the shortest bounds the prefix",
@@ -255,14 +255,14 @@ FAULTS = (
     Fault(
         "cascade: the prefixes of another step",
         CASCADE,
-        "if self._found[0] is not pages or",
+        "if self._prefixes_for[0] is not pages or",
         "if self._found[0] is None or",
         ON_CASCADE,
     ),
     Fault(
         "cascade: the first prefix alone has the backend",
         CASCADE,
-        'given, options.get("backend"), True)',
+        'tensors, options.get("backend"), True)',
         'given, options.pop("backend", None), True)',
         ON_CASCADE,
     ),
@@ -270,7 +270,7 @@ FAULTS = (
     Fault(
         "cascade: rows of a head do not count",
         CASCADE,
-        "tokens >= rows * least_tokens",
+        "tokens >= rows * min_tokens",
         "tokens >= least_tokens",
         ON_CASCADE,
     ),

@@ -28,7 +28,7 @@ FAULTS = (
           "bits", f"{OF_CACHE} -k nan_shows"),
     Fault("8 bits as pairs", f"{CPU}/plan.py", ' == "avx512bf16" and not self.problem.spec.kv_format else',
           ' == "avx512bf16" else', TRACES),
-    Fault("appended scales are lost", POOLS, "    scale[at] = made.scale.swapaxes(1, 2)\n", "", TRACES),
+    Fault("appended scales are lost", POOLS, "    scale[at] = quantised.scale.swapaxes(1, 2)\n", "", TRACES),
     Fault("rotated keys are read in place", IN_PLACE, "x.seed is None and ", "", OTHERS),
     Fault("smooth keys are read in place", IN_PLACE, "x.mean is None and ", "", OTHERS),
     Fault("values in the keys' format", IN_PLACE, " and k.format == v.format", "", OTHERS),
