@@ -668,11 +668,11 @@ ERRORS = {
     ),
     "size as a string": (lambda: BlockMask.from_mod(mods.causal(), 64, "64"), TypeError, "n_k.*got '64'"),
     "score mod": (lambda: BlockMask.from_mod(mods.softcap(2), 64, 64), TypeError, "mask_mod got a score mod"),
-    "no mod": (lambda: BlockMask.from_mod(3, 64, 64), TypeError, "not int"),
+    "no mod": (lambda: BlockMask.from_mod(3, 64, 64), TypeError, "got int"),
     "float offset": (
         lambda: BlockMask.from_mod(mods.causal(), 64, 64, q_offset=1.5),
         ValueError,
-        "q_offset is an integer.*float64",
+        "q_offset: expected an integer.*float64",
     ),
     "offset with two axes": (
         lambda: BlockMask.from_mod(mods.causal(), 64, 64, q_offset=[[1]]),
@@ -705,9 +705,9 @@ ERRORS = {
         ValueError,
         "6 entries along row, but n_q is 64",
     ),
-    "float grid": (lambda: BlockMask.from_dense(GRID * 1.0, 8, 8), TypeError, "grid has dtype float64; bool fits"),
-    "grid with one axis": (lambda: BlockMask.from_dense(GRID[0], 8, 8), ValueError, "grid has shape \\(6,\\)"),
-    "grid with five axes": (lambda: BlockMask.from_dense(GRID[None, None, None], 8, 8), ValueError, "grid has shape"),
+    "float grid": (lambda: BlockMask.from_dense(GRID * 1.0, 8, 8), TypeError, "grid: expected dtype bool.*float64"),
+    "grid with one axis": (lambda: BlockMask.from_dense(GRID[0], 8, 8), ValueError, "grid: .* got \\(6,\\)"),
+    "grid with five axes": (lambda: BlockMask.from_dense(GRID[None, None, None], 8, 8), ValueError, "grid: .* shape"),
     "grid that is too small": (
         lambda: BlockMask.from_dense(GRID, 8, 8, 33, 48),
         ValueError,

@@ -456,7 +456,7 @@ def test_an_append_writes_to_no_page_of_the_table_that_holds_meanwhile(pages: in
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "no pages": (lambda c, k: flashkit.KVCache(2, 1, 8, pages=0), ValueError, "pages: .* got 0"),
     "a long page": (lambda c, k: flashkit.KVCache(2, 1, 8, pages=1, page=65537), ValueError, "page: .* got 65537"),
-    "a negative margin": (lambda c, k: flashkit.KVCache(2, 1, 8, pages=1, rollback=-1), ValueError, "rollback: .* got -1"),
+    "a negative margin": (lambda c, k: flashkit.KVCache(2, 1, 8, pages=1, rollback=-1), ValueError, "rollback: .* -1"),
     "more tokens than int64 has": (
         lambda c, k: [c.append(*[np.broadcast_to(k[:1], (n, 1, 8))] * 2, [0, n, n]) for n in (1, 2**57)],
         flashkit.OutOfPagesError, "144115188075855872 more tokens need 72057594037927936 pages of 2, and 3 of 4",
@@ -479,7 +479,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
         lambda c, k: flashkit.KVCache(2, 1, 8, 4, pages=1, latent=True).append(k, k), TypeError, "v: expected None"
     ),
     "a latent cache's rotary": (
-        lambda c, k: flashkit.KVCache(2, 1, 8, 4, pages=1, latent=True).append(k, rotary=(k, k)), TypeError, "rotary: exp"
+        lambda c, k: flashkit.KVCache(2, 1, 8, 4, pages=1, latent=True).append(k, rotary=(k, k)), TypeError, "rotary:"
     ),
     "no v": (lambda c, k: c.append(k), TypeError, "v is a builtins.NoneType"),
     "like": (lambda c, k: flashkit.KVCache(2, 1, 8, pages=1, like=[1]), TypeError, "like is a builtins.list"),

@@ -117,7 +117,7 @@ def _tile_function(spec: AttentionSpec, keys_outside: bool, with_slope: bool) ->
     wanted = _results(spec)
     if with_slope:
         wanted.append(expr.derivative(wanted[0]))
-    steps, results = codegen.assignments(wanted, "numba", narrow=spec.narrow)
+    steps, results = codegen.assignments(wanted, "numba", int32_arrays=spec.int32_arrays)
     lines = _depths(steps, (expr.K,) if keys_outside else (expr.Q, expr.ROW))
     before: list[str] = []
     if keys_outside:
@@ -162,7 +162,7 @@ def visit_ds(p_at, ds_at, slopes_at, row_stride, count, width, b, h, row0, q0, k
 
 def _classify_function(spec: AttentionSpec) -> str:
     empty, full = spec.tile_state
-    lines, (is_empty, is_full) = codegen.render([empty, full], "numba", "    ", spec.narrow)
+    lines, (is_empty, is_full) = codegen.render([empty, full], "numba", "    ", spec.int32_arrays)
     return "\n".join([
         "@entry(types.int64(*[types.int64] * 9))",
         "def classify(b, h, row0, row1, q0, q1, k0, k1, values):",
