@@ -318,8 +318,8 @@ class Operands:
         array = self.arrays[slot.name]
         if len(array.strides) != slot.ndim or name_of(array.dtype) != slot.dtype:
             raise ValueError(
-                f"{slot.name}, an array of a modification, has {len(array.strides)} axes and dtype {array.dtype}; "
-                f"{slot.ndim} axes of {slot.dtype}, which the kernel is compiled for, fit"
+                f"{slot.name} of a modification: expected {slot.ndim} axes of {slot.dtype}, for which the kernel was "
+                f"compiled, got {len(array.strides)} axes of {array.dtype}"
             )
         return array
 

@@ -137,8 +137,8 @@ class BlockMask(Patterns):
         for name, symbol, n in (("n_q", expr.ROW, n_q), ("n_k", expr.K, n_k)):
             for array, length in axis_lengths(mod, symbol).items():
                 if length < n:
-                    where = f"{length} entries along {symbol.value}"
-                    raise ValueError(f"array {array} of the mask has {where}, but {name} is {n}")
+                    expected = f"{name} = {n} entries along {symbol.value}"
+                    raise ValueError(f"array {array}: expected {expected}, got {length}")
         batch, mod = entries(mod, "batch", expr.B, batch)
         heads, mod = entries(mod, "heads", expr.H, heads)
         return cls(mod, n_q, n_k, block_q, block_k, batch, heads)

@@ -92,7 +92,7 @@ def value_kind(name: str, value: Any) -> Kind:
     """
     kind = DTYPES.get(str(value.dtype.name))
     if kind is None:
-        raise TypeError(f"{name}: expected dtype {', '.join(DTYPES)}, got {value.dtype}")
+        raise TypeError(f"{name}: expected dtype bool, an integer or a float of up to 64 bits, got {value.dtype}")
     return kind
 
 

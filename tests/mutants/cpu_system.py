@@ -28,7 +28,7 @@ FAULTS = (
     ),
     Fault(
         "scratch memory of any size is kept", f"{CPU}/scratch_pool.py",
-        "if scratch.size <= MOST_BYTES:",
+        "if scratch.size <= MAX_BYTES:",
         "if True:",
     ),
     # object files
@@ -55,7 +55,7 @@ FAULTS = (
     Fault("objects: keys without Numba's settings", f"{CPU}/specialise.py", 'f"{settings} {text}"', 'f"{text}"'),
     Fault(
         "objects: a damaged file is loaded", f"{CPU}/objects.py",
-        "if header.sha256 != _hash(name, made) or",
+        "if header.sha256 != _hash(name, stored) or",
         "if",
         "tests/system/test_cache_files.py -k object",
     ),
@@ -66,9 +66,10 @@ FAULTS = (
     ),
     Fault(
         "objects: a file is made twice", f"{CPU}/objects.py",
-        "    with kernel_cache.alone(FOLDER, name):\n        if (cached := _cached(name)) is not None:\n            "
+        "    with kernel_cache.compile_lock(FOLDER, name):\n"
+        "        if (cached := _cached(name)) is not None:\n            "
         "return cached\n",
-        "    with kernel_cache.alone(FOLDER, name):\n",
+        "    with kernel_cache.compile_lock(FOLDER, name):\n",
     ),
     Fault(
         "objects: the cache before the package", f"{CPU}/objects.py",
@@ -78,13 +79,13 @@ FAULTS = (
     ),
     Fault(
         "objects: what an object calls is not looked for", f"{CPU}/objects.py",
-        'made.code.startswith(b"\\x7fELF") and',
+        'compiled.code.startswith(b"\\x7fELF") and',
         "False and",
         "tests/system/test_prebuilt.py",
     ),
     Fault(
         "target: a class that the CPU does not fulfil", f"{CPU}/target.py",
-        "one.features <= has and",
+        "level.features <= available and",
         "",
         "tests/system/test_prebuilt.py",
     ),
@@ -96,7 +97,7 @@ FAULTS = (
     ),
     Fault(
         "target: a class of another architecture", f"{CPU}/target.py",
-        'one.arch == triple.partition("-")[0] and',
+        'level.arch == triple.partition("-")[0] and',
         "",
         "tests/system/test_prebuilt.py",
     ),

@@ -126,17 +126,17 @@ FAULTS = (
         "list(rows)",
     ),
     Fault("trust: a group may write", TRUST, "_OTHERS = stat.S_IWGRP | stat.S_IWOTH", "_OTHERS = stat.S_IWOTH"),
-    Fault("trust: hard links", TRUST, "if found.st_nlink > 1:  # 0", "if found.st_nlink > 2:  # 0"),
+    Fault("trust: hard links", TRUST, "if status.st_nlink > 1:  # 0", "if found.st_nlink > 2:  # 0"),
     Fault(
         "trust: the owner", TRUST,
-        "if found.st_uid not in (0, os.geteuid()):",
+        "if status.st_uid not in (0, os.geteuid()):",
         "if found.st_uid not in (0, os.geteuid()) and found.st_uid < 1000:",
     ),
     Fault("trust: links without end", TRUST, "if links > _LINKS or", "if"),
     Fault("trust: temporary files stay", TRUST, "            os.unlink(temporary)\n", "            pass\n"),
     Fault(
         "settings: a relative directory", "flashkit/settings.py",
-        "    if not os.path.isabs(found):\n",
+        "    if not os.path.isabs(path):\n",
         "    if not found:\n",
     ),
     Fault(

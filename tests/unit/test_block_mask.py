@@ -667,7 +667,7 @@ ERRORS = {
         "n_q: expected an integer .* got -1",
     ),
     "size as a string": (lambda: BlockMask.from_mod(mods.causal(), 64, "64"), TypeError, "n_k.*got '64'"),
-    "score mod": (lambda: BlockMask.from_mod(mods.softcap(2), 64, 64), TypeError, "mask_mod got a score mod"),
+    "score mod": (lambda: BlockMask.from_mod(mods.softcap(2), 64, 64), TypeError, "mask_mod: .* got a score mod"),
     "no mod": (lambda: BlockMask.from_mod(3, 64, 64), TypeError, "got int"),
     "float offset": (
         lambda: BlockMask.from_mod(mods.causal(), 64, 64, q_offset=1.5),
@@ -688,22 +688,22 @@ ERRORS = {
     "heads that an array lacks": (
         lambda: BlockMask.from_mod(mods.visible(np.ones((3, 64, 64), bool)), 64, 64, heads=4),
         ValueError,
-        "array array.*3 entries along h, but heads is 4",
+        "array array: expected heads = 4 entries along h, got 3",
     ),
     "arrays of other batches": (
         lambda: BlockMask.from_mod(mods.document(np.zeros((2, 9), int), np.zeros((3, 9), int)), 9, 9),
         ValueError,
-        "kv_ids.*3 entries along b, but batch is 2",
+        "kv_ids: expected batch = 2 entries along b, got 3",
     ),
     "mask array with few keys": (
         lambda: BlockMask.from_mod(mods.visible(np.ones((64, 60), bool)), 64, 64),
         ValueError,
-        "60 entries along k, but n_k is 64",
+        "expected n_k = 64 entries along k, got 60",
     ),
     "mask array with few rows": (
         lambda: BlockMask.from_mod(mods.visible(np.ones((6, 64), bool)), 64, 64),
         ValueError,
-        "6 entries along row, but n_q is 64",
+        "expected n_q = 64 entries along row, got 6",
     ),
     "float grid": (lambda: BlockMask.from_dense(GRID * 1.0, 8, 8), TypeError, "grid: expected dtype bool.*float64"),
     "grid with one axis": (lambda: BlockMask.from_dense(GRID[0], 8, 8), ValueError, "grid: .* got \\(6,\\)"),
@@ -711,12 +711,12 @@ ERRORS = {
     "grid that is too small": (
         lambda: BlockMask.from_dense(GRID, 8, 8, 33, 48),
         ValueError,
-        "4 tiles along q, but n_q = 33 in blocks of 8 makes 5",
+        "expected 5 tiles along q, for n_q = 33 in blocks of 8, got 4",
     ),
     "grid that is too large": (
         lambda: BlockMask.from_dense(GRID, 8, 8, 32, 40),
         ValueError,
-        "6 tiles along k, but n_k = 40 in blocks of 8 makes 5",
+        "expected 5 tiles along k, for n_k = 40 in blocks of 8, got 6",
     ),
     "grid with a block of zero": (lambda: BlockMask.from_dense(GRID, 8, 0), ValueError, "block_k"),
     "& of other sizes": (
@@ -739,13 +739,13 @@ ERRORS = {
     ),
     "row list of a negative head": (lambda: CAUSAL.rows(0, -1), ValueError, "h: expected an integer of 0 or more"),
     "stride of zero": (lambda: BlockMask.strided(64, 64, 0), ValueError, "stride.*got 0"),
-    "summary beyond the stride": (lambda: BlockMask.fixed(64, 64, 4, 5), ValueError, "0 to stride_blocks = 4; got 5"),
+    "summary beyond the stride": (lambda: BlockMask.fixed(64, 64, 4, 5), ValueError, "0 to stride_blocks = 4, got 5"),
     "even window": (lambda: BlockMask.bigbird(64, 64, window_blocks=2), ValueError, "odd.*got 2"),
-    "stride that is no power of two": (lambda: BlockMask.butterfly(64, 64, 6), ValueError, "power of two, not 6"),
+    "stride that is no power of two": (lambda: BlockMask.butterfly(64, 64, 6), ValueError, "power of two, got 6"),
     "global token beyond": (
         lambda: BlockMask.longformer(64, 64, 4, [64]),
         ValueError,
-        "0 to n_k - 1 = 63; got 64 to 64",
+        "0 to n_k - 1 = 63, got 64 to 64",
     ),
     "negative reach": (lambda: BlockMask.local(64, 64, -1), ValueError, "left_blocks: .* 0 or more.*-1"),
 }
