@@ -79,7 +79,7 @@ FAULTS = (
     ),
     Fault(
         "decode: one slot of partial results", LAUNCH,
-        "slots = max(thread_count, heads * most if most > 1 else 1)",
+        "slots = max(thread_count, heads * max_splits if max_splits > 1 else 1)",
         "slots = 1",
     ),
     Fault(
