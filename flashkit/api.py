@@ -290,8 +290,8 @@ def vjp_of(q: Any, k: Any, v: Any, out: Any, lse: Any, *, backend: str | None = 
 
 @documented()
 def explain(
-    q: Any, k: Any, v: Any, *, backend: str | None = None, return_lse: bool = False, measure: bool = False,
-    **options: Unpack[Options],
+    q: Any, k: Any, v: Any, *, backend: str | None = None, return_lse: bool = False, out: Any = None,
+    measure: bool = False, **options: Unpack[Options],
 ) -> Explanation:  # fmt: skip
     """Explain what a call of `attention` would do and why, without computing it.
 
@@ -302,8 +302,8 @@ def explain(
     ----------
     q, k, v, backend
         As for `attention`.
-    return_lse
-        Accepted so that the arguments of a call can be passed; it changes nothing.
+    return_lse, out
+        Accepted so that the arguments of a call can be passed; they change nothing.
     measure
         Run both passes on these NumPy arrays, and report their times and the distance from the roofline.
     **options
@@ -330,13 +330,13 @@ def explain(
     """
     from .call.explanation import explain_problem
 
-    with Call("explain", q, k, v, {**options}, described=not measure) as call:
+    with Call("explain", q, k, v, {**options}, out, described=not measure) as call:
         call.require_arrays()
         quantised, why = call.quantised, on_codes(call, backend) if call.quantised is not None else ""
         if isinstance(why, Prepared):
             return explain_problem(why.problem, why.operands, backend, measure)
         call.dequantise()
-        problem, operands, _ = prepare(call.q, call.k, call.v, described=not measure, **call.options)
+        problem, operands, _ = prepare(call.q, call.k, call.v, out=call.out, described=not measure, **call.options)
         found = explain_problem(problem, operands, backend, measure)
         return found if quantised is None else replace(found, problem=quantised.described(found.problem, why))
 

@@ -376,7 +376,7 @@ def _visible(
         return any_key
     host = {name: a.get() if hasattr(a, "get") else np.asarray(a) for name, a in seen.arrays.items()}
     tables = {name: RangeTable(a) if a.dtype.kind in "biu" else a for name, a in host.items()}
-    empty = expr.classify(seen.expr, expr.narrow({name: a.dtype for name, a in host.items()}))[0]
+    empty = expr.classify(seen.expr, expr.int32_arrays({name: a.dtype for name, a in host.items()}))[0]
     place = offsets[inside][:, None, None]
     state = codegen.evaluate(empty, {
         "b": inside[:, None, None], "h": np.array(heads)[:, None], "row0": row[0], "row1": row[-1],

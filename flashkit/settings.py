@@ -21,7 +21,7 @@ class Setting(Generic[T]):
     """An environment variable.
 
     name: with its prefix. kind: of its values, for people. parse: the value of a text that is not empty; ValueError
-    with what would fit. default: what holds where it is not set, for people. meaning: a sentence.
+    with what it expects. default: what holds where it is not set, for people. meaning: a sentence.
     """
 
     name: str
@@ -35,12 +35,12 @@ class Setting(Generic[T]):
         return os.environ.get(self.name, "")
 
     def read(self) -> T | None:
-        """The value of the variable, None where it is not set. ValueError names it, what came and what would fit."""
+        """The value of the variable, None where it is not set. ValueError names it, what is expected, and the text."""
         text = self.text()
         try:
             return self.parse(text) if text else None
         except ValueError as error:
-            raise ValueError(f"{self.name} is {text!r}; {error}") from None
+            raise ValueError(f"{self.name}: expected {error}, got {text!r}") from None
 
     def raw(self) -> Any:
         """The variable as the system stores it (bytes, text or None), for comparison."""
@@ -64,10 +64,10 @@ def size(text: str) -> int:
     >>> settings.size("1.5K")
     1536
     """
-    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if found is None:
-        raise ValueError("a number of bytes such as 500M or 2G fits")
-    return int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError("a number of bytes such as 500M or 2G")
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
 
 
 def _any(text: str) -> str:
@@ -77,27 +77,27 @@ def _any(text: str) -> str:
 def _flag(text: str) -> bool:
     word = text.strip().lower()
     if word not in ("0", "1", "false", "true", "no", "yes", "off", "on"):
-        raise ValueError("1 or 0 fits")
+        raise ValueError("1 or 0")
     return word in ("1", "true", "yes", "on")
 
 
 def _threads(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10) or int(text) < 1:
-        raise ValueError("a number of threads fits, 1 or more")
+        raise ValueError("a number of threads, 1 or more")
     return int(text)
 
 
 def _directory(text: str) -> str:
-    found = os.path.expanduser(text)
-    if not os.path.isabs(found):
-        raise ValueError("an absolute path fits: a relative one means another place in every directory")
-    return found
+    path = os.path.expanduser(text)
+    if not os.path.isabs(path):
+        raise ValueError("an absolute path")
+    return path
 
 
 def _one_of(*names: str) -> Callable[[str], str]:
     def choose(text: str) -> str:
         if text not in names:
-            raise ValueError(f"{', '.join(names[:-1])} or {names[-1]} fits")
+            raise ValueError(f"{', '.join(names[:-1])} or {names[-1]}")
         return text
 
     return choose
@@ -118,25 +118,25 @@ DETERMINISTIC = Setting(
 )
 PROGRESS = Setting(
     "FLASHKIT_PROGRESS", "1 or 0", _flag, "1 on a terminal",
-    "0: no line on the terminal while kernels compile; the logger `flashkit` tells each of them in any case",
+    "0: no line on the terminal while kernels compile; the logger `flashkit` logs each compilation regardless",
 )  # fmt: skip
 CACHE_DIR = Setting(
     "FLASHKIT_CACHE_DIR", "absolute path", _directory, "the user's cache directory",
-    "compiled kernels go to the folder `flashkit-kernels` in it",
+    "compiled kernels go to its folder `flashkit-kernels`",
 )  # fmt: skip
 CACHE_SIZE = Setting(
     "FLASHKIT_CACHE_SIZE", "size such as 500M", size, "1G", "how much the compiled kernels may take on disk"
 )
 PREBUILT = Setting(
-    "FLASHKIT_PREBUILT", "1 or 0", _flag, "1", "0: the kernels that the package carries are not used, but compiled here"
+    "FLASHKIT_PREBUILT", "1 or 0", _flag, "1", "0: kernels are compiled here, not taken from the package"
 )
 PROFILE_DIR = Setting(
     "FLASHKIT_PROFILE_DIR", "absolute path", _directory, "none",
-    "a directory of device profiles that come before all others",
+    "a directory of device profiles with precedence over all others",
 )  # fmt: skip
 CPU_LANES = Setting(
     "FLASHKIT_CPU_LANES", "4, 8 or 16", _one_of("4", "8", "16"), "what the CPU has",
-    "hold vectors to so many float32 lanes: profile, tiles and kernels are then those of such a CPU",
+    "limit vectors to that many float32 lanes: profile, tiles and kernels are those of such a CPU",
 )  # fmt: skip
 BF16_METHODS = "amx", "avx512bf16", "widen", "emulate"
 CPU_BF16 = Setting(

@@ -139,14 +139,14 @@ class AttentionSpec:
         return hashlib.sha256(repr((graphs, rest)).encode()).hexdigest()[:16]
 
     @cached_property
-    def narrow(self) -> frozenset[str]:
-        """Names of arrays of narrow integers; see `expr.narrow`."""
-        return expr.narrow({slot.name: slot.dtype for slot in self.slots if slot.ndim is not None})
+    def int32_arrays(self) -> frozenset[str]:
+        """Names of arrays whose elements have at most 32 bits; see `expr.int32_arrays`."""
+        return expr.int32_arrays({slot.name: slot.dtype for slot in self.slots if slot.ndim is not None})
 
     @cached_property
     def tile_state(self) -> tuple[Expr, Expr]:
         """(empty, full) of a tile; see `expr.classify`."""
-        return expr.classify(expr.TRUE if self.mask is None else self.mask, self.narrow)
+        return expr.classify(expr.TRUE if self.mask is None else self.mask, self.int32_arrays)
 
     def features(self) -> list[str]:
         """Names of the features beyond plain attention, for messages."""
@@ -318,8 +318,8 @@ class Operands:
         array = self.arrays[slot.name]
         if len(array.strides) != slot.ndim or name_of(array.dtype) != slot.dtype:
             raise ValueError(
-                f"{slot.name}, an array of a modification, has {len(array.strides)} axes and dtype {array.dtype}; "
-                f"{slot.ndim} axes of {slot.dtype}, which the kernel is compiled for, fit"
+                f"{slot.name} of a modification: expected {slot.ndim} axes of {slot.dtype}, for which the kernel was "
+                f"compiled, got {len(array.strides)} axes of {array.dtype}"
             )
         return array
 

@@ -54,7 +54,7 @@ def register(name: str = "fkit") -> None:
     'fkit'
     """
     if not isinstance(name, str) or not name or "flash" in name.lower():
-        raise ValueError(f'name is {shown(name)}; a name without "flash" fits, such as "fkit"')
+        raise ValueError(f'name: expected a name without "flash", such as "fkit", got {shown(name)}')
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, mask)
 
@@ -270,13 +270,13 @@ def attention_forward(
     if others.get("output_attentions"):
         raise ValueError('output_attentions: fkit does not store the weights; attn_implementation="eager" returns them')
     if others.get("cache") is not None:
-        raise ValueError("cache: fkit has no continuous batching; generate() without it fits")
+        raise ValueError("cache: fkit has no continuous batching; call generate() without it")
     options: dict[str, Any] = {}
     n_q, n_k = query.shape[2], key.shape[2]
     if isinstance(attention_mask, PositionMask):
-        fits = attention_mask.shape[2:] == (n_q, n_k)
+        same_size = attention_mask.shape[2:] == (n_q, n_k)
         # The gradient of a bias knows options, and no modifications.
-        if fits and not (position_bias is not None and "mods" in attention_mask.options):
+        if same_size and not (position_bias is not None and "mods" in attention_mask.options):
             options = dict(attention_mask.options)
             if n_q == 1 and options.get("causal") and "window" not in options and "mask" not in options:
                 # The last keys of a static cache, which are not written yet, are left out.

@@ -21,9 +21,9 @@ from ..call.planned import Planned
 from ..options import OPTIONS
 from .pages import PageTable
 from .pools import Pools
-from .step_plans import MOST_TOKENS, StepPlans
+from .step_plans import MAX_TOKENS, StepPlans
 
-LEAST_BYTES, LEAST_TOKENS = 12 << 20, 1024
+MIN_BYTES, MIN_TOKENS = 12 << 20, 1024
 """Where it pays on the CPU: bytes of keys and values of a layer that are not read again, beside which the second call
 and merging count little; and tokens of the prefix for each query row of a key/value head. The more rows use a key
 anyway, the less of the time is that of reading. docs/notes/cpu.md has the measurements.
@@ -77,13 +77,13 @@ class Cascade:
 
     def __init__(self, pages: PageTable, kind: str, token_bytes: int, asked: bool | None) -> None:
         self._kind, self._token_bytes = kind, token_bytes
-        self._least = (LEAST_BYTES, LEAST_TOKENS) if asked is None else (1, 0)
+        self._minima = (MIN_BYTES, MIN_TOKENS) if asked is None else (1, 0)
         self._off = asked is False or pages.left is not None or (asked is None and kind != "numpy")
         self._prefixes: list[Prefix] = []
         self._rest: Rest | None = None  # where there are prefixes
         self._rest_plans = StepPlans(pages, kind)
         self._owner = object()  # part of the keys of its plans
-        self._found: tuple[PageTable | None, int] = None, 0  # what prefixes are for: pages, and rows of a head
+        self._prefixes_for: tuple[PageTable | None, int] = None, 0  # what prefixes are for: pages, and rows of a head
         self._unshared: PageTable | None = None  # a table without shared pages
 
     def attend(
@@ -99,7 +99,7 @@ class Cascade:
         tokens_first = options.get("layout") == "bnhd"
         q4 = q.swapaxes(1, 2) if tokens_first else q
         rows = q4.shape[1] * q4.shape[2] // pools.k.shape[2]
-        if self._found[0] is not pages or self._found[1] != rows:
+        if self._prefixes_for[0] is not pages or self._prefixes_for[1] != rows:
             self._find(pages, rows)
         if self._rest is None:
             return None
@@ -142,12 +142,12 @@ class Cascade:
 
     def _find(self, pages: PageTable, rows: int) -> None:
         """The prefixes of these pages, for `rows` query rows of a key/value head and sequence."""
-        self._found = None, 0
+        self._prefixes_for = None, 0
         if not pages.shares:
             self._unshared = pages
         self._prefixes = [*self._shared(pages, rows)] if pages.shares else []
         self._rest = Rest(pages, self._prefixes) if self._prefixes else None
-        self._found = pages, rows
+        self._prefixes_for = pages, rows
 
     def _shared(self, pages: PageTable, rows: int) -> Iterator[Prefix]:
         """Prefixes that are worth a call: among sequences of one first page, what most tokens are saved by."""
@@ -158,10 +158,10 @@ class Cascade:
             # Columns that each shares with the longest, without the tokens of the queries, which a causal mask hides.
             longest = table[at[lengths[at].argmax()]]
             common = (table[at] == longest).cumprod(1).sum(1)
-            common = np.minimum(common, np.maximum(lengths[at] - MOST_TOKENS, 0) // pages.page)
+            common = np.minimum(common, np.maximum(lengths[at] - MAX_TOKENS, 0) // pages.page)
             ranked = np.sort(common)[::-1]
             columns = int(ranked[(np.arange(len(at)) * ranked).argmax()])
             at = at[common >= columns]
-            tokens, (least_bytes, least_tokens) = columns * pages.page, self._least
-            if (len(at) - 1) * tokens * self._token_bytes >= least_bytes and tokens >= rows * least_tokens:
+            tokens, (min_bytes, min_tokens) = columns * pages.page, self._minima
+            if (len(at) - 1) * tokens * self._token_bytes >= min_bytes and tokens >= rows * min_tokens:
                 yield Prefix(at, longest[:columns].astype(np.int64), tokens)

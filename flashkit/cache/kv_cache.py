@@ -63,12 +63,11 @@ class KVCache:
         with that of the rest (`merge`): up to 16 queries at the end of each sequence, with no option that depends on
         positions but causal. None: on the CPU, where that saves 12 MiB or more of keys and values in a layer, and the
         common pages have 1,024 tokens or more for each query of a sequence that uses one key. Results are equal up to
-        rounding. A captured CUDA graph would keep the prefixes of its capture.
-
+        rounding. A captured CUDA graph replays with the prefixes at capture time.
     latent
         Whether the first value_dim columns of the keys are the values, as in multi-head latent attention: `append(k)`
         takes keys alone, [ckv, k_pe] with k_pe rotated, and a token is held once, and read once on the CPU.
-        `KVCache(B, 1, 576, 512, latent=True)` fits DeepSeek's models, with attend([q_nope, q_pe], scale=...) as in
+        `KVCache(B, 1, 576, 512, latent=True)` is for DeepSeek's models, with attend([q_nope, q_pe], scale=...) as in
         `mla`.
 
     Attributes
@@ -121,16 +120,16 @@ class KVCache:
         sizes |= {"value_dim": dim if value_dim is None else value_dim, "layers": 1 if layers is None else layers}
         for name, size in {**sizes, "rollback": rollback}.items():
             if not isinstance(size, (int, np.integer)) or isinstance(size, bool):
-                raise TypeError(f"{name} is {shown(size)}; a whole number fits")
+                raise TypeError(f"{name}: expected an integer, got {shown(size)}")
             least = 0 if name == "rollback" else 1
             most = MAX_HEAD_DIM if "dim" in name else MAX_PAGE if name == "page" else 1 << 31
             if not least <= size <= most:
-                raise ValueError(f"{name} is {shown(size)}; {least} to {most} fits")
+                raise ValueError(f"{name}: expected an integer from {least} to {most}, got {shown(size)}")
         kind = "numpy" if like is None else arrays.require("like", like)
         kv_format = format_of(dtype)
         of_queries = np.empty(0, _dtype(None if kv_format else dtype, like))
         arrays.dtype_name("dtype", of_queries)
-        made = np.empty(0, np.uint8) if kv_format else of_queries
+        stored = np.empty(0, np.uint8) if kv_format else of_queries
         window = None if window is None else window_of(window)
         if cascade is not None:
             flag("cascade", cascade)
@@ -140,20 +139,20 @@ class KVCache:
         widths = [width(d, kv_format) for d in dims]
         if flag("latent", latent):
             if not dims[1] < dims[0]:
-                raise ValueError(f"value_dim is {shown(value_dim)} with latent=True; 1 to {dims[0] - 1} fits")
+                raise ValueError(f"value_dim: expected 1 to {dims[0] - 1} with latent=True, got {shown(value_dim)}")
             widths.pop()
-        token_bytes = int(kv_heads) * sum(widths) * made.itemsize
+        token_bytes = int(kv_heads) * sum(widths) * stored.itemsize
         shared = Cascade(table, kind, token_bytes, cascade)
         # Slots of a head lie one after another, so that a kernel reads a page as one piece of memory. On the host pages
         # of a head do so too: pages that a sequence took together are one piece.
         shape = int(sizes["layers"]), int(kv_heads), int(pages), int(page)
         if kind != "numpy":
             shape = shape[0], shape[2], shape[1], shape[3]
-            memory = [arrays.namespace(kind).empty((*shape, n), made.dtype) for n in widths]
+            memory = [arrays.namespace(kind).empty((*shape, n), stored.dtype) for n in widths]
         else:
-            memory = [_heads_apart((*shape, n), made.dtype).swapaxes(1, 2) for n in widths]
+            memory = [_pool_with_gaps((*shape, n), stored.dtype).swapaxes(1, 2) for n in widths]
         self._steps = Steps(table, int(sizes["layers"]), kind, shared, memory)
-        self.dtype, self._layered = kv_format or made.dtype, layers is not None
+        self.dtype, self._layered = kv_format or stored.dtype, layers is not None
         self._layers = [
             Layer(number, self._steps, window, kv_format, dims, of_queries.dtype)
             for number in range(int(sizes["layers"]))
@@ -220,7 +219,7 @@ class KVCache:
         Raises
         ------
         TypeError, ValueError
-            An argument does not fit. The message names it, what came and what would fit.
+            An argument is invalid. The message names it and says what was expected.
         flashkit.OutOfPagesError
             There are too few free pages. The cache is as it was.
 
@@ -260,7 +259,7 @@ class KVCache:
         Raises
         ------
         TypeError, ValueError
-            An argument does not fit.
+            An argument is invalid.
 
         Examples
         --------
@@ -311,7 +310,7 @@ class KVCache:
             raise ValueError(f"all {len(pages.lengths)} sequences have tokens; free(i) empties one")
         target = int(empty[0]) if into is None else self._sequence("into", into)
         if pages.lengths[target]:
-            raise ValueError(f"into is {target}, a sequence with {pages.lengths[target]} tokens; an empty one fits")
+            raise ValueError(f"into: expected an empty sequence, got {target} with {pages.lengths[target]} tokens")
         self._steps.check_between("fork")
         if target != i:
             settled[target] = settled[i]
@@ -376,7 +375,7 @@ class KVCache:
         Raises
         ------
         TypeError, ValueError
-            An argument does not fit, or keys that the window of the shorter sequence needs are gone.
+            An argument is invalid, or keys that the window of the shorter sequence needs are gone.
         flashkit.OutOfPagesError
             The tokens lie in pages shared with other sequences, and no page is free for copies. The cache is as it was.
 
@@ -394,15 +393,15 @@ class KVCache:
         i = self._sequence("i", i)
         length = int(self._pages.lengths[i])
         begin = self._begin_of_last(i, length - int(self._steps.state.settled[i]) if n is None else n)
-        given = np.array(on_host("positions", positions))  # a copy: the caller's array may change
+        kept = np.array(on_host("positions", positions))  # a copy: the caller's array may change
         what = f"positions: expected ascending integers from {begin} to {length - 1}, those of the last tokens of"
-        if given.size and given.dtype.kind not in "iu":
+        if kept.size and kept.dtype.kind not in "iu":
             raise TypeError(f"{what} sequence {i}, got {shown(positions)}")
-        ascending = given.ndim == 1 and (given[1:] > given[:-1]).all()
-        if not ascending or (given.size and not (begin <= given[0] and given[-1] < length)):
+        ascending = kept.ndim == 1 and (kept[1:] > kept[:-1]).all()
+        if not ascending or (kept.size and not (begin <= kept[0] and kept[-1] < length)):
             raise ValueError(f"{what} sequence {i}, got {shown(positions)}")
         self._steps.check_between("keep")
-        self._steps.keep(i, begin, given.astype(np.int64))
+        self._steps.keep(i, begin, kept.astype(np.int64))
 
     @one_at_a_time
     def free(self, i: int) -> None:
@@ -437,13 +436,13 @@ class KVCache:
 
     def _only_layer(self, what: str) -> Layer:
         if self._layered:
-            raise TypeError(f"this cache has layers; cache[l].{what}(...) fits")
+            raise TypeError(f"{what}: expected a layer, got a cache of several; call cache[l].{what}(...)")
         return self._layers[0]
 
     def _sequence(self, name: str, i: Any) -> int:
         sequences = len(self._pages.lengths)
         if not isinstance(i, (int, np.integer)) or isinstance(i, bool) or not 0 <= i < sequences:
-            raise ValueError(f"{name} is {shown(i)}; a sequence from 0 to {sequences - 1} fits")
+            raise ValueError(f"{name}: expected a sequence from 0 to {sequences - 1}, got {shown(i)}")
         return int(i)
 
     def _begin_of_last(self, i: int, n: Any) -> int:
@@ -451,7 +450,7 @@ class KVCache:
         pages = self._pages
         length, first = int(pages.lengths[i]), pages.begin(i)
         if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or not 0 <= n <= length:
-            raise ValueError(f"n is {shown(n)}; 0 to {length}, the tokens of sequence {i}, fits")
+            raise ValueError(f"n: expected 0 to {length}, the tokens of sequence {i}, got {shown(n)}")
         if 0 < n < length and max(length - int(n) - (pages.left or 0), 0) < first:
             most = max(length - first - (pages.left or 0), 0)
             raise ValueError(
@@ -466,7 +465,7 @@ def _safe(array: Any) -> Any:
     return array.copy() if isinstance(array, np.ndarray) else array
 
 
-def _heads_apart(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def _pool_with_gaps(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """An empty pool (layers, Hkv, pages, page, D) with a part of a page between the heads. Sequences of few tokens fill
     the beginnings of their pages, which would otherwise lie at multiples of a power of two and share sets of a cache.
     """
@@ -487,7 +486,6 @@ def _dtype(dtype: Any, like: Any) -> np.dtype:
 
         return np.dtype(ml_dtypes.bfloat16)
     try:
-        found = np.dtype(dtype)
+        return np.dtype(dtype)
     except TypeError:
-        raise TypeError(f"dtype is {shown(dtype)}; {', '.join((*ITEMSIZE, *FORMATS))} fit") from None
-    return found
+        raise TypeError(f"dtype: expected one of {', '.join((*ITEMSIZE, *FORMATS))}, got {shown(dtype)}") from None

@@ -89,8 +89,8 @@ class Layer:
             assert step is not None
         elif counts is not step.counts and not np.array_equal(counts, step.counts):
             raise ValueError(
-                f"layer {self.number} appends {counts.tolist()} tokens to sequences; {step.counts.tolist()}, as the "
-                "layer before it in this step, fits"
+                f"layer {self.number}: expected {step.counts.tolist()} tokens for the sequences, as from the layer "
+                f"before it, got {counts.tolist()}"
             )
         else:
             check_rows(table, step.end)
@@ -111,59 +111,59 @@ class Layer:
             q = q.view()  # whose form the caller cannot change
         for name in ("kv_lengths", "page_table"):
             if name in options:
-                raise TypeError(f"attend takes no {name}: the cache has its own; attention() takes them")
+                raise TypeError(f"attend() got an unexpected argument {name!r}: the cache has its own")
         if options.get("precision") == "fp8":
-            raise ValueError("precision is 'fp8', but the cache keeps its keys as they are; another precision fits")
+            raise ValueError("precision: expected None, 'highest' or 'tf32' for a cache, got 'fp8'")
         if self._latent:
             self._check_latent(None, rotary)
         self._steps.check_written(self.number)
         if self._window is not None:
-            options["window"] = _narrowed(options.get("window"), self._window)
-        turn = None if rotary is None else (rotary, rotary_interleaved)
+            options["window"] = _window_inside(options.get("window"), self._window)
+        rotation = None if rotary is None else (rotary, rotary_interleaved)
         if q.ndim == 3 and "cu_seqlens" not in options:
-            return self._attend_last(q, turn, options)
-        if turn is not None:
-            q = self._turned_batch(q, turn, options)
+            return self._attend_last(q, rotation, options)
+        if rotation is not None:
+            q = self._rotated_batch(q, rotation, options)
         return self._attend(q, **options)
 
-    def _attend_last(self, q: Any, turn: Any, options: dict[str, Any]) -> Any:
+    def _attend_last(self, q: Any, rotation: Any, options: dict[str, Any]) -> Any:
         """Queries (T, Hq, D) at the tokens of the last append."""
         step = self._steps.last()
         if q.shape[0] != len(step.positions):
             raise ValueError(
-                f"q has shape {q.shape}; (T, Hq, D) with the {len(step.positions)} tokens of the last append, or "
-                "(B, Hq, Nq, D), fits"
+                f"q: expected shape (T, Hq, D) with the {len(step.positions)} tokens of the last append, or "
+                f"(B, Hq, Nq, D), got {q.shape}"
             )
         if options.setdefault("layout", "bnhd") != "bnhd":
-            raise ValueError("layout is 'bhnd', but q is (T, Hq, D), tokens before heads; 'bnhd' fits")
-        if turn is not None:
-            q = self._turned(q.swapaxes(0, 1)[None], turn, step)[0].swapaxes(0, 1)
+            raise ValueError("layout: expected 'bnhd' for q of shape (T, Hq, D), tokens before heads, got 'bhnd'")
+        if rotation is not None:
+            q = self._rotated(q.swapaxes(0, 1)[None], rotation, step)[0].swapaxes(0, 1)
         if not step.each:
             return self._attend(q, cu_seqlens=step.offsets, **options)
         out = options.pop("out", None)
         if out is not None:
             arrays.require("out", out, self._steps.kind)
             if out.ndim != 3 or out.shape[0] != q.shape[0]:
-                raise ValueError(f"out has shape {out.shape}; ({q.shape[0]}, Hq, Dv), as q, fits")
+                raise ValueError(f"out: expected shape ({q.shape[0]}, Hq, Dv), got {out.shape}")
             options["out"] = out.reshape((self._sequences, step.each, *out.shape[1:]))
-        found = self._attend(q.reshape((self._sequences, step.each, *q.shape[1:])), **options)
-        result, lse = found if isinstance(found, tuple) else (found, None)
+        attended = self._attend(q.reshape((self._sequences, step.each, *q.shape[1:])), **options)
+        result, lse = attended if isinstance(attended, tuple) else (attended, None)
         result = result.reshape((-1, *result.shape[2:])) if out is None else out
         return result if lse is None else (result, lse.swapaxes(0, 1).reshape((lse.shape[1], -1)))
 
-    def _turned_batch(self, q: Any, turn: Any, options: dict[str, Any]) -> Any:
+    def _rotated_batch(self, q: Any, rotation: Any, options: dict[str, Any]) -> Any:
         """Queries (B, Hq, N, D) or (B, N, Hq, D) at the tokens of the last append, rotated."""
         step = self._steps.last()
         first = options.get("layout", "bhnd") == "bhnd"
         q4 = q if first or q.ndim != 4 else q.swapaxes(1, 2)
         if q4.ndim != 4 or (q4.shape[0], q4.shape[2]) != (self._sequences, step.each):
-            raise ValueError(f"q has shape {q.shape}; rotary= rotates queries at the tokens of the last append")
-        q4 = self._turned(q4, turn, step)
+            raise ValueError(f"q: expected the queries of the last append for rotary=, got shape {q.shape}")
+        q4 = self._rotated(q4, rotation, step)
         return q4 if first else q4.swapaxes(1, 2)
 
-    def _turned(self, q: Any, turn: Any, step: Step) -> Any:
+    def _rotated(self, q: Any, rotation: Any, step: Step) -> Any:
         """q (B, Hq, N, D) rotated: a new array with tokens before heads."""
-        (rotary, interleaved), xp = turn, self._steps.xp
+        (rotary, interleaved), xp = rotation, self._steps.xp
         table = self._checked(rotary, interleaved, q)
         check_rows(table, step.end)
         batch, heads, n, d = q.shape
@@ -185,10 +185,10 @@ class Layer:
         return attention(q, k, v, page_table=steps.readable, kv_lengths=steps.on_call[0], out=out, **options)
 
     def _check_held(self, q: Any, pages: PageTable, options: dict[str, Any]) -> None:
-        """Check that the window has dropped no key that the oldest query of a sequence sees. Arguments that do not fit
-        are left to `attention`.
+        """Check that the window has dropped no key that the oldest query of a sequence sees. `attention` refuses
+        invalid arguments.
         """
-        given, cu_seqlens = options.get("q_offset"), options.get("cu_seqlens")
+        q_offset, cu_seqlens = options.get("q_offset"), options.get("cu_seqlens")
         counts: Any = q.shape[1 if options.get("layout") == "bnhd" else 2] if q.ndim == 4 else 0
         if cu_seqlens is not None and q.ndim == 3:
             offsets = offsets_of("cu_seqlens", on_host("cu_seqlens", cu_seqlens), "numpy", len(q), "q")[:-1]
@@ -196,8 +196,8 @@ class Layer:
                 return
             counts = offsets[1:] - offsets[:-1]
         oldest = pages.lengths - counts
-        if given is not None:
-            first = on_host("q_offset", given)
+        if q_offset is not None:
+            first = on_host("q_offset", q_offset)
             if first.dtype.kind not in "iu" or first.shape not in ((), oldest.shape):
                 return
             oldest = np.broadcast_to(first.clip(0, MAX_POSITION).astype(np.int64), oldest.shape)
@@ -214,7 +214,7 @@ class Layer:
     def _checked(self, rotary: Any, interleaved: Any, x: Any) -> Table:
         """The tables of `rotary`, checked once for the calls that pass the same arrays."""
         if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
-            raise TypeError(f"rotary is {shown(rotary)}; (cos, sin) fits, of flashkit.rotary_table")
+            raise TypeError(f"rotary: expected (cos, sin) from flashkit.rotary_table, got {shown(rotary)}")
         key = (*map(id, rotary), interleaved, x.shape[-1], x.dtype)
         if self._table is not None and self._table[0] == key:
             return self._table[1]
@@ -235,24 +235,24 @@ class Layer:
         return form
 
     def _checked_form(self, k: Any, v: Any, layout: str) -> Form:
-        """The form of new keys and values; an error if they do not fit the cache."""
+        """The form of new keys and values; an error if the cache cannot take them."""
         k4 = self._four("k", k, self._k, layout)
         v, v4 = (k, k4) if self._latent else (v, self._four("v", v, self._v, layout))
         if k4.shape[:3] != v4.shape[:3]:
-            raise ValueError(f"v has shape {v.shape}, k has {k.shape}; they are equal but for the head dim")
+            raise ValueError(f"v: expected the shape of k, {k.shape}, but for the head dim, got {v.shape}")
         read_in_place = arrays.same_address(k4, k) and arrays.same_address(v4, v)
         if self._steps.kind != "numpy" or not read_in_place or self._pools.kv_format:
             return Form(k4.shape[2], k.ndim == 3, None)
         return Form(k4.shape[2], k.ndim == 3, Writer(k4, None if self._latent else v4, self._k, self._v))
 
     def _check_latent(self, v: Any, rotary: Any) -> None:
-        """Check what a cache of latent keys takes not."""
+        """Reject arguments that a latent cache does not accept."""
         if v is not None:
-            raise TypeError("v is given to a cache with latent=True; append(k) fits, the values are columns of k")
+            raise TypeError("v: expected None for a cache with latent=True, whose values are columns of k")
         if rotary is not None:
             raise TypeError(
-                "rotary is given to a cache with latent=True, whose rotary columns are the last; flashkit.rotary of "
-                "these columns of q and k, before, fits"
+                "rotary: expected None for a cache with latent=True, whose rotary columns are the last; call "
+                "flashkit.rotary on these columns of q and k first"
             )
 
     def _four(self, name: str, x: Any, pool: Any, layout: str) -> Any:
@@ -260,7 +260,7 @@ class Layer:
         arrays.require(name, x, self._steps.kind)
         choice("layout", layout, LAYOUTS)
         if arrays.dtype_name(name, x) != self._dtype and not self._pools.kv_format:
-            raise TypeError(f"{name} has dtype {x.dtype}; the cache's, {self._dtype}, fits")
+            raise TypeError(f"{name}: expected dtype {self._dtype} (the cache's), got {x.dtype}")
         _, heads, _, d = pool.shape
         if x.ndim == 3:
             batch, four = 1, x.swapaxes(0, 1)[None]
@@ -270,7 +270,7 @@ class Layer:
             batch, four = 0, x.reshape(1, 1, -1, 1)
         if (four.shape[0], four.shape[1], four.shape[3]) != (batch, heads, d):
             axes = f"{self._sequences}, {heads}, N, {d}" if layout == "bhnd" else f"{self._sequences}, N, {heads}, {d}"
-            raise ValueError(f"{name} has shape {x.shape}; (T, {heads}, {d}) or ({axes}) fits")
+            raise ValueError(f"{name}: expected shape (T, {heads}, {d}) or ({axes}), got {x.shape}")
         return arrays.addressable(four)
 
     def _counts(self, form: Form, cu_seqlens: Any, step: Step | None) -> np.ndarray:
@@ -287,7 +287,9 @@ class Layer:
         if step is not None and tokens == len(step.positions):
             return step.counts
         if tokens != self._sequences:
-            raise ValueError(f"k has {tokens} tokens for {self._sequences} sequences; one of each, or cu_seqlens, fits")
+            raise ValueError(
+                f"k: expected one token for each of {self._sequences} sequences, got {tokens}; or pass cu_seqlens"
+            )
         return self._steps.state.pages.one_each
 
     def _write(
@@ -327,11 +329,11 @@ class Writer:
 
     def write_k(self, k: Any, step: Step, table: Table | None) -> None:
         """Keys, rotated if there is a table."""
-        turn = ((0, 0), False) if table is None else (table.cos.shape, table.interleaved)
-        if (write := self._k.get(turn)) is None:
+        key = ((0, 0), False) if table is None else (table.cos.shape, table.interleaved)
+        if (write := self._k.get(key)) is None:
             if len(self._k) >= MAX_FORMS:
                 self._k.clear()
-            write = self._k[turn] = self._of_k(*turn)
+            write = self._k[key] = self._of_k(*key)
         write(k, step.slots, None if table is None else (table.cos, table.sin, step.where))
 
 
@@ -345,13 +347,13 @@ class Form(NamedTuple):
 
 def _counts(cu_seqlens: Any, sequences: int, tokens: int) -> np.ndarray:
     """int64 (B,) from offsets (B + 1,); those on a device are read."""
-    given = on_host("cu_seqlens", cu_seqlens)
-    if given.shape != (sequences + 1,):
+    integers = on_host("cu_seqlens", cu_seqlens)
+    if integers.shape != (sequences + 1,):
         raise ValueError(
             f"cu_seqlens: expected integers of shape ({sequences + 1},), one more than there are sequences, got shape "
-            f"{given.shape}"
+            f"{integers.shape}"
         )
-    offsets = offsets_of("cu_seqlens", given, "numpy", tokens, "k")[:-1]
+    offsets = offsets_of("cu_seqlens", integers, "numpy", tokens, "k")[:-1]
     if offsets[-1] != tokens:
         raise ValueError(f"cu_seqlens: expected {tokens} at the end, the number of tokens of k, got {offsets[-1]}")
     counts: np.ndarray = offsets[1:] - offsets[:-1]
@@ -363,13 +365,13 @@ def on_host(name: str, integers: Any) -> np.ndarray:
     return integers.get() if arrays.kind_of(integers) == "cupy" else as_array(name, integers, "integers")
 
 
-def _narrowed(given: Any, own: Window) -> Window:
-    """The window of a call: the cache's, or a given one inside it."""
-    if given is None:
+def _window_inside(window: Any, own: Window) -> Window:
+    """The window of a call: the cache's, or the caller's, which must lie inside it."""
+    if window is None:
         return own
-    left, right = window_of(given)
+    left, right = window_of(window)
     if own[0] is not None and (left is None or left > own[0]):
         raise ValueError(
-            f"window is {shown(given)}, but the cache keeps the window {own}; a left of at most {own[0]} fits"
+            f"window: expected a left side of at most {own[0]}, that of the cache's window, got {shown(window)}"
         )
     return left, right

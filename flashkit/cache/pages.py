@@ -71,7 +71,7 @@ class PageTable(NamedTuple):
     free : array
         int32: pages without references, the next one last.
     one_each : array
-        int64 (B,): the counts of a step that appends a token to each sequence. Such steps are cheap with this array.
+        int64 (B,): the counts of a step that appends a token to each sequence.
     longest : int
         The greatest length.
     spare : int
@@ -121,7 +121,7 @@ class PageTable(NamedTuple):
                 self.one_each, self.longest + 1, self.spare - 1, self.slots + 1,
             )  # fmt: skip
             return Growth(pages, NO_COPY, self)
-        if int(counts.max()) > len(self.references) * self.page:  # before lengths are added, which may not fit int64
+        if int(counts.max()) > len(self.references) * self.page:  # before lengths are added, which may overflow int64
             raise self._out_of_pages(counts, sum(-(-int(n) // self.page) for n in counts), len(self.free))
         grown = lengths + counts
         held, needed = -(-lengths // self.page), -(-grown // self.page)
@@ -234,5 +234,5 @@ class PageTable(NamedTuple):
     def _out_of_pages(self, counts: np.ndarray, needed: int, free: int) -> OutOfPagesError:
         return OutOfPagesError(
             f"{sum(map(int, counts))} more tokens need {needed} pages of {self.page}, and {free} of "
-            f"{len(self.references)} are free; free(i) and trim(i, n) return pages, or pages= of the cache is more"
+            f"{len(self.references)} are free; free(i) and trim(i, n) return pages, KVCache(pages=n) has more"
         )

@@ -55,9 +55,9 @@ def width(dim: int, kv_format: str) -> int:
 
 def write_quantised(x: Any, data: Any, scale: Any, kv_format: Any, at: tuple[Any, Any]) -> None:
     """Tokens x (B, H, N, D) in 8 bits into pools: at `at`, (pages, slots) of (B, N)."""
-    made = quantize(x, kv_format, "token")
-    data[at] = made.data.swapaxes(1, 2)
-    scale[at] = made.scale.swapaxes(1, 2)
+    quantised = quantize(x, kv_format, "token")
+    data[at] = quantised.data.swapaxes(1, 2)
+    scale[at] = quantised.scale.swapaxes(1, 2)
 
 
 def _parts(memory: Any, kv_format: str, dim: int) -> tuple[Any, Any]:

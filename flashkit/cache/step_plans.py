@@ -20,7 +20,7 @@ from ..errors import UnsupportedError
 from ..options import OPTIONS, Role
 from .pools import Pools
 
-MOST_TOKENS = 16
+MAX_TOKENS = 16
 """Queries of a sequence; beyond it a call's own work hides its preparation."""
 
 CONSTANT = {"backend", "return_lse"}.union(name for name, option in OPTIONS.items() if option.role is Role.CONSTANT)
@@ -69,28 +69,28 @@ class StepPlans:
         if q.ndim != 4 or not CONSTANT.issuperset(options) or not all(map(_is_plain, options.values())):
             return None
         queries = q.shape[1 if options.get("layout") == "bnhd" else 2]
-        if not 0 < queries <= MOST_TOKENS:
+        if not 0 < queries <= MAX_TOKENS:
             return None
         if self._filled is not pages:
             self._fill(pages)
         values = tuple(options.items())
         types = tuple([type(x) for _, x in values])
         key = self._owner, arrays.layout(q), values, types, self._keys, dispatch.state()
-        found: Entry | None = plans.get(key)
-        if found is None:
+        entry: Entry | None = plans.get(key)
+        if entry is None:
             try:
-                found = self._made(q, pools, options, queries)
+                entry = self._made(q, pools, options, queries)
             except UnsupportedError:
                 if not pools.kv_format:
                     raise
                 return None  # only decoding reads 8 bits
             self._fill(pages)
-            plans.put(key, found)
-        if found.offsets is not None and found.pages is not pages:
-            found.pages = None
-            self._xp.subtract(self._lengths, queries, out=found.offsets)
-            found.pages = pages
-        return found.planned
+            plans.put(key, entry)
+        if entry.offsets is not None and entry.pages is not pages:
+            entry.pages = None
+            self._xp.subtract(self._lengths, queries, out=entry.offsets)
+            entry.pages = pages
+        return entry.planned
 
     def _made(self, q: Any, pools: Pools, options: dict[str, Any], queries: int) -> Entry:
         rest = {name: x for name, x in options.items() if name not in ("backend", "return_lse")}

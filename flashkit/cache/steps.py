@@ -110,7 +110,7 @@ class Steps:
         missing = self.state.missing
         if missing and not missing >> layer & 1:
             raise ValueError(
-                f"layer {_lowest(missing)} has not appended the tokens of this step; a layer appends once a step"
+                f"layer {_lowest(missing)} has not appended the tokens of this step; each layer appends once per step"
             )
         return self.state.step if missing else None
 
@@ -150,7 +150,7 @@ class Steps:
         """The last step; ValueError if sequences have changed since."""
         if self.state.step is None:
             raise ValueError(
-                "the cache has had no append, or was changed since by fork, trim, keep or free; give cu_seqlens, or q "
+                "the cache has had no append, or was changed since by fork, trim, keep or free; pass cu_seqlens, or q "
                 "as (B, Hq, Nq, D)"
             )
         return self.state.step
@@ -238,7 +238,7 @@ def one_at_a_time(method: F) -> F:
     """
 
     @wraps(method)
-    def alone(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def guarded(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         users, me = self._steps.users, object()
         try:
             if users.setdefault("call", me) is not me:
@@ -251,10 +251,10 @@ def one_at_a_time(method: F) -> F:
             if "call" in users and users["call"] is me:
                 del users["call"]
 
-    return cast(F, alone)
+    return cast(F, guarded)
 
 
 def check_rows(table: Table | None, end: int) -> None:
     """Check that a table of rotary angles has the positions before `end`."""
     if table is not None and end > len(table.cos):
-        raise ValueError(f"rotary has {len(table.cos)} rows; position {end - 1} of a sequence needs more")
+        raise ValueError(f"rotary: expected tables of {end} rows or more (position {end - 1}), got {len(table.cos)}")

@@ -367,10 +367,11 @@ class Planned:
 
     def _writable(self, out: Any, *read: Any) -> Any:
         """A view of `out` that a kernel may write, or None; an error if it cannot hold the result at all."""
-        if type(out) is not np.ndarray:
+        on_host = type(out) is np.ndarray
+        if not on_host:
             arrays.require("out", out, self.problem.array_kind)
         out = out.view()
-        if out.shape != self._out or out.dtype != self._dtype or not out.flags.carray:
+        if out.shape != self._out or out.dtype != self._dtype or (on_host and not out.flags.carray):
             check_out(out, self.problem.array_kind, self.problem.spec.dtype, self._out)
         fits = arrays.contiguous(out) and not any(arrays.may_share(out, x) for x in (*read, *self._values))
         return out if fits else None

@@ -1,7 +1,7 @@
 """Facts of this machine: CPU features, cache sizes, the CUDA device. Imports only the standard library.
 
 On an unknown platform the functions return empty results, and the generic device profile applies. The only error is
-that of an environment variable that does not fit.
+that of an invalid environment variable.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ LANES = settings.CPU_LANES.name
 def cpu_features() -> frozenset[str]:
     """Instruction set extensions by Linux's names: "avx2", "fma", "avx512f", "amx_bf16", "asimd", ...
 
-    FLASHKIT_CPU_LANES = 4, 8 or 16 hides wider vectors than so many float32 lanes: profile, tiles and kernels are then
+    FLASHKIT_CPU_LANES = 4, 8 or 16 hides vectors of more float32 lanes: profile, tiles and kernels are then
     those of such a CPU. ValueError for a width that this CPU does not have.
     """
-    found, wanted = _all_features(), settings.CPU_LANES.read()
+    features, wanted = _all_features(), settings.CPU_LANES.read()
     if wanted is None:
-        return found
-    fits = [str(lanes) for lanes in (4, 8, 16) if lanes <= lanes_of(found)]
-    if wanted not in fits:
-        raise ValueError(f"{LANES} is {wanted!r}; of the vectors of this CPU {' or '.join(fits)} lanes can be used")
+        return features
+    possible = [str(lanes) for lanes in (4, 8, 16) if lanes <= lanes_of(features)]
+    if wanted not in possible:
+        raise ValueError(f"{LANES}: expected {' or '.join(possible)}, the lanes of this CPU's vectors, got {wanted!r}")
     wider = {"4": ("avx2", "fma", "avx512", "amx"), "8": ("avx512", "amx"), "16": ()}[wanted]
-    return frozenset(name for name in found if not name.startswith(wider))
+    return frozenset(name for name in features if not name.startswith(wider))
 
 
 def lanes_of(features: Iterable[str] | None) -> int:
@@ -84,16 +84,16 @@ def lanes_of(features: Iterable[str] | None) -> int:
 
 @functools.cache
 def _all_features() -> frozenset[str]:
-    found: set[str] = set()
+    features: set[str] = set()
     info = _cpuinfo()
-    found.update(info.get("flags", "").split(), info.get("features", "").split())
+    features.update(info.get("flags", "").split(), info.get("features", "").split())
     if sys.platform == "darwin":
-        found.update(ours for name, ours in _SYSCTL_FEATURES.items() if _sysctl(name) == "1")
+        features.update(ours for name, ours in _SYSCTL_FEATURES.items() if _sysctl(name) == "1")
     if not info:
-        found |= _llvm_features()
+        features |= _llvm_features()
     if platform.machine().lower() in {"aarch64", "arm64"}:
-        found.add("asimd")  # NEON is part of the 64-bit ARM architecture itself
-    return frozenset(found)
+        features.add("asimd")  # NEON is part of the 64-bit ARM architecture itself
+    return frozenset(features)
 
 
 def _llvm_features() -> set[str]:
@@ -187,9 +187,9 @@ def cpu_caches() -> dict[str, int]:
     if not sizes and sys.platform == "darwin":
         for name in ("l1d", "l2", "l3"):
             # perflevel0 are the performance cores of an Apple chip; the plain name is of the efficiency cores.
-            found = _sysctl(f"hw.perflevel0.{name}cachesize") or _sysctl(f"hw.{name}cachesize")
-            if found and found.isdigit() and int(found) > 0:
-                sizes[name] = int(found)
+            reported = _sysctl(f"hw.perflevel0.{name}cachesize") or _sysctl(f"hw.{name}cachesize")
+            if reported and reported.isdigit() and int(reported) > 0:
+                sizes[name] = int(reported)
     return {name: size for name, size in sizes.items() if name in {"l1d", "l2", "l3"} and size > 0}
 
 
@@ -208,7 +208,7 @@ def cuda_device() -> dict[str, Any] | None:
     except Exception:  # CuPy missing or broken, no driver, no device
         return None
     capability = [properties["major"], properties["minor"]]
-    found: dict[str, Any] = {"name": properties["name"].decode(), "compute_capability": capability}
+    known: dict[str, Any] = {"name": properties["name"].decode(), "compute_capability": capability}
     for ours, theirs in {
         "sms": "MultiProcessorCount",
         "sram_per_block": "MaxSharedMemoryPerBlockOptin",
@@ -217,8 +217,8 @@ def cuda_device() -> dict[str, Any] | None:
         "l2": "L2CacheSize",
     }.items():
         if facts.get(theirs, 0) > 0:
-            found[ours] = int(facts[theirs])
-    return found
+            known[ours] = int(facts[theirs])
+    return known
 
 
 @contextlib.contextmanager

@@ -60,7 +60,7 @@ def paper_tile(memory: int, head_dim: int, order: Order = 1) -> tuple[int, int]:
     (64, 192)
     """
     if memory < 1 or head_dim < 1:
-        raise ValueError(f"memory and head_dim count elements and are 1 or more; got {memory=}, {head_dim=}")
+        raise ValueError(f"memory, head_dim: expected numbers of elements >= 1, got {memory} and {head_dim}")
     outer = -(-memory // (4 * head_dim))
     inner = min(outer, head_dim)
     return (inner, outer) if order == 1 else (outer, inner)
@@ -155,11 +155,11 @@ class CpuTile:
     def __post_init__(self) -> None:
         _check_positive(self)
         if self.lanes not in (4, 8, 16):
-            raise ValueError(f"{self.lanes=}: float32 lanes of a vector register are 4, 8 or 16")
+            raise ValueError(f"lanes: expected 4, 8 or 16 float32 lanes of a vector register, got {self.lanes}")
         if self.registers_used > self.registers:
             raise ValueError(
-                f"{self.rows=} x {self.vectors=} sums, a row of vectors and one broadcast take {self.registers_used} "
-                f"vector registers; with {self.lanes=} there are {self.registers}"
+                f"rows={self.rows}, vectors={self.vectors}: expected sums, a row of vectors and a broadcast within the "
+                f"{self.registers} registers of {self.lanes} lanes, got {self.registers_used}"
             )
 
     @property
@@ -207,9 +207,9 @@ class CpuTile:
 
 def _cpu_tiles(lanes: int, registers: int) -> Iterator[CpuTile]:
     """Register blocks that keep both multiply-add pipes busy (8 accumulators), times blocks of whole panels."""
-    most = min(registers, 28)  # larger register blocks fit AVX-512, but are slow within attention
+    usable = min(registers, 28)  # larger register blocks fit AVX-512, but are slow within attention
     for rows, vectors in product((2, 3, 4, 6, 8, 12), (1, 2, 3, 4)):
-        if rows * vectors < 8 or vectors > 0.75 * rows or rows * vectors + vectors + 1 > most:
+        if rows * vectors < 8 or vectors > 0.75 * rows or rows * vectors + vectors + 1 > usable:
             continue
         panel = vectors * lanes
         for panels, block_k in product((1, 2, 3, 4, 6, 8, 12, 16), (32, 48, 64, 96, 128, 192, 256)):
@@ -302,11 +302,11 @@ class GpuTile:
     def __post_init__(self) -> None:
         _check_positive(self)
         if self.block_q % (16 * self.warps):
-            raise ValueError(f"{self.block_q=} is no multiple of 16 queries for each of {self.warps=}")
+            raise ValueError(f"block_q: expected a multiple of 16 for each of {self.warps} warps, got {self.block_q}")
         if self.block_k % 16:
-            raise ValueError(f"{self.block_k=} is no multiple of 16, the inner dimension of a matrix instruction")
+            raise ValueError(f"block_k: expected a multiple of 16 (the K of a matrix instruction), got {self.block_k}")
         if 32 * self.warps > 1024:
-            raise ValueError(f"{self.warps=} are {32 * self.warps} threads; a block has 1024 at most")
+            raise ValueError(f"warps: expected at most 32 for a block of 1024 threads, got {self.warps}")
 
     def shared_memory(self, head_dim: int, head_dim_v: int, itemsize: int) -> int:
         """Bytes: the Q tile, which the output tile replaces, the K/V pipeline, 1 KiB for barriers and alignment."""
@@ -373,9 +373,9 @@ def candidates(
     """
     for name, n in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
         if not 1 <= n <= MAX_HEAD_DIM:
-            raise ValueError(f"{name} is 1 to {MAX_HEAD_DIM}, not {n}")
+            raise ValueError(f"{name}: expected 1 to {MAX_HEAD_DIM}, got {n}")
     if dtype not in ITEMSIZE:
-        raise ValueError(f"dtype {dtype!r} is none of {', '.join(ITEMSIZE)}")
+        raise ValueError(f"dtype: expected {', '.join(ITEMSIZE)}, got {dtype!r}")
     ranked: list[tuple[float, Any]]
     if kind == "cpu":
         l1, l2 = _numbers(memory, ("l1d", "l2"))
@@ -387,7 +387,7 @@ def candidates(
         ]
     elif kind == "cuda":
         if direction != "forward":
-            raise ValueError(f"direction {direction!r}: GPU tiles are modelled for the forward pass only")
+            raise ValueError(f"direction: expected 'forward' for GPU tiles, got {direction!r}")
         sram, registers = _numbers(memory, ("sram_per_block", "registers_per_sm"))
         ranked = [
             (_gpu_cost(tile, head_dim, head_dim_v, ITEMSIZE[dtype]), tile)
@@ -396,10 +396,10 @@ def candidates(
             and tile.registers(head_dim_v) <= tile.register_budget(registers)
         ]
     else:
-        raise ValueError(f"kind {kind!r} is none of cpu, cuda")
+        raise ValueError(f"kind: expected 'cpu' or 'cuda', got {kind!r}")
     if not ranked:
-        given = ", ".join(f"{name}={n}" for name, n in memory.items() if n is not None)
-        raise ValueError(f"no tile of {dtype}, head dims {head_dim}/{head_dim_v}, fits a {kind} device with {given}")
+        sizes = ", ".join(f"{name}={n}" for name, n in memory.items() if n is not None)
+        raise ValueError(f"no tile of {dtype}, head dims {head_dim}/{head_dim_v}, fits a {kind} device with {sizes}")
     return [tile for _, tile in sorted(ranked)]
 
 
@@ -458,14 +458,14 @@ def _fits_cpu(tile: CpuTile, direction: Direction, d: int, dv: int, itemsize: in
 
 
 def _numbers(memory: Mapping[str, int | None], names: tuple[str, ...]) -> tuple[int, ...]:
-    found = tuple(memory.get(name) for name in names)
-    for name, n in zip(names, found):
+    numbers = tuple(memory.get(name) for name in names)
+    for name, n in zip(names, numbers):
         if n is None or n < 1:
-            raise ValueError(f"memory[{name!r}] is {n}; a number of bytes, or of registers, is needed")
-    return found  # type: ignore[return-value]
+            raise ValueError(f"memory[{name!r}]: expected a number of bytes or registers, got {n}")
+    return numbers  # type: ignore[return-value]
 
 
 def _check_positive(tile: CpuTile | GpuTile) -> None:
     for name, n in vars(tile).items():
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ValueError(f"{name}={n!r} of a {type(tile).__name__} is an integer, 1 or more")
+            raise ValueError(f"{name} of a {type(tile).__name__}: expected an integer >= 1, got {n!r}")

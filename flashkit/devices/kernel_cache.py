@@ -31,7 +31,7 @@ FOLDERS = "cpu", "cuda"
 """The folders of backends, which `prune` looks at."""
 
 DEFAULT_SIZE = settings.size(settings.CACHE_SIZE.default)
-MOST_MEMORY = 64 << 20
+MAX_MEMORY = 64 << 20
 """Bytes of compiled kernels in the memory of a process whose directory cannot be used."""
 
 _KERNELS = ".o", ".cubin"
@@ -43,7 +43,7 @@ _LOCKS = 64
 def path() -> Path:
     """The cache directory, which is not created: below FLASHKIT_CACHE_DIR, or the user's cache directory.
 
-    It is a folder below the variable's, so that `clear` empties only a directory that flashkit alone writes, even if
+    It is a folder below the variable's, so that `clear` empties only a directory that only flashkit writes, even if
     the variable is a home directory by mistake. UntrustedError if the variable is a relative path, or without a home
     directory.
     """
@@ -118,14 +118,14 @@ def prune(most: int) -> Usage:
         with suppress(FileNotFoundError):
             for entry in os.scandir(trust.directory(path() / folder)):
                 with suppress(OSError):  # another process has removed it
-                    found = entry.stat(follow_symlinks=False)
-                    size, at = -(-found.st_size // _BLOCK) * _BLOCK, Path(entry.path)
+                    status = entry.stat(follow_symlinks=False)
+                    size, at = -(-status.st_size // _BLOCK) * _BLOCK, Path(entry.path)
                     if entry.name.endswith(".tmp"):
-                        leftovers += [(at, size)] if found.st_mtime < time.time() - _RECENT else []
+                        leftovers += [(at, size)] if status.st_mtime < time.time() - _RECENT else []
                     elif not entry.name.endswith(".lock"):
                         kernel = at.parent, entry.name.partition(".")[0]
                         kernels.setdefault(kernel, []).append((at, size))
-                        used[kernel] = max(used.get(kernel, 0), found.st_mtime)
+                        used[kernel] = max(used.get(kernel, 0), status.st_mtime)
     total = sum(size for files in kernels.values() for _, size in files)
     for kernel in sorted(kernels, key=lambda kernel: used[kernel]):
         if total <= most:
@@ -203,7 +203,7 @@ def write(folder: str, name: str, content: bytes) -> None:
         _warn(error)
         with _lock:
             _memory[folder, name] = content
-            while sum(map(len, _memory.values())) > MOST_MEMORY and len(_memory) > 1:
+            while sum(map(len, _memory.values())) > MAX_MEMORY and len(_memory) > 1:
                 _memory.popitem(last=False)
         return
     with suppress(OSError):
@@ -228,7 +228,7 @@ def _mark_used(file: Path) -> None:
 
 
 @contextmanager
-def alone(folder: str, name: str) -> Iterator[None]:
+def compile_lock(folder: str, name: str) -> Iterator[None]:
     """Lock this name while the file is made, so that other processes wait and then find it.
 
     Names share a fixed number of lock files: they would outnumber the kernels, and a lock file cannot be removed while
@@ -248,7 +248,7 @@ def _warn(error: OSError) -> None:
     if wanted not in _warned:
         _warned.add(wanted)
         warnings.warn(
-            f"compiled kernels cannot be kept, so each process compiles anew: {error}; FLASHKIT_CACHE_DIR can name "
+            f"compiled kernels cannot be kept, so each process compiles them: {error}; set FLASHKIT_CACHE_DIR to "
             "another directory",
             stacklevel=3,
         )

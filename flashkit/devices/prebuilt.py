@@ -54,10 +54,10 @@ def read(folder: str, name: str) -> bytes | None:
 
 def contents() -> dict[str, Contents]:
     """What the package carries, by backend folder and target, such as "cpu/x86-64-v4" or "cuda/sm_90a"."""
-    found: dict[str, Contents] = {}
+    by_target: dict[str, Contents] = {}
     for file in sorted(path().rglob("*")):
         if file.is_file():
             target = file.parent.relative_to(path()).as_posix()
-            kernels, size = found.get(target, (0, 0))
-            found[target] = Contents(kernels + (file.suffix in (".o", ".cubin")), size + file.stat().st_size)
-    return found
+            kernels, size = by_target.get(target, (0, 0))
+            by_target[target] = Contents(kernels + (file.suffix in (".o", ".cubin")), size + file.stat().st_size)
+    return by_target

@@ -119,15 +119,15 @@ def directories() -> dict[str, Path]:
 
     The first is left out if it is not an absolute path, the second without a home directory.
     """
-    found = {}
+    folders = {}
     try:
         if override := settings.PROFILE_DIR.read():
-            found[settings.PROFILE_DIR.name] = Path(override)
+            folders[settings.PROFILE_DIR.name] = Path(override)
     except ValueError as error:
         _skip(error)
     with suppress(trust.UntrustedError):
-        found["user"] = user_dir()
-    return {**found, "shipped": shipped_dir()}
+        folders["user"] = user_dir()
+    return {**folders, "shipped": shipped_dir()}
 
 
 def paths() -> list[Path]:
@@ -164,7 +164,7 @@ def _text(file: Path) -> str:
 def read(file: Path) -> Profile:
     """The profile of one file in one of the directories, not merged.
 
-    ProfileError if it does not fit the schema, OSError if it cannot be read, UntrustedError if another user could have
+    ProfileError if it violates the schema, OSError if it cannot be read, UntrustedError if another user could have
     written it.
     """
     try:
@@ -181,14 +181,14 @@ def _skip(problem: object, file: Path | None = None) -> None:
 
 def _candidates(directory: Path, kind: str) -> Iterator[tuple[Path, Profile]]:
     """The valid profiles of one kind in a directory; others are skipped with a warning."""
-    found = files(directory)
-    if found and directory != shipped_dir():
+    profile_files = files(directory)
+    if profile_files and directory != shipped_dir():
         try:
             trust.resolve(directory)
         except OSError as error:
             _skip(error)
             return
-    for file in found:
+    for file in profile_files:
         try:
             text = _text(file)
             head = re.search(r"^device:.*?(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
@@ -304,7 +304,7 @@ def for_device(kind: str) -> Profile:
     Raises
     ------
     ValueError
-        For another kind, or if FLASHKIT_CPU_LANES does not fit.
+        For another kind, or if FLASHKIT_CPU_LANES is invalid.
 
     Examples
     --------
@@ -313,7 +313,7 @@ def for_device(kind: str) -> Profile:
     'cpu'
     """
     if kind not in _OTHER_KIND:
-        raise ValueError(f"kind must be 'cpu' or 'cuda', got {kind!r}")
+        raise ValueError(f"kind: expected 'cpu' or 'cuda', got {kind!r}")
     key = kind, settings.PROFILE_DIR.text(), settings.CPU_LANES.text()
     profile = _merged.get(key)
     if profile is None:
@@ -332,7 +332,8 @@ def by_name(name: str) -> Profile:
     """
     file = next((file for file in paths() if file.stem == name), None)
     if file is None:
-        raise ValueError(f"no device profile is called {name!r}{suggest(name, tuple(f.stem for f in paths()))}")
+        hint = suggest(name, tuple(f.stem for f in paths()))
+        raise ValueError(f"name: expected that of a device profile, got {name!r}{hint}")
     device = msgspec.to_builtins(read(file).device)
     names = ("kind", "name", "compute_capability", "features", "cores")
     described = {key: device[key] for key in names if key in device}
@@ -384,7 +385,7 @@ def write_user_profile(profile: dict[str, Any]) -> Path:
     Raises
     ------
     ProfileError
-        The profile does not fit the schema. Nothing is written.
+        The profile violates the schema. Nothing is written.
     UntrustedError
         Other users can write the directory. Nothing is written.
     """

@@ -59,7 +59,7 @@ def resolve(path: str | os.PathLike[str], make: bool = False) -> str:
     """
     path = os.fspath(path)
     if not os.path.isabs(path):
-        raise UntrustedError(f"{path} is a relative path, which means another place in every directory: give it whole")
+        raise UntrustedError(f"path: expected an absolute path, got {path}")
     if not hasattr(os, "geteuid"):
         if make:
             os.makedirs(path, mode=0o700, exist_ok=True)
@@ -73,15 +73,15 @@ def resolve(path: str | os.PathLike[str], make: bool = False) -> str:
             sticky = _check(resolved, os.lstat(resolved))
         elif name not in ("", "."):
             entry = os.path.join(resolved, name)
-            found = _made(entry) if make else os.lstat(entry)
-            if not stat.S_ISLNK(found.st_mode):
-                if left and not stat.S_ISDIR(found.st_mode):
+            status = _made(entry) if make else os.lstat(entry)
+            if not stat.S_ISLNK(status.st_mode):
+                if left and not stat.S_ISDIR(status.st_mode):
                     raise NotADirectoryError(f"{entry} is not a directory")
-                resolved, sticky = entry, _check(entry, found)
+                resolved, sticky = entry, _check(entry, status)
                 continue
-            _check_owner(entry, found)
+            _check_owner(entry, status)
             links += 1
-            if links > _LINKS or (sticky and found.st_nlink > 1):
+            if links > _LINKS or (sticky and status.st_nlink > 1):
                 raise UntrustedError(f"{entry} is a symbolic link that leads nowhere or was linked here: remove it")
             target = os.readlink(entry)
             left += target.split("/")[::-1]
@@ -92,13 +92,14 @@ def resolve(path: str | os.PathLike[str], make: bool = False) -> str:
 
 def directory(path: str | os.PathLike[str], make: bool = False) -> Path:
     """The real path of a directory in which only this user and root can create files. Errors of `resolve`."""
-    found = resolve(path, make)
-    mode = os.lstat(found).st_mode
+    resolved = resolve(path, make)
+    mode = os.lstat(resolved).st_mode
     if not stat.S_ISDIR(mode):
-        raise NotADirectoryError(f"{found} is not a directory")
+        raise NotADirectoryError(f"{resolved} is not a directory")
     if hasattr(os, "geteuid") and mode & _OTHERS:  # sticky: others can still put files there first
-        raise UntrustedError(f"{found} can be written by other users: chmod go-w {found}, or choose a folder in it")
-    return Path(found)
+        remedy = f"chmod go-w {resolved}, or choose a folder in it"
+        raise UntrustedError(f"{resolved} can be written by other users: {remedy}")
+    return Path(resolved)
 
 
 def of_user(kind: Literal["cache", "data"]) -> Path:
@@ -109,17 +110,17 @@ def of_user(kind: Literal["cache", "data"]) -> Path:
     import platformdirs
 
     try:
-        found = getattr(platformdirs, f"user_{kind}_dir")("flashkit", appauthor=False)
+        folder = getattr(platformdirs, f"user_{kind}_dir")("flashkit", appauthor=False)
     except RuntimeError as error:
         raise UntrustedError(f"there is no home directory: {error}") from None
-    if not os.path.isabs(found):
-        raise UntrustedError(f"there is no home directory: {found} is not an absolute path")
-    return Path(found)
+    if not os.path.isabs(folder):
+        raise UntrustedError(f"there is no home directory: {folder} is not an absolute path")
+    return Path(folder)
 
 
-def read(path: str | os.PathLike[str], most: int | None = None) -> bytes:
+def read(path: str | os.PathLike[str], max_bytes: int | None = None) -> bytes:
     """The content of a trusted regular file of at most `most` bytes. UntrustedError, or the OSError of opening it."""
-    return _content(resolve(path), most, trusted=True)
+    return _content(resolve(path), max_bytes, trusted=True)
 
 
 def read_installed(folder: str | os.PathLike[str], *below: str) -> bytes:
@@ -134,32 +135,32 @@ def read_installed(folder: str | os.PathLike[str], *below: str) -> bytes:
     path, top = os.fspath(folder), os.stat(folder)
     writers = 0 if top.st_mode & stat.S_ISVTX else top.st_mode & _OTHERS
 
-    def check(found: os.stat_result) -> None:
-        users = getattr(found, "st_uid", 0), getattr(found, "st_gid", 0)
+    def check(status: os.stat_result) -> None:
+        users = getattr(status, "st_uid", 0), getattr(status, "st_gid", 0)
         allowed = writers if users[1] == top.st_gid else writers & ~stat.S_IWGRP
         if hasattr(os, "geteuid") and (
-            users[0] not in (0, os.geteuid(), top.st_uid) or found.st_mode & _OTHERS & ~allowed
+            users[0] not in (0, os.geteuid(), top.st_uid) or status.st_mode & _OTHERS & ~allowed
         ):
             raise UntrustedError(f"{path} can be written by users that cannot write {folder}: install flashkit again")
 
     for name in below[:-1]:
         path = os.path.join(path, name)
-        found = os.lstat(path)
-        if not stat.S_ISDIR(found.st_mode):
+        status = os.lstat(path)
+        if not stat.S_ISDIR(status.st_mode):
             raise NotADirectoryError(f"{path} is not a directory")
-        check(found)
+        check(status)
     path = os.path.join(path, below[-1])
     with open(os.open(path, os.O_RDONLY | _SAFE), "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise UntrustedError(f"{path} is not a regular file")
-        check(found)
+        check(status)
         return file.read()
 
 
-def read_any(path: str | os.PathLike[str], most: int) -> bytes:
+def read_any(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     """The content of a regular file of any owner, which the user has named. OSError if it is larger or not regular."""
-    return _content(os.fspath(path), most, trusted=False)
+    return _content(os.fspath(path), max_bytes, trusted=False)
 
 
 def write(file: Path, content: bytes, durable: bool = False) -> None:
@@ -210,51 +211,51 @@ def _made(entry: str) -> os.stat_result:
         return os.lstat(entry)
 
 
-def _check(path: str, found: os.stat_result) -> bool:
+def _check(path: str, status: os.stat_result) -> bool:
     """UntrustedError if others own the path or can write it. Returns whether it is a sticky directory that all users
     can write.
     """
-    _check_owner(path, found)
-    if not stat.S_ISDIR(found.st_mode) and not stat.S_ISREG(found.st_mode):
+    _check_owner(path, status)
+    if not stat.S_ISDIR(status.st_mode) and not stat.S_ISREG(status.st_mode):
         raise UntrustedError(f"{path} is not a regular file")
-    if not found.st_mode & _OTHERS:
+    if not status.st_mode & _OTHERS:
         return False
-    if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX:
+    if stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX:
         return True
-    group = "" if found.st_mode & stat.S_IWOTH else "its group, "
+    group = "" if status.st_mode & stat.S_IWOTH else "its group, "
     raise UntrustedError(f"{path} can be written by {group}other users: chmod go-w {path}")
 
 
-def _check_owner(path: str, found: os.stat_result) -> None:
-    if found.st_uid not in (0, os.geteuid()):
-        users = f"user {found.st_uid}, not to this user ({os.geteuid()})"
+def _check_owner(path: str, status: os.stat_result) -> None:
+    if status.st_uid not in (0, os.geteuid()):
+        users = f"user {status.st_uid}, not to this user ({os.geteuid()})"
         raise UntrustedError(f"{path} belongs to {users}: use a path of your own")
 
 
-def _content(path: str, most: int | None, trusted: bool) -> bytes:
+def _content(path: str, max_bytes: int | None, trusted: bool) -> bytes:
     flags = _SAFE if trusted else _SAFE & ~getattr(os, "O_NOFOLLOW", 0)
     try:
-        return _opened(path, os.open(path, os.O_RDONLY | flags), most, trusted)
+        return _opened(path, os.open(path, os.O_RDONLY | flags), max_bytes, trusted)
     except OSError as error:
         if error.errno is None or error.filename == path:
             raise
         raise OSError(error.errno, error.strerror, path) from None  # reading names no file
 
 
-def _opened(path: str, descriptor: int, most: int | None, trusted: bool) -> bytes:
+def _opened(path: str, descriptor: int, max_bytes: int | None, trusted: bool) -> bytes:
     with open(descriptor, "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise UntrustedError(f"{path} is not a regular file")
         if trusted and hasattr(os, "geteuid"):
-            _check(path, found)
-            if found.st_nlink > 1:  # 0: replaced meanwhile
-                raise UntrustedError(f"{path} is one of {found.st_nlink} hard links of a file: remove it")
-        if most is not None and found.st_size > most:
-            raise UntrustedError(f"{path} has {found.st_size} bytes, more than {most}: remove it")
-        if most is None:
+            _check(path, status)
+            if status.st_nlink > 1:  # 0: replaced meanwhile
+                raise UntrustedError(f"{path} is one of {status.st_nlink} hard links of a file: remove it")
+        if max_bytes is not None and status.st_size > max_bytes:
+            raise UntrustedError(f"{path} has {status.st_size} bytes, more than {max_bytes}: remove it")
+        if max_bytes is None:
             return file.read()
-        content = file.read(most + 1)  # files of /proc have more than their size says
-        if len(content) > most:
-            raise UntrustedError(f"{path} has more than {most} bytes: remove it")
+        content = file.read(max_bytes + 1)  # files of /proc have more than their size says
+        if len(content) > max_bytes:
+            raise UntrustedError(f"{path} has more than {max_bytes} bytes: remove it")
         return content

@@ -122,7 +122,7 @@ class BlockMask(Patterns):
         TypeError
             The function cannot be traced.
         ValueError
-            A size does not fit, or an array of the mod is too short.
+            A size is out of range, or an array of the mod is too short.
 
         Examples
         --------
@@ -137,8 +137,8 @@ class BlockMask(Patterns):
         for name, symbol, n in (("n_q", expr.ROW, n_q), ("n_k", expr.K, n_k)):
             for array, length in axis_lengths(mod, symbol).items():
                 if length < n:
-                    where = f"{length} entries along {symbol.value}"
-                    raise ValueError(f"array {array} of the mask has {where}, but {name} is {n}")
+                    expected = f"{name} = {n} entries along {symbol.value}"
+                    raise ValueError(f"array {array}: expected {expected}, got {length}")
         batch, mod = entries(mod, "batch", expr.B, batch)
         heads, mod = entries(mod, "heads", expr.H, heads)
         return cls(mod, n_q, n_k, block_q, block_k, batch, heads)
@@ -180,18 +180,18 @@ class BlockMask(Patterns):
         grid = as_array("grid", grid).copy()
         block_q, block_k = integer("block_q", block_q, 1), integer("block_k", block_k, 1)
         if grid.dtype != bool:
-            raise TypeError(f"grid has dtype {grid.dtype}; bool fits, True where a tile exists")
+            raise TypeError(f"grid: expected dtype bool, True where a tile exists, got {grid.dtype}")
         if grid.ndim not in (2, 3, 4):
             raise ValueError(
-                f"grid has shape {grid.shape}; (tiles_q, tiles_k) fits, with (heads,) or (batch, heads) before it"
+                f"grid: expected shape (tiles_q, tiles_k), or (heads,) or (batch, heads) before these, got {grid.shape}"
             )
         sizes = []
         for axis, name, n, block in ((-2, "q", n_q, block_q), (-1, "k", n_k, block_k)):
             tiles = grid.shape[axis]
             n = tiles * block if n is None else integer(f"n_{name}", n, 0)
             if -(-n // block) != tiles:
-                needed = f"n_{name} = {n} in blocks of {block} makes {-(-n // block)}"
-                raise ValueError(f"grid has {tiles} tiles along {name}, but {needed}")
+                needed = f"{-(-n // block)} tiles along {name}, for n_{name} = {n} in blocks of {block}"
+                raise ValueError(f"grid: expected {needed}, got {tiles}")
             sizes.append(n)
         batch, heads = ((1, 1) + grid.shape)[-4:-2]
         leading = [i for i, n in ((expr.B, batch), (expr.H, heads))[4 - grid.ndim :]]
@@ -440,7 +440,7 @@ class BlockMask(Patterns):
     @cached_property
     def _state(self) -> Expr:
         dtypes = {name: array.dtype for name, array in self.mod.arrays.items()}
-        empty, full = expr.classify(self.mod.expr, expr.narrow(dtypes))
+        empty, full = expr.classify(self.mod.expr, expr.int32_arrays(dtypes))
         return expr.where(empty, EMPTY, expr.where(full, FULL, PARTIAL))
 
     def _evaluate(self, b: Any, h: Any, row: Any, k: Any) -> Any:

@@ -65,7 +65,7 @@ def _wrapping_text(node: Expr, operands: list[str], language: Language) -> str:
 
 def assignments(
     exprs: Sequence[Expr], language: Language, load: Callable[[Expr, list[str]], str] | None = None,
-    narrow: frozenset[str] = frozenset(),
+    int32_arrays: frozenset[str] = frozenset(),
 ) -> tuple[list[tuple[Expr, str, str]], list[str]]:  # fmt: skip
     """The operations in order, each once, and the text of each result.
 
@@ -80,7 +80,7 @@ def assignments(
         "cuda", "numba" or "numpy".
     load
         Gives the text that reads an array, or its least or greatest element, at indices; by default the language's.
-    narrow
+    int32_arrays
         As in `expr.reaches`.
 
     Returns
@@ -91,7 +91,7 @@ def assignments(
     names: dict[int, str] = {}
     steps: list[tuple[Expr, str, str]] = []
     literals = _CUDA_LITERALS if language == "cuda" else _LITERALS
-    overflowing = reaches(exprs, narrow)[1]
+    overflowing = reaches(exprs, int32_arrays)[1]
     for node in walk(exprs):
         if node.op == "const":
             names[id(node)] = literals[node.kind](node.value)
@@ -114,10 +114,10 @@ def assignments(
 
 
 def render(
-    exprs: Sequence[Expr], language: Language, indent: str = "", narrow: frozenset[str] = frozenset()
+    exprs: Sequence[Expr], language: Language, indent: str = "", int32_arrays: frozenset[str] = frozenset()
 ) -> tuple[list[str], list[str]]:
     """The lines of code that compute the expressions, and the text of each result; see `assignments`."""
-    steps, results = assignments(exprs, language, narrow=narrow)
+    steps, results = assignments(exprs, language, int32_arrays=int32_arrays)
     if language == "cuda":
         return [f"{indent}const {_TYPES[node.kind]} {name} = {text};" for node, name, text in steps], results
     return [f"{indent}{name} = {text}" for _, name, text in steps], results

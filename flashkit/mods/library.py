@@ -137,9 +137,9 @@ def prefix_lm(n: Any) -> Mod:
     """
     lengths = native_array("n", n)
     if lengths.dtype.kind not in "iu":
-        raise TypeError(f"n of a prefix is {shown(n)}; an integer or integers (B,) fit")
+        raise TypeError(f"n of a prefix: expected an integer or integers (B,), got {shown(n)}")
     if lengths.ndim > 1:
-        raise ValueError(f"n of a prefix has shape {lengths.shape}; an integer or integers (B,) fit")
+        raise ValueError(f"n of a prefix: expected an integer or integers (B,), got shape {lengths.shape}")
     return mask(_prefix_lm_of_entries, n=lengths) if lengths.ndim else mask(_prefix_lm, n=int(lengths))
 
 
@@ -226,8 +226,8 @@ def document(ids: Any, kv_ids: Any = None) -> Mod:
     for name, x in (("ids", q_ids), ("kv_ids", k_ids)):
         if x.ndim not in (1, 2) or x.dtype.kind not in "iu":
             raise ValueError(
-                f"{name} of a document mask has shape {x.shape} and dtype {x.dtype}; "
-                "integers of shape (N,) or (B, N) fit"
+                f"{name} of a document mask: expected integers of shape (N,) or (B, N), got shape {x.shape} and dtype "
+                f"{x.dtype}"
             )
     return mask(_document, ids=q_ids, n=q_ids.shape[-1]) if kv_ids is None else mask(_own, ids=q_ids, kv_ids=k_ids)
 
@@ -275,7 +275,7 @@ def visible(array: Any) -> Mod:
     """
     array = native_array("array", array)
     if array.dtype.kind != "b":
-        raise TypeError(f"mask has dtype {array.dtype}; bool fits, True where a key is visible")
+        raise TypeError(f"mask: expected dtype bool, True where a key is visible, got {array.dtype}")
     return mask(_indexed(_visible, array), array=array)
 
 
@@ -353,7 +353,7 @@ def alibi(slopes: Any) -> Mod:
     """
     slopes = native_array("slopes", slopes)
     if slopes.ndim not in (1, 2):
-        raise ValueError(f"slopes has shape {slopes.shape}; (Hq,) or (B, Hq) fits")
+        raise ValueError(f"slopes: expected shape (Hq,) or (B, Hq), got {slopes.shape}")
     return score(_alibi, slopes=slopes)
 
 
@@ -398,9 +398,7 @@ def _bias(s: Expr, b: Expr, h: Expr, q: Expr, k: Expr, *, array: Array, axes: tu
 def _indexed(function: Callable[..., Any], array: Any) -> Callable[..., Any]:
     """The function with the axes of length 1 compiled in, so that the graph does not depend on their positions."""
     if array.ndim > 4:
-        raise ValueError(
-            f"an array of shape {array.shape} has {array.ndim} axes; up to 4 that broadcast to (B, Hq, Nq, Nk) fit"
-        )
+        raise ValueError(f"array: expected up to 4 axes that broadcast to (B, Hq, Nq, Nk), got shape {array.shape}")
     return _with_axes(function, tuple(n == 1 for n in array.shape))
 
 

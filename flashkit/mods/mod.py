@@ -134,11 +134,11 @@ class Mod:
         for name, ndim, kind in traced:
             if ndim is None:
                 if not isinstance(params.get(name), int if kind == "int" else int | float):
-                    raise TypeError(f"{name} of a {self.kind} mod is {params.get(name)!r}; {kind}, as traced, fits")
+                    raise TypeError(f"{name} of a {self.kind} mod: expected {kind}, got {params.get(name)!r}")
                 # What indexes can reach was found for such integers.
                 if kind == "int" and abs(params[name]) > expr.MAX_PARAM:
                     value = shown(params[name])
-                    raise ValueError(f"{name} of a {self.kind} mod is {value}; an integer within 2^60 fits")
+                    raise ValueError(f"{name} of a {self.kind} mod: expected an integer within 2^60, got {value}")
             else:
                 copied = whole or kind == "int" or (kind == "bool" and name in indexing)
                 arrays[name] = _own(f"{name} of a {self.kind} mod", arrays.get(name), ndim, kind, copied)
@@ -241,7 +241,7 @@ def mask(function: Callable[..., Any], **values: Any) -> Mod:
         The function cannot be traced, does not return a bool, depends on the score, or a value has a dtype other than
         bool, integer or float.
     ValueError
-        An integer does not fit 64 bits.
+        An integer is beyond 64 bits.
 
     Examples
     --------
@@ -275,7 +275,7 @@ def score(function: Callable[..., Any], **values: Any) -> Mod:
     TypeError
         The function cannot be traced, or a value has a dtype other than bool, integer or float.
     ValueError
-        An integer does not fit 64 bits.
+        An integer is beyond 64 bits.
 
     Examples
     --------
@@ -306,7 +306,7 @@ def trace(function: Mod | Callable[..., Any], kind: ModKind) -> Mod:
     TypeError
         It is a Mod of the other kind, no function, or cannot be traced.
     ValueError
-        An integer does not fit 64 bits.
+        An integer is beyond 64 bits.
 
     Examples
     --------
@@ -319,12 +319,12 @@ def trace(function: Mod | Callable[..., Any], kind: ModKind) -> Mod:
     """
     if isinstance(function, Mod):
         if function.kind != kind:
-            raise TypeError(f"{kind}_mod got a {function.kind} mod; make one with flashkit.mods.{kind}(f)")
+            raise TypeError(f"{kind}_mod: expected one of flashkit.mods.{kind}(f), got a {function.kind} mod")
         return function
     if not callable(function):
         raise TypeError(
-            f"{kind}_mod takes a function of ({', '.join(s.value for s in SYMBOLS[kind])}) or a flashkit.mods.Mod, "
-            f"not {type(function).__name__}"
+            f"{kind}_mod: expected a function of ({', '.join(s.value for s in SYMBOLS[kind])}) or a flashkit.mods.Mod, "
+            f"got {type(function).__name__}"
         )
     values = dict(function.keywords) if isinstance(function, partial) else {}
     plain = function.func if isinstance(function, partial) and not function.args else function
@@ -337,9 +337,9 @@ def trace(function: Mod | Callable[..., Any], kind: ModKind) -> Mod:
     for name, value in values.items():
         wide = False
         if not expr.is_name(name):
-            raise ValueError(f"a value of a modification is called {name!r:.80}; a Python identifier without __ fits")
+            raise ValueError(f"name of a value: expected a Python identifier without __, got {name!r:.80}")
         if isinstance(value, (int, np.integer)) and not expr.INT64[0] <= value <= expr.INT64[1]:
-            raise ValueError(f"{name} of a modification is {shown(value)}; an integer from -2^63 to 2^63 - 1 fits")
+            raise ValueError(f"{name} of a modification: expected an integer within int64, got {shown(value)}")
         if np.isscalar(value) or isinstance(value, np.generic):
             scalar = np.asarray(value)
             scalar_kind = value_kind(f"{name} of a modification", scalar)
@@ -371,10 +371,10 @@ def _keyword_defaults(function: Callable[..., Any]) -> dict[str, Any]:
 def _own(name: str, array: Any, ndim: int, kind: Kind, copied: bool) -> Any:
     """The array as a snapshot has it; see Mod.snapshot."""
     if not hasattr(array, "dtype"):
-        raise TypeError(f"{name} is a {type(array).__name__}; an array of {ndim} axes, as traced, fits")
+        raise TypeError(f"{name}: expected an array of {ndim} axes, as traced, got {type(array).__name__}")
     own = array.view()  # the caller can no longer change its shape and dtype
     if own.ndim != ndim or value_kind(name, own) != kind:
-        raise TypeError(f"{name} has {own.ndim} axes and dtype {own.dtype}; {ndim} axes and {kind}s, as traced, fit")
+        raise TypeError(f"{name}: expected {ndim} axes of {kind}, as traced, got {own.ndim} of {own.dtype}")
     if not own.dtype.isnative:
         return own.astype(own.dtype.newbyteorder("="))
     return own.copy() if copied else own

@@ -48,7 +48,7 @@ class Patterns:
         Raises
         ------
         ValueError
-            A number does not fit.
+            A number is out of range.
 
         Examples
         --------
@@ -89,7 +89,7 @@ class Patterns:
         Raises
         ------
         ValueError
-            A number does not fit.
+            A number is out of range.
 
         References
         ----------
@@ -130,7 +130,7 @@ class Patterns:
         Raises
         ------
         ValueError
-            A number does not fit.
+            A number is out of range.
 
         References
         ----------
@@ -177,7 +177,7 @@ class Patterns:
         Raises
         ------
         ValueError
-            A number does not fit.
+            A number is out of range.
 
         References
         ----------
@@ -196,8 +196,7 @@ class Patterns:
         """
         integer("stride_blocks", stride_blocks, 1)
         if not 0 <= summary_blocks <= stride_blocks:
-            fits = f"0 to stride_blocks = {stride_blocks}"
-            raise ValueError(f"summary_blocks is a number of blocks of a segment, {fits}; got {summary_blocks}")
+            raise ValueError(f"summary_blocks: expected 0 to stride_blocks = {stride_blocks}, got {summary_blocks}")
         segment, own = stride_blocks, stride_blocks - summary_blocks
         seen = lambda i, j: (j <= i) & ((i // segment == j // segment) | (j % segment >= own))
         return cls._blockwise(seen, n_q, n_k, block, q_offset, summary_blocks=summary_blocks)
@@ -226,7 +225,7 @@ class Patterns:
         Raises
         ------
         ValueError
-            A number does not fit.
+            A number is out of range.
 
         References
         ----------
@@ -246,7 +245,7 @@ class Patterns:
         if max_stride_blocks is not None:
             largest = integer("max_stride_blocks", max_stride_blocks, 1)
         if largest & (largest - 1):
-            raise ValueError(f"max_stride_blocks is a power of two, not {max_stride_blocks}")
+            raise ValueError(f"max_stride_blocks: expected a power of two, got {max_stride_blocks}")
 
         def seen(i: Expr, j: Expr) -> Expr:
             result = i == j
@@ -288,7 +287,7 @@ class Patterns:
         Raises
         ------
         ValueError
-            A number does not fit.
+            A number is out of range.
 
         References
         ----------
@@ -302,7 +301,7 @@ class Patterns:
         array([8, 4, 5, 5, 5, 5, 5, 4])
         """
         if integer("window_blocks", window_blocks, 1) % 2 == 0:
-            raise ValueError(f"window_blocks is an odd number, so that it has a middle; got {window_blocks}")
+            raise ValueError(f"window_blocks: expected an odd number, so that it has a middle, got {window_blocks}")
         integer("random_blocks", random_blocks, 0)
         seen = lambda i, j: (abs(i - j) <= window_blocks // 2) | ((i >= 0) & (i < global_blocks)) | (j < global_blocks)
         base: Any = cls._blockwise(seen, n_q, n_k, block, q_offset, global_blocks=global_blocks)
@@ -344,7 +343,7 @@ class Patterns:
         Raises
         ------
         ValueError
-            A number does not fit.
+            A number is out of range.
 
         References
         ----------
@@ -359,8 +358,8 @@ class Patterns:
         integer("dilation_tokens", dilation_tokens, 1)
         tokens = np.asarray(global_tokens, np.int64).reshape(-1)
         if tokens.size and (tokens.min() < 0 or tokens.max() >= n_k):
-            given = f"{tokens.min()} to {tokens.max()}"
-            raise ValueError(f"global_tokens are positions from 0 to n_k - 1 = {n_k - 1}; got {given}")
+            outside = f"{tokens.min()} to {tokens.max()}"
+            raise ValueError(f"global_tokens: expected positions from 0 to n_k - 1 = {n_k - 1}, got {outside}")
         is_global = np.zeros(max(n_k, 1), bool)
         is_global[tokens] = True
 

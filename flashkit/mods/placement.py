@@ -17,17 +17,18 @@ def placed(mod: Mod, offset: Any) -> Mod:
     """The mod with the position q replaced by row + offset. The offset is a value given at run time."""
     offset = as_array("q_offset", offset)
     if offset.dtype.kind not in "iu" or offset.ndim > 1:
-        given = f"{offset.dtype} of shape {offset.shape}"
-        raise ValueError(f"q_offset is an integer or integers of shape (batch,), not {given}")
+        raise ValueError(
+            f"q_offset: expected an integer or integers of shape (batch,), got {offset.dtype} of shape {offset.shape}"
+        )
     if offset.size and max(-int(offset.min()), int(offset.max())) > expr.MAX_POSITION:
-        raise ValueError(f"q_offset runs from {offset.min()} to {offset.max()}; positions within 2^48 fit")
+        raise ValueError(f"q_offset: expected positions within 2^48, got {offset.min()} to {offset.max()}")
     if not expr.uses(mod.expr, expr.Q):
         return mod
     name = "q_offset"
     while name in mod.params or name in mod.arrays:
         name += "_"
     if offset.ndim:
-        small = offset.astype(np.int32)  # a sum with a narrow array cannot overflow, see expr.narrow
+        small = offset.astype(np.int32)  # a sum with a 32-bit array cannot overflow, see expr.int32_arrays
         offset = small if np.array_equal(small, offset) else offset
         shift, params, arrays = expr.Array(name, 1, "int")[expr.B], {}, {name: offset}
     else:
@@ -46,7 +47,7 @@ def entries(mod: Mod, name: str, symbol: Expr, given: int | None) -> tuple[int, 
     count = min(lengths.values()) if given is None else integer(name, given, 1)
     for array, n in lengths.items():
         if n < count or (given is None and n != count):
-            raise ValueError(f"array {array} of the mask has {n} entries along {symbol.value}, but {name} is {count}")
+            raise ValueError(f"array {array}: expected {name} = {count} entries along {symbol.value}, got {n}")
     if count == 1:
         graph = expr.substitute([mod.expr], lambda node: expr.const(0) if node is symbol else node)[0]
         mod = Mod("mask", graph, mod.params, mod.arrays)

@@ -47,8 +47,8 @@ def is_marked_pure(function: Any) -> bool:
     return getattr(function, "__flashkit_pure__", False) is True
 
 
-def as_array(name: str, value: Any, fits: str = "an array") -> np.ndarray:
-    """What a caller gave as a NumPy array; `fits` is for the error.
+def as_array(name: str, value: Any, expected: str = "an array") -> np.ndarray:
+    """The value as a NumPy array; `expected` is for the error.
 
     Raises
     ------
@@ -56,11 +56,11 @@ def as_array(name: str, value: Any, fits: str = "an array") -> np.ndarray:
         It is a masked array, whose mask a plain array would drop, or its lists are of different lengths.
     """
     if isinstance(value, np.ma.MaskedArray):
-        raise TypeError(f"{name} is a masked array; a plain one fits: give x.filled(...)")
+        raise TypeError(f"{name}: expected a plain array, got a masked array; pass x.filled(...)")
     try:
         return np.asarray(value)
     except ValueError:
-        raise TypeError(f"{name} is {shown(value)}, whose parts have different lengths; {fits} fits") from None
+        raise TypeError(f"{name}: expected {expected}, got lists of different lengths: {shown(value)}") from None
 
 
 def native_array(name: str, value: Any) -> Any:
@@ -92,7 +92,7 @@ def value_kind(name: str, value: Any) -> Kind:
     """
     kind = DTYPES.get(str(value.dtype.name))
     if kind is None:
-        raise TypeError(f"{name} has dtype {value.dtype}; {', '.join(DTYPES)} fit")
+        raise TypeError(f"{name}: expected dtype bool, an integer or a float of up to 64 bits, got {value.dtype}")
     return kind
 
 
@@ -128,13 +128,13 @@ def trace_graph(
     graph = expr.as_expr(result)
     for node in expr.walk([graph]):
         if node.op == "const" and node.kind == "int" and not expr.INT64[0] <= node.value <= expr.INT64[1]:
-            raise ValueError(f"{kind}_mod {what} has the integer {shown(node.value)}; -2^63 to 2^63 - 1 fits")
+            raise ValueError(f"{kind}_mod {what}: expected integers within int64, got {shown(node.value)}")
     if kind == "score":
         return expr.to_float(graph)
     if graph.kind != "bool":
-        raise TypeError(f"mask_mod {what} gave {graph.kind}, not a bool; compare with ==, <, <= ... or use where()")
+        raise TypeError(f"mask_mod {what}: expected a bool, got {graph.kind}; compare with ==, <, ... or use where()")
     if expr.uses(graph, expr.S):
-        raise TypeError(f"mask_mod {what} depends on the score; a score_mod can return -inf instead")
+        raise TypeError(f"mask_mod {what} must not depend on the score; return -inf from a score_mod instead")
     return graph
 
 
@@ -155,7 +155,7 @@ def check_traced(graph: Expr, kind: ModKind) -> None:
         if node.op in ("load_min", "load_max"):
             raise ValueError(f"the graph of a {kind} mod has {node.op}, which is for bounds of tiles")
         if node.op == "const" and node.kind == "int" and not expr.INT64[0] <= node.value <= expr.INT64[1]:
-            raise ValueError(f"the graph of a {kind} mod has the integer {shown(node.value)}; -2^63 to 2^63 - 1 fits")
+            raise ValueError(f"graph of a {kind} mod: expected integers within int64, got {shown(node.value)}")
         if node.op in ("param", "load"):
             use = node.op, len(node.args), node.kind
             if named.setdefault(node.value, use) != use:

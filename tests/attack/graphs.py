@@ -110,7 +110,7 @@ def check_mask(r: Random) -> tuple[str, bool]:
     visible = seen[..., row1 + 1, k1 + 1] - seen[..., row0, k1 + 1] - seen[..., row1 + 1, k0] + seen[..., row0, k0]
     b, h, offset = np.arange(BATCH)[:, None, None], np.arange(HEADS)[:, None], offsets[:, None, None]
     corners = {"row0": row0, "row1": row1, "q0": row0 + offset, "q1": row1 + offset, "k0": k0, "k1": k1}
-    narrow = expr.narrow({name: array.dtype for name, array in mod.arrays.items()})
+    narrow = expr.int32_arrays({name: array.dtype for name, array in mod.arrays.items()})
     states = evaluate(expr.classify(mod.expr, narrow), {**corners, "b": b, "h": h, **mod.params, **TABLES})
     empty, full = (np.broadcast_to(state, visible.shape) for state in states)
     wrong = (empty & (visible > 0)) | (full & (visible < pairs))

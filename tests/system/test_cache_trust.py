@@ -445,7 +445,7 @@ def test_commands_refuse_a_relative_cache(
     monkeypatch.setenv("FLASHKIT_CACHE_DIR", "relative")
     for command in ("path", "clear"):
         assert cli.run(["cache", command]) == 1
-        assert "FLASHKIT_CACHE_DIR is 'relative'; an absolute path fits" in capsys.readouterr().err
+        assert "FLASHKIT_CACHE_DIR: expected an absolute path, got 'relative'" in capsys.readouterr().err
 
 
 def test_doctor_tells_whether_the_cache_is_trusted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -508,7 +508,7 @@ def test_a_relative_profile_directory_is_not_looked_at(profile: Path, monkeypatc
     monkeypatch.chdir(profile.parents[1])
     monkeypatch.setenv("FLASHKIT_PROFILE_DIR", "b")
     profiles.forget()
-    with pytest.warns(profiles.ProfileWarning, match="FLASHKIT_PROFILE_DIR is 'b'; an absolute path fits"):
+    with pytest.warns(profiles.ProfileWarning, match="FLASHKIT_PROFILE_DIR: expected an absolute path, got 'b'"):
         found = profiles.for_device("cpu")
     assert not any(Path(file).name == "x.yaml" for file in found.files)
 

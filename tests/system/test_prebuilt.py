@@ -85,7 +85,7 @@ def test_the_prebuilt_object_runs(planted: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(settings.PREBUILT.name, "1")
     assert run() == PLANTED, "also where the cache has another one"
     monkeypatch.setenv(settings.PREBUILT.name, "x")
-    with pytest.raises(ValueError, match="FLASHKIT_PREBUILT is 'x'; 1 or 0 fits"):
+    with pytest.raises(ValueError, match="FLASHKIT_PREBUILT: expected 1 or 0, got 'x'"):
         prebuilt.enabled()
 
 

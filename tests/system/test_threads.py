@@ -120,7 +120,7 @@ def test_backward_passes_have_work_tiles_to_balance_threads_by(
 
 def test_large_scratch_memory_is_not_kept() -> None:
     scratch_pool._free.clear()
-    for size, kept in ((scratch_pool.MOST_BYTES, 1), (scratch_pool.MOST_BYTES + 1, 0)):
+    for size, kept in ((scratch_pool.MAX_BYTES, 1), (scratch_pool.MAX_BYTES + 1, 0)):
         with scratch_pool.borrowed(size) as memory:
             assert memory.nbytes == size and memory.ctypes.data % 64 == 0
         assert len(scratch_pool._free) == kept

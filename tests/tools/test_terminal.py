@@ -169,7 +169,7 @@ def test_config_show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert cli.run(["config", "show"]) == 1
     out, err = capsys.readouterr()
     assert all(name in out for name in listed)
-    assert "FLASHKIT_CPU_LANES is '5'; 4, 8 or 16 fits" in err
+    assert "FLASHKIT_CPU_LANES: expected 4, 8 or 16, got '5'" in err
     assert "FLASHKIT_CACHEDIR is no variable of flashkit; did you mean FLASHKIT_CACHE_DIR?" in err
 
 

@@ -345,7 +345,7 @@ def test_the_best_method_is_selected_with_its_reason(methods: pytest.MonkeyPatch
 def test_methods_without_their_instructions_are_refused(methods: pytest.MonkeyPatch) -> None:
     x = np.ones((1, 1, 4, 8), BF16)
     methods.setenv(bf16.VARIABLE, "fast")
-    with pytest.raises(ValueError, match="FLASHKIT_CPU_BF16 is 'fast'; amx, avx512bf16, widen or emulate fits"):
+    with pytest.raises(ValueError, match="FLASHKIT_CPU_BF16: expected amx, avx512bf16, widen or emulate, got 'fast'"):
         flashkit.attention(x, x, x, backend="cpu")
     methods.setenv(bf16.VARIABLE, "amx")
     methods.setattr(host, "cpu_features", lambda: frozenset({"avx2"}))

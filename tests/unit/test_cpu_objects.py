@@ -108,11 +108,11 @@ def test_a_file_that_another_process_makes_meanwhile_is_not_made_again(
     monkeypatch.setattr(objects, "_loaded", {})
     assert objects.functions(source)["seven"]
     (file,) = tmp_path.rglob("own_*.o")
-    held, alone = file.rename(tmp_path / "held"), objects.kernel_cache.alone
+    held, lock = file.rename(tmp_path / "held"), objects.kernel_cache.compile_lock
 
     def waited(folder: str, name: str) -> Any:
         os.rename(held, file)  # as the process that holds the lock does
-        return alone(folder, name)
+        return lock(folder, name)
 
     monkeypatch.setattr(objects.kernel_cache, "alone", waited)
     monkeypatch.setattr(objects, "_loaded", {})

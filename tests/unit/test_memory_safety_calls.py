@@ -154,7 +154,7 @@ def test_an_argument_block_refuses_what_its_slot_is_not(change: str) -> None:
         lambda: backend.backward(made, operands, gradients),
         lambda: Arguments(problem.spec, replace(operands, **there)),
     ):
-        with pytest.raises(ValueError, match="axes of float64, which the kernel is compiled for, fit"):
+        with pytest.raises(ValueError, match="axes of float64, for which the kernel was compiled"):
             block()
 
 

@@ -430,7 +430,7 @@ def ready_made() -> dict[str, Mod]:
 def test_ready_made_masks_cannot_overflow(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their tiles are classified by the same graph and text as if there were no overflow."""
     mod = ready_made()[name]
-    narrow = expr.narrow({n: array.dtype for n, array in mod.arrays.items()})
+    narrow = expr.int32_arrays({n: array.dtype for n, array in mod.arrays.items()})
     found = expr.classify(mod.expr, narrow)
     languages: list[codegen.Language] = ["cuda", "numba", "numpy"]
     texts = [codegen.render(graphs, language, "", narrow) for language in languages for graphs in (found, [mod.expr])]
@@ -463,7 +463,7 @@ def test_what_is_found_at_run_time() -> None:
         )  # fmt: skip
         assert empty.tolist() == [False, False, True, True]
         assert full.tolist() == [graph is graphs["element"], False, False, False]
-    assert not expr.reaches([graphs["element"]], expr.narrow({"starts": np.int32}))[1]
+    assert not expr.reaches([graphs["element"]], expr.int32_arrays({"starts": np.int32}))[1]
 
 
 def test_wide_numbers_are_exact() -> None:
@@ -563,7 +563,7 @@ def test_an_index_within_its_array_is_taken(name: str, backend: str) -> None:
 
 @pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 2**70, np.uint64(2**63)])
 def test_numbers_beyond_int64_are_refused(number: Any) -> None:
-    with pytest.raises(ValueError, match=rf"limit of a modification is .*{number}.*2\^63 - 1 fits"):
+    with pytest.raises(ValueError, match=rf"limit of a modification: expected an integer within int64, got .*{number}"):
         mods.mask(lambda b, h, q, k, *, limit: k < limit, limit=number)
 
 
@@ -572,7 +572,7 @@ def far(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def test_constants_beyond_int64_are_refused() -> None:
-    with pytest.raises(ValueError, match=rf"has the integer {2**70}; .*2\^63 - 1 fits"):
+    with pytest.raises(ValueError, match=rf"expected integers within int64, got {2**70}"):
         mods.mask(far)
     assert mods.score(lambda s, b, h, q, k: s * 2**70).expr is expr.S * 2.0**70
 
@@ -618,4 +618,4 @@ def test_windows_beyond_all_positions_bound_nothing() -> None:
 @pytest.mark.parametrize("dtype", ["bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))])
 def test_arrays_are_narrow_up_to_32_bits(dtype: str) -> None:
     """A sum with an element of 64 bits may overflow, whatever its sign."""
-    assert expr.narrow({"a": np.dtype(dtype)}) == (frozenset() if dtype.endswith("64") else {"a"})
+    assert expr.int32_arrays({"a": np.dtype(dtype)}) == (frozenset() if dtype.endswith("64") else {"a"})

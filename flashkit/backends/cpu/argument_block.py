@@ -135,7 +135,7 @@ class ArgumentBlock:
 
     def _set_scales(self, scale: float, bf16_pairs: bool, scores_whole: bool) -> None:
         """Distribute the scale. q * scale rounded to bfloat16 would be less exact than q, so bf16 pairs are packed with
-        the scale's sign and power of two alone. Its mantissa, 1 to 2, goes to the float32 scores: inside the softmax,
+        only the scale's sign and power of two. Its mantissa, 1 to 2, goes to the float32 scores: inside the softmax,
         or, where a modification has to see true scores, by a pass over the tile before it.
         """
         rest = 1.0

@@ -40,10 +40,10 @@ class CpuBackend:
             from .plan import decodes
 
             if not decodes(problem):
-                return Verdict(False, f"keys and values of {spec.kv_format} are read by decoding alone, of few queries")
+                return Verdict(False, f"only decoding, with few queries, reads keys and values of {spec.kv_format}")
         too_deep = [slot.name for slot in spec.slots if (slot.ndim or 0) > 4]
         if too_deep:
-            return Verdict(False, f"arrays of a modification have at most 4 axes here; {', '.join(too_deep)} has more")
+            return Verdict(False, f"modifications: expected arrays of at most 4 axes, not as {', '.join(too_deep)}")
         return Verdict(True)
 
     def plan(self, problem: Problem, profile: Any) -> CpuPlan:

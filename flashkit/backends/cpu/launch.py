@@ -24,7 +24,7 @@ SPLITS_PER_THREAD = 8
 """Work tiles per thread in decoding, about: enough for threads of unequal speed to share."""
 
 BYTES_IN_CACHE = 1 << 19
-"""Keys that decoding reads at once where values are views of them: with the queries and O they fit any recent L2."""
+"""Bytes of keys that decoding reads at once where values are views of them: with the queries and O they fit any L2."""
 
 DECODE_FLOP_COST = 4
 """Time of a FLOP in decoding, which waits for memory, over that of one whose operands are in cache."""
@@ -89,17 +89,17 @@ def decode_launch(plan: CpuPlan, block: ArgumentBlock, thread_count: int) -> Lau
     size = DTYPES[spec.lse_dtype].size
     lanes, n_k, heads = int(args[at.LANES]), int(args[at.N_K]), int(args[at.BATCH] * args[at.HEADS]) // spec.group
     rows, block_k = spec.group * int(args[at.N_Q]), rounded(plan.tile.block_k, int(at.STRIP))
-    most = 1
+    max_splits = 1
     if spec.deterministic:
         args[at.SPLIT_KEYS] = rounded(DETERMINISTIC_SPLIT_KEYS, block_k)
-        most = -(-n_k // int(args[at.SPLIT_KEYS]))
+        max_splits = -(-n_k // int(args[at.SPLIT_KEYS]))
     elif thread_count > 1:
-        most = max(1, min(-(-SPLITS_PER_THREAD * thread_count // heads), n_k // MIN_SPLIT_KEYS))
+        max_splits = max(1, min(-(-SPLITS_PER_THREAD * thread_count // heads), n_k // MIN_SPLIT_KEYS))
     parts = [spec.head_dim - spec.pe_dim, spec.pe_dim][: 1 + (spec.pe_dim > 0)]
     k_pack = 2 if plan.decode_bf16_pairs else 1
     words = sum(rounded(width, k_pack * lanes) // k_pack for width in parts)
     layout = scratch.decode_layout(rows, spec.group, int(at.TILES_PER_STRETCH) * block_k, words, size, len(parts))
-    args[at.BLOCK_K], args[at.MAX_SPLITS], args[at.KERNEL] = block_k, most, plan.forward["decode"]
+    args[at.BLOCK_K], args[at.MAX_SPLITS], args[at.KERNEL] = block_k, max_splits, plan.forward["decode"]
     args[at.MIN_SPLIT_KEYS] = MIN_SPLIT_KEYS
     args[at.SERIAL_KEYS] = -(-threads.SERIAL_FLOPS // (flops_per_pair(plan) * block.sizes.heads * block.sizes.n_q))
     tile_bytes = block_k * max(int(args[at.K + 3]), 1)
@@ -115,7 +115,7 @@ def decode_launch(plan: CpuPlan, block: ArgumentBlock, thread_count: int) -> Lau
     args[at.GEMV_QK], args[at.GEMV_SOFTMAX], args[at.GEMV_PV] = (
         micro["gemv_qk"], micro["gemv_softmax"], micro["gemv_pv"],
     )  # fmt: skip
-    slots = max(thread_count, heads * most if most > 1 else 1)
+    slots = max(thread_count, heads * max_splits if max_splits > 1 else 1)
     return _launch(args, int(args[at.PARTIALS] + args[at.PARTIAL_BYTES] * slots), thread_count)
 
 

@@ -98,17 +98,17 @@ def _transpose_first(spec: AttentionSpec, lines: list[tuple[int, str]]) -> tuple
     transposers = 8 * sum(map(entries, spec.slots))
     for n, node in enumerate(transposed_loads(spec)):
         dtype, last = dtypes[node.value], "row" if node.args[-2] is expr.ROW else "q"
-        found = next(
+        load = next(
             match for _, line in lines if (match := re.search(rf"{node.value}\[(.*?, )?{last}, k\]", line)) is not None
         )
-        leading = f"[{found[1][:-2]}]" if found[1] else ""
+        leading = f"[{load[1][:-2]}]" if load[1] else ""
         before += [
             f"transposed{n} = matrix(extra_at, count, width, width * {dtype.itemsize}, {dtype.itemsize}, np.{dtype})",
             "extra_at += count * width * 8",
             f"transpose(integer_at(values + {transposers + 8 * TRANSPOSED_SIZES.index(dtype.itemsize)}), "
             f"{node.value}{leading}[{last}0 : {last}0 + width, k0 : k0 + count], transposed{n})",
         ]
-        lines = [(depth, line.replace(found[0], f"transposed{n}[j, i]")) for depth, line in lines]
+        lines = [(depth, line.replace(load[0], f"transposed{n}[j, i]")) for depth, line in lines]
     return before, lines
 
 
@@ -117,7 +117,7 @@ def _tile_function(spec: AttentionSpec, keys_outside: bool, with_slope: bool) ->
     wanted = _results(spec)
     if with_slope:
         wanted.append(expr.derivative(wanted[0]))
-    steps, results = codegen.assignments(wanted, "numba", narrow=spec.narrow)
+    steps, results = codegen.assignments(wanted, "numba", int32_arrays=spec.int32_arrays)
     lines = _depths(steps, (expr.K,) if keys_outside else (expr.Q, expr.ROW))
     before: list[str] = []
     if keys_outside:
@@ -162,7 +162,7 @@ def visit_ds(p_at, ds_at, slopes_at, row_stride, count, width, b, h, row0, q0, k
 
 def _classify_function(spec: AttentionSpec) -> str:
     empty, full = spec.tile_state
-    lines, (is_empty, is_full) = codegen.render([empty, full], "numba", "    ", spec.narrow)
+    lines, (is_empty, is_full) = codegen.render([empty, full], "numba", "    ", spec.int32_arrays)
     return "\n".join([
         "@entry(types.int64(*[types.int64] * 9))",
         "def classify(b, h, row0, row1, q0, q1, k0, k1, values):",

@@ -93,8 +93,8 @@ def compilers() -> str:
 
 def _numba_version() -> str:
     """Identifies the installed Numba without importing it."""
-    found = importlib.util.find_spec("numba")
-    places = list(found.submodule_search_locations or ()) if found else []
+    module_spec = importlib.util.find_spec("numba")
+    places = list(module_spec.submodule_search_locations or ()) if module_spec else []
     with suppress(OSError, IndexError):
         return (Path(places[0]) / "_version.py").read_text()
     import numba
@@ -144,30 +144,30 @@ def is_prebuilt(source: Source) -> bool:
 
 def _read_or_make(names: _Names, make: Callable[[], Object]) -> Functions:
     with forking.compiling():
-        found = _loaded.get(names.cached)
-        if found is None and (found := _prebuilt(names.prebuilt) or _cached(names.cached)) is not None:
-            _loaded[names.cached] = found
-    if found is None:
+        loaded = _loaded.get(names.cached)
+        if loaded is None and (loaded := _prebuilt(names.prebuilt) or _cached(names.cached)) is not None:
+            _loaded[names.cached] = loaded
+    if loaded is None:
         forking.go_before("filelock")  # before `compiling`, and not in a process that finds all its kernels
         with forking.compiling():
-            found = _loaded.get(names.cached)
-            if found is None:
-                found = _loaded[names.cached] = _made(names.cached, make)
-    return found
+            loaded = _loaded.get(names.cached)
+            if loaded is None:
+                loaded = _loaded[names.cached] = _compile(names.cached, make)
+    return loaded
 
 
-def _made(name: str, make: Callable[[], Object]) -> Functions:
-    with kernel_cache.alone(FOLDER, name):
+def _compile(name: str, make: Callable[[], Object]) -> Functions:
+    with kernel_cache.compile_lock(FOLDER, name):
         if (cached := _cached(name)) is not None:
             return cached
         with progress.compiling(name.rpartition("_")[0]), pass_managers.freed():
-            made = make()
-        kernel_cache.write(FOLDER, name, _file(name, made))
-        found = _load(made)
-    if found is None:
-        missing = ", ".join(name for name in made.calls if not _address(name))
+            compiled = make()
+        kernel_cache.write(FOLDER, name, _file(name, compiled))
+        loaded = _load(compiled)
+    if loaded is None:
+        missing = ", ".join(name for name in compiled.calls if not _address(name))
         raise RuntimeError(f"compiled kernels call {missing}, which this process does not have")
-    return found
+    return loaded
 
 
 def _prebuilt(name: str) -> Functions | None:
@@ -178,8 +178,9 @@ def _cached(name: str) -> Functions | None:
     return _checked(name, kernel_cache.read(FOLDER, name))
 
 
-def _file(name: str, made: Object) -> bytes:
-    return msgspec.json.encode(_Header(made.functions, made.calls, _hash(name, made))) + b"\n" + made.code
+def _file(name: str, compiled: Object) -> bytes:
+    header = _Header(compiled.functions, compiled.calls, _hash(name, compiled))
+    return msgspec.json.encode(header) + b"\n" + compiled.code
 
 
 def _checked(name: str, content: bytes | None) -> Functions | None:
@@ -189,39 +190,39 @@ def _checked(name: str, content: bytes | None) -> Functions | None:
         header = msgspec.json.decode(line, type=_Header)
     except (msgspec.DecodeError, ValueError, RecursionError):
         return None
-    made = Object(code, header.functions, header.calls)
-    if header.sha256 != _hash(name, made) or not headers.alike(code, _model()):
+    stored = Object(code, header.functions, header.calls)
+    if header.sha256 != _hash(name, stored) or not headers.alike(code, _model()):
         return None
-    if not made.functions or not all(map(str.isidentifier, made.functions)):
+    if not stored.functions or not all(map(str.isidentifier, stored.functions)):
         return None
-    if not elf.is_consistent(code, made.functions):
+    if not elf.is_consistent(code, stored.functions):
         return None
-    found = _load(made)
-    return found if found and all(found.values()) else None  # 0: the object has no such function
+    loaded = _load(stored)
+    return loaded if loaded and all(loaded.values()) else None  # 0: the object has no such function
 
 
-def _hash(name: str, made: Object) -> str:
-    whole = hashlib.sha256(repr((name, made.functions, made.calls)).encode())
-    whole.update(made.code)
+def _hash(name: str, compiled: Object) -> str:
+    whole = hashlib.sha256(repr((name, compiled.functions, compiled.calls)).encode())
+    whole.update(compiled.code)
     return whole.hexdigest()
 
 
-def _load(made: Object) -> Functions | None:
+def _load(compiled: Object) -> Functions | None:
     """None if it calls a function that this process does not have: LLVM would end the process. (Where objects are not
     ELF, LLVM knows more names than it finds by `_address`.)
     """
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), target.machine(target.target()))
-    if not all(map(_address, made.calls)):
+    if not all(map(_address, compiled.calls)):
         import numba.core.registry
 
         numba.core.registry.cpu_target.target_context.refresh()  # registers Numba's own functions with LLVM
-        if made.code.startswith(b"\x7fELF") and not all(map(_address, made.calls)):
+        if compiled.code.startswith(b"\x7fELF") and not all(map(_address, compiled.calls)):
             return None
-    engine.add_object_file(binding.ObjectFileRef.from_data(made.code))
+    engine.add_object_file(binding.ObjectFileRef.from_data(compiled.code))
     engine.finalize_object()
-    found = Functions({name: engine.get_function_address(name) for name in made.functions})
-    found.engine = engine
-    return found
+    loaded = Functions({name: engine.get_function_address(name) for name in compiled.functions})
+    loaded.engine = engine
+    return loaded
 
 
 def _address(name: str) -> int:

@@ -37,11 +37,11 @@ def freed() -> Iterator[None]:
 
 def _shared(create: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def builder(machine: Any, options: Any) -> Any:
-        made = vars(machine).setdefault("flashkit_builders", {})  # they end with the machine
+        builders = vars(machine).setdefault("flashkit_builders", {})  # they end with the machine
         names = [name for name, value in vars(type(options)).items() if isinstance(value, property)]
-        chosen = tuple([getattr(options, name) for name in names])
-        if chosen not in made or getattr(made[chosen], "_time_passes_handler", None):  # which a builder takes once
-            made[chosen] = create(machine, options)
-        return made[chosen]
+        key = tuple([getattr(options, name) for name in names])
+        if key not in builders or getattr(builders[key], "_time_passes_handler", None):  # which a builder takes once
+            builders[key] = create(machine, options)
+        return builders[key]
 
     return builder

@@ -30,7 +30,7 @@ ROW_BLOCK = 256
 
 
 WORK_TILES_A_THREAD = 3
-"""Of the backward pass, at least, where there are several threads: a core that others slow down takes fewer."""
+"""The fewest of the backward pass on several threads, so that a busy core can take fewer."""
 
 DETERMINISTIC_THREADS = 8
 """For how many threads keys are split where gradients must not depend on their number."""

@@ -66,7 +66,7 @@ def peak_flops(dtype: str, tile: CpuTile, threads: int, *, depth: int = 128, sam
 def bandwidth(nbytes: int, lanes: int, threads: int, *, samples: int = 15) -> float:
     """Measure the bytes/s that all threads together read, each from an array of its own of about nbytes / threads.
 
-    An array larger than the last-level cache is read from main memory; one that fits a core's L2 is read from there.
+    An array larger than the last-level cache is read from main memory; one smaller than a core's L2 is read from L2.
 
     Parameters
     ----------

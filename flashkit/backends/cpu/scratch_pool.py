@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-MOST_BYTES = 2**27
+MAX_BYTES = 2**27
 """Memory of more bytes than this is not kept for the next call."""
 
 
@@ -37,7 +37,7 @@ def acquire(size: int) -> Scratch:
 
 def release(scratch: Scratch) -> None:
     """Give memory back, for other calls."""
-    if scratch.size <= MOST_BYTES:
+    if scratch.size <= MAX_BYTES:
         _free.append(scratch)
 
 

@@ -164,7 +164,7 @@ def _machine(wanted: Target) -> Any:
 
 @contextmanager
 def _without_machine_code(library: Any) -> Iterator[None]:
-    """Numba optimises and compiles each function that a kernel calls, for this CPU, first alone and then inside each
+    """Numba optimises and compiles each function that a kernel calls, for this CPU, first on its own and then in each
     caller. Only the last compilation, of all functions together for a target, counts; this skips the others. Numba's
     own functions are compiled as usual, since other code may call them later.
     """

@@ -164,15 +164,15 @@ def pool() -> Pool:
 
 def _start() -> Pool:
     running = layer()
-    found = None if "numba" in sys.modules else _find()
-    if found is None:
+    layer_module = None if "numba" in sys.modules else _find()
+    if layer_module is None:
         import numba
 
         numba.get_num_threads()  # starts the pool
         name = str(numba.threading_layer())
         module = sys.modules[f"numba.np.ufunc.{_MODULES[name]}"]
     else:
-        name, module = found
+        name, module = layer_module
         threads = int(os.environ.get("NUMBA_NUM_THREADS", host.cpu_count()))
         for function in (module.launch_threads, module.set_num_threads):
             ctypes.CFUNCTYPE(None, ctypes.c_int)(function)(threads)
@@ -180,8 +180,8 @@ def _start() -> Pool:
         _disable_nesting(module)
     limit: Callable[[], int] = ctypes.CFUNCTYPE(ctypes.c_int)(module.get_num_threads)
     addresses = module.parallel_for, module.get_num_threads, module.set_num_threads
-    if (most := host.cpu_count()) < limit() and "NUMBA_NUM_THREADS" not in os.environ:
-        return Pool(name, *addresses, lambda: min(limit(), most))  # Numba does not know quotas
+    if (processors := host.cpu_count()) < limit() and "NUMBA_NUM_THREADS" not in os.environ:
+        return Pool(name, *addresses, lambda: min(limit(), processors))  # Numba does not know quotas
     return Pool(name, *addresses, limit)
 
 
@@ -219,17 +219,17 @@ def _extension(name: str) -> Any:
         for suffix in importlib.machinery.EXTENSION_SUFFIXES:
             path = place / "np" / "ufunc" / (name + suffix)
             if path.exists():
-                found = importlib.util.spec_from_file_location(f"numba.np.ufunc.{name}", path)
-                assert found is not None and found.loader is not None
-                module = importlib.util.module_from_spec(found)
-                found.loader.exec_module(module)
+                module_spec = importlib.util.spec_from_file_location(f"numba.np.ufunc.{name}", path)
+                assert module_spec is not None and module_spec.loader is not None
+                module = importlib.util.module_from_spec(module_spec)
+                module_spec.loader.exec_module(module)
                 return module
     raise ImportError(name)
 
 
 def _numba_places() -> Iterator[Path]:
-    found = importlib.util.find_spec("numba")
-    yield from map(Path, (found and found.submodule_search_locations) or ())
+    module_spec = importlib.util.find_spec("numba")
+    yield from map(Path, (module_spec and module_spec.submodule_search_locations) or ())
 
 
 def _tbb_fits() -> bool:

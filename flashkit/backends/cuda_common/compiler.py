@@ -190,7 +190,7 @@ def _name(source: Compilable, given: object, arch: str) -> str:
 
 
 def _compiled(source: Compilable, arch: str, name: str) -> Binary:
-    with kernel_cache.alone(FOLDER, name):
+    with kernel_cache.compile_lock(FOLDER, name):
         found = _read(name, kernel_cache.read)  # another process may have compiled it meanwhile
         if found is not None:
             return found[0]

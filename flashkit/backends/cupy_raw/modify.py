@@ -77,7 +77,7 @@ def _template(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[
 
 def _function(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[Expr], result: str = "{0}") -> str:
     used = {node.value for node in expr.walk(graphs) if node.op == "param" or node.op.startswith("load")}
-    lines, results = codegen.render(graphs, "cuda", "    ", spec.narrow)
+    lines, results = codegen.render(graphs, "cuda", "    ", spec.int32_arrays)
     body = [*_prelude(spec, used), *lines, f"    return {result.format(*results)};"]
     return "\n".join([f"DEVICE {name}({parameters}) {{", *body, "}", ""])
 

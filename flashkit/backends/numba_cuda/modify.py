@@ -54,7 +54,7 @@ def _function(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[
         element = _WIDENED.get(str(slot.dtype), "{0}").format(f"load({stored}, p.values[{place}], {offset})")
         return {"float": f"F({element})", "int": f"I({element})", "bool": f"({element} != 0)"}[node.kind]
 
-    steps, results = codegen.assignments(graphs, "numba", load, spec.narrow)
+    steps, results = codegen.assignments(graphs, "numba", load, spec.int32_arrays)
     used = {node.value for node in expr.walk(graphs) if node.op == "param"}
     lines = [
         f"{name} = {f'p.values[{place}]' if slot.kind == 'int' else f'F(double_of(p.values[{place}]))'}"

@@ -59,14 +59,13 @@ from .graph import (
     walk,
     wrapped,
 )
-from .intervals import bounds, classify, narrow, reaches
+from .intervals import bounds, classify, int32_arrays, reaches
 from .operations import OPS, Op, derivative
 
 __all__ = [
     "FALSE", "INT64", "K0", "K1", "MAX_PARAM", "MAX_POSITION", "OPS", "Q0", "Q1", "ROW", "ROW0", "ROW1", "TRUE",
     "Array", "B", "Expr", "H", "K", "Kind", "Op", "Q", "S", "as_expr", "bounds", "classify", "clip", "const", "cos",
-    "derivative", "exp", "exp2", "floor", "is_name", "key", "log", "log2", "maximum", "minimum", "narrow", "param",
-    "reaches",
-    "rename", "sigmoid", "sign", "sin", "sqrt", "substitute", "symbol", "tanh", "to_float", "uses", "walk", "where",
-    "wrapped",
+    "derivative", "exp", "exp2", "floor", "int32_arrays", "is_name", "key", "log", "log2", "maximum", "minimum",
+    "param", "reaches", "rename", "sigmoid", "sign", "sin", "sqrt", "substitute", "symbol", "tanh", "to_float", "uses",
+    "walk", "where", "wrapped",
 ]  # fmt: skip

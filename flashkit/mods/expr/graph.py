@@ -32,7 +32,7 @@ MAX_PARAM = 2**60
 mods.trace."""
 
 MAX_BITS = 1023
-"""Of integer constants: float64 holds them. Those beyond int64 fit only where floats are computed (mods.trace)."""
+"""Of integer constants: float64 holds them. Those beyond int64 are for floats only (mods.trace)."""
 
 _SYMBOL = re.compile(r"[a-z][a-z0-9]*(\.[a-z]+\[[0-9]+\])?")
 _TYPES: dict[str, type] = {"bool": bool, "int": int, "float": float}
@@ -192,11 +192,11 @@ class Array:
     def __getitem__(self, index: Any) -> Expr:
         indices = index if isinstance(index, tuple) else (index,)
         if len(indices) != self.ndim:
-            raise ValueError(f"{self.name} has {self.ndim} axes, so it takes {self.ndim} indices, not {len(indices)}")
+            raise ValueError(f"{self.name}: expected {self.ndim} indices, one for each axis, got {len(indices)}")
         nodes = tuple(as_expr(i) for i in indices)
         for node in nodes:
             if node.kind != "int":
-                raise TypeError(f"an index of {self.name} is {node.kind}; indices are integers")
+                raise TypeError(f"index of {self.name}: expected an integer, got {node.kind}")
         return Expr("load", nodes, self.name, self.kind)
 
 # --- making nodes -----------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def as_expr(value: Any) -> Expr:
     if isinstance(value, np.ndarray) and value.ndim == 0:  # np.int64(3) < q passes one
         value = value[()]
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
-        raise ValueError(f"a modification has the integer {shown(value)}, which is too large for a float, too")
+        raise ValueError(f"constant of a modification: expected a number within float64, got {shown(value)}")
     if isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating)):
         return const(value)  # type: ignore[arg-type]
     raise TypeError(
@@ -319,8 +319,8 @@ def power(x: Any, exponent: Any) -> Expr:
         return result
     if isinstance(exponent, float) and exponent == 0.5:
         return floating("sqrt", x)
-    fits = "an integer exponent from 0 to 8, or 0.5"
-    raise ValueError(f"** takes {fits}, not {exponent!r}; use exp(y * log(x)) otherwise")
+    expected = "an integer exponent from 0 to 8, or 0.5"
+    raise ValueError(f"**: expected {expected}, got {exponent!r}; use exp(y * log(x)) otherwise")
 
 
 def comparison(op: str, x: Any, y: Any) -> Expr:
@@ -338,7 +338,7 @@ def comparison(op: str, x: Any, y: Any) -> Expr:
 def bitwise(op: str, x: Any, y: Any) -> Expr:
     a, b = as_expr(x), as_expr(y)
     if a.kind != b.kind or a.kind == "float":
-        raise TypeError(f"&, | and ^ take two bools or two integers, not {a.kind} and {b.kind}")
+        raise TypeError(f"&, | and ^: expected two bools or two integers, got {a.kind} and {b.kind}")
     if a.kind == "int":
         return _fold(op, (a, b), "int")
     for known, other in ((a, b), (b, a)):
@@ -352,14 +352,14 @@ def _logical(op: str, x: Any, y: Any) -> Expr:
     """np.logical_and and np.logical_or, which differ from the bitwise operators on integers."""
     for kind in (as_expr(x).kind, as_expr(y).kind):
         if kind != "bool":
-            raise TypeError(f"numpy.logical_{op} of a traced {kind}: it takes bools; compare with != 0 first")
+            raise TypeError(f"numpy.logical_{op}: expected traced bools, got {kind}; compare with != 0 first")
     return bitwise(op, x, y)
 
 
 def logical_not(x: Any) -> Expr:
     x = as_expr(x)
     if x.kind != "bool":
-        raise TypeError(f"~ takes a bool, not {x.kind}")
+        raise TypeError(f"~: expected a bool, got {x.kind}")
     return x.args[0] if x.op == "not" else _fold("not", (x,), "bool")
 
 
@@ -367,7 +367,7 @@ def select(condition: Any, x: Any, y: Any) -> Expr:
     """See functions.where."""
     c, a, b = as_expr(condition), as_expr(x), as_expr(y)
     if c.kind != "bool":
-        raise TypeError(f"the condition of where() is a bool, not {c.kind}")
+        raise TypeError(f"condition of where(): expected a bool, got {c.kind}")
     if a.kind != b.kind:
         a, b = (to_float(a), to_float(b)) if "float" in (a.kind, b.kind) else (_number(a), _number(b))
     if c.op == "const":

@@ -34,7 +34,7 @@ from .operations import OPS
 
 
 def reaches(
-    exprs: Iterable[Expr], narrow: frozenset[str] = frozenset()
+    exprs: Iterable[Expr], int32_arrays: frozenset[str] = frozenset()
 ) -> tuple[dict[Expr, Reach | None], set[Expr]]:
     """The values that each node can have in any call, by the rules of the table on exact integers.
 
@@ -42,7 +42,7 @@ def reaches(
     ----------
     exprs
         Graphs.
-    narrow
+    int32_arrays
         Names of arrays whose elements have at most 32 bits.
 
     Returns
@@ -56,7 +56,7 @@ def reaches(
     overflowing: set[Expr] = set()
     for node in walk(exprs):
         ranges = [known[a] for a in node.args]
-        result = _given(node, narrow)
+        result = _leaf_reach(node, int32_arrays)
         if result is None and node.kind == "int":
             rule = OPS[node.op].bounds
             result = (rule(*ranges) if rule else None) or INT64
@@ -69,7 +69,7 @@ def reaches(
     return known, overflowing
 
 
-def _given(node: Expr, narrow: frozenset[str]) -> Reach | None:
+def _leaf_reach(node: Expr, int32_arrays: frozenset[str]) -> Reach | None:
     """What a symbol, a value or a literal can be in any call; None for an operation, and for floats."""
     if node.kind == "float" or node.op in OPS:
         return None
@@ -81,7 +81,7 @@ def _given(node: Expr, narrow: frozenset[str]) -> Reach | None:
         return -2 * MAX_POSITION, 2 * MAX_POSITION
     if node.op == "param":
         return -MAX_PARAM, MAX_PARAM
-    return (-(2**32), 2**32) if node.value in narrow else INT64
+    return (-(2**32), 2**32) if node.value in int32_arrays else INT64
 
 
 _ANY = End(const(INT64[0]), (INT64[0], INT64[0])), End(const(INT64[1]), (INT64[1], INT64[1]))
@@ -90,14 +90,14 @@ _SURE = 2.0**62
 
 
 @lru_cache(maxsize=512)
-def bounds(expr: Expr, narrow: frozenset[str] = frozenset()) -> tuple[Expr, Expr] | None:
+def bounds(expr: Expr, int32_arrays: frozenset[str] = frozenset()) -> tuple[Expr, Expr] | None:
     """Bounds over the tile q0 <= q <= q1, k0 <= k <= k1 (row likewise), at one (b, h), as expressions in those symbols.
     None: nothing is known.
 
     This is interval arithmetic on symbols, so one rule serves the tile lists in NumPy and the tile loops of every
     kernel. The bounds hold for integers that wrap: on tiles where an end may itself have wrapped (`End.doubts`), they
     are all of int64. Where none has, neither has the node between them.
-    narrow: as in `reaches`.
+    int32_arrays: as in `reaches`.
     """
     known: dict[int, Range] = {}
     for node in walk([expr]):
@@ -108,10 +108,10 @@ def bounds(expr: Expr, narrow: frozenset[str] = frozenset()) -> tuple[Expr, Expr
         if node.kind == "float":
             pass
         elif not node.args:
-            result = _leaf_bounds(node, narrow)
+            result = _leaf_bounds(node, int32_arrays)
         elif None not in ranges:
             of = _load_bounds if node.op == "load" else _op_bounds
-            result = of(node, ranges, narrow)  # type: ignore[arg-type]
+            result = of(node, ranges, int32_arrays)  # type: ignore[arg-type]
         if result is None and node.kind == "bool":
             result = _EITHER
         known[id(node)] = result
@@ -127,12 +127,12 @@ _EITHER = End(FALSE, (False, True)), End(TRUE, (False, True))
 _CORNERS = {Q: (Q0, Q1), K: (K0, K1), ROW: (ROW0, ROW1)}
 
 
-def _leaf_bounds(node: Expr, narrow: frozenset[str]) -> Range:
-    first, last = (End(end, _given(end, narrow) or INT64) for end in _CORNERS.get(node, (node, node)))
+def _leaf_bounds(node: Expr, int32_arrays: frozenset[str]) -> Range:
+    first, last = (End(end, _leaf_reach(end, int32_arrays) or INT64) for end in _CORNERS.get(node, (node, node)))
     return first, last
 
 
-def _op_bounds(node: Expr, ranges: list[tuple[End, End]], narrow: frozenset[str]) -> Range:
+def _op_bounds(node: Expr, ranges: list[tuple[End, End]], int32_arrays: frozenset[str]) -> Range:
     rule = OPS[node.op].bounds
     found = rule(*ranges) if rule else None
     return found and _where_sure(*found)
@@ -149,8 +149,8 @@ def _where_sure(first: End, last: End) -> Range:
     return first, last
 
 
-def _load_bounds(node: Expr, ranges: list[tuple[End, End]], narrow: frozenset[str]) -> Range:
-    reach = _given(node, narrow) or INT64
+def _load_bounds(node: Expr, ranges: list[tuple[End, End]], int32_arrays: frozenset[str]) -> Range:
+    reach = _leaf_reach(node, int32_arrays) or INT64
     if all(map(is_point, ranges)):
         value = End(Expr("load", tuple(r[0].node for r in ranges), node.value, node.kind), reach)
         return value, value
@@ -160,15 +160,15 @@ def _load_bounds(node: Expr, ranges: list[tuple[End, End]], narrow: frozenset[st
 
 
 @lru_cache(maxsize=512)
-def classify(mask: Expr, narrow: frozenset[str] = frozenset()) -> tuple[Expr, Expr]:
+def classify(mask: Expr, int32_arrays: frozenset[str] = frozenset()) -> tuple[Expr, Expr]:
     """(empty, full): bool expressions over a tile's corners that prove that no pair, or every pair, is visible.
 
-    narrow: as in `reaches`. Without it the analysis proves less, but never anything wrong.
+    int32_arrays: as in `reaches`. Without it the analysis proves less, but never anything wrong.
     """
-    sure, possible = bounds(mask, narrow)  # type: ignore[misc]
+    sure, possible = bounds(mask, int32_arrays)  # type: ignore[misc]
     return ~possible, sure
 
 
-def narrow(dtypes: Mapping[str, Any]) -> frozenset[str]:
-    """Names of the arrays, given with their dtypes, whose elements have at most 32 bits."""
+def int32_arrays(dtypes: Mapping[str, Any]) -> frozenset[str]:
+    """Names of the arrays whose elements have at most 32 bits, from the dtypes by name."""
     return frozenset(name for name, dtype in dtypes.items() if str(dtype) not in ("int64", "uint64"))

@@ -173,7 +173,7 @@ def cache_prune(
     try:
         most = kernel_cache.limit() if to is None else settings.size(to)
     except ValueError as error:
-        raise (fail(error) if to is None else fail(f"--to is {to!r}; {error}", 2)) from None
+        raise (fail(error) if to is None else fail(f"--to: expected {error}, got {to!r}", 2)) from None
     try:
         removed = kernel_cache.prune(most)
     except OSError as error:

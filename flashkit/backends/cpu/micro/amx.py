@@ -47,7 +47,7 @@ def request_permission() -> str:
     (Documentation/arch/x86/xstate.rst).
     """
     if not sys.platform.startswith("linux"):
-        return f"AMX is supported on Linux alone, and this is {sys.platform}"
+        return f"AMX is supported only on Linux, and this is {sys.platform}"
     library = ctypes.CDLL(None, use_errno=True)
     if library.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0:
         return ""
