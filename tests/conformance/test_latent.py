@@ -284,7 +284,7 @@ def test_a_latent_cache_holds_each_token_once(dtype: str) -> None:
     )
     tokens = rng.standard_normal((13, 48)).astype(of_queries)
     for layer in cache:
-        assert len(layer._all) == 1
+        assert len(layer._steps.memory) == 1
         layer.append(tokens[:9, None], cu_seqlens=[0, 9, 9, 9])
     cache.fork(0)
     cache.trim(1, 2)

@@ -154,7 +154,8 @@ def test_equal_scores_of_any_size(
     )
     mean = np.broadcast_to(v.astype(np.float64).mean(2, keepdims=True), out.shape)
     unit = cases.epsilon("float16" if "precision" in options else dtype)
-    rounding = np.where(np.abs(scores) < 7e5, np.abs(scores) * 2.0**-22, 0)  # at the last tile alone, where they are small
+    # Of the last tile, where scores are small.
+    rounding = np.where(np.abs(scores) < 7e5, np.abs(scores) * 2.0**-22, 0)
     assert (np.abs(cases.to_numpy(out).astype(np.float64) - mean).max((0, 2, 3)) <= 4 * unit + rounding).all()
     np.testing.assert_allclose(cases.to_numpy(lse)[0, :, 0], scores + np.log(200), rtol=4 * cases.epsilon("float32"))
     assert generations(launched) == {generation}

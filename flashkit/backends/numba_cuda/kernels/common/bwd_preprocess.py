@@ -25,7 +25,8 @@ def dot_vec(x, y, vec):
 @kernel(128)
 def bwd_preprocess(p):
     """delta = rowsum(dO * O) - dlse, and bwd_lse, the log-sum-exp with +inf for rows without a visible key, so that
-    their P is 0; so is it, if it is computed in BASE_2, of rows beyond MAX_BWD_LSE. Rows past n_q, up to a multiple of the query tile, get a finite bwd_lse that makes their P 0 as well.
+    their P is 0. It is 0 of rows beyond MAX_BWD_LSE, too, if it is computed in BASE_2. Rows past n_q, up to a multiple
+    of the query tile, get a finite bwd_lse that makes their P 0 as well.
     """
     rows, heads = U(p.bwd_lse.head), U(p.heads)  # unsigned quotients take fewer instructions
     index, lane = (U(cuda.blockIdx.x) * U(128) + U(cuda.threadIdx.x)) // U(LANES), I(cuda.threadIdx.x) % LANES
