@@ -36,7 +36,7 @@ ROWS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("mask edge", "mods.block_mask:BlockMask.from_mod", "n_k - n_q", "0"),
     ),
     # what a call checks
-    "tests/unit/test_bad_input.py": (
+    "tests/unit/test_bad_input.py -k lengths": (
         ("lengths", "call.positions:_counts", "found.view(np.uint64).max() > most", "found.max() > most"),
     ),
     f"{SAFETY} -k exchanged_values": (("bounds", "call.compose:check_indices", "high >= n", "high > n"),),

@@ -6,8 +6,8 @@
 MAX_SUM = np.float32(32768.0 if STORAGE == "float16" else 1e18)  # row sums up to this are accepted: P fits its type
 
 MAX_ROW_REF = np.float32(1 << 20)
-"""The rounding of greater row references, 2^-24 of them, is no small error of an exponent. They are subtracted from scores
-that are scaled and rounded as they are, not in one operation with the scale.
+"""The rounding of greater row references, 2^-24 of them, is no small error of an exponent. They are subtracted from
+scores that are scaled and rounded as they are, not in one operation with the scale.
 """
 
 ZERO_ROWS, NO_REFERENCE = (ZERO,) * ROWS, (HIDDEN,) * ROWS  # row sums and references before the first key
