@@ -104,7 +104,7 @@ def attention(
                 x = None
             elif isinstance(x, torch.Tensor):
                 x = _number(name, x)
-            elif name == "dropout_p" and type(x) not in (float, int):
+            elif name in ("scale", "softcap", "dropout_p") and not (x is None or type(x) is float or type(x) is int):
                 x = number(name, x)
             scalars[name] = x
     scalars["deterministic"] = scalars["deterministic"] or torch.are_deterministic_algorithms_enabled()

@@ -13,7 +13,7 @@ from ..mods.dropout import philox
 from ..numeric import integer
 from ..spec import DTYPES, MAX_HEAD_DIM, name_of
 from . import arrays, interop
-from .checks import choice, flag, seed_of
+from .checks import choice, flag
 from .shape import HEADS_AND_TOKENS, LAYOUTS
 
 Format = Literal["e4m3", "int8"]
@@ -111,7 +111,7 @@ class Quantized:
         ):
             raise ValueError(f"mean has shape {self.mean.shape}; what broadcasts to {self.shape}, axis by axis, fits")
         if self.seed is not None:
-            object.__setattr__(self, "seed", seed_of(self.seed, 0))
+            object.__setattr__(self, "seed", integer("seed", self.seed, 0, 2**64 - 1))
 
     @property
     def format(self) -> Format:
@@ -267,7 +267,7 @@ def quantize(
     choice("per", per, PER)
     choice("layout", layout, LAYOUTS)
     check_shape("x", x.shape)
-    block, seed = integer("block", block, 1, 2**63 - 1), seed_of(seed, 0)
+    block, seed = integer("block", block, 1, 2**63 - 1), integer("seed", seed, 0, 2**64 - 1)
     xp, tokens, mean = arrays.namespace(kind), _token_axis(x.ndim, layout), None
     with arrays.scope(x), np.errstate(all="ignore"):
         values = x.astype(np.float32)

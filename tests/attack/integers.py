@@ -62,13 +62,17 @@ def integers(argument: Argument, r: Random) -> list[str]:
         at = r.randrange(len(numbers) - 1)
         numbers[at : at + 2] = 2**63 - 1 - r.randrange(9), -(2**63) + r.randrange(9)
     given, whole = stored(numbers, plain.shape, r)
-    found, wanted, held = outcome(argument.call, given), "an error", all(-(2**63) <= x < 2**63 for x in numbers)
+    found, wanted, held = outcome(argument.call, given), "an error", held_by_int64(given)
     if held and whole and (np.shape(given) != plain.shape or argument.fits(numbers)):
         wanted = outcome(argument.call, np.array(given, np.int64))
     if found == wanted or (isinstance(found, str) and isinstance(wanted, str)):
         return []
     said = ["an error" if isinstance(x, str) else f"a result of {len(x)} bytes" for x in (found, wanted)]
     return [f"{argument.name} = {given!r:.300}: {said[0]}, not {said[1]} ({found if isinstance(found, str) else ''})"]
+
+
+def held_by_int64(given: Any) -> bool:
+    return all(isinstance(x, int) and -(2**63) <= x < 2**63 for x in np.array(given, object).ravel().tolist())
 
 
 def stored(numbers: list[int], shape: tuple[int, ...], r: Random) -> tuple[Any, bool]:
