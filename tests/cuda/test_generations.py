@@ -65,20 +65,22 @@ def chosen(monkeypatch: pytest.MonkeyPatch, profile: Any, *generations: Fake, pr
     return CupyRawBackend().choose(problem, profile, HOPPER, "forward")
 
 
-def test_the_newest_without_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = chosen(monkeypatch, rows(("simt", None)), Fake("sm80"), Fake("simt"))
-    assert (found.generation.name, found.choice.row, found.rejected) == ("sm80", None, [])
-
-
-def test_the_fastest_of_those_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = chosen(monkeypatch, rows(("sm80", 10), ("simt", 20)), Fake("sm80"), Fake("simt"))
-    assert (found.generation.name, found.choice.row.generation) == ("simt", "simt")
-    assert found.rejected == ["sm80: 10 TFLOP/s in the profile"]
-
-
-def test_a_newer_one_that_was_not_measured_stays_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = chosen(monkeypatch, rows(("simt", 20)), Fake("sm80"), Fake("simt"))
-    assert (found.generation.name, found.choice.row) == ("sm80", None)
+@pytest.mark.parametrize(
+    ("speeds", "name", "row", "rejected"),
+    [
+        ((("simt", None),), "sm80", None, []),
+        ((("simt", 20),), "sm80", None, []),  # the newer one was not measured
+        ((("sm80", 10), ("simt", 20)), "simt", "simt", ["sm80: 10 TFLOP/s in the profile"]),
+    ],
+    ids=["the newest", "the newest beside one that was measured", "the fastest"],
+)
+def test_the_newest_or_the_fastest_of_those_measured(
+    speeds: tuple[tuple[str, float | None], ...], name: str, row: str | None, rejected: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    found = chosen(monkeypatch, rows(*speeds), Fake("sm80"), Fake("simt"))
+    assert (found.generation.name, getattr(found.choice.row, "generation", None)) == (name, row)
+    assert not rejected or found.rejected == rejected
 
 
 def test_what_cannot_do_it_is_left_out_however_fast(monkeypatch: pytest.MonkeyPatch) -> None:
