@@ -164,7 +164,7 @@ def test_all_modifications_together_compile_in_both_passes() -> None:
 def test_too_many_values_are_refused_with_a_sentence() -> None:
     names = [f"x{i}" for i in range(modification.MAX_VALUES + 1)]
     many = mods.score(lambda s, b, h, q, k, **x: sum(x.values(), s), **dict.fromkeys(names, 0.5))
-    assert "up to 384 fit" in modification.unsupported(spec_of([many], []))
+    assert "up to 384 entries" in modification.unsupported(spec_of([many], []))
 
 
 def test_the_block_of_arguments_is_the_structure() -> None:

@@ -206,11 +206,11 @@ class Forward:
             keys = keys_of_a_box(arguments.words[AT["page"]], keys)
         return [("q", dim, self.pack, 64), ("k", dim, 1, keys), ("v", dim_v, 1, keys), ("out", dim_v, self.pack, 64)]
 
-    def maps(self, arguments: Arguments, shaped: LaunchGeometry, stream: int) -> tuple[list[TensorMap], Any]:
+    def maps(self, arguments: Arguments, geometry: LaunchGeometry, stream: int) -> tuple[list[TensorMap], Any]:
         """Tensor maps of q, k, v and the output, and an object to be kept until the kernel is enqueued."""
-        return [maps[arguments.words[at]] for at, maps in shaped.maps], None
+        return [maps[arguments.words[at]] for at, maps in geometry.maps], None
 
-    def shaped(self, arguments: Arguments) -> LaunchGeometry | None:
+    def geometry(self, arguments: Arguments) -> LaunchGeometry | None:
         """What the launch derives from shapes and strides, or None where the fallback is needed."""
         if not self.takes(arguments):
             return None
@@ -225,14 +225,14 @@ class Forward:
         return LaunchGeometry(min(work_tiles, self.device.sms), group, tuple(maps))
 
     def run(self, arguments: Arguments, stream: int) -> None:
-        shaped = arguments.known(self, self.shaped)
-        if shaped is None or not aligned(arguments, self._addresses):
+        geometry = arguments.known(self, self.geometry)
+        if geometry is None or not aligned(arguments, self._addresses):
             return self.fallback.run(arguments, stream)
-        if not shaped.ctas:
+        if not geometry.ctas:
             return None
-        arguments.words[_L2_GROUP] = shaped.heads_per_l2_group
+        arguments.words[_L2_GROUP] = geometry.heads_per_l2_group
         arguments.words[_TILE_COUNTER] = self._counters.next(stream)
-        maps, held = self.maps(arguments, shaped, stream)
-        self._kernel.launch(shaped.ctas, self._threads, arguments.with_maps(maps), stream, pdl=True)
+        maps, held = self.maps(arguments, geometry, stream)
+        self._kernel.launch(geometry.ctas, self._threads, arguments.with_maps(maps), stream, pdl=True)
         del held
         return None

@@ -171,7 +171,7 @@ class Sm80Forward:
         self._combine = library.kernel("combine", device)
         self._early_launch, self._threads = device.supports_pdl, 32 * self.tile.warps
 
-    def shaped(self, arguments: Arguments) -> tuple[int, int]:
+    def geometry(self, arguments: Arguments) -> tuple[int, int]:
         """CTAs, and the number of splits or, without split-KV, of heads per L2 group."""
         tiles = arguments.q_tiles(self.tile.block_q, self.pack)
         blocks = tiles * (arguments.heads // self.pack) * arguments.entries
@@ -185,7 +185,7 @@ class Sm80Forward:
         return blocks, heads_per_l2_group(heads, _L2_BYTES // bytes_of_keys(arguments))
 
     def run(self, arguments: Arguments, stream: int) -> None:
-        blocks, count = arguments.known(self, self.shaped)
+        blocks, count = arguments.known(self, self.geometry)
         if not blocks:
             return
         arguments.words[_NUM_SPLITS if self.split else _HEADS_PER_L2_GROUP] = count
@@ -279,7 +279,7 @@ class Sm80Backward(OrderedBackward):
 
 
 def forward_candidates(spec: AttentionSpec, rows: int, device: Device) -> list[Sm80Tile]:
-    """Tiles worth trying for so many rows that share keys."""
+    """Tiles worth trying for this number of rows that share keys."""
     shapes: list[tuple[int, ...]]
     if rows <= 16:
         shapes = [(16, keys, *rest) for keys in (32, 64, 128) for rest in ((1,), (2, 3, 2), (4, 2, 4), (4, 3, 4))]
