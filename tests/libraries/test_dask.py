@@ -286,7 +286,7 @@ def test_axes() -> None:
     ("change", "options", "error", "match"),
     [
         ({"q": [1.0]}, {}, TypeError, "q: expected .* got a builtins.list"),
-        ({"k": lambda k: k[:, :, :60]}, {}, ValueError, "v has 70 tokens"),
+        ({"k": lambda k: k[:, :, :60]}, {}, ValueError, "v: expected 60 tokens .* got 70"),
         ({}, {"kv_lengths": da.ones(2, dtype=int)}, TypeError, "kv_lengths: .* got a Dask array"),
         ({}, {"sinks": da.ones(4)}, TypeError, r"sinks: .* got a Dask array; .*sinks.compute\(\)"),
         ({}, {"kv_lengths": [5, 5], "causal": True}, ValueError, "q_offset"),

@@ -68,9 +68,9 @@ class BackwardTile:
 
     def __post_init__(self) -> None:
         if self.block_q not in (64, 128) or self.block_k != 128:
-            raise ValueError(f"{self=}: block_q is 64 or 128, block_k 128")
+            raise ValueError(f"{self=}: expected block_q 64 or 128 and block_k 128")
         if self.stages < 2 or self.dout_stages < 1 or self.key_buffers not in (1, 2):
-            raise ValueError(f"{self=}: stages are two or more, dout_stages one or more, key_buffers one or two")
+            raise ValueError(f"{self=}: expected two stages or more, one of dout_stages or more, one or two key_buffers")
 
     def cta_keys(self, spec: AttentionSpec) -> int:
         """Keys of a CTA."""

@@ -64,9 +64,9 @@ class ForwardTile:
 
     def __post_init__(self) -> None:
         if self.block_q not in (64, 128, 192) or self.block_k % 16 or not 16 <= self.block_k <= 256:
-            raise ValueError(f"{self=}: block_q is 64, 128 or 192, block_k a multiple of 16 up to 256")
+            raise ValueError(f"{self=}: expected block_q 64, 128 or 192 and block_k a multiple of 16 up to 256")
         if self.stages < 2 or self.q_buffers not in (1, 2, 3):
-            raise ValueError(f"{self=}: stages are two or more, q_buffers one to three")
+            raise ValueError(f"{self=}: expected two stages or more and one to three q_buffers")
 
     @property
     def warpgroups(self) -> int:

@@ -122,9 +122,9 @@ class Sm90Float32BackwardTile:
 
     def __post_init__(self) -> None:
         if self.block_k % 16 or not 16 <= self.block_k <= 128 or self.stages < 2:
-            raise ValueError(f"{self=}: block_k is a multiple of 16 up to 128, stages are two or more")
+            raise ValueError(f"{self=}: expected block_k a multiple of 16 up to 128 and two stages or more")
         if self.row_buffers not in (1, 2):
-            raise ValueError(f"{self=}: row_buffers are one or two")
+            raise ValueError(f"{self=}: expected one or two row_buffers")
 
     @property
     def block_q(self) -> int:

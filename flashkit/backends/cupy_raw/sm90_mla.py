@@ -56,7 +56,7 @@ class Sm90MlaTile(ForwardTile):
 
     def __post_init__(self) -> None:
         if (self.block_q, self.block_k, self.stages, self.q_buffers, self.turns) != (ROWS, KEYS, 2, 1, 0):
-            raise ValueError(f"{self=}: the kernel has no other tile than {ROWS} x {KEYS} with two stages")
+            raise ValueError(f"{self=}: expected {ROWS} x {KEYS} with two stages, the only tile of the kernel")
 
     @property
     def threads(self) -> int:
