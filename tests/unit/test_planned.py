@@ -766,7 +766,7 @@ def test_a_planned_call_takes_pages(n_q: int, backend: str) -> None:
         other = np.array([[5, 6, 8, 9], [11, 10, 0, 0]], "i4")
         expected = full(q, k, v, page_table=other, kv_lengths=lengths, **options)
         same(call(q, k, v, kv_lengths=lengths, page_table=other), expected)
-    with pytest.raises(ValueError, match=r"page_table\[1, 2\]: expected .* got -1"):  # the plan's own, where it has no page
+    with pytest.raises(ValueError, match=r"page_table\[1, 2\]: expected .* got -1"):  # the plan's own
         call(q, k, v, kv_lengths=[50, 33])
     for wrong, says in ((table[:, :3], "as planned"), (table + 6, "13 at"), (table[0], "shape"), (table / 2, "float")):
         with pytest.raises((TypeError, ValueError), match=says):

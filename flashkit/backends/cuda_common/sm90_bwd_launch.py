@@ -70,7 +70,7 @@ class BackwardTile:
         if self.block_q not in (64, 128) or self.block_k != 128:
             raise ValueError(f"{self=}: expected block_q 64 or 128 and block_k 128")
         if self.stages < 2 or self.dout_stages < 1 or self.key_buffers not in (1, 2):
-            raise ValueError(f"{self=}: expected two stages or more, one of dout_stages or more, one or two key_buffers")
+            raise ValueError(f"{self=}: expected stages >= 2, dout_stages >= 1 and key_buffers 1 or 2")
 
     def cta_keys(self, spec: AttentionSpec) -> int:
         """Keys of a CTA."""
