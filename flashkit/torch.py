@@ -104,7 +104,7 @@ def attention(
                 x = None
             elif isinstance(x, torch.Tensor):
                 x = _number(name, x)
-            elif name == "dropout_p" and type(x) not in (float, int):
+            elif name in _NUMBERS and type(x) not in _PLAIN:
                 x = number(name, x)
             scalars[name] = x
     scalars["deterministic"] = scalars["deterministic"] or torch.are_deterministic_algorithms_enabled()
@@ -161,6 +161,7 @@ def _scaled(q: Any, scale: Any) -> Any:
     return (q * scale.reshape(())).to(q.dtype)
 
 
+_NUMBERS, _PLAIN = ("scale", "softcap", "dropout_p"), (float, int, type(None), torch.SymFloat, torch.SymInt)
 _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8})
 
 

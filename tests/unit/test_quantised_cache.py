@@ -227,7 +227,7 @@ def test_only_pages_in_use_are_dequantised(monkeypatch: pytest.MonkeyPatch) -> N
     out = flashkit.attention(q, pool, pool, page_table=table, kv_lengths=[8])
     k = original(pool)[[7, 3]].reshape(1, 8, HEADS_KV, DIM).swapaxes(1, 2)
     assert seen == [2, 2] and near(out, exact(q, k, k))
-    with pytest.raises(ValueError, match="page_table has"):
+    with pytest.raises(ValueError, match=r"page_table\[0, 1\]: expected"):
         flashkit.attention(q, pool, pool, page_table=np.array([[7, 50, 1]]), kv_lengths=[8])
 
 
