@@ -94,7 +94,7 @@ def attention(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit. The message names it, what came and what would fit.
+        An argument is invalid. The message names it and says what was expected.
     flashkit.UnsupportedError
         No backend can compute it. The message has the reason of each backend.
 
@@ -156,12 +156,12 @@ def plan(
     Planned
         `planned(q, k, v)` computes attention. Of a plan made with kv_lengths, `planned(q, k, v, kv_lengths=lengths)`
         does so for other lengths, with q_offset and page_table as well. Threads may call it at the same time. A pickle
-        of it holds the request and its arrays, and plans anew where it is loaded.
+        of it holds the request and its arrays, and is planned again where it is loaded.
 
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit, `out` is passed, or dropout_p without seed.
+        An argument is invalid, `out` is passed, or dropout_p without seed.
     flashkit.UnsupportedError
         No backend can compute it.
 
@@ -176,7 +176,7 @@ def plan(
     if "out" in options:
         raise TypeError("plan() got an unexpected argument 'out': pass it to the planned call, planned(..., out=out)")
     if options.get("dropout_p") and options.get("seed") is None:
-        raise ValueError("dropout_p without seed: a planned call drops the same pairs each time; seed=... fits")
+        raise ValueError("seed: expected an integer beside dropout_p for a plan, whose calls drop the same pairs")
     with Call("plan", q, k, v, {**options}) as call:
         fp8 = call.quantised is not None and call.quantised.fp8
         call.dequantise()
@@ -240,7 +240,7 @@ def attention_vjp(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit.
+        An argument is invalid.
     flashkit.UnsupportedError
         No backend can compute it.
 
@@ -318,7 +318,7 @@ def explain(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit, or `measure` with CuPy arrays.
+        An argument is invalid, or `measure` with CuPy arrays.
 
     Examples
     --------
@@ -337,8 +337,10 @@ def explain(
             return explain_problem(why.problem, why.operands, backend, measure)
         call.dequantise()
         problem, operands, _ = prepare(call.q, call.k, call.v, out=call.out, described=not measure, **call.options)
-        found = explain_problem(problem, operands, backend, measure)
-        return found if quantised is None else replace(found, problem=quantised.described(found.problem, why))
+        explanation = explain_problem(problem, operands, backend, measure)
+        if quantised is None:
+            return explanation
+        return replace(explanation, problem=quantised.described(explanation.problem, why))
 
 
 __all__: list[str] = ["Planned", "Vjp", "attention", "attention_vjp", "explain", "plan"]

@@ -59,7 +59,7 @@ def attention(
     ----------
     q, k, v
         Dask arrays of NumPy or CuPy chunks, of shapes and dtypes as for `flashkit.attention`. Any axis may be chunked.
-        Chunks are joined along the head dim, and those of k and v made to fit q's along batch axes and heads.
+        Chunks are joined along the head dim, and those of k and v are split as q's along batch axes and heads.
     return_lse
         Return (out, lse).
     backend
@@ -67,8 +67,8 @@ def attention(
     split_every
         Number of partial results that one task merges.
     hold_kv
-        False: load or compute chunks of k and v anew for each chunk of queries, so that they need not be in memory
-        together. True is faster where they fit, and where the scheduler spills to disk.
+        False: load or compute chunks of k and v for each chunk of queries, so that they need not be in memory
+        together. True is faster where memory holds them, and where the scheduler spills to disk.
     {options}
 
     Bias and mask may be Dask arrays. Lengths, offsets, slopes and sinks are no Dask arrays: they are small, and read
@@ -84,7 +84,7 @@ def attention(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit. The message names it, what came and what would fit.
+        An argument is invalid. The message names it and says what was expected.
 
     Notes
     -----
@@ -115,7 +115,7 @@ def attention(
     small: Any = {name: x for name, x in options.items() if OPTIONS[name].is_array and name not in ("bias", "mask")}
     for name, x in small.items():
         if isinstance(x, da.Array):
-            raise TypeError(f"{name}: expected numbers, got a Dask array; {name}={name}.compute() makes them")
+            raise TypeError(f"{name}: expected numbers, got a Dask array; pass {name}={name}.compute()")
     split_every = integer("split_every", split_every, 2)
     hold_kv = flag("hold_kv", hold_kv)
     fixed: dict[str, Any] = {name: x for name, x in options.items() if OPTIONS[name].role is Role.CONSTANT}
@@ -128,7 +128,7 @@ def attention(
     queries = None if o.q_lengths is None else np.broadcast_to(np.asarray(o.q_lengths).reshape(-1), (problem.batch,))
     for name, x in (("kv_lengths", lengths), ("q_offset", offsets)):
         if not isinstance(x, np.ndarray):
-            raise TypeError(f"{name} lies on a device; integers of NumPy fit")
+            raise TypeError(f"{name}: expected integers of NumPy, got an array on a device")
 
     ends = o.kv_lengths is not None
     score = None if score_mod is None else mods.trace(score_mod, "score")
@@ -141,14 +141,14 @@ def attention(
     fixed |= dict(backend=backend)
 
     axes = Axes(q.ndim, layout)
-    q, k, v = axes.fit(q, k, v, problem.spec.group)
+    q, k, v = axes.rechunked(q, k, v, problem.spec.group)
     rows, keys = _ranges(q.chunks[axes.token]), _ranges(k.chunks[axes.token])
     batches = list(itertools.product(*(_ranges(q.chunks[axis]) for axis in axes.batch)))
     heads = _ranges(q.chunks[axes.head]) if axes.head is not None else [range(1)]
     entries = np.arange(problem.batch).reshape(shape.batch)
-    blocks_q, pairs = q.to_delayed(optimize_graph=False), [axes.fit_pairs(x, q, k) for x in (bias, mask)]
+    blocks_q, pairs = q.to_delayed(optimize_graph=False), [axes.pairs(x, q, k) for x in (bias, mask)]
     blocks_k, blocks_v = (x.to_delayed(optimize_graph=False) for x in (k, v))
-    found: dict[tuple[int, ...], Any] = {}
+    partial_results: dict[tuple[int, ...], Any] = {}
     for i, row in enumerate(rows):
         if not hold_kv and i:
             blocks_k, blocks_v = (x.to_delayed(optimize_graph=False) for x in _cloned(k, v))
@@ -183,15 +183,15 @@ def attention(
                 while len(partial) > 1:
                     groups = [partial[at : at + split_every] for at in range(0, len(partial), split_every)]
                     partial = [delayed(_merged, nout=2)(g, layout) if len(g) > 1 else g[0] for g in groups]
-                found[(*place, h, i)] = partial[0]
+                partial_results[(*place, h, i)] = partial[0]
 
     out_chunks = (*q.chunks[:-1], (v.shape[-1],))
-    results = {axes.chunk(place[:-2], *place[-2:]): pair[0] for place, pair in found.items()}
+    results = {axes.chunk(place[:-2], *place[-2:]): pair[0] for place, pair in partial_results.items()}
     out = _assembled(results, out_chunks, meta_from_array(q, q.ndim, q.dtype))
     if not return_lse:
         return out
     lse_chunks = tuple(q.chunks[axis] for axis in (*axes.batch, axes.head, axes.token) if axis is not None)
-    of_rows = {place if axes.head is not None else place[-1:]: pair[1] for place, pair in found.items()}
+    of_rows = {place if axes.head is not None else place[-1:]: pair[1] for place, pair in partial_results.items()}
     return out, _assembled(of_rows, lse_chunks, meta_from_array(q, len(lse_chunks), problem.spec.lse_dtype))
 
 
@@ -267,21 +267,21 @@ class Axes(NamedTuple):
             return token, 0
         return (*batch, head, token, 0) if self.layout == "bhnd" else (*batch, token, head, 0)
 
-    def fit(self, q: Any, k: Any, v: Any, group: int) -> tuple[Any, Any, Any]:
-        """q, k and v in chunks that fit each other, with the head dim in one."""
+    def rechunked(self, q: Any, k: Any, v: Any, group: int) -> tuple[Any, Any, Any]:
+        """q, k and v with the same chunks of batch axes, heads and keys, and the head dim in one."""
         q, k, v = (x.rechunk({self.ndim - 1: -1}) for x in (q, k, v))
-        fits = {axis: q.chunks[axis] for axis in self.batch}
+        chunks = {axis: q.chunks[axis] for axis in self.batch}
         if self.head is not None:
             own = q.chunks[self.head]
             if any(n % group for n in own):
                 own = tuple(n * group for n in k.chunks[self.head])
                 q = q.rechunk({self.head: own})
-            fits[self.head] = tuple(n // group for n in own)
-        k = k.rechunk(fits)
-        return q, k, v.rechunk({**fits, self.token: k.chunks[self.token]})
+            chunks[self.head] = tuple(n // group for n in own)
+        k = k.rechunk(chunks)
+        return q, k, v.rechunk({**chunks, self.token: k.chunks[self.token]})
 
-    def fit_pairs(self, x: Any, q: Any, k: Any) -> Pairs | None:
-        """A bias or mask in chunks that fit those of q and k."""
+    def pairs(self, x: Any, q: Any, k: Any) -> Pairs | None:
+        """A bias or mask in the chunks of q and k."""
         if x is None:
             return None
         heads = (1,) if self.head is None else q.chunks[self.head]
@@ -313,7 +313,7 @@ def _as_dask(name: str, x: Any) -> Any:
         arrays.require(name, x)
         return da.from_array(x, chunks=x.shape, name=False, asarray=False)
     if any(math.isnan(n) for n in x.shape):
-        raise ValueError(f"{name} has chunks of unknown sizes; {name}.compute_chunk_sizes() finds them")
+        raise ValueError(f"{name}: expected chunks of known sizes; call {name}.compute_chunk_sizes() first")
     return x
 
 
@@ -354,15 +354,15 @@ def _of_heads(values: Any, inside: np.ndarray, heads: range) -> Any:
 
 def _joined(masks: Sequence[Mod | None]) -> Mod | None:
     """One mask of those that there are."""
-    given = [mod for mod in masks if mod is not None]
-    return mods.combine(lambda *graphs: reduce(operator.and_, graphs), "mask", *given) if given else None
+    present = [mod for mod in masks if mod is not None]
+    return mods.combine(lambda *graphs: reduce(operator.and_, graphs), "mask", *present) if present else None
 
 
 def _require_neighbours(inside: np.ndarray) -> None:
     if inside.size and not np.array_equal(inside, np.arange(inside[0], inside[0] + inside.size)):
         raise ValueError(
-            "a function or block mask depends on b, and a chunk has batch entries that are not next to each other; one "
-            "chunk along each batch axis but the first fits"
+            "q: expected one chunk along each batch axis but the first, as a function or block mask depends on b, got "
+            "chunks of batch entries that are not adjacent"
         )
 
 

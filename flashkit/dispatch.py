@@ -40,16 +40,16 @@ def registry() -> dict[str, Backend]:
 @cache
 def load_all() -> dict[str, Backend | Exception]:
     """Every entry point with its backend, or with the exception that importing it raised."""
-    found: dict[str, Backend | Exception] = {}
+    loaded: dict[str, Backend | Exception] = {}
     with forking.imports:
         from importlib.metadata import entry_points
 
         for point in entry_points(group=ENTRY_POINTS):
             try:
-                found[point.name] = point.load()()
+                loaded[point.name] = point.load()()
             except Exception as error:  # another package may fail in any way, which must not disable other backends
-                found[point.name] = error
-    return found
+                loaded[point.name] = error
+    return loaded
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def use_backend(name: str | None) -> Iterator[None]:
 
 def _known(name: str, source: str) -> str:
     if not isinstance(name, str) or name not in registry():
-        raise ValueError(f"{source}: there is no backend {shown(name)}; installed: {', '.join(sorted(registry()))}")
+        raise ValueError(f"{source}: expected one of {', '.join(sorted(registry()))}, got {shown(name)}")
     return name
 
 
@@ -182,12 +182,12 @@ def plan(problem: Problem, backend: str | None = None) -> tuple[Backend, Any]:
         answers = "; ".join(f"{c.name}: {c.verdict.reason}" for c in ranked) or "none is installed"
         raise UnsupportedError(f"no backend can compute attention of {problem.describe()}. {answers}")
     chosen = registry()[ranked[0].name]
-    made = chosen, chosen.plan(problem, _profile(chosen))
+    planned = chosen, chosen.plan(problem, _profile(chosen))
     with _plans_lock:
-        _plans[key] = made
+        _plans[key] = planned
         while len(_plans) > _MAX_PLANS:
             _plans.popitem(last=False)
-    return made
+    return planned
 
 
 def forget() -> None:

@@ -74,7 +74,7 @@ def attention(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit. What depends on the values of traced arrays is checked when the program runs, and
+        An argument is invalid. What depends on the values of traced arrays is checked when the program runs, and
         raised as JAX's own error with the same message.
     flashkit.UnsupportedError
         A gradient by an argument that has none.
@@ -105,19 +105,19 @@ def attention(
         known = [name for name in (*DEFAULTS, "return_lse", "backend") if name not in TAKEN_APART]
         raise unknown("flashkit.jax.attention", [name for name in options if name not in known], known)
     q, k, v = map(jnp.asarray, (q, k, v))
-    given = {
+    arrays = {
         name: jnp.asarray(options[name])  # type: ignore[literal-required]
         for name in (*ARRAYS, "seed")
         if not isinstance(options.get(name), int | np.integer | None)
     }
-    chosen = {"backend": backend} | {n: x for n, x in options.items() if n not in given and x is not None}
+    chosen = {"backend": backend} | {n: x for n, x in options.items() if n not in arrays and x is not None}
     static = tuple((name, _hashable(name, x)) for name, x in sorted(chosen.items()))
     layout = options.get("layout", "bhnd")
-    _check(static, (q, k, v), given)
-    given = {name: _form(name, x, q.shape, layout) for name, x in given.items()}
+    _check(static, (q, k, v), arrays)
+    arrays = {name: _form(name, x, q.shape, layout) for name, x in arrays.items()}
     tensors = {name: _four_axes(x, layout) for name, x in (("q", q), ("k", k), ("v", v))}
     # What is equal on all devices of a `jax.shard_map` becomes part of results that are not: its gradient is their sum.
-    cast = _varying_alike(tensors | given, _varying_axes(tensors | given))
+    cast = _varying_alike(tensors | arrays, _varying_axes(tensors | arrays))
     out, *lse = _attend(static, return_lse, *map(cast.pop, tensors), cast)
     out = out.reshape((*q.shape[:-1], v.shape[-1]))
     rows = q.shape[:-1] if layout == "bhnd" or q.ndim == 2 else (*q.shape[:-3], q.shape[-2], q.shape[-3])
@@ -161,7 +161,7 @@ def dot_product_attention(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit; messages call query, key and value q, k and v.
+        An argument is invalid; messages call query, key and value q, k and v.
 
     Examples
     --------
@@ -174,14 +174,14 @@ def dot_product_attention(
     """
     if isinstance(local_window_size, int):
         local_window_size = (local_window_size, local_window_size)
-    found = attention(
+    attended = attention(
         query, key, value, bias=bias, mask=mask, scale=scale, causal=is_causal, q_offset=0,
         kv_lengths=key_value_seq_lengths, q_lengths=query_seq_lengths, window=local_window_size, layout="bnhd",
         backend=implementation, return_lse=return_residual,
     )  # fmt: skip
     if not return_residual:
-        return found
-    out, lse = found
+        return attended
+    out, lse = attended
     return out, jax.lax.stop_gradient(lse.swapaxes(-1, -2).astype(out.dtype))
 
 
@@ -201,24 +201,24 @@ def _numbers_entries(static: Static) -> bool:
     return not roles.isdisjoint((Role.PER_CALL, Role.IDENTITY))
 
 
-def _check(static: Static, tensors: tuple[Any, Any, Any], given: Arrays) -> None:
+def _check(static: Static, tensors: tuple[Any, Any, Any], arrays: Arrays) -> None:
     """Every check that needs no values of arrays, so that errors come where the call is written."""
     named = dict(static)
-    if named.get("dropout_p") and "seed" not in named.keys() | given.keys():
-        raise ValueError("dropout_p without seed: both passes drop the same pairs; an integer fits, traced or not")
-    if "seed" in given and (given["seed"].shape != () or given["seed"].dtype.kind not in "iu"):
-        raise TypeError(f"seed is {shown(given['seed'])}; an integer fits, such as jax.random.bits(key)")
+    if named.get("dropout_p") and "seed" not in named.keys() | arrays.keys():
+        raise ValueError("seed: expected an integer beside dropout_p, traced or not: both passes drop the same pairs")
+    if "seed" in arrays and (arrays["seed"].shape != () or arrays["seed"].dtype.kind not in "iu"):
+        raise TypeError(f"seed: expected an integer, such as jax.random.bits(key), got {shown(arrays['seed'])}")
 
     def stand_in(x: Any) -> np.ndarray:
         return np.broadcast_to(np.zeros((), x.dtype), x.shape)
 
-    options: Any = named | {name: stand_in(x) for name, x in given.items() if name != "seed"}
+    options: Any = named | {name: stand_in(x) for name, x in arrays.items() if name != "seed"}
     del options["backend"]
     own = [mods.trace(named[f"{kind}_mod"], kind) for kind in ("score", "mask") if f"{kind}_mod" in named]
-    if {"kv_lengths", "q_lengths", "q_offset"} & given.keys():  # positions are unknown, and indices are checked by them
+    if {"kv_lengths", "q_lengths", "q_offset"} & arrays.keys():  # indices are checked by positions, which are unknown
         options |= dict(score_mod=None, mask_mod=None)
     problem = prepare(*map(stand_in, tensors), described=True, **options)[0]
-    if "kv_lengths" in given and not {"q_lengths", "q_offset"} & (given.keys() | named.keys()):
+    if "kv_lengths" in arrays and not {"q_lengths", "q_offset"} & (arrays.keys() | named.keys()):
         graphs = problem.spec.score, problem.spec.mask, *(mod.expr for mod in own)
         check_default_offset(None, problem.n_q, graphs)
 
@@ -249,9 +249,9 @@ def _form(name: str, x: Any, shape: tuple[int, ...], layout: str) -> Any:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _attend(static: Static, with_lse: bool, q: Any, k: Any, v: Any, given: Arrays) -> tuple[Any, ...]:
+def _attend(static: Static, with_lse: bool, q: Any, k: Any, v: Any, arrays: Arrays) -> tuple[Any, ...]:
     """(out,) or (out, lse) of four axes each, and three."""
-    return _differentiable(static, with_lse, q, k, v, given)
+    return _differentiable(static, with_lse, q, k, v, arrays)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -259,27 +259,27 @@ def _differentiable(static: Static, with_lse: bool, q: Any, k: Any, v: Any, give
     return _forward(static, with_lse, q, k, v, given)
 
 
-def _forward(static: Static, with_lse: bool, q: Any, k: Any, v: Any, given: Arrays) -> tuple[Any, ...]:
+def _forward(static: Static, with_lse: bool, q: Any, k: Any, v: Any, arrays: Arrays) -> tuple[Any, ...]:
     results = {"out": jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), q.dtype)}
     if with_lse:
         heads_first = dict(static).get("layout", "bhnd") == "bhnd"
         batch, heads, n_q = q.shape[:-1] if heads_first else (q.shape[0], q.shape[2], q.shape[1])
         lse_dtype = np.float64 if q.dtype == np.float64 else np.float32
         results["lse"] = jax.ShapeDtypeStruct((batch, heads, n_q), lse_dtype)
-    found = _call(static, _run_forward, results, {"q": q, "k": k, "v": v, **given})
+    found = _call(static, _run_forward, results, {"q": q, "k": k, "v": v, **arrays})
     return tuple(found[name] for name in results)
 
 
-def _fwd(static: Static, with_lse: bool, q: Any, k: Any, v: Any, given: Any) -> Any:
-    primals = {"q": q, "k": k, "v": v, **given}
+def _fwd(static: Static, with_lse: bool, q: Any, k: Any, v: Any, arrays: Any) -> Any:
+    primals = {"q": q, "k": k, "v": v, **arrays}
     wanted = {name for name, x in primals.items() if x.perturbed}
     for name in CONSTANT:
         if name in wanted:
             raise UnsupportedError(
-                f"flashkit has no gradient by {name}; jax.lax.stop_gradient({name}) fits where none is needed"
+                f"flashkit has no gradient by {name}: pass jax.lax.stop_gradient({name}) where none is needed"
             )
     values = {name: x.value for name, x in primals.items()}
-    out, lse = _forward(static, True, values["q"], values["k"], values["v"], {name: values[name] for name in given})
+    out, lse = _forward(static, True, values["q"], values["k"], values["v"], {name: values[name] for name in arrays})
     # Names without leaves: they are part of the structure of the residuals, known when the backward pass is traced.
     wrt: dict[str, tuple[()]] = dict.fromkeys(sorted(wanted), ())
     return (out, lse) if with_lse else (out,), (values, out, lse, wrt)

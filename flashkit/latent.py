@@ -1,4 +1,4 @@
-"""`mla`: multi-head latent attention over caches that keep the latent and the rotary columns of a key apart."""
+"""`mla`: multi-head latent attention, with the latent and the rotary columns of the keys in two arrays."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def mla(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit. The message names it, what came and what would fit.
+        An argument is invalid. The message names it and says what was expected.
     flashkit.UnsupportedError
         No backend can compute it. On GPUs C is at most 512 and C + R at most 576, as in DeepSeek's models.
 
@@ -80,8 +80,8 @@ def mla(
     with adapter.scope():
         native = adapter.to_native(q_nope=q_nope, q_pe=q_pe, ckv=ckv, k_pe=k_pe, out=out, **options)
         q_nope, q_pe, ckv, k_pe, own_out = (native.pop(name) for name in ("q_nope", "q_pe", "ckv", "k_pe", "out"))
-        found = _mla(q_nope, q_pe, ckv, k_pe, scale, return_lse, own_out, backend, native)
-        result, *lse = found if return_lse else (found,)
+        attended = _mla(q_nope, q_pe, ckv, k_pe, scale, return_lse, own_out, backend, native)
+        result, *lse = attended if return_lse else (attended,)
         result = adapter.from_native("out", result) if out is None else out
         return (result, adapter.from_native("lse", *lse)) if return_lse else result
 
@@ -113,26 +113,26 @@ def _mla(
 
 
 def _checked(q_nope: Any, q_pe: Any, ckv: Any, k_pe: Any, layout: Any) -> str:
-    """The kind of the arrays; an error if they do not fit each other. `prepare` checks the rest."""
+    """The kind of the arrays; an error if their shapes or dtypes disagree. `prepare` checks the rest."""
     choice("layout", layout, LAYOUTS)
-    given = {"q_nope": q_nope, "q_pe": q_pe, "ckv": ckv, "k_pe": k_pe}
+    named = {"q_nope": q_nope, "q_pe": q_pe, "ckv": ckv, "k_pe": k_pe}
     kind = arrays.require("q_nope", q_nope)
-    for name, array in given.items():
+    for name, array in named.items():
         arrays.require(name, array, kind)
         if arrays.dtype_name(name, array) != q_nope.dtype.name:
-            raise TypeError(f"{name} has dtype {array.dtype}, q_nope has {q_nope.dtype}; all four have one dtype")
+            raise TypeError(f"{name}: expected dtype {q_nope.dtype} (q_nope's), got {array.dtype}")
     if q_nope.ndim < 3:
-        raise ValueError(f"q_nope has shape {q_nope.shape}; three axes or more fit, heads among them")
+        raise ValueError(f"q_nope: expected shape (..., heads, tokens, C), got {q_nope.shape}")
     for name, first in (("q_pe", "q_nope"), ("k_pe", "ckv")):
-        if given[name].ndim < 2 or given[name].shape[:-1] != given[first].shape[:-1]:
-            shapes = f"{name} has shape {given[name].shape}, {first} has {given[first].shape}"
-            raise ValueError(f"{shapes}; two axes or more fit, the same but for the last")
+        if named[name].ndim < 2 or named[name].shape[:-1] != named[first].shape[:-1]:
+            expected = f"two axes or more, those of {first} {named[first].shape} but for the last"
+            raise ValueError(f"{name}: expected {expected}, got shape {named[name].shape}")
     for name, like in (("ckv", "q_nope"), ("k_pe", "q_pe")):
-        if not given[name].shape[-1] == given[like].shape[-1] > 0:
-            shapes = f"{name} has shape {given[name].shape}, {like} has {given[like].shape}"
-            raise ValueError(f"{shapes}; equal last axes fit, of at least 1")
+        if not named[name].shape[-1] == named[like].shape[-1] > 0:
+            expected = f"the last axis of {like} {named[like].shape}, 1 or more"
+            raise ValueError(f"{name}: expected {expected}, got shape {named[name].shape}")
     if (total := ckv.shape[-1] + k_pe.shape[-1]) > MAX_HEAD_DIM:
-        raise ValueError(f"ckv and k_pe have {total} columns in all; 2 to {MAX_HEAD_DIM} fit")
+        raise ValueError(f"ckv, k_pe: expected 2 to {MAX_HEAD_DIM} columns in all, got {total}")
     return kind
 
 

@@ -38,16 +38,16 @@ def number(name: str, value: Any) -> float:
     TypeError: scale: expected a number, got '3'
     """
     try:
-        found = float(value) if _is_real(value) else None
+        real = float(value) if _is_real(value) else None
     except (TypeError, ValueError):
-        found = None
+        real = None
     except OverflowError:
         raise ValueError(f"{name}: expected a number within float64, got {shown(value)}") from None
-    if found is None:
+    if real is None:
         raise TypeError(f"{name}: expected a number, got {described(value)}")
-    if not math.isfinite(found):
+    if not math.isfinite(real):
         raise ValueError(f"{name}: expected a finite number, got {shown(value)}")
-    return found
+    return real
 
 
 def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
@@ -70,16 +70,16 @@ def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
     ...
     ValueError: page: expected an integer from 1 to 65536, got 0
     """
-    fits = f"an integer of {least} or more" if most is None else f"an integer from {least} to {most}"
+    expected = f"an integer of {least} or more" if most is None else f"an integer from {least} to {most}"
     try:
-        found = operator.index(value) if _is_real(value) else None
+        number = operator.index(value) if _is_real(value) else None
     except TypeError:
-        found = None
-    if found is None:
-        raise TypeError(f"{name}: expected {fits}, got {described(value)}")
-    if found < least or (most is not None and found > most):
-        raise ValueError(f"{name}: expected {fits}, got {shown(value)}")
-    return found
+        number = None
+    if number is None:
+        raise TypeError(f"{name}: expected {expected}, got {described(value)}")
+    if number < least or (most is not None and number > most):
+        raise ValueError(f"{name}: expected {expected}, got {shown(value)}")
+    return number
 
 
 def described(value: Any) -> str:

@@ -18,8 +18,8 @@ from .numeric import integer, number
 __all__ = ["Outputs", "attention"]
 
 SOFTMAX_PRECISIONS = {None: None, 1: None, 10: None, 16: None, 11: "float64"}
-"""onnx.TensorProto's FLOAT, FLOAT16, BFLOAT16 and DOUBLE: what inputs are converted to. The softmax is at least float32
-in any case."""
+"""onnx.TensorProto's FLOAT, FLOAT16, BFLOAT16 and DOUBLE: what inputs are converted to. The softmax is at least
+float32 regardless."""
 
 
 class Outputs(NamedTuple):
@@ -90,7 +90,7 @@ def attention(
     Raises
     ------
     TypeError, ValueError
-        An input or attribute does not fit. The message names it, what came and what would fit.
+        An input or attribute is invalid. The message names it and says what was expected.
 
     Notes
     -----
@@ -112,14 +112,14 @@ def attention(
     for name, x in (("Q", Q), ("K", K), ("V", V)):
         arrays.require(name, x)
         if x.ndim not in (3, 4) or x.ndim != Q.ndim:
-            raise ValueError(f"{name} has shape {x.shape}; three or four axes fit, as many as Q has")
+            raise ValueError(f"{name}: expected three or four axes, as many as Q has, got shape {x.shape}")
     if (past_key is None) != (past_value is None):
-        raise ValueError("past_key and past_value come together, or not at all")
+        raise ValueError("expected past_key and past_value together or neither")
     if nonpad_kv_seqlen is not None and past_key is not None:
-        raise ValueError("nonpad_kv_seqlen is for caches outside the node; without past_key and past_value it fits")
+        raise ValueError("expected nonpad_kv_seqlen, for caches outside the node, or past_key and past_value, not both")
     if isinstance(softmax_precision, bool) or softmax_precision not in SOFTMAX_PRECISIONS:
-        fits = "1 (FLOAT), 10 (FLOAT16), 11 (DOUBLE) or 16 (BFLOAT16)"
-        raise ValueError(f"softmax_precision is {shown(softmax_precision)}; {fits} fits")
+        known = "1 (FLOAT), 10 (FLOAT16), 11 (DOUBLE) or 16 (BFLOAT16)"
+        raise ValueError(f"softmax_precision: expected {known}, got {shown(softmax_precision)}")
     if qk_matmul_output_mode is not None:
         qk_matmul_output_mode = integer("qk_matmul_output_mode", qk_matmul_output_mode, 0, 3)
     is_causal = integer("is_causal", int(is_causal) if isinstance(is_causal, bool) else is_causal, 0, 1)
@@ -142,7 +142,7 @@ def attention(
     if attn_mask is not None:
         arrays.require("attn_mask", attn_mask)
         if not attn_mask.ndim or attn_mask.shape[-1] > total:
-            raise ValueError(f"attn_mask has shape {attn_mask.shape}; a last axis of up to {total}, the keys, fits")
+            raise ValueError(f"attn_mask: expected a last axis of up to {total}, the keys, got shape {attn_mask.shape}")
         keys = attn_mask.shape[-1]
         lengths = None if lengths is None else lengths.clip(None, keys)
     sizes = {"left_window_size": left_window_size, "right_window_size": right_window_size}
@@ -168,12 +168,12 @@ def _heads_of(name: str, x: Any, attribute: str, heads: int | None) -> Any:
     """An input as (batch, heads, tokens, head size), a view."""
     if x.ndim == 4:
         if heads is not None and integer(attribute, heads, 0) != x.shape[1]:
-            fits = f"{x.shape[1]} or None fits"
-            raise ValueError(f"{attribute} is {shown(heads)}, but {name} has shape {x.shape}; {fits}")
+            expected = f"{x.shape[1]} or None for {name} of shape {x.shape}"
+            raise ValueError(f"{attribute}: expected {expected}, got {shown(heads)}")
         return x
     if heads is None or x.shape[2] % (heads := integer(attribute, heads, 1)):
         raise ValueError(
-            f"{attribute} is {shown(heads)}; the number of heads in the last axis of {name}, of shape {x.shape}, fits"
+            f"{attribute}: expected a divisor of the last axis of {name}, of shape {x.shape}, got {shown(heads)}"
         )
     return x.reshape((*x.shape[:2], heads, x.shape[2] // heads)).swapaxes(1, 2)
 
@@ -183,8 +183,8 @@ def _appended(name: str, past: Any, new: Any) -> Any:
     if past.ndim != 4 or past.dtype != new.dtype or (past.shape[:2], past.shape[3]) != (new.shape[:2], new.shape[3]):
         batch, heads, _, size = new.shape
         raise ValueError(
-            f"{name} has shape {past.shape} and dtype {past.dtype}; ({batch}, {heads}, past tokens, {size}) and "
-            f"{new.dtype} fit"
+            f"{name}: expected shape ({batch}, {heads}, past tokens, {size}) and dtype {new.dtype}, got shape "
+            f"{past.shape} and dtype {past.dtype}"
         )
     return arrays.namespace(kind).concatenate((past, new), axis=2)
 

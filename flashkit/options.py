@@ -25,7 +25,7 @@ class Role(Enum):
     LENGTHS = "integers, one for each batch entry: a plan serves all values"
     OFFSETS = "where packed sequences begin: a plan is for their contents on the host, and serves all on a device"
     IDENTITY = "an immutable object: the plan is for this one"
-    PER_CALL = "whatever it is, the call is planned anew"
+    PER_CALL = "whatever it is, each call is planned"
 
 
 class Option(NamedTuple):
@@ -65,7 +65,7 @@ class Options(TypedDict, total=False):
     q_offset: Annotated[Any, Option(
         "Position of the first query on the key axis: an integer, or one for each batch entry. By default the number "
         "of keys less that of queries, of each sequence, so that the last query sees every key. 0 is the top-left "
-        "alignment of PyTorch and ONNX, and fits batches that are padded on the right. Masks and scores by position "
+        "alignment of PyTorch and ONNX, for batches that are padded on the right. Masks and scores by position "
         "need it where a length other than 0 is less than Nq, and where lengths are on a device and Nq is above 1.",
         Role.POSITIONS, is_array=True, by_position=True,
     )]  # fmt: skip

@@ -93,7 +93,7 @@ def standard(spec: AttentionSpec, operands: Operands, dtype: Any = np.float64) -
     Raises
     ------
     MemoryError
-        The matrix of scores does not fit into memory.
+        The matrix of scores is larger than memory.
 
     Examples
     --------
@@ -142,7 +142,7 @@ def standard_gradients(
     Raises
     ------
     MemoryError
-        A matrix of Nq x Nk elements does not fit into memory.
+        A matrix of Nq x Nk elements is larger than memory.
 
     Examples
     --------

@@ -59,9 +59,9 @@ def attention(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit. The message names it, what came and what would fit.
+        An argument is invalid. The message names it and says what was expected.
     NotImplementedError
-        No backend can compute it, or a gradient is asked for that there is none of: that of `alibi_slopes`, `softcap`,
+        No backend can compute it, or a gradient is requested that does not exist: that of `alibi_slopes`, `softcap`,
         `dropout_p` or a tensor that a modification uses, and that of a bias beside modifications.
 
     Examples
@@ -79,19 +79,19 @@ def attention(
     score_mod, mask_mod, block_mask = o["score_mod"], o["mask_mod"], o["block_mask"]
     if score_mod is not None or mask_mod is not None or block_mask is not None:
         if mods is not None:
-            raise TypeError("mods are given beside score_mod, mask_mod or block_mask; one of the two ways fits")
+            raise TypeError("expected mods, or score_mod, mask_mod and block_mask, not both")
         if torch.compiler.is_compiling():
             raise TypeError(
-                "score_mod, mask_mod or block_mask in a compiled function; make flashkit.torch.Mods(...) of them "
-                "outside and pass it as mods="
+                "expected mods= in a compiled function instead of score_mod, mask_mod or block_mask: make "
+                "flashkit.torch.Mods(...) of them outside"
             )
         mods = Mods.of_call(score_mod, mask_mod, block_mask)
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         name, x = next((name, x) for name, x in (("q", q), ("k", k), ("v", v)) if not isinstance(x, torch.Tensor))
-        fits = "flashkit.attention takes it" if isinstance(x, Quantized) else "torch.from_numpy makes one"
-        raise TypeError(f"{name} is a {type(x).__name__}; a torch.Tensor fits here ({fits})")
+        remedy = "use flashkit.attention" if isinstance(x, Quantized) else "pass torch.from_numpy(x)"
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}; {remedy}")
     if o["precision"] == "fp8":
-        raise ValueError("precision is 'fp8', which flashkit.attention takes; None, 'highest' or 'tf32' fits here")
+        raise ValueError("precision: expected None, 'highest' or 'tf32', got 'fp8', which flashkit.attention takes")
     scalars = {"window_left": None, "window_right": None, "backend": backend}
     if o["window"] is not None:
         scalars["window_left"], scalars["window_right"] = o["window"]
@@ -104,7 +104,7 @@ def attention(
                 x = None
             elif isinstance(x, torch.Tensor):
                 x = _number(name, x)
-            elif name in ("scale", "softcap", "dropout_p") and not (x is None or type(x) is float or type(x) is int):
+            elif name in _NUMBERS and type(x) not in _PLAIN:
                 x = number(name, x)
             scalars[name] = x
     scalars["deterministic"] = scalars["deterministic"] or torch.are_deterministic_algorithms_enabled()
@@ -161,6 +161,7 @@ def _scaled(q: Any, scale: Any) -> Any:
     return (q * scale.reshape(())).to(q.dtype)
 
 
+_NUMBERS, _PLAIN = ("scale", "softcap", "dropout_p"), (float, int, type(None), torch.SymFloat, torch.SymInt)
 _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8})
 
 
@@ -199,7 +200,7 @@ def scaled_dot_product_attention(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit; both attn_mask and is_causal.
+        An argument is invalid; both attn_mask and is_causal.
 
     Examples
     --------
@@ -211,7 +212,7 @@ def scaled_dot_product_attention(
     True
     """
     if is_causal and attn_mask is not None:
-        raise ValueError("attn_mask is given beside is_causal=True; one of them fits")
+        raise ValueError("expected attn_mask or is_causal=True, not both")
     shape = query.shape
     if len(shape) > 2 and not shape == key.shape == value.shape:
         batches = [x.shape[:-3] for x in (query, key, value)]
@@ -220,7 +221,7 @@ def scaled_dot_product_attention(
             query, key, value = (x.expand(*batch, *x.shape[-3:]) for x in (query, key, value))
         if not enable_gqa and shape[-3] != key.shape[-3]:
             raise ValueError(
-                f"query has {shape[-3]} heads, key {key.shape[-3]}; equal numbers fit, or enable_gqa=True"
+                f"query: expected {key.shape[-3]} heads (key's) or enable_gqa=True, got {shape[-3]}"
             )
     return attention(
         query, key, value, mask=attn_mask, dropout_p=dropout_p, causal=is_causal, q_offset=0 if is_causal else None,
@@ -262,7 +263,7 @@ def flex_attention(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit, or a function cannot be traced.
+        An argument is invalid, or a function cannot be traced.
 
     References
     ----------
@@ -280,7 +281,7 @@ def flex_attention(
     """
     if not enable_gqa and query.shape[-3] != key.shape[-3]:
         raise ValueError(
-            f"query has {query.shape[-3]} heads, key {key.shape[-3]}; equal numbers fit, or enable_gqa=True"
+            f"query: expected {key.shape[-3]} heads (key's) or enable_gqa=True, got {query.shape[-3]}"
         )
     return attention(
         query, key, value, score_mod=score_mod, block_mask=block_mask, mods=mods, scale=scale, q_offset=0,

@@ -77,7 +77,7 @@ class Checkpoint:
         reader = GGUFReader(file)
         self._fields, self._tensors = reader.fields, {tensor.name: tensor for tensor in reader.tensors}
         if (architecture := self.field("general.architecture")) != "llama":
-            raise ValueError(f"{file} has the architecture {architecture!r}; 'llama' fits")
+            raise ValueError(f"{file}: expected the architecture 'llama', got {architecture!r}")
 
     def field(self, name: str) -> Any:
         return self._fields[name].contents()

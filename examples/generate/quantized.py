@@ -27,7 +27,7 @@ class Quantized:
     def __init__(self, weight: Codes) -> None:
         rows, columns = weight.code.shape
         if rows % PANEL or columns % BLOCK:
-            raise ValueError(f"the matrix is {rows} x {columns}; multiples of {PANEL} and {BLOCK} fit")
+            raise ValueError(f"matrix: expected multiples of {PANEL} rows and {BLOCK} columns, got {rows} x {columns}")
         self.rows, self.columns, self.bits = rows, columns, weight.bits
         panels, blocks = rows // PANEL, columns // BLOCK
         code = weight.code.reshape(panels, PANEL, blocks, BLOCK).transpose(0, 2, 3, 1)

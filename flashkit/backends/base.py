@@ -75,10 +75,10 @@ class Bindable(Protocol):
     """Optional: a backend that makes repeated calls on arrays of one layout cheap."""
 
     spares_lse: bool  # whether f takes None for an lse that the caller did not request
-    takes_arrays: bool  # whether `anew` may name arrays of modifications
+    takes_arrays: bool  # whether `per_call` may name arrays of modifications
     takes_lengths: bool  # whether it may be ("kv_lengths", "q_offset"), and with pages "page_table" behind them
 
-    def bind(self, plan: Any, operands: Operands, anew: Sequence[str] = ()) -> Bound:
+    def bind(self, plan: Any, operands: Operands, per_call: Sequence[str] = ()) -> Bound:
         """Do once what `forward(plan, operands)` does before it launches a kernel.
 
         Parameters
@@ -89,7 +89,7 @@ class Bindable(Protocol):
             The operands of a first call. Their q, k, v, out and lse give dtypes, extents and strides, and no reference
             to them is kept. All else (scale, lengths, offsets, sinks, arrays, seed) is bound by reference: it stays
             alive with f, and f reads its contents at the time of the call.
-        anew
+        per_call
             Names of operands.arrays, of operands.sequences() or of operands themselves that f gets with each call, in
             the layout of the operands' own. No reference to them is kept either. kv_lengths of the operands are then
             the most that a call may have.
@@ -108,7 +108,7 @@ class BindsBackward(Protocol):
     """Optional: a backend that makes repeated backward passes on arrays of one layout cheap."""
 
     def bind_backward(
-        self, plan: Any, operands: Operands, gradients: Gradients, anew: Sequence[str] = ()
+        self, plan: Any, operands: Operands, gradients: Gradients, per_call: Sequence[str] = ()
     ) -> BoundBackward:
         """Do once what `backward(plan, operands, gradients)` does before it launches a kernel.
 
@@ -116,7 +116,7 @@ class BindsBackward(Protocol):
         ----------
         plan, operands, gradients
             Of a first call.
-        anew
+        per_call
             Names of operands.arrays that differ from call to call, in one layout. Only a backend with `takes_arrays`
             gets any.
 

@@ -27,7 +27,7 @@ _ALLOC, _EXECUTABLE, _THREAD_LOCAL = 2, 4, 0x400
 _GLOBAL, _WEAK, _FUNCTION, _OF_SECTION, _OF_FILE = 1, 2, 2, 3, 4
 _UNDEFINED, _RESERVED, _ABSOLUTE, _COMMON = 0, 0xFF00, 0xFFF1, 0xFFF2
 _RELOCATABLE = 1
-_MOST_ZEROS = 1 << 28  # bytes that the file makes a loader allocate without having them
+_MAX_ZEROS = 1 << 28  # bytes that the file makes a loader allocate without having them
 
 _X86_64, _AARCH64, _CUDA = 62, 183, 190
 _WIDTHS = {
@@ -73,12 +73,12 @@ def undefined(code: bytes) -> set[str]:
         return set()
     (start,) = struct.unpack_from("<Q", code, 40)
     sections = np.frombuffer(code, _SECTION, struct.unpack_from("<H", code, 60)[0], start)
-    found: set[str] = set()
+    names: set[str] = set()
     for table in sections[sections["type"] == _SYMTAB]:
         symbols = _entries(code, table, _SYMBOL)[1:]  # the first is no symbol
         missing = symbols[symbols["section"] == _UNDEFINED]
-        found.update(_name(code, sections[table["link"]], at).decode() for at in missing["name"])
-    return found
+        names.update(_name(code, sections[table["link"]], at).decode() for at in missing["name"])
+    return names
 
 
 def _is_consistent(code: bytes, functions: Collection[str]) -> bool:
@@ -125,7 +125,7 @@ def _within(sections: np.ndarray, size: int) -> bool:
         (held["size"] <= size).all()
         and (ends <= size).all()
         and (ends >= held["offset"]).all()
-        and (sections["size"] <= _MOST_ZEROS).all()
+        and (sections["size"] <= _MAX_ZEROS).all()
         and (aligns <= 4096).all()
         and ((aligns & (aligns - np.minimum(aligns, 1))) == 0).all()  # 0 or a power of two
     )
@@ -163,7 +163,7 @@ def _symbols_fit(symbols: np.ndarray, sections: np.ndarray) -> bool:
     held = symbols[~special]
     sizes = sections["size"][held["section"]]
     return bool(
-        (common["size"] <= _MOST_ZEROS).all()
+        (common["size"] <= _MAX_ZEROS).all()
         and (common["value"] <= 4096).all()
         and ((common["value"] & (common["value"] - np.minimum(common["value"], 1))) == 0).all()
         and (held["value"] <= sizes).all()

@@ -76,7 +76,7 @@ class KVCache:
         (B,) int64: tokens of each sequence. On the host each access gives a copy; on a device these are the arrays that
         kernels and captured CUDA graphs read, and so is page_table.
     page_table : array
-        (B, columns) int32: column c is the page of tokens c * page ... c * page + page - 1, -1 where there is none.
+        (B, columns) int32: column c is the page of tokens c * page ... c * page + page - 1, or -1.
     positions : array
         (T,) int64: positions of the tokens of the last append within their sequences, a copy.
     free_pages : int

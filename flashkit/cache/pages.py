@@ -5,7 +5,7 @@ sequence that appends to a page with several references gets a copy of it first.
 query sees go back to the pool, so that a sequence holds a ring of pages.
 
 A table is a value: a change makes another one, and the arrays of both stay as they are. So a cache that an error or a
-signal stops midway still has the table of before.
+signal stops midway still has the previous table.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class StepPlans:
         if self._table_of is not table:
             self._table_of = None
             if self._table.shape != table.shape:
-                self._owner = object()  # plans of before read the array of before
+                self._owner = object()  # earlier plans read the previous array
                 self._table = xp.zeros(table.shape, np.int64)
             # Page 0 for pages that a window has dropped, and behind a sequence: kernels want a page for every key.
             self._table[...] = xp.asarray(np.maximum(table, 0))

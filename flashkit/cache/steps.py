@@ -4,7 +4,7 @@ A step is one append by every layer. The first layer to append opens the step, w
 them; the others only write. Sequences are forked, trimmed and freed between steps.
 
 All of it is one value, a `State`. A method computes the next one, has the kernels run that it needs, and publishes it
-by one assignment, so an error or a signal leaves the state of before.
+by one assignment, so an error or a signal leaves the previous state.
 """
 
 from __future__ import annotations

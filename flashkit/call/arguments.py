@@ -1,6 +1,6 @@
 """`prepare`: the arguments of attention(), checked, as the problem and the operands that backends get.
 
-Every error names the argument, what came and what would fit.
+Every error names the argument, what was expected and what came.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def prepare(
     dtype, own_dtype = (name_of(fp8.dtype), fp8.dtype) if fp8 else (arrays.dtype_name("q", q), q.dtype)
     for name, array in () if fp8 or memory.kv_format else (("k", k), ("v", v)):
         if arrays.dtype_name(name, array) != dtype:
-            raise TypeError(f"{name} has dtype {array.dtype}, q has {dtype}; q, k and v have one dtype")
+            raise TypeError(f"{name}: expected dtype {dtype} (q's), got {array.dtype}")
     pe_dim = 0 if k_pe is None else k_pe.shape[-1]
     q_of_k = q[..., : q.shape[-1] - pe_dim]
     seqs = sequences_of(
@@ -124,7 +124,7 @@ def prepare(
     entries, heads, n_q, d = q4.shape
     heads_kv, dv = k4.shape[1], v4.shape[3]
     if o.q_lengths is not None and seqs.extra:
-        raise ValueError("q_lengths beside cu_seqlens, which gives the lengths; one of them fits")
+        raise ValueError("expected q_lengths or cu_seqlens, which gives the lengths, not both")
     queries = queries_of(o.q_lengths, kind, shape, batch, seqs.n_q, most_q, not described)
     offsets = seqs.positions
     find_offsets = partial(q_offsets_of, o.q_offset, kind, shape, batch, seqs.lengths, queries, most_k, not described)
@@ -147,12 +147,12 @@ def prepare(
         check_out(out, kind, dtype, (*q.shape[:-1], v.shape[-1]))
     dropout_p = number("dropout_p", o.dropout_p)
     if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p is {dropout_p}; a probability of at least 0 and below 1 fits")
+        raise ValueError(f"dropout_p: expected a probability of at least 0 and below 1, got {dropout_p}")
     choice("precision", o.precision, PRECISIONS)
     if o.precision == "fp8":  # the functions that take it quantise, and come here without it
         raise ValueError(
-            "precision is 'fp8', which attention, attention_vjp, plan, explain and weights of flashkit itself take; "
-            "None, 'highest' or 'tf32' fits here"
+            "precision: expected None, 'highest' or 'tf32', got 'fp8', which only attention, attention_vjp, plan, "
+            "explain and weights of flashkit itself take"
         )
     spec = AttentionSpec(
         dtype, d, dv, heads // heads_kv if heads_kv else 1, score, hidden, slots, dropout_p > 0, o.sinks is not None,
@@ -193,9 +193,9 @@ def _modifications(
 
     def pairs(name: str, array: Any, dtypes: str) -> Any:
         if seqs.cu_seqlens is not None:
-            raise ValueError(f"{name} beside cu_seqlens; a score_mod or a mask_mod fits")
-        found = pairwise(name, array, kind, seqs.shape, (batch, heads, seqs.most_q, seqs.room), dtypes)
-        return arrays.without_repeats(found) if described else found
+            raise ValueError(f"{name}: expected None beside cu_seqlens; use a score_mod or a mask_mod")
+        checked = pairwise(name, array, kind, seqs.shape, (batch, heads, seqs.most_q, seqs.room), dtypes)
+        return arrays.without_repeats(checked) if described else checked
 
     if o.softcap is not None:
         scores.append(mods.softcap(o.softcap))
@@ -216,14 +216,14 @@ def _modifications(
             masks.append(mods.visible(array).snapshot())
         else:
             scores.append(mods.bias(array).snapshot())
-    given = [] if o.score_mod is None else [mods.trace(o.score_mod, "score").snapshot()]
-    scores += given
+    own_mods = [] if o.score_mod is None else [mods.trace(o.score_mod, "score").snapshot()]
+    scores += own_mods
     if o.block_mask is not None:
-        given.append(
+        own_mods.append(
             block_mask_of(o.block_mask, batch, heads, seqs.most_q, seqs.most_k, layout, seqs.differ).snapshot()
         )
-        masks.append(given[-1])
+        masks.append(own_mods[-1])
     if o.mask_mod is not None:
-        given.append(mods.trace(o.mask_mod, "mask").snapshot())
-        masks.append(given[-1])
-    return scores, masks, given
+        own_mods.append(mods.trace(o.mask_mod, "mask").snapshot())
+        masks.append(own_mods[-1])
+    return scores, masks, own_mods

@@ -36,31 +36,28 @@ def scope(array: Any) -> AbstractContextManager[Any]:
 
 def require(name: str, array: Any, kind: str | None = None) -> str:
     """The kind of an argument; TypeError if it is no array, or not of the given kind."""
-    found = kind_of(array)
+    own_kind = kind_of(array)
     if isinstance(array, np.ma.MaskedArray | np.matrix):
         # These classes have their own arithmetic, which attention would silently ignore.
-        hint = "; give x.filled(...) and mask=" if isinstance(array, np.ma.MaskedArray) else "; numpy.asarray(x) fits"
-        raise TypeError(f"{name} is a {type(array).__name__}; a plain numpy.ndarray fits{hint}")
-    if found is None:
+        remedy = "x.filled(...) and mask=" if isinstance(array, np.ma.MaskedArray) else "numpy.asarray(x)"
+        raise TypeError(f"{name}: expected a plain numpy.ndarray, got a {type(array).__name__}; pass {remedy}")
+    if own_kind is None:
         if kind is not None and (library := interop.library_of(array)) is not None:
-            raise TypeError(
-                f"{name} is a {library.describe(array)}, but q is a {kind} array; all arrays of a call live in one "
-                "library"
-            )
+            raise TypeError(f"{name}: expected a {kind} array, as q is, got a {library.describe(array)}")
         hint = (
-            "; convert it, numpy.asarray(x) or numpy.from_dlpack(x)"
+            "; pass numpy.asarray(x) or numpy.from_dlpack(x)"
             if hasattr(array, "__dlpack__") or isinstance(array, (list, tuple))
-            else "; x.dequantize() is one"
+            else "; pass x.dequantize()"
             if hasattr(array, "dequantize")
             else ""
         )
         raise TypeError(
-            f"{name} is a {type(array).__module__}.{type(array).__qualname__}; "
-            f"an array of NumPy, CuPy, PyTorch or JAX fits{hint}"
+            f"{name}: expected an array of NumPy, CuPy, PyTorch or JAX, got a {type(array).__module__}."
+            f"{type(array).__qualname__}{hint}"
         )
-    if kind is not None and found != kind:
-        raise TypeError(f"{name} is a {found} array, but q is a {kind} one; all arrays of a call live in one library")
-    return found
+    if kind is not None and own_kind != kind:
+        raise TypeError(f"{name}: expected a {kind} array, as q is, got a {own_kind} array")
+    return own_kind
 
 
 def dtype_name(name: str, array: Any) -> str:
@@ -68,11 +65,11 @@ def dtype_name(name: str, array: Any) -> str:
     dtype = array.dtype
     known = name_of(dtype)
     if known not in ITEMSIZE:
-        raise TypeError(f"{name} has dtype {dtype}; {', '.join(ITEMSIZE)} fit (bfloat16 is ml_dtypes.bfloat16)")
+        raise TypeError(f"{name}: expected dtype {', '.join(ITEMSIZE)} (ml_dtypes.bfloat16), got {dtype}")
     if not dtype.isnative:
         raise TypeError(
-            f"{name} has dtype {dtype.str}, whose bytes are not in this machine's order; "
-            f"{name}.astype({name}.dtype.newbyteorder('=')) fits"
+            f"{name}: expected this machine's byte order, got dtype {dtype.str}; pass "
+            f"{name}.astype({name}.dtype.newbyteorder('='))"
         )
     return known
 
@@ -125,10 +122,10 @@ def layout(array: Any) -> tuple[Any, ...]:
     if kind is View:
         return array.layout
     if kind not in _cupy_types:
-        found = "numpy" if kind is np.ndarray else kind_of(array)  # the fastest test first
-        if found == "numpy":
+        own_kind = "numpy" if kind is np.ndarray else kind_of(array)  # the fastest test first
+        if own_kind == "numpy":
             return kind, array.shape, array.strides, array.dtype, array.flags.aligned
-        if found is None:
+        if own_kind is None:
             return (kind,)
         _cupy_types.add(kind)
     return kind, array.shape, array.strides, array.dtype, array.data.device_id

@@ -1,4 +1,4 @@
-"""Checks of single arguments of attention(). Every error names the argument, what came and what would fit."""
+"""Checks of single arguments of attention(). Every error names the argument, what was expected and what came."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from . import arrays
 def choice(name: str, value: Any, options: tuple[str | None, ...]) -> None:
     """Check that a value is one of these; not by ==, which arrays answer for each element."""
     if not isinstance(value, str | None) or value not in options:
-        fits = ", ".join(map(repr, options[:-1])) + f" or {options[-1]!r}"
-        raise ValueError(f"{name} is {shown(value)}; {fits} fits")
+        expected = ", ".join(map(repr, options[:-1])) + f" or {options[-1]!r}"
+        raise ValueError(f"{name}: expected {expected}, got {shown(value)}")
 
 
 def flag(name: str, value: Any, hint: str = "") -> bool:
@@ -50,10 +50,10 @@ def _floats(name: str, values: Any, kind: str) -> Any:
         try:
             values = np.asarray(values, np.float32)
         except (TypeError, ValueError, OverflowError):
-            raise TypeError(f"{name} is {shown(values)}; floating numbers fit") from None
+            raise TypeError(f"{name}: expected floating numbers, got {shown(values)}") from None
     values = arrays.own_form(name, values, kind)
     if DTYPES.get(values.dtype.name) != "float":
-        raise TypeError(f"{name} has dtype {values.dtype}; a floating dtype up to float64 fits")
+        raise TypeError(f"{name}: expected a floating dtype up to float64, got {values.dtype}")
     return values
 
 
@@ -62,8 +62,8 @@ def slopes_of(slopes: Any, kind: str, batch: int, heads: int, layout: str) -> An
     slopes = _floats("alibi_slopes", slopes, kind)
     if slopes.shape not in ((heads,), (batch, heads)):
         raise ValueError(
-            f"alibi_slopes has shape {slopes.shape}; (Hq,) = ({heads},) or (B, Hq) = ({batch}, {heads}) fits "
-            f"with layout={layout!r}"
+            f"alibi_slopes: expected shape (Hq,) = ({heads},) or (B, Hq) = ({batch}, {heads}) with layout={layout!r}, "
+            f"got {slopes.shape}"
         )
     return slopes
 
@@ -75,8 +75,8 @@ def sinks_of(sinks: Any, kind: str, heads: int, layout: str, dtype: str, copied:
     sinks = _floats("sinks", sinks, kind)
     if sinks.shape != (heads,):
         raise ValueError(
-            f"sinks has shape {sinks.shape}; (Hq,) = ({heads},) fits with layout={layout!r}, one logit for each query "
-            "head"
+            f"sinks: expected shape (Hq,) = ({heads},) with layout={layout!r}, one logit for each query head, got "
+            f"{sinks.shape}"
         )
     return sinks.astype(dtype) if copied else sinks
 
@@ -95,18 +95,17 @@ def block_mask_of(
     from ..mods.block_mask import BlockMask
 
     if not isinstance(block_mask, BlockMask):
-        raise TypeError(f"block_mask is a {type(block_mask).__name__}; a flashkit.BlockMask fits")
+        raise TypeError(f"block_mask: expected a flashkit.BlockMask, got {type(block_mask).__name__}")
     sizes = block_mask.n_q, block_mask.n_k
     if sizes != (n_q, n_k) and not (larger and sizes[0] >= n_q and sizes[1] >= n_k):
-        which = "the longest sequences have up to" if larger else "the call has"
+        least = ", those of the longest sequences, or more" if larger else ""
         raise ValueError(
-            f"block_mask is for {sizes[0]} queries and {sizes[1]} keys; {which} {n_q} and {n_k} with layout={layout!r}"
+            f"block_mask: expected one for {n_q} queries and {n_k} keys{least} (layout={layout!r}), got one for "
+            f"{sizes[0]} and {sizes[1]}"
         )
     for what, count, n in (("batch entries", block_mask.batch, batch), ("heads", block_mask.heads, heads)):
         if count not in (1, n):
-            raise ValueError(
-                f"block_mask tells {count} {what} apart; the call has {n} with layout={layout!r}, and {n} or 1 fits"
-            )
+            raise ValueError(f"block_mask: expected 1 or {n} {what} (layout={layout!r}), got {count}")
     return block_mask.mod
 
 
@@ -114,11 +113,11 @@ def check_out(out: Any, kind: str, dtype: str, wanted: tuple[int, ...]) -> None:
     """Check that the array given as `out` can hold the result."""
     arrays.require("out", out, kind)
     if arrays.dtype_name("out", out) != dtype:
-        raise TypeError(f"out has dtype {out.dtype}; q's, {dtype}, fits")
+        raise TypeError(f"out: expected dtype {dtype} (q's), got {out.dtype}")
     if out.shape != wanted:
-        raise ValueError(f"out has shape {out.shape}; {wanted} fits")
+        raise ValueError(f"out: expected shape {wanted}, got {out.shape}")
     if kind == "numpy" and not out.flags.writeable:
-        raise ValueError("out is read-only; an array that can be written fits")
+        raise ValueError("out: expected a writable array, got a read-only one")
 
 
 def can_write(out: Any, *inputs: Any) -> bool:

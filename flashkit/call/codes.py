@@ -21,15 +21,15 @@ def on_codes(call: Call, backend: str | None) -> Prepared | str:
     are dequantised.
     """
     on_host = call.quantised is not None and call.quantised.kind == "numpy"
-    found = _keys_of_8_bits(call) if on_host else _e4m3(call)
-    if isinstance(found, str):
-        return found
-    ranked = dispatch.candidates(found.problem, only=dispatch.forced(backend))
+    prepared = _keys_of_8_bits(call) if on_host else _e4m3(call)
+    if isinstance(prepared, str):
+        return prepared
+    ranked = dispatch.candidates(prepared.problem, only=dispatch.forced(backend))
     if not any(candidate.verdict for candidate in ranked):
-        of_fp8 = found.problem.spec.fp8 is not None
+        of_fp8 = prepared.problem.spec.fp8 is not None
         asked = [c for c in ranked if not of_fp8 or getattr(dispatch.registry()[c.name], "takes_fp8", False)]
         return "; ".join(f"{c.name}: {c.verdict.reason}" for c in asked) or "this backend has no kernels for e4m3"
-    return found
+    return prepared
 
 
 def _keys_of_8_bits(call: Call) -> Prepared | str:
@@ -62,14 +62,14 @@ def _e4m3(call: Call) -> Prepared | str:
         return "e4m3 kernels are opt-in: set FLASHKIT_FP8_KERNELS=1"
     if options.get("cu_seqlens") is not None or options.get("page_table") is not None:
         return "packed sequences and keys in pages have no kernels for e4m3"
-    given = [quantised.quantise(name, x) for name, x in (("q", call.q), ("k", call.k), ("v", call.v))]
-    if refused := _refused(given):
+    tensors = [quantised.quantise(name, x) for name, x in (("q", call.q), ("k", call.k), ("v", call.v))]
+    if refused := _refused(tensors):
         return refused
     layout = options.get("layout", "bhnd")
-    per_head = all(x.per == "tensor" or (x.per == "head" and x.layout == layout) for x in given[1:])
-    codes = Fp8Arrays(given[0].dtype, "head" if per_head else "token", tuple(map(token_scales, given)))
+    per_head = all(x.per == "tensor" or (x.per == "head" and x.layout == layout) for x in tensors[1:])
+    codes = Fp8Arrays(tensors[0].dtype, "head" if per_head else "token", tuple(map(token_scales, tensors)))
     options = {**options, "precision": None if quantised.fp8 else options.get("precision")}
-    q, k, v = (x.data for x in given)
+    q, k, v = (x.data for x in tensors)
     prepared = prepare(q, k, v, out=call.out, described=call.described, memory=Memory(fp8=codes), **options)
     operands = prepared.operands
     if not operands.k.shape[2]:
@@ -81,16 +81,16 @@ def _e4m3(call: Call) -> Prepared | str:
     return prepared
 
 
-def _refused(given: list[Any]) -> str:
+def _refused(tensors: list[Any]) -> str:
     """Why codes and scales of these arrays do not give the scores, or nothing."""
-    for name, x in zip("qkv", given, strict=True):
+    for name, x in zip("qkv", tensors, strict=True):
         if not isinstance(x, Quantized):
             return f"{name} is {x.dtype.name}"
         if x.format != "e4m3":
             return f"{name} is {x.format}"
         if x.mean is not None:
             return f"{name} is smoothed: its mean is no part of the codes"
-    q, k, v = given
+    q, k, v = tensors
     if q.seed != k.seed:
         return "q and k are rotated differently"
     return "v is rotated" if v.seed is not None else ""

@@ -63,8 +63,8 @@ def _compose_graphs(
     count = len(expr.walk([score, visible]))
     if count > MAX_NODES:
         raise ValueError(
-            f"the modifications of the call make an expression of {count} operations, equal ones counted once; up to "
-            f"{MAX_NODES} compile in reasonable time. Numbers in an array, passed by name, take a few operations"
+            f"modifications: expected at most {MAX_NODES} different operations, which compile in reasonable time, got "
+            f"{count}; pass numbers in an array by name, which takes a few operations"
         )
     return None if score is expr.S else score, None if visible is expr.TRUE else visible, tuple(named)
 
@@ -100,7 +100,7 @@ def check_indices(
         "b": np.arange(batch)[:, None], "h": np.arange(heads), "row0": 0, "row1": last_row, "k0": 0, "k1": n_k - 1,
         "q0": least[:, None], "q1": greatest[:, None] + last_row, **mod.params,
     }  # fmt: skip
-    # Arrays that indices are read from. Reading one on a device synchronizes, which safety needs.
+    # Arrays that indices are read from. Reading one on a device synchronizes, as the bounds check requires.
     for name in {inner.value for node in loads for inner in expr.walk(node.args) if inner.op == "load"}:
         array = mod.arrays[name] if isinstance(mod.arrays[name], np.ndarray) else mod.arrays[name].get()
         env[name] = RangeTable(array) if array.dtype.kind in "iub" else array
@@ -116,8 +116,8 @@ def check_indices(
                 elif INT64[0] == low or INT64[1] == high:
                     reach += " (it may overflow, or its bounds do)"
                 raise ValueError(
-                    f"{mod.kind}_mod: the index of axis {axis} of {node.value} (shape {array.shape}) {reach} in this "
-                    f"call; 0 to {n - 1} fits, for instance {node.value}[clip(index, 0, {n - 1})]"
+                    f"{mod.kind}_mod: expected an index from 0 to {n - 1} of axis {axis} of {node.value} (shape "
+                    f"{array.shape}), got one that {reach}; use {node.value}[clip(index, 0, {n - 1})]"
                 )
 
 

@@ -1,7 +1,7 @@
 """Calls with quantised arrays: `Dequantised` is the adapter between these and float arrays.
 
 A quantised array is dequantised to the computing dtype, float32 or float64, as a number of e4m3 times its scale does
-not fit into bfloat16. Of pages only those that the table names are dequantised. A backend may read the codes instead
+not representable in bfloat16. Of pages only those that the table names are dequantised. Backends may read codes instead
 (codes.py).
 """
 
@@ -30,8 +30,8 @@ class Dequantised:
     Raises
     ------
     TypeError
-        q, k and v, or what they were quantised from, are not of one library and one dtype, or precision="fp8" does not
-        fit it.
+        q, k and v, or what they were quantised from, are not of one library and one dtype, or not of one that
+        precision="fp8" takes.
     """
 
     def __init__(self, q: Any, k: Any, v: Any, fp8: bool, described: bool = False) -> None:
@@ -42,21 +42,18 @@ class Dequantised:
         self.dtype = arrays.dtype_name("q", q)
         for name, x in named.items():
             arrays.require(name, _memory(x), self.kind)
-            if (found := arrays.dtype_name(name, x)) != self.dtype:
+            if (dtype := arrays.dtype_name(name, x)) != self.dtype:
+                raise TypeError(f"{name}: expected dtype {self.dtype} (q's, before quantisation), got {dtype}")
+            if fp8 and not isinstance(x, Quantized) and dtype not in FP8_DTYPES:
                 raise TypeError(
-                    f"{name} has dtype {found}, q has {self.dtype}; q, k and v have one dtype, before they are "
-                    "quantised too"
-                )
-            if fp8 and not isinstance(x, Quantized) and found not in FP8_DTYPES:
-                raise TypeError(
-                    f"precision='fp8' quantises {' and '.join(FP8_DTYPES)}, and {name} has dtype {found}; "
-                    f"flashkit.quantize({name}, ...) fits, or another precision"
+                    f"{name}: expected dtype {' or '.join(FP8_DTYPES)} with precision='fp8', got {dtype}; pass "
+                    f"flashkit.quantize({name}, ...) or another precision"
                 )
         self._dtype = DTYPES[self.dtype].accumulator
         self._description = ", ".join(f"{name} {self._describe(x)}" for name, x in named.items())
 
     @property
-    def narrow(self) -> bool:
+    def rounds(self) -> bool:
         """Whether results are rounded to the caller's dtype."""
         return self.dtype != self._dtype
 
@@ -64,25 +61,25 @@ class Dequantised:
         """Where to compute: on q's device."""
         return arrays.scope(_memory(self._q))
 
-    def to_native(self, **given: Any) -> dict[str, Any]:
+    def to_native(self, **arguments: Any) -> dict[str, Any]:
         """Arguments with arrays of the computing dtype. An `out` of another dtype is left to `from_native`."""
-        given = self._pages_in_use(given)
-        return {name: self._wide(name, value) for name, value in given.items()}
+        arguments = self._pages_in_use(arguments)
+        return {name: self._wide(name, value) for name, value in arguments.items()}
 
-    def _pages_in_use(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _pages_in_use(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments with the pages that a table on the host names, if that are fewer than there are."""
-        k, v, table = (given.get(name) for name in ("k", "v", "page_table"))
+        k, v, table = (arguments.get(name) for name in ("k", "v", "page_table"))
         if not (isinstance(k, Quantized) and isinstance(v, Quantized) and k.shape[:1] == v.shape[:1]):
-            return given
+            return arguments
         if self._described or not isinstance(table, np.ndarray) or table.dtype.kind not in "iu":
-            return given
+            return arguments
         count = k.shape[0]
         known = (table >= 0) & (table < count)
         pages = np.unique(table[known])
         if not 0 < len(pages) < count:
-            return given
+            return arguments
         renumbered = np.where(known, np.searchsorted(pages, table), np.where(table < 0, table, len(pages)))
-        return given | {"k": k.pages(pages), "v": v.pages(pages), "page_table": renumbered}
+        return arguments | {"k": k.pages(pages), "v": v.pages(pages), "page_table": renumbered}
 
     def _wide(self, name: str, value: Any) -> Any:
         if name in ("q", "k", "v"):
@@ -94,11 +91,11 @@ class Dequantised:
         if name == "precision":
             return None if self.fp8 else value
         if name == "out":
-            return None if self.narrow else value
+            return None if self.rounds else value
         if name == "dout":
             arrays.require(name, value, self.kind)
             if arrays.dtype_name(name, value) != self.dtype:
-                raise TypeError(f"dout has dtype {value.dtype}; {self.dtype} fits")
+                raise TypeError(f"dout: expected dtype {self.dtype}, got {value.dtype}")
             return self._widened(value)
         return value
 
@@ -125,7 +122,7 @@ class Dequantised:
         if name in ("lse", "dsinks"):
             return result
         result = self._rounded(result)
-        if out is None or not self.narrow:
+        if out is None or not self.rounds:
             return result
         check_out(out, self.kind, self.dtype, result.shape)
         out[...] = result

@@ -180,7 +180,7 @@ MEASURED_ROUNDS, MEASURED_SECONDS = 10, 1.0
 def _measured(problem: Problem, operands: Operands, backend: str | None) -> dict[str, float]:
     """Median seconds of a forward pass and of a backward pass."""
     if problem.array_kind != "numpy":
-        raise ValueError(f"measure=True times calls on NumPy arrays; {problem.array_kind} arrays came")
+        raise ValueError(f"measure: expected NumPy arrays for measure=True, got {problem.array_kind} arrays")
     if 0 in (problem.batch, problem.heads, problem.n_q):
         return {}
     chosen, plan = dispatch.plan(problem, backend)

@@ -41,11 +41,13 @@ class Library:
         """The same memory as an array of NumPy or CuPy; TypeError if there is no such array."""
         kind, _ = self.place(array)
         if kind not in (1, 2, 3, 13):  # CPU, CUDA, CUDA's pinned and managed memory
-            raise TypeError(f"{name} lies on a device of DLPack's kind {kind}; an array on a CPU or a CUDA device fits")
+            raise TypeError(f"{name}: expected an array on a CPU or a CUDA device, got DLPack's device kind {kind}")
         try:
             return (np if kind == 1 else cupy_for(name)).from_dlpack(array)
         except (TypeError, ValueError, RuntimeError, BufferError) as error:
-            raise TypeError(f"{name} is a {full_name(array)} that DLPack does not carry over: {error}") from error
+            raise TypeError(
+                f"{name}: expected an array that DLPack exports, got a {full_name(array)}: {error}"
+            ) from error
 
     def own(self, native: Any, like: Any) -> Any:
         """A result as an array of this library, on the device of `like`."""
@@ -80,11 +82,11 @@ class Torch(Library):
         if array.is_cuda:
             return views.cuda_array(torch, name, array)
         if not array.is_cpu:
-            raise TypeError(f"{name} lies on {array.device}; a tensor on a CPU or a CUDA device fits")
+            raise TypeError(f"{name}: expected a tensor on a CPU or a CUDA device, got one on {array.device}")
         try:
             return self.memory(array)
         except (TypeError, RuntimeError) as error:
-            raise TypeError(f"{name} is a torch tensor without plain memory: {error}") from error
+            raise TypeError(f"{name}: expected a torch.Tensor with plain memory: {error}") from error
 
     def memory(self, tensor: Any) -> Any:
         """What a plan reads of a plain tensor: an array of NumPy, or a View."""
@@ -110,13 +112,13 @@ class Torch(Library):
         torch = sys.modules["torch"]
         kind = type(array)
         if kind is not torch.Tensor and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            raise TypeError(f"{name} is a {full_name(array)}, which is more than its memory; a plain torch.Tensor fits")
+            raise TypeError(f"{name}: expected a plain torch.Tensor, got a {full_name(array)}")
         if torch._C._functorch.is_functorch_wrapped_tensor(array) or is_dual(array):
-            raise TypeError(f"{name} belongs to a transform of torch.func or forward mode; a plain tensor fits")
+            raise TypeError(f"{name}: expected a plain tensor, got one of a transform of torch.func or of forward mode")
         if array.requires_grad and torch.is_grad_enabled():
             raise TypeError(
-                f"{name} requires grad, and autograd does not record this function; flashkit.torch.attention is "
-                f"differentiable, {name}.detach() or torch.no_grad() fits without a gradient"
+                f"{name} requires grad, and autograd does not record this function: use flashkit.torch.attention, "
+                f"which is differentiable, or pass {name}.detach()"
             )
         return torch
 
@@ -201,22 +203,20 @@ class Jax(Library):
     def device(self, name: str, array: Any) -> Any:
         """The device of a concrete array."""
         if isinstance(array, sys.modules["jax"].core.Tracer):
-            raise TypeError(
-                f"{name} is traced by a transform of JAX (jit, grad, vmap); the functions of flashkit.jax fit there"
-            )
+            raise TypeError(f"{name}: expected a concrete array, got a traced one: use the functions of flashkit.jax")
         if len(array.devices()) != 1:
-            raise TypeError(f"{name} is sharded over {len(array.devices())} devices; an array on one device fits")
+            raise TypeError(f"{name}: expected an array on one device, got one on {len(array.devices())} devices")
         (device,) = array.devices()
         return device
 
     def native(self, name: str, array: Any) -> Any:
         device = self.device(name, array)
         if name == "out":
-            raise TypeError("out is a jax array, which is immutable; leave it out")
+            raise TypeError("out: expected None, got a jax array, which is immutable")
         if device.platform == "cpu":
             return np.asarray(array)  # a view, of bfloat16 too
         if device.platform not in ("gpu", "cuda"):
-            raise TypeError(f"{name} lies on {device}; an array on a CPU or a CUDA device fits")
+            raise TypeError(f"{name}: expected an array on a CPU or a CUDA device, got one on {device}")
         return cupy_for(name).from_dlpack(array)
 
     def own(self, native: Any, like: Any) -> Any:
@@ -264,10 +264,10 @@ def library_of(array: Any) -> Library | None:
     try:
         return _known[kind]
     except KeyError:
-        found = _find(array)
+        library = _find(array)
         if len(_known) < 1000:  # classes may be made without end
-            _known[kind] = found
-        return found
+            _known[kind] = library
+        return library
 
 
 def _find(array: Any) -> Library | None:
@@ -352,17 +352,17 @@ class Foreign:
             return tuple(self._native(name, each) for each in value)
         other = library_of(value)
         if other is self.library:
-            made = (take or other.native)(name, value)
-            on_host = name in HOST_INTEGERS and isinstance(made, np.ndarray)
+            native = (take or other.native)(name, value)
+            on_host = name in HOST_INTEGERS and isinstance(native, np.ndarray)
             if value is self.q or on_host or other.place(value) == other.place(self.q):
-                return made
-            rule = "must be on one device"
+                return native
+            place = "on the device of q"
         elif other is not None or (name not in HOST_INTEGERS and getattr(value, "ndim", 0) != 0):
-            rule = "must be of one library"
+            place = "of the library of q"
         else:
             return value
         what = full_name(value) if other is None else other.describe(value)
-        raise TypeError(f"{name} is a {what}, but q is a {self.library.describe(self.q)}; all arrays of a call {rule}")
+        raise TypeError(f"{name}: expected an array {place}, a {self.library.describe(self.q)}, got a {what}")
 
     def from_native(self, name: str, result: Any) -> Any:
         """A result as an array of the library. name: "out", "lse", "dq", ..., as for other adapters."""

@@ -42,7 +42,7 @@ def merge(*parts: tuple[Any, Any], layout: str = "bhnd") -> tuple[Any, Any]:
     Raises
     ------
     TypeError, ValueError
-        There is no part, or an array does not fit. The message names it, what came and what would fit.
+        There is no part, or an array is invalid. The message names it and says what was expected.
 
     Notes
     -----
@@ -114,33 +114,33 @@ def _native(adapter: interop.Foreign | interop.Native, number: int, part: Any) -
 
 
 def _checked(parts: Sequence[Any], layout: str) -> str:
-    """The kind of the arrays and the shape of an lse; an error if the parts do not fit each other."""
+    """The kind of the arrays and the shape of an lse; an error if the parts disagree."""
     choice("layout", layout, LAYOUTS)
-    fits = "(out, lse), as attention(..., return_lse=True) returns it, fits"
+    expected = "expected (out, lse), as attention(..., return_lse=True) returns it"
     if not parts:
-        raise TypeError(f"merge() without parts; one or more {fits[:-1]}")
+        raise TypeError(f"merge(): {expected}, once or more, got no parts")
     kind, first = None, parts[0]
     for number, pair in enumerate(parts):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            given = f"an array of shape {pair.shape}" if hasattr(pair, "shape") else shown(pair)
-            raise TypeError(f"part {number} is {given}; {fits}")
+            what = f"an array of shape {pair.shape}" if hasattr(pair, "shape") else shown(pair)
+            raise TypeError(f"part {number}: {expected}, got {what}")
         out, lse = pair
         for name, array in ((f"out of part {number}", out), (f"lse of part {number}", lse)):
             kind = arrays.require(name, array, kind)
         if arrays.dtype_name(f"out of part {number}", out) != first[0].dtype.name:
             raise TypeError(
-                f"out of part {number} has dtype {out.dtype}, out of part 0 has {first[0].dtype}; they have one dtype"
+                f"out of part {number}: expected dtype {first[0].dtype} (part 0's), got {out.dtype}"
             )
         if lse.dtype.name not in LSE_DTYPES:
-            raise TypeError(f"lse of part {number} has dtype {lse.dtype}; {' or '.join(LSE_DTYPES)} fits")
+            raise TypeError(f"lse of part {number}: expected dtype {' or '.join(LSE_DTYPES)}, got {lse.dtype}")
         if out.ndim < 2:
-            raise ValueError(f"out of part {number} has shape {out.shape}; (..., heads, queries, Dv) fits")
+            raise ValueError(f"out of part {number}: expected shape (..., heads, queries, Dv), got {out.shape}")
         if out.shape != first[0].shape:
             raise ValueError(
-                f"out of part {number} has shape {out.shape}, out of part 0 has {first[0].shape}; they have one shape"
+                f"out of part {number}: expected shape {first[0].shape} (part 0's), got {out.shape}"
             )
         rows = out.shape[:-1]
         wanted = (*rows[:-2], rows[-1], rows[-2]) if layout == "bnhd" and len(rows) > 1 else rows
         if lse.shape != wanted:
-            raise ValueError(f"lse of part {number} has shape {lse.shape}; {wanted}, one number for each row, fits")
+            raise ValueError(f"lse of part {number}: expected shape {wanted}, one number for each row, got {lse.shape}")
     return str(kind)

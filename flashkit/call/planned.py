@@ -207,7 +207,7 @@ class Planned:
         Raises
         ------
         TypeError, ValueError
-            An argument does not fit. The message names it, what came and what would fit.
+            An argument is invalid. The message names it and says what was expected.
 
         Examples
         --------
@@ -226,13 +226,13 @@ class Planned:
         True
         """
         q, k, v = arrays.own_forms(q, k, v)
-        fits = arrays.layouts(q, k, v) == self._layouts and not self._fp8
-        if fits and kv_lengths is q_offset is page_table is None:
+        as_planned = arrays.layouts(q, k, v) == self._layouts and not self._fp8
+        if as_planned and kv_lengths is q_offset is page_table is None:
             return self.run_on(q, k, v, out)
-        given: Any = {"kv_lengths": kv_lengths, "q_offset": q_offset, "page_table": page_table}
+        lengths_of_call: Any = {"kv_lengths": kv_lengths, "q_offset": q_offset, "page_table": page_table}
         if self._fp8:
-            given["precision"] = "fp8"
-        with Call("a planned call", q, k, v, given, out) as call:
+            lengths_of_call["precision"] = "fp8"
+        with Call("a planned call", q, k, v, lengths_of_call, out) as call:
             call.dequantise()
             call.require_arrays()
             self._check(call.q, call.k, call.v)
@@ -256,7 +256,7 @@ class Planned:
         return self.run_on(q, k, v, out, *pairs)
 
     def with_keys(self, q: Any, k: Any, v: Any, out: Any, axis: int) -> Any:
-        """The call for as many keys as k has along this axis; for arrays that fit but for that."""
+        """The call for as many keys as k has along this axis; for arrays that are otherwise as planned."""
         n, batch = k.shape[axis], self.problem.batch
         lengths = np.array([n] * batch, np.int64)  # faster than `full`
         offsets = self._operands.q_offset
@@ -268,10 +268,12 @@ class Planned:
         self, q: Any, k: Any, v: Any, out: Any, lengths: Any, offset: Any = None, table: Any = None
     ) -> Any:  # fmt: skip
         """The call with other lengths, offsets and pages, or with the plan's where they are None; for arrays that are
-        known to fit.
+        known to be valid.
         """
         if not self._varies:
-            raise TypeError("kv_lengths, q_offset and page_table are for plans made with kv_lengths and no cu_seqlens")
+            raise TypeError(
+                "kv_lengths, q_offset, page_table: expected None for a plan without kv_lengths or with cu_seqlens"
+            )
         kind, shape, own = self.problem.array_kind, self._shape, self._operands
         batch, n_q = self.problem.batch, self.problem.n_q
         given, lengths = lengths, own.kv_lengths
@@ -286,30 +288,30 @@ class Planned:
         self._check_positions(lengths, offsets, offset is not None)
         if not self.problem.spec.paged:
             if table is not None:
-                raise TypeError("page_table is for plans made with page_table")
+                raise TypeError("page_table: expected None, since the plan was made without one")
             return self._run_on(self._run_at, q, k, v, out, lengths, offsets)
         if table is None:
             table = own.page_table
         else:
             table = table_of(table, kind, batch)
             if table.shape != own.page_table.shape:
-                raise ValueError(f"page_table has shape {table.shape}; {own.page_table.shape}, as planned, fits")
+                raise ValueError(f"page_table: expected shape {own.page_table.shape}, as planned, got {table.shape}")
         check_pages(table, lengths, *k.shape[:2])
         return self._run_on(self._run_at, q, k, v, out, lengths, offsets, table)
 
-    def _check_positions(self, lengths: Any, offsets: Any, given: bool) -> None:
+    def _check_positions(self, lengths: Any, offsets: Any, has_offsets: bool) -> None:
         """Check what depends on positions; given: whether the caller gave the offsets."""
         problem, n_q = self.problem, self.problem.n_q
-        if n_q > 1 and isinstance(self._follows, int) and not given and not problem.spec.paged:
+        if n_q > 1 and isinstance(self._follows, int) and not has_offsets and not problem.spec.paged:
             check_default_offset(lengths, n_q, (problem.spec.score, problem.spec.mask))
         if self._values:
-            reach = q_offset_range(offsets, given, problem.batch, n_q, self._room)
+            reach = q_offset_range(offsets, has_offsets, problem.batch, n_q, self._room)
             for mod in self.mods():
                 if mod is not None:
                     check_indices(mod, problem.batch, problem.heads, n_q, self._room, *reach)
 
     def run_on(self, q: Any, k: Any, v: Any, out: Any, *per_call: Any) -> Any:
-        """The call, for arrays that are known to fit."""
+        """The call, for arrays that are known to be valid."""
         return self._run_on(self._run, q, k, v, out, *per_call)
 
     def recorded(self, call: Call, out: Any, lse: Any, kept: bool = False) -> Recorded:
@@ -323,8 +325,8 @@ class Planned:
         (backend, plan), shape = self._chosen, self._shape
         if out.shape != self._out or out.dtype != self._dtype or lse.dtype != self._lse[1]:
             raise ValueError(
-                f"out and lse that were kept have shape {out.shape} and dtypes {out.dtype} and {lse.dtype}; "
-                f"{self._out}, {self._dtype} and {self._lse[1]}, as the call gave them, fit"
+                f"stored out and lse: expected shape {self._out} and dtypes {self._dtype} and {self._lse[1]}, as the "
+                f"call returned them, got {out.shape}, {out.dtype} and {lse.dtype}"
             )
         four = shape.to_four if self._copied else shape.four_axes
         q, k, v, out = (x.view() for x in (four(q), four(k), four(v), shape.to_four(out)))
@@ -373,26 +375,26 @@ class Planned:
         out = out.view()
         if out.shape != self._out or out.dtype != self._dtype or (on_host and not out.flags.carray):
             check_out(out, self.problem.array_kind, self.problem.spec.dtype, self._out)
-        fits = arrays.contiguous(out) and not any(arrays.may_share(out, x) for x in (*read, *self._values))
-        return out if fits else None
+        writable = arrays.contiguous(out) and not any(arrays.may_share(out, x) for x in (*read, *self._values))
+        return out if writable else None
 
     def _check(self, q: Any, k: Any, v: Any) -> None:
         for name, array, planned in zip(("q", "k", "v"), (q, k, v), self._layouts, strict=True):
             arrays.require(name, array, self.problem.array_kind)
             _, shape, strides, dtype, place = planned
             if array.dtype != dtype:
-                raise TypeError(f"{name} has dtype {array.dtype}; {dtype}, which the call was planned for, fits")
+                raise TypeError(f"{name}: expected dtype {dtype}, as planned, got {array.dtype}")
             if array.shape != shape:
-                raise ValueError(f"{name} has shape {array.shape}; {shape}, which the call was planned for, fits")
+                raise ValueError(f"{name}: expected shape {shape}, as planned, got {array.shape}")
             if any(n > 1 and a != b for n, a, b in zip(shape, array.strides, strides, strict=True)):
                 raise ValueError(
-                    f"{name} has strides {array.strides}; {strides}, which the call was planned for, fit: copy it, or "
-                    "plan a call for such arrays"
+                    f"{name}: expected strides {strides}, as planned, got {array.strides}: copy it, or plan a call for "
+                    "such arrays"
                 )
             if arrays.layout(array)[-1] != place:
                 raise ValueError(
-                    f"{name} is {arrays.describe_place(array)}, unlike the array that the call was planned for; copy "
-                    "it, or plan a call for such arrays"
+                    f"{name}: expected an array like the planned one, got one that is {arrays.describe_place(array)}: "
+                    "copy it, or plan a call for such arrays"
                 )
 
 
@@ -460,15 +462,15 @@ def _unpickled(
     """The plan whose pickled form this is."""
     if not isinstance(tensors, list) or len(tensors) != 3 or not isinstance(options, dict):
         raise ValueError(f"no pickled plan: {shown(tensors)}")
-    given = tuple(_laid_out(*each) for each in tensors)
-    prepared = prepare(*given, **options)
+    like = tuple(_laid_out(*each) for each in tensors)
+    prepared = prepare(*like, **options)
     problem, _, shape = prepared
     if follows is not None:
         n_q, queries = problem.n_q, None if isinstance(follows, int) else follows
         follows = queries_of(queries, problem.array_kind, shape, problem.batch, n_q, n_q)
     varies = problem.spec.kv_lengths and not problem.spec.packed
     return Planned(
-        prepared, (given[0], given[1], given[2]), backend, return_lse is True, varies=varies, follows=follows,
+        prepared, (like[0], like[1], like[2]), backend, return_lse is True, varies=varies, follows=follows,
         fp8=fp8 is True,
     )  # fmt: skip
 

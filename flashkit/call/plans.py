@@ -27,8 +27,8 @@ from .shape import LAYOUTS
 from .views import View
 
 FEW_QUERIES, MIN_KEYS = 8, 16
-"""Fewer queries over at least so many keys are decoded on the CPU. Then nothing but lengths depends on the exact number
-of keys, so calls over more and more keys share a plan and give the bits of a plan for each."""
+"""Below FEW_QUERIES queries and from MIN_KEYS keys on, the CPU uses the decode kernel. Then only lengths depend on the
+exact number of keys, so calls over more and more keys share a plan and give the bits of a plan for each."""
 
 _MAX_PLANS = 256
 _MAX_MASK_BYTES = 1 << 20  # of a block mask that a cached plan keeps alive
@@ -59,16 +59,16 @@ def plan_of(call: Call, backend: str | None, return_lse: bool, recorded: bool = 
 
 def _made(key: Any, call: Call, prepared: Prepared, backend: str | None, return_lse: bool) -> Planned | None:
     """The plan of a prepared call, put into the cache; None if it cannot serve other calls."""
-    given, operands = call.per_call, prepared.operands
-    names = names_of(given.arrays, operands)
+    per_call, operands = call.per_call, prepared.operands
+    names = names_of(per_call.arrays, operands)
     if key is None or names is None:
         return None
-    if given.offsets:
-        names += tuple(name for name in operands.sequences() if given.follows or name != "q_offset")
-    axis, varies = given.keys_axis, given.keys_axis < 0 or given.lengths is not None
+    if per_call.offsets:
+        names += tuple(name for name in operands.sequences() if per_call.follows or name != "q_offset")
+    axis, varies = per_call.keys_axis, per_call.keys_axis < 0 or per_call.lengths is not None
     planned = Planned(
         prepared, (call.q, call.k, call.v), backend, return_lse, names, varies,
-        follows=prepared.problem.n_q if varies and given.follows else None,
+        follows=prepared.problem.n_q if varies and per_call.follows else None,
         room=_room(call.k.shape[axis]) if axis < 0 else None,
     )  # fmt: skip
     if not varies or planned.takes_lengths:
@@ -178,7 +178,7 @@ def names_of(given: Sequence[Any], operands: Operands) -> tuple[str, ...] | None
 
     None if one of them was copied or reshaped, or matches two: a kernel reads an array in the layout of the operand.
     """
-    found = [
+    matches = [
         [
             name
             for name, own in operands.arrays.items()
@@ -186,8 +186,8 @@ def names_of(given: Sequence[Any], operands: Operands) -> tuple[str, ...] | None
         ]
         for array in given
     ]
-    names = tuple(chain.from_iterable(found))
-    return names if all(len(each) == 1 for each in found) and len(set(names)) == len(names) else None
+    names = tuple(chain.from_iterable(matches))
+    return names if all(len(each) == 1 for each in matches) and len(set(names)) == len(names) else None
 
 
 def get(key: Any) -> Any:
@@ -195,12 +195,12 @@ def get(key: Any) -> Any:
     if key is None:
         return None
     try:
-        found = _plans.get(key)
+        plan = _plans.get(key)
     except TypeError:  # an option cannot be hashed
         return None
-    if found is not None:
-        found.last_use = next(_ticks)
-    return found
+    if plan is not None:
+        plan.last_use = next(_ticks)
+    return plan
 
 
 def put(key: Any, planned: Any) -> None:

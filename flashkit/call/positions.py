@@ -71,13 +71,13 @@ def _per_entry(name: str, value: Any, kind: str, shape: Shape, batch: int, what:
 def _counts(name: str, value: Any, kind: str, shape: Shape, batch: int, most: int, of: str, copied: bool) -> Any:
     """int64 (B,): how many of the `most` queries or keys each batch entry has."""
     what = f"integers (B,), the number of {of} of each batch entry,"
-    found = _per_entry(name, value, kind, shape, batch, what, copied)
+    counts = _per_entry(name, value, kind, shape, batch, what, copied)
     # As unsigned numbers, negative ones are the largest.
-    if isinstance(found, np.ndarray) and found.size and found.view(np.uint64).max() > most:
+    if isinstance(counts, np.ndarray) and counts.size and counts.view(np.uint64).max() > most:
         raise ValueError(
-            f"{name} has values from {found.min()} to {found.max()}; 0 to {most}, the number of {of}, fits"
+            f"{name}: expected 0 to {most}, the number of {of}, got values from {counts.min()} to {counts.max()}"
         )
-    return found
+    return counts
 
 
 def kv_lengths_of(value: Any, kind: str, shape: Shape, batch: int, n_k: int, copied: bool = True) -> Any:
@@ -90,8 +90,8 @@ def queries_of(value: Any, kind: str, shape: Shape, batch: int, n_q: Any, most: 
     """q_lengths, or the queries of each sequence: int64 (B,), or one number."""
     if value is None:
         return n_q
-    found = _counts("q_lengths", value, kind, shape, batch, most, "queries", copied)
-    return found.astype(np.int64, copy=False)
+    counts = _counts("q_lengths", value, kind, shape, batch, most, "queries", copied)
+    return counts.astype(np.int64, copy=False)
 
 
 def q_offsets_of(
@@ -113,7 +113,7 @@ def q_offsets_of(
         own = None if arrays.same_address(offsets, value) else offsets
         return arrays.namespace(kind).clip(offsets, -MAX_POSITION, MAX_POSITION, out=own)
     if offsets.size and not (offsets.min() >= -MAX_POSITION and offsets.max() <= MAX_POSITION):
-        raise ValueError(f"q_offset is {shown(value)}; positions within 2^48 fit")
+        raise ValueError(f"q_offset: expected positions within 2^48, got {shown(value)}")
     return offsets
 
 
@@ -146,8 +146,9 @@ def check_default_offset(lengths: Any, n_q: int, graphs: Iterable[Expr | None]) 
         problem = f"kv_lengths lie on a device and are not read, and there are {n_q} queries" if n_q > 1 else ""
     if problem and are_read(*graphs):
         raise ValueError(
-            f"{problem}; causal, window, alibi_slopes and functions of q then need q_offset: 0 fits where queries are "
-            "padded on the right like the keys, kv_lengths - Nq where the last query stands at the last key"
+            f"q_offset: expected one with causal, window, alibi_slopes or functions of q, since {problem}; pass 0 "
+            "where queries are padded on the right like the keys, kv_lengths - Nq where the last query is at the last "
+            "key"
         )
 
 

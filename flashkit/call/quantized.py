@@ -24,7 +24,7 @@ LARGEST: dict[str, int] = {"e4m3": 448, "int8": 127}
 
 PER = ("tensor", "head", "block", "token")
 
-LEAST_SCALE = float(np.finfo(np.float32).tiny)
+MIN_SCALE = float(np.finfo(np.float32).tiny)
 """Below it float32 numbers lose bits. The scale of a group of zeros."""
 
 
@@ -60,7 +60,7 @@ class Quantized:
     Raises
     ------
     TypeError, ValueError
-        A field does not fit. The message names it, what came and what would fit.
+        A field is invalid. The message names it and says what was expected.
 
     Examples
     --------
@@ -92,24 +92,25 @@ class Quantized:
         object.__setattr__(self, "dtype", _floating(self.dtype))
         codes = "float8_e4m3fn" if kind == "numpy" else "uint8"
         if name_of(self.data.dtype) not in (codes, "int8"):
-            raise TypeError(f"data has dtype {self.data.dtype}; {codes} or int8 fits")
+            raise TypeError(f"data: expected dtype {codes} or int8, got {self.data.dtype}")
         choice("per", self.per, PER)
         choice("layout", self.layout, LAYOUTS)
         check_shape("data", self.data.shape)
         object.__setattr__(self, "block", integer("block", self.block, 1, 2**63 - 1))
         wanted = scale_shape(self.data.shape, self.per, self.block, self.layout)
-        given = {"scale": self.scale} if self.mean is None else {"scale": self.scale, "mean": self.mean}
-        for name, array in given.items():
+        floats = {"scale": self.scale} if self.mean is None else {"scale": self.scale, "mean": self.mean}
+        for name, array in floats.items():
             if name_of(array.dtype) != "float32":
-                raise TypeError(f"{name} has dtype {array.dtype}; float32 fits")
+                raise TypeError(f"{name}: expected dtype float32, got {array.dtype}")
         if self.scale.shape != wanted:
             raise ValueError(
-                f"scale has shape {self.scale.shape}; {wanted} fits data of shape {self.shape} with per={self.per!r}"
+                f"scale: expected shape {wanted} for data of shape {self.shape} with per={self.per!r}, got "
+                f"{self.scale.shape}"
             )
         if self.mean is not None and (
             self.mean.ndim != self.ndim or any(n not in (1, m) for n, m in zip(self.mean.shape, self.shape))
         ):
-            raise ValueError(f"mean has shape {self.mean.shape}; what broadcasts to {self.shape}, axis by axis, fits")
+            raise ValueError(f"mean: expected a shape that broadcasts to {self.shape} by axes, got {self.mean.shape}")
         if self.seed is not None:
             object.__setattr__(self, "seed", integer("seed", self.seed, 0, 2**64 - 1))
 
@@ -164,7 +165,7 @@ class Quantized:
         Raises
         ------
         TypeError
-            The dtype does not fit.
+            It is no such dtype.
 
         Examples
         --------
@@ -230,7 +231,7 @@ def quantize(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit. The message names it, what came and what would fit.
+        An argument is invalid. The message names it and says what was expected.
 
     Notes
     -----
@@ -259,7 +260,7 @@ def quantize(
     True
     """
     if (library := interop.library_of(x)) is not None:
-        raise TypeError(f"x is a {library.describe(x)}; an array of NumPy or CuPy fits")
+        raise TypeError(f"x: expected an array of NumPy or CuPy, got a {library.describe(x)}")
     kind = arrays.require("x", x)
     x = x.view()  # before its form is looked at; see arrays.own_forms
     arrays.dtype_name("x", x)
@@ -282,7 +283,7 @@ def quantize(
         values = xp.where(xp.isfinite(values), values, np.float32(np.nan))
         absent = np.float32(0 if dtype == "e4m3" else np.nan)
         rows = xp.where(xp.isnan(values), absent, abs(values)).max(-1, keepdims=True)
-        scale = xp.maximum(_reduced(xp, rows, per, block, tokens) / np.float32(LARGEST[dtype]), np.float32(LEAST_SCALE))
+        scale = xp.maximum(_reduced(xp, rows, per, block, tokens) / np.float32(LARGEST[dtype]), np.float32(MIN_SCALE))
         values /= _of_tokens(xp, scale, x.shape, per, block, layout)
         data = _e4m3(xp, values) if dtype == "e4m3" else _int8(xp, values)
     return Quantized(data, scale, x.dtype, per, block, layout, seed if rotate else None, mean)
@@ -300,9 +301,9 @@ def rotation(d: int, seed: int) -> np.ndarray:
         while len(transform) < d:
             transform = np.block([[transform, transform], [transform, -transform]])
     matrix = np.where(words & 1, -1.0, 1.0)[:, None] * transform / d**0.5
-    made = matrix.astype(np.float32)
-    made.flags.writeable = False
-    return made
+    single = matrix.astype(np.float32)
+    single.flags.writeable = False
+    return single
 
 
 def scale_shape(shape: tuple[int, ...], per: str, block: int, layout: str) -> tuple[int, ...]:
@@ -321,7 +322,7 @@ def _token_axis(ndim: int, layout: str) -> int:
 
 def check_shape(name: str, shape: tuple[int, ...]) -> None:
     if len(shape) < 2 or not 1 <= shape[-1] <= MAX_HEAD_DIM:
-        raise ValueError(f"{name} has shape {shape}; (..., tokens, head_dim), a head dim of 1 to {MAX_HEAD_DIM}, fits")
+        raise ValueError(f"{name}: expected shape (..., tokens, head_dim), head_dim 1 to {MAX_HEAD_DIM}, got {shape}")
 
 
 def _floating(dtype: Any) -> Any:
@@ -329,12 +330,12 @@ def _floating(dtype: Any) -> Any:
     import ml_dtypes
 
     try:
-        found = np.dtype(getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype)
+        known = np.dtype(getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype)
     except TypeError:
-        found = None
-    if found is None or name_of(found) not in DTYPES or not found.isnative:
-        raise TypeError(f"dtype is {shown(dtype)}; {', '.join(DTYPES)} fit")
-    return found
+        known = None
+    if known is None or name_of(known) not in DTYPES or not known.isnative:
+        raise TypeError(f"dtype: expected {', '.join(DTYPES)}, got {shown(dtype)}")
+    return known
 
 
 def _reduced(xp: Any, rows: Any, per: str, block: int, tokens: int) -> Any:

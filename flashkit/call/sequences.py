@@ -13,7 +13,7 @@ from ..spec import Tokens
 from . import arrays
 from .checks import choice
 from .positions import integers_of, kv_lengths_of, read_in_place
-from .shape import FORMS, HEADS_AND_TOKENS, LAYOUTS, Shape, misfit, shape_of
+from .shape import FORMS, HEADS_AND_TOKENS, LAYOUTS, Shape, disagreement, shape_of
 
 OFFSETS = "integers (sequences + 1,), from 0 up to the number of tokens,"
 
@@ -64,7 +64,7 @@ class Sequences(NamedTuple):
 def sequences_of(
     q: Any, k: Any, v: Any, kind: str, layout: str, kv_lengths: Any, cu_seqlens: Any, page_table: Any, copied: bool
 ) -> Sequences:
-    """The sequences of a call; ValueError or TypeError if the arguments do not fit each other."""
+    """The sequences of a call; ValueError or TypeError if the arguments disagree."""
     if cu_seqlens is None and page_table is None:
         shape = shape_of(q, k, v, layout)
         n_q, n_k = (x.shape[-2 if x.ndim == 2 else HEADS_AND_TOKENS[layout][1]] for x in (q, k))
@@ -72,10 +72,10 @@ def sequences_of(
         return Sequences(shape, batch, n_q, n_q, n_k, n_k, kv_lengths_of(kv_lengths, kind, shape, batch, n_k, copied))
     for name, array in (("q", q), ("k", k), ("v", v))[: 1 if page_table is not None else 3]:
         if cu_seqlens is not None and array.ndim != 3:
-            raise ValueError(f"{name} has shape {array.shape}; with cu_seqlens (tokens, heads, head_dim) fits")
+            raise ValueError(f"{name}: expected shape (tokens, heads, head_dim) with cu_seqlens, got {array.shape}")
     if page_table is None:
         if kv_lengths is not None:
-            raise ValueError("kv_lengths beside cu_seqlens, which gives the lengths; one of them fits")
+            raise ValueError("expected kv_lengths or cu_seqlens, which gives the lengths, not both")
         shape = shape_of(q, k, v, "bnhd")
         cu_q, cu_k = _both(cu_seqlens, kind, len(q), len(k))
         if not (isinstance(cu_q, np.ndarray) and isinstance(cu_k, np.ndarray)):
@@ -84,13 +84,13 @@ def sequences_of(
         most_k = _most(lengths, len(k))
         return Sequences(shape, len(n_q), n_q, _most(n_q, len(q)), most_k, most_k, lengths, (cu_q, cu_k))
     if kv_lengths is None:
-        raise ValueError("page_table without kv_lengths; integers (B,), the number of keys of each sequence, fit")
+        raise ValueError("kv_lengths: expected integers (B,), the keys of each sequence, beside page_table, got None")
     layout = layout if cu_seqlens is None else "bnhd"
     shape = _shape_of_paged(q, k, v, layout, cu_seqlens is not None, copied)
     batch, n_q, cu = q.shape[0], q.shape[HEADS_AND_TOKENS[layout][1]], None
     if cu_seqlens is not None:
         if isinstance(cu_seqlens, tuple):
-            raise TypeError("cu_seqlens is a tuple; with page_table one array fits, the offsets of the queries")
+            raise TypeError("cu_seqlens: expected one array beside page_table, the offsets of the queries, got a tuple")
         cu_q = offsets_of("cu_seqlens", cu_seqlens, kind, len(q), "q")
         cu, on_host = (cu_q, None), isinstance(cu_q, np.ndarray)
         batch = len(cu_q) - (2 if on_host else 1)
@@ -111,10 +111,10 @@ def _on_device(shape: Shape, q: Any, n_k: int, cu_q: Any, keys: Any, table: Any 
 
     # Offsets on the host have one more, for what follows the caller's.
     cu_q, keys = (x[:-1] if isinstance(x, np.ndarray) and table is None else x for x in (cu_q, keys))
-    found = derive(cu_q, len(q), keys, n_k, table is not None)
-    cu = found.q, None if table is not None else found.k
+    derived = derive(cu_q, len(q), keys, n_k, table is not None)
+    cu = derived.q, None if table is not None else derived.k
     return Sequences(
-        shape, len(cu_q) - 1, None, len(q), n_k, n_k, found.lengths, cu, table, found.positions
+        shape, len(cu_q) - 1, None, len(q), n_k, n_k, derived.lengths, cu, table, derived.positions
     )  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def _both(value: Any, kind: str, tokens_q: int, tokens_k: int) -> tuple[Any, Any
     """cu_seqlens of q and k."""
     pair = isinstance(value, tuple)
     if pair and len(value) != 2:
-        raise TypeError(f"cu_seqlens is a tuple of {len(value)}; an array fits, or two: (of q, of k)")
+        raise TypeError(f"cu_seqlens: expected an array or two, (of q, of k), got a tuple of {len(value)}")
     names = ("cu_seqlens[0]", "cu_seqlens[1]") if pair else ("cu_seqlens", "cu_seqlens")
     given_q, given_k = value if pair else (value, value)
     cu_q, cu_k = (
@@ -137,7 +137,7 @@ def _both(value: Any, kind: str, tokens_q: int, tokens_k: int) -> tuple[Any, Any
     )
     of_q, of_k = (len(x) - isinstance(x, np.ndarray) for x in (cu_q, cu_k))
     if of_q != of_k:
-        raise ValueError(f"cu_seqlens has {of_q} offsets for q, {of_k} for k; equally many fit")
+        raise ValueError(f"cu_seqlens: expected as many offsets for k as for q, {of_q}, got {of_k}")
     if isinstance(cu_k, np.ndarray):
         cu_k[-1:] = cu_k[-2:-1]
     return cu_q, cu_k
@@ -147,17 +147,17 @@ def offsets_of(name: str, value: Any, kind: str, tokens: int, of: str) -> Any:
     """Checked offsets, int64, a copy with the number of tokens behind the caller's; on a device, where they are not
     read, those.
     """
-    given, on_device = integers_of(name, value, kind, OFFSETS)
-    if given.ndim != 1 or not len(given):
-        raise ValueError(f"{name}: expected {OFFSETS} got shape {given.shape}")
+    offsets, on_device = integers_of(name, value, kind, OFFSETS)
+    if offsets.ndim != 1 or not len(offsets):
+        raise ValueError(f"{name}: expected {OFFSETS} got shape {offsets.shape}")
     if on_device:
-        return given
+        return offsets
     # Neighbours are compared, as their differences may wrap. With them the two ends bound all.
-    if given[0] != 0 or given[-1] > tokens or (given[1:] < given[:-1]).any():
+    if offsets[0] != 0 or offsets[-1] > tokens or (offsets[1:] < offsets[:-1]).any():
         raise ValueError(
             f"{name}: expected {OFFSETS} here {tokens} of {of}, none less than the one before, got {shown(value)}"
         )
-    return np.append(given, tokens)
+    return np.append(offsets, tokens)
 
 
 def _shape_of_paged(q: Any, k: Any, v: Any, layout: str, packed: bool, read: bool) -> Shape:
@@ -165,23 +165,23 @@ def _shape_of_paged(q: Any, k: Any, v: Any, layout: str, packed: bool, read: boo
     choice("layout", layout, LAYOUTS)
     if not packed and q.ndim != 4:
         raise ValueError(
-            f"q has shape {q.shape}; with page_table four axes fit, by layout, or with cu_seqlens (tokens, heads, "
-            "head_dim)"
+            "q: expected four axes with page_table, or (tokens, heads, head_dim) with cu_seqlens too, got shape "
+            f"{q.shape}"
         )
     for name, array in (("k", k), ("v", v)):
         if array.ndim != 4 or array.shape[:3] != k.shape[:3] or 0 in array.shape[:2]:
             raise ValueError(
-                f"{name} has shape {array.shape}, k has {k.shape}; with page_table (pages, page, heads, head_dim) "
-                "fits, the same but for the head dim, and at least one page of at least one token"
+                f"{name}: expected shape (pages, page, heads, head_dim) with page_table, no axis of pages empty, and "
+                f"that of k, {k.shape}, but for the head dim, got {array.shape}"
             )
         if read and array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
-            raise ValueError(f"{name} has strides {array.strides}; with page_table a contiguous last axis fits")
+            raise ValueError(f"{name}: expected a contiguous last axis with page_table, got strides {array.strides}")
         if array.shape[1] > MAX_PAGE:
-            raise ValueError(f"{name} has pages of {array.shape[1]} tokens; up to {MAX_PAGE} fit")
+            raise ValueError(f"{name}: expected pages of up to {MAX_PAGE} tokens, got {array.shape[1]}")
     of_q = q.shape if layout == "bnhd" else (q.shape[0], q.shape[2], q.shape[1], q.shape[3])
     entries = of_q[:-3]
     shapes = {"q": of_q, "k": (*entries, *k.shape[1:]), "v": (*entries, *v.shape[1:])}
-    if problem := misfit(shapes, "bnhd"):
+    if problem := disagreement(shapes, "bnhd"):
         raise ValueError(f"{problem} (q: {FORMS[layout]}; k and v, with page_table: (pages, page, heads, head_dim))")
     return Shape(q.ndim, tuple(q.shape[:-3]), layout, paged=True)
 
@@ -209,8 +209,8 @@ def check_pages(table: Any, lengths: Any, pages: int, page: int) -> None:
     if wrong.any():
         b, i = (int(x[0]) for x in wrong.nonzero())
         raise ValueError(
-            f"page_table has {table[b, i]} at [{b}, {i}], where entry {b} of the batch, of {lengths[b]} keys, has "
-            f"some; 0 to {pages - 1} fits"
+            f"page_table[{b}, {i}]: expected 0 to {pages - 1}, since batch entry {b} of {lengths[b]} keys has some "
+            f"there, got {table[b, i]}"
         )
 
 

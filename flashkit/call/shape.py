@@ -17,8 +17,8 @@ LAYOUTS = tuple(FORMS)
 HEADS_AND_TOKENS = {"bhnd": (-3, -2), "bnhd": (-2, -3)}
 """Axes of heads and of tokens."""
 
-MOST_HEADS = 128
-"""Heads of the models with most of them; where there are more, and more than tokens, the axes may be exchanged."""
+MAX_HEADS = 128
+"""The most heads of known models; where there are more, and more than tokens, the axes may be exchanged."""
 
 
 class Shape:
@@ -87,14 +87,14 @@ class Shape:
 
 
 def shape_of(q: Any, k: Any, v: Any, layout: str) -> Shape:
-    """The shape of a call; ValueError if q, k and v do not fit each other."""
+    """The shape of a call; ValueError if q, k and v disagree."""
     choice("layout", layout, LAYOUTS)
     other = LAYOUTS[1 - LAYOUTS.index(layout)]
     shapes = {"q": q.shape, "k": k.shape, "v": v.shape}
-    if problem := misfit(shapes, layout):
-        hint = "" if q.ndim == 2 or misfit(shapes, other) else f"; with layout={other!r} these shapes fit"
+    if problem := disagreement(shapes, layout):
+        hint = "" if q.ndim == 2 or disagreement(shapes, other) else f"; did you mean layout={other!r}?"
         raise ValueError(f"{problem} (layout={layout!r}: {FORMS[layout]}{hint})")
-    if q.ndim > 3 and _looks_exchanged(shapes, layout) and not misfit(shapes, other):
+    if q.ndim > 3 and _looks_exchanged(shapes, layout) and not disagreement(shapes, other):
         heads, tokens = (q.shape[axis] for axis in HEADS_AND_TOKENS[layout])
         warn(
             f"q has {heads} heads of {tokens} tokens (shape {q.shape}, layout={layout!r}: {FORMS[layout]}); "
@@ -103,29 +103,29 @@ def shape_of(q: Any, k: Any, v: Any, layout: str) -> Shape:
     return Shape(q.ndim, tuple(q.shape[:-3]), layout)
 
 
-def misfit(shapes: dict[str, tuple[int, ...]], layout: str) -> str:
-    """Why these shapes of q, k and v do not fit each other, or nothing."""
+def disagreement(shapes: dict[str, tuple[int, ...]], layout: str) -> str:
+    """Why these shapes of q, k and v disagree, or nothing."""
     q, k, v = shapes.values()
     for name, shape in shapes.items():
         if len(shape) < 2:
-            return f"{name} has shape {shape}; {FORMS[layout]} fits, or (tokens, head_dim)"
+            return f"{name}: expected shape {FORMS[layout]} or (tokens, head_dim), got {shape}"
         if len(shape) != len(q):
-            return f"{name} has {len(shape)} axes {shape}, q has {len(q)} {q}; q, k and v have equally many"
+            return f"{name}: expected {len(q)} axes, as q has (shape {q}), got {len(shape)} (shape {shape})"
         if shape[:-3] != q[:-3]:
-            return f"{name} has batch axes {shape[:-3]} (shape {shape}), q has {q[:-3]}; they are equal"
+            return f"{name}: expected batch axes {q[:-3]} (q's), got {shape[:-3]} (shape {shape})"
         if not 1 <= shape[-1] <= MAX_HEAD_DIM:
-            return f"{name} has head dim {shape[-1]} (shape {shape}); 1 to {MAX_HEAD_DIM} fits"
+            return f"{name}: expected a head dim of 1 to {MAX_HEAD_DIM}, got {shape[-1]} (shape {shape})"
     if k[-1] != q[-1]:
-        return f"k has head dim {k[-1]} (shape {k}), q has {q[-1]}; they are equal (only v's may differ)"
+        return f"k: expected head dim {q[-1]} (q's; only v's may differ), got {k[-1]} (shape {k})"
     head_axis, token_axis = HEADS_AND_TOKENS[layout] if len(q) > 2 else (None, -2)
     if v[token_axis] != k[token_axis]:
-        return f"v has {v[token_axis]} tokens (shape {v}), k has {k[token_axis]}; they are equal"
+        return f"v: expected {k[token_axis]} tokens (k's), got {v[token_axis]} (shape {v})"
     if head_axis is not None:
         heads, heads_k, heads_v = (shape[head_axis] for shape in (q, k, v))
         if heads_v != heads_k:
-            return f"v has {heads_v} heads (shape {v}), k has {heads_k}; they are equal"
+            return f"v: expected {heads_k} heads (k's), got {heads_v} (shape {v})"
         if (heads_k == 0 and heads != 0) or (heads_k and heads % heads_k):
-            return f"q has {heads} heads (shape {q}), k has {heads_k}; a multiple of k's heads fits"
+            return f"q: expected a multiple of k's {heads_k} heads, got {heads} (shape {q})"
     return ""
 
 
@@ -136,7 +136,7 @@ def _looks_exchanged(shapes: dict[str, tuple[int, ...]], layout: str) -> bool:
     (heads, tokens), (heads_k, tokens_k) = ([shapes[x][axis] for axis in HEADS_AND_TOKENS[layout]] for x in "qk")
     if heads <= tokens or heads_k <= tokens_k or 0 in (tokens, tokens_k):
         return False
-    return heads > MOST_HEADS or (heads == heads_k and tokens > tokens_k and tokens % tokens_k == 0)
+    return heads > MAX_HEADS or (heads == heads_k and tokens > tokens_k and tokens % tokens_k == 0)
 
 
 def pairwise(name: str, array: Any, kind: str, shape: Shape, full: tuple[int, ...], dtypes: str) -> Any:
@@ -145,15 +145,15 @@ def pairwise(name: str, array: Any, kind: str, shape: Shape, full: tuple[int, ..
     dtype_kind = DTYPES.get(array.dtype.name, " ")[0]
     if dtype_kind not in dtypes:
         words = {"f": "a floating dtype up to float64 (added to the scores)", "b": "bool (True = attend)"}
-        raise TypeError(f"{name} has dtype {array.dtype}; {' or '.join(words[x] for x in dtypes)} fits")
+        raise TypeError(f"{name}: expected {' or '.join(words[x] for x in dtypes)}, got {array.dtype}")
     wanted, (batch, _, n_q, n_k) = (*shape.batch, *full[1:]), full
     axes = wanted[-array.ndim :] if array.ndim else ()
     keys_of_entries = array.ndim == 2 and array.shape == (batch, n_k) and batch > 1
     hint = f"{name}[:, None, None, :] is one of the keys of each batch entry, (B, Nk)"
     if array.ndim > len(wanted) or any(n not in (1, m) for n, m in zip(array.shape, axes, strict=True)):
         raise ValueError(
-            f"{name} has shape {array.shape}; what broadcasts to (..., Hq, Nq, Nk) = {wanted}, with "
-            f"layout={shape.layout!r}, fits{f'; {hint}' if keys_of_entries else ''}"
+            f"{name}: expected a shape that broadcasts to (..., Hq, Nq, Nk) = {wanted} with layout={shape.layout!r}, "
+            f"got {array.shape}{f'; {hint}' if keys_of_entries else ''}"
         )
     if keys_of_entries and n_q == batch:
         warn(

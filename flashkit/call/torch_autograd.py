@@ -45,7 +45,7 @@ _BATCHED_GRADIENTS = torch._C._parse_dispatch_key("VmapMode")  # torch.autograd.
 def _refuse_tangents(tensors: tuple[Any, ...]) -> None:
     """NotImplementedError where forward mode differentiates: operators without a rule for it would drop tangents."""
     if not torch.compiler.is_compiling() and any(map(interop.is_dual, tensors)):
-        raise NotImplementedError("flashkit has no forward mode AD of attention; torch.autograd and torch.func.vjp fit")
+        raise NotImplementedError("attention has no forward-mode AD: use torch.autograd or torch.func.vjp")
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def call(
 def check_differentiable(bias: bool, slopes: bool, has_mods: bool, mods: bool) -> None:
     """Refuse gradients that there are none of. bias, slopes, mods: whether these, or their tensors, require grad."""
     if slopes:
-        raise NotImplementedError("alibi_slopes requires grad; there is a gradient of q, k, v, sinks and bias")
+        raise NotImplementedError("alibi_slopes requires grad, and has no gradient: pass alibi_slopes.detach()")
     if mods:
         raise NotImplementedError(
             "a tensor that score_mod or mask_mod uses requires grad, and has no gradient: pass its detach()"
@@ -83,11 +83,11 @@ def recorded_call(
     q: Any, k: Any, v: Any, tensors: Tensors, options: tuple[Any, ...], mods: Mods | None
 ) -> tuple[Any, Any]:
     """out and lse with a gradient."""
-    found: tuple[Any, Any]
+    result: tuple[Any, Any]
     if not is_watched():
         captured = () if mods is None else mods.captured  # so that autograd notices when they change before backward
-        found = _record(tuple(tensors), options, mods, q, k, v, *tensors.values(), *captured)
-        return found
+        result = _record(tuple(tensors), options, mods, q, k, v, *tensors.values(), *captured)
+        return result
     text, values = _content(mods)
     inputs = [q, k, v, *tensors.values(), *values]
     if torch.compiler.is_compiling():
@@ -95,8 +95,8 @@ def recorded_call(
             return call(True, q, k, v, tensors, options, mods)
         # Dynamo refuses a tensor that is passed twice.
         inputs = [x.view_as(x) if any(x is y for y in inputs[:i]) else x for i, x in enumerate(inputs)]
-    found = Attention.apply(tuple(tensors), options, text, *inputs)
-    return found
+    result = Attention.apply(tuple(tensors), options, text, *inputs)
+    return result
 
 
 class Attention(torch.autograd.Function):
@@ -124,13 +124,13 @@ class Attention(torch.autograd.Function):
         if not torch.is_grad_enabled():
             return _gradients(ctx, dout, dlse)
         with torch.no_grad():
-            found = _gradients(ctx, dout, dlse)
+            gradients = _gradients(ctx, dout, dlse)
         if torch.compiler.is_compiling():
-            return found
+            return gradients
         # create_graph=True
-        known = [n for n, gradient in enumerate(found) if gradient is not None]
-        marked = _NoSecondDerivative.apply(len(known), *(found[n] for n in known), dout, dlse, *ctx.saved_tensors)
-        return tuple(marked[known.index(n)] if n in known else None for n in range(len(found)))
+        known = [n for n, gradient in enumerate(gradients) if gradient is not None]
+        marked = _NoSecondDerivative.apply(len(known), *(gradients[n] for n in known), dout, dlse, *ctx.saved_tensors)
+        return tuple(marked[known.index(n)] if n in known else None for n in range(len(gradients)))
 
     @staticmethod
     def vmap(
@@ -171,11 +171,11 @@ def _unpacked(
 
 def _gradients(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     q, k, v, *rest, out, lse = ctx.saved_tensors
-    given = tuple(rest)
+    content = tuple(rest)
     names, options, mods = ctx.names, ctx.options, ctx.mods
-    tensors, mods = _unpacked(names, mods, given)
+    tensors, mods = _unpacked(names, mods, content)
     of_bias = False
-    if given:
+    if content:
         needed = ctx.needs_input_grad[6:]
         of_bias = "bias" in tensors and needed[names.index("bias")]
         of_slopes = "alibi_slopes" in tensors and needed[names.index("alibi_slopes")]
@@ -186,15 +186,15 @@ def _gradients(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     known = None if watched else known_plan(len(all_tensors) - 3, all_tensors, tensors, options, mods)
     if watched:
         _refuse_tangents(all_tensors)
-    if known is not None or (not watched and _is_plain((*all_tensors, *given))):
-        found = backward(known, *arguments, tensors, options, _resolved(mods))
+    if known is not None or (not watched and _is_plain((*all_tensors, *content))):
+        gradients_of_op = backward(known, *arguments, tensors, options, _resolved(mods))
     else:
-        found = backward_op(*arguments, *flat(tensors, options, *_content(mods)))
-    dq, dk, dv, dsinks, dbias = found
-    if not given:
+        gradients_of_op = backward_op(*arguments, *flat(tensors, options, *_content(mods)))
+    dq, dk, dv, dsinks, dbias = gradients_of_op
+    if not content:
         return None, None, None, dq, dk, dv
     gradients = {"bias": dbias if of_bias else None, "sinks": dsinks}
-    return None, None, None, dq, dk, dv, *map(gradients.get, names), *[None] * (len(given) - len(names))
+    return None, None, None, dq, dk, dv, *map(gradients.get, names), *[None] * (len(content) - len(names))
 
 
 class _NoSecondDerivative(torch.autograd.Function):

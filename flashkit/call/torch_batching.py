@@ -31,7 +31,7 @@ def results(
 ) -> tuple[Any, ...]:  # fmt: skip
     """The results of these names, each batched along its first axis.
 
-    call: the pass, of tensors by name. alone: whether each entry needs a call of its own in any case. of_bias: whether
+    call: the pass, of tensors by name. alone: whether each entry needs its own call regardless. of_bias: whether
     each entry has a gradient of its own by a bias.
     """
     if alone or not _fits_one_call(given, options):
@@ -44,8 +44,8 @@ def results(
     shape = [n for i, n in enumerate(q.shape) if i != axis]
     head = 1 if options[LAYOUT] == "bhnd" else 2
     lent = {name: _as_batch(name, x, axis, size, shape, head, of_bias) for name, (x, axis) in given.items()}
-    made = zip(names, call(lent), strict=True)
-    return tuple(_as_entries(name, x, size, len(shape), head, given) for name, x in made)
+    outputs = zip(names, call(lent), strict=True)
+    return tuple(_as_entries(name, x, size, len(shape), head, given) for name, x in outputs)
 
 
 def _fits_one_call(given: Batched, options: tuple[Any, ...]) -> bool:

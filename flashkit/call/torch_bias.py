@@ -12,13 +12,13 @@ from .shape import Shape
 
 
 def bias_gradient(
-    shape: Shape, dout: Any, dlse: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, given: dict[str, Any]
+    shape: Shape, dout: Any, dlse: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, options: dict[str, Any]
 ) -> Any:
     """dS of the backward pass, summed to the bias: as large as the scores of one batch entry, and of the bias itself.
 
     Dao, "FlashAttention-2", 2023, arXiv 2307.08691, Algorithm 2: P = exp(S - lse), dS = P * (dP - delta).
     """
-    wide, bias = lse.dtype, given["bias"]
+    wide, bias = lse.dtype, options["bias"]
     q, k, v, out, dout = (shape.four_axes(x).to(wide) for x in (q, k, v, out, dout))
     (batch, heads, n_q, d), (heads_k, n_k) = q.shape, k.shape[1:3]
     k, v = (x.repeat_interleave(heads // max(heads_k, 1), 1) for x in (k, v))
@@ -26,12 +26,12 @@ def bias_gradient(
     delta = (dout * out).sum(-1, keepdim=True)
     if dlse is not None:
         delta = delta - dlse.reshape(delta.shape)
-    lengths = torch.tensor(n_k) if given["kv_lengths"] is None else given["kv_lengths"]
-    offsets = given["q_offsets"] if given["q_offset"] is None else torch.tensor(given["q_offset"])
+    lengths = torch.tensor(n_k) if options["kv_lengths"] is None else options["kv_lengths"]
+    offsets = options["q_offsets"] if options["q_offset"] is None else torch.tensor(options["q_offset"])
     offsets = lengths - n_q if offsets is None else offsets
     lengths, offsets = (x.to(q.device).reshape(-1).expand(batch) for x in (lengths, offsets))
     keys = torch.arange(n_k, device=q.device)
-    scale = d**-0.5 if given["scale"] is None else given["scale"]
+    scale = d**-0.5 if options["scale"] is None else options["scale"]
 
     def part_of(x: Any, b: int) -> Any:
         """The view of a bias or mask, which broadcasts, for a batch entry."""
@@ -43,28 +43,28 @@ def bias_gradient(
     for b in range(batch):
         at = torch.arange(n_q, device=q.device)[:, None] + offsets[b]
         visible = (keys < lengths[b]).expand(n_q, n_k)
-        if given["causal"]:
+        if options["causal"]:
             visible = visible & (keys <= at)
-        if given["window_left"] is not None:
-            visible = visible & (keys >= at - given["window_left"])
-        if given["window_right"] is not None:
-            visible = visible & (keys <= at + given["window_right"])
-        if given["mask"] is not None:
-            visible = visible & part_of(given["mask"], b)
+        if options["window_left"] is not None:
+            visible = visible & (keys >= at - options["window_left"])
+        if options["window_right"] is not None:
+            visible = visible & (keys <= at + options["window_right"])
+        if options["mask"] is not None:
+            visible = visible & part_of(options["mask"], b)
         s = scale * (q[b] @ k[b].mT)
-        if given["softcap"] is not None:
-            s = given["softcap"] * torch.tanh(s / given["softcap"])
-        if given["alibi_slopes"] is not None:
-            slopes = given["alibi_slopes"].to(wide).reshape(-1, heads).expand(batch, heads)[b]
+        if options["softcap"] is not None:
+            s = options["softcap"] * torch.tanh(s / options["softcap"])
+        if options["alibi_slopes"] is not None:
+            slopes = options["alibi_slopes"].to(wide).reshape(-1, heads).expand(batch, heads)[b]
             s = s - slopes[:, None, None] * (at - keys).abs()
         s = s + part_of(bias, b).to(wide)
         dp = dout[b] @ v[b].mT
-        if given["dropout_p"]:
+        if options["dropout_p"]:
             kept = dropout.keep(
-                int(given["seed"]), given["dropout_p"], b, np.arange(heads)[:, None, None], np.arange(n_q)[:, None],
+                int(options["seed"]), options["dropout_p"], b, np.arange(heads)[:, None, None], np.arange(n_q)[:, None],
                 np.arange(n_k),
             )  # fmt: skip
-            dp = torch.from_numpy(kept).to(q.device) * dp / (1 - given["dropout_p"])
+            dp = torch.from_numpy(kept).to(q.device) * dp / (1 - options["dropout_p"])
         ds = torch.where(visible & lse[b].isfinite(), torch.exp(s - lse[b]) * (dp - delta[b]), 0)
         part = part_of(total, b)
         part += ds.sum_to_size(part.shape) if part.dim() == 3 else ds.sum(0).sum_to_size(part.shape)

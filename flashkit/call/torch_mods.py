@@ -39,7 +39,7 @@ class Mods:
     Parameters
     ----------
     score_mod, mask_mod
-        As for `flashkit.attention`. The functions of `flex_attention` fit as well, with PyTorch's operations and
+        As for `flashkit.attention`. So are functions of `flex_attention`, with PyTorch's operations and
         indexed tensors.
     block_mask
         A flashkit.BlockMask, or one of torch.nn.attention.flex_attention, whose mask_mod is traced.
@@ -226,14 +226,14 @@ def _block_mask(mod: Mod, sizes: list[int], digest: str) -> BlockMask:
 def _parsed(text: str) -> tuple[tuple[str, Expr, Mapping[str, Any], list[str], list[int] | None, str], ...]:
     """(argument, graph, params, names of arrays, sizes of a block mask, its digest) for each part."""
     try:
-        found = []
+        parts = []
         for name, part in json.loads(text).items():
             if name not in ("score_mod", "mask_mod", "block_mask"):
                 raise ValueError(f"no argument {shown(name)}")
             graph = from_rows(tuple((op, tuple(at), value, kind) for op, at, value, kind in part["graph"]))
             check_traced(graph, "score" if name == "score_mod" else "mask")
             sizes = part["sizes"] if name == "block_mask" else None
-            found.append((name, graph, part["params"], part["arrays"], sizes, part.get("digest", "")))
+            parts.append((name, graph, part["params"], part["arrays"], sizes, part.get("digest", "")))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"no text of modifications: {error}") from error
-    return tuple(found)
+    return tuple(parts)

@@ -53,23 +53,23 @@ Tensors = dict[str, Any]
 
 def _keywords(tensors: Tensors, options: tuple[Any, ...], mods: Mods | None) -> dict[str, Any]:
     """The arguments of a call as those of flashkit.attention, without those at their defaults."""
-    given = zip(OPTION_NAMES, options, OPTION_DEFAULTS, strict=True)
-    made: dict[str, Any] = {name: value for name, value, default in given if value is not default and value != default}
-    left, right = made.pop("window_left", None), made.pop("window_right", None)
+    named = zip(OPTION_NAMES, options, OPTION_DEFAULTS, strict=True)
+    keywords: dict[str, Any] = {name: x for name, x, default in named if x is not default and x != default}
+    left, right = keywords.pop("window_left", None), keywords.pop("window_right", None)
     if left is not None or right is not None:
-        made["window"] = left, right
+        keywords["window"] = left, right
     for name, tensor in tensors.items():
         if name == "seed":
-            made["seed"] = int(tensor)
+            keywords["seed"] = int(tensor)
         elif name == "q_offsets":
-            made["q_offset"] = tensor
+            keywords["q_offset"] = tensor
         elif name == "cu_seqlens_q":
-            made["cu_seqlens"] = tensor
+            keywords["cu_seqlens"] = tensor
         elif name == "cu_seqlens_k":
-            made["cu_seqlens"] = made["cu_seqlens"], tensor
+            keywords["cu_seqlens"] = keywords["cu_seqlens"], tensor
         else:
-            made[name] = tensor
-    return made if mods is None else made | mods.options()
+            keywords[name] = tensor
+    return keywords if mods is None else keywords | mods.options()
 
 
 def bhnd_in_bnhd_memory(q: Any, layout: str) -> bool:
@@ -78,7 +78,7 @@ def bhnd_in_bnhd_memory(q: Any, layout: str) -> bool:
 
 
 def known_plan(call: Any, given: tuple[Any, ...], tensors: Tensors, options: tuple[Any, ...], mods: Any) -> Any:
-    """The plan of such a call, and whether its result is turned; None if there is no such plan yet."""
+    """The plan of such a call, and whether its result is transposed; None if there is no such plan yet."""
     return None if tensors or mods else torch_plans.find(torch_plans.name_of(call, options), given)
 
 
@@ -88,27 +88,27 @@ def forward(
 ) -> tuple[Any, Any]:  # fmt: skip
     """out, and lse or None. known: of `known_plan` for `with_lse` and q, k and v."""
     if known is not None:
-        planned, turned = known
+        planned, transposed = known
         with interop.TORCH.scope(q):
             memory = View if q.is_cuda else interop.TORCH.memory
             # A plan reads addresses, whatever the order of the axes.
-            found = planned.run_on(memory(q), memory(k), memory(v), None)
-            result = [interop.TORCH.own(x, q) for x in (found if with_lse else (found,))]
+            output = planned.run_on(memory(q), memory(k), memory(v), None)
+            result = [interop.TORCH.own(x, q) for x in (output if with_lse else (output,))]
     else:
-        given = q, k, v
-        turned = bhnd_in_bnhd_memory(q, options[LAYOUT]) and "page_table" not in tensors
-        if turned:
-            given = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        keywords = _keywords(tensors, options, mods) | ({"layout": "bnhd"} if turned else {})
+        qkv = q, k, v
+        transposed = bhnd_in_bnhd_memory(q, options[LAYOUT]) and "page_table" not in tensors
+        if transposed:
+            qkv = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        keywords = _keywords(tensors, options, mods) | ({"layout": "bnhd"} if transposed else {})
         backend = keywords.pop("backend", None)
-        with Call("attention", *given, keywords) as call:
+        with Call("attention", *qkv, keywords) as call:
             planned = plan_of(call, backend, with_lse)
-            found = call.to_caller(planned.run(call))
-            result = [*found] if with_lse else [found]
+            output = call.to_caller(planned.run(call))
+            result = [*output] if with_lse else [output]
             if not tensors and not mods and _serves_others(planned, call):
-                torch_plans.keep(torch_plans.name_of(with_lse, options), (q, k, v), (planned, turned))
+                torch_plans.keep(torch_plans.name_of(with_lse, options), (q, k, v), (planned, transposed))
     out, lse = result if with_lse else (*result, None)
-    return out.transpose(1, 2) if turned else out, lse
+    return out.transpose(1, 2) if transposed else out, lse
 
 
 def _serves_others(planned: Any, call: Call) -> bool:
@@ -135,7 +135,7 @@ def backward(
         with interop.TORCH.scope(q):
             recorded = planned.recorded_on(memory(q), memory(k), memory(v), memory(out), memory(lse))
             vjp: Any = Vjp(recorded)
-            found = _gradients(vjp, q, memory(dout), None if dlse is None else memory(dlse), wrt)
+            gradients = _gradients(vjp, q, memory(dout), None if dlse is None else memory(dlse), wrt)
     else:
         keywords = _keywords(tensors, options, mods)
         backend = keywords.pop("backend", None)
@@ -146,15 +146,15 @@ def backward(
             native = take(out=out, lse=lse, dout=dout, dlse=dlse)
             recorded = planned.recorded(call, native["out"], native["lse"], kept=True)
             vjp = Vjp(recorded, call.options.get("sinks"))
-            found = _gradients(vjp, q, native["dout"], native["dlse"], wrt)
+            gradients = _gradients(vjp, q, native["dout"], native["dlse"], wrt)
             if not tensors and not mods and _serves_others(planned, call):
                 results = results_of(dout, dlse, out, lse)
                 torch_plans.keep(torch_plans.name_of(len(results), options), (q, k, v, *results), (planned, False))
-    dq, dk, dv, *dsinks = found
+    dq, dk, dv, *dsinks = gradients
     dbias = None
     if of_bias:
-        given = dict.fromkeys(TENSORS) | tensors | dict(zip(OPTION_NAMES, options, strict=True))
-        dbias = bias_gradient(vjp.shape, dout, dlse, out, lse, q, k, v, given)
+        named = dict.fromkeys(TENSORS) | tensors | dict(zip(OPTION_NAMES, options, strict=True))
+        dbias = bias_gradient(vjp.shape, dout, dlse, out, lse, q, k, v, named)
     return dq, dk, dv, dsinks[0] if dsinks else None, dbias
 
 

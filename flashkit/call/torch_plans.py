@@ -40,12 +40,12 @@ def name_of(call: Any, options: tuple[Any, ...]) -> Any:
 
 def find(name: Any, tensors: tuple[Any, ...]) -> Any:
     """What is known of calls of this name and of such tensors, q, k and v first; None if nothing is."""
-    found = plans.get(name)
-    if found is not None:
+    layouts = plans.get(name)
+    if layouts is not None:
         for tensor in tensors:
             if tensor.is_nested:  # without strides, for which guards end the process
                 return None
-        for fits, known in found.known:
+        for fits, known in layouts.known:
             if fits(*tensors):
                 return known if _is_aligned(*tensors[:3]) else None
     return None
@@ -59,9 +59,9 @@ def keep(name: Any, tensors: tuple[Any, ...], known: Any) -> None:
         fits = _guard(tensors)
     except (AttributeError, TypeError):  # another version of PyTorch
         return
-    found = plans.get(name) or Layouts()
-    found.known = ((fits, known), *found.known[: _MAX_LAYOUTS - 1])
-    plans.put(name, found)
+    layouts = plans.get(name) or Layouts()
+    layouts.known = ((fits, known), *layouts.known[: _MAX_LAYOUTS - 1])
+    plans.put(name, layouts)
 
 
 def _is_aligned(q: Any, k: Any, v: Any) -> bool:

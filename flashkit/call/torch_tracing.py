@@ -48,7 +48,7 @@ def from_block_mask(block_mask: Any) -> Mod:
     function = getattr(block_mask, "mask_mod", None)
     if function is None:
         raise TypeError(
-            f"block_mask is a {interop.full_name(block_mask)}; a flashkit.BlockMask fits, or one of flex_attention"
+            f"block_mask: expected a flashkit.BlockMask or one of flex_attention, got a {interop.full_name(block_mask)}"
         )
     return trace(function, "mask")
 
@@ -88,7 +88,7 @@ class Captured:
     def scalar(self, tensor: Any) -> Expr:
         """A tensor of one element, read at each call: as a number on the host, in place on a device."""
         if tensor.numel() != 1:
-            raise TypeError(f"a tensor of shape {tuple(tensor.shape)} meets a position; index it by positions")
+            raise TypeError(f"expected a tensor of one element, got shape {tuple(tensor.shape)}; index it by positions")
         if tensor.is_cuda:
             flat = next((flat for known, flat in self._flat if known is tensor), None)
             if flat is None:
@@ -107,7 +107,7 @@ def _named(tensor: Any, known: dict[str, Any], letter: str) -> str:
 def _kind(name: str, tensor: Any) -> Kind:
     kind = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
     if kind is None:
-        raise TypeError(f"{name} has dtype {tensor.dtype}; {', '.join(DTYPES)} fit")
+        raise TypeError(f"{name}: expected dtype bool, an integer or a float of up to 64 bits, got {tensor.dtype}")
     return kind
 
 
@@ -157,13 +157,13 @@ class Symbol:
 
     def _constant(self, shape: Any, value: int, dtype: Any) -> Any:
         if tuple(shape) not in ((), (1,)):
-            raise TypeError(f"a tensor of shape {tuple(shape)} is made of a position; one element fits")
+            raise TypeError(f"expected one element for a tensor made of a position, got shape {tuple(shape)}")
         kind = dtype or self.dtype
         made: Any = bool(value) if kind == torch.bool else float(value) if kind.is_floating_point else value
         return self._of(expr.as_expr(made))
 
     def __bool__(self) -> Any:
-        raise TypeError("a branch depends on a position or the score; torch.where fits")
+        raise TypeError("a branch must not depend on a position or the score: use torch.where")
 
 
 def _unary(op: Callable[..., Any]) -> Callable[..., Any]:
@@ -256,8 +256,8 @@ class _Indexing(TorchFunctionMode):
         at = tuple(slice(None) if isinstance(x, Symbol) else x for x in index)
         symbols = [x.graph for x in index if isinstance(x, Symbol)]
         if any(not isinstance(x, int | slice) or (isinstance(x, slice) and x != slice(None)) for x in at):
-            raise TypeError("a tensor is indexed by positions and other things; positions and integers fit")
+            raise TypeError("expected positions and integers as the indices of a tensor")
         tensor = tensor[at]
         if tensor.dim() != len(symbols):
-            raise TypeError(f"a tensor with {tensor.dim()} axes is indexed by {len(symbols)} positions; as many fit")
+            raise TypeError(f"expected {tensor.dim()} positions to index a tensor of as many axes, got {len(symbols)}")
         return Symbol(self.captured.array(tensor)[tuple(symbols)], self.captured)

@@ -101,14 +101,14 @@ def numpy_dtype(name: str, dtype: Any) -> Any:
         known = str(dtype).removeprefix("torch.")
         return bfloat16() if known == "bfloat16" else np.dtype(known)
     except TypeError:
-        raise TypeError(f"{name} has dtype {dtype}; NumPy has no such dtype") from None
+        raise TypeError(f"{name}: expected a dtype of NumPy, got {dtype}") from None
 
 
 def cuda_array(torch: Any, name: str, tensor: Any) -> Any:
     """A tensor on a CUDA device as an array of CuPy, by its address: DLPack would synchronize streams."""
     cupy = cupy_for(name)
     if tensor.layout != torch.strided:
-        raise TypeError(f"{name} has the layout {tensor.layout}; a strided tensor fits")
+        raise TypeError(f"{name}: expected a strided tensor, got the layout {tensor.layout}")
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
     dtype, shape = numpy_dtype(name, tensor.dtype), tuple(tensor.shape)
@@ -134,6 +134,6 @@ def cupy_for(name: str) -> Any:
     except ImportError as error:
         raise TypeError(
             f"{name} lies on a CUDA device, where flashkit computes through CuPy, which cannot be imported ({error}); "
-            'pip install "flashkit-attention[cuda13]" installs it'
+            'pip install "flashkit-attention[cuda13]"'
         ) from error
     return cupy

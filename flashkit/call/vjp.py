@@ -47,7 +47,7 @@ class Vjp(Generic[A]):
         Raises
         ------
         TypeError, ValueError
-            An argument does not fit. The message names it, what came and what would fit.
+            An argument is invalid. The message names it and says what was expected.
 
         Examples
         --------
@@ -59,21 +59,21 @@ class Vjp(Generic[A]):
         >>> dv.shape, dsinks.shape
         ((1, 2, 16, 8), (2,))
         """
-        fit = WRT[: 3 if self.operands.sinks is None else 4]
+        known = WRT[: 3 if self.operands.sinks is None else 4]
         if not isinstance(wrt, tuple | list):
-            raise TypeError(f"wrt is {shown(wrt)}; names in a tuple fit, {', '.join(map(repr, fit))}")
+            raise TypeError(f"wrt: expected a tuple of {', '.join(map(repr, known))}, got {shown(wrt)}")
         for name in wrt:
-            if not isinstance(name, str) or name not in fit:
-                raise ValueError(f"wrt has {shown(name)}; {', '.join(map(repr, fit))} fit here")
+            if not isinstance(name, str) or name not in known:
+                raise ValueError(f"wrt: expected {', '.join(map(repr, known))}, got {shown(name)}")
         with ExitStack() as scopes:
             for adapter in self._adapters:
                 scopes.enter_context(adapter.scope())
                 native = adapter.to_native(dout=dout, dlse=dlse)
                 dout, dlse = native["dout"], native["dlse"]
-            found = self.gradients(dout, dlse, tuple(wrt))
+            gradients = self.gradients(dout, dlse, tuple(wrt))
             for adapter in reversed(self._adapters):
-                found = tuple(adapter.from_native(f"d{name}", x) for name, x in zip(wrt, found, strict=True))
-            return found
+                gradients = tuple(adapter.from_native(f"d{name}", x) for name, x in zip(wrt, gradients, strict=True))
+            return gradients
 
     def gradients(self, dout: Any, dlse: Any, wrt: tuple[str, ...], empty: Any = None) -> tuple[Any, ...]:
         """The gradients of arrays as backends read them. empty: f(shape, dtype) makes an array; by default that of the
@@ -108,7 +108,7 @@ class Vjp(Generic[A]):
         """A view of the array, whose form no other thread changes, checked."""
         array = arrays.own_form(name, array, self.problem.array_kind)
         if array.dtype != dtype:
-            raise TypeError(f"{name} has dtype {array.dtype}; {dtype} fits")
+            raise TypeError(f"{name}: expected dtype {dtype}, got {array.dtype}")
         if array.shape != shape:
-            raise ValueError(f"{name} has shape {array.shape}; {shape} fits")
+            raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")
         return array

@@ -50,7 +50,7 @@ def weights(q: Any, k: Any, *, rows: Any = None, heads: Any = None, **given: Unp
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit. The message names it, what came and what would fit.
+        An argument is invalid. The message names it and says what was expected.
 
     References
     ----------
@@ -114,7 +114,7 @@ def plot_weights(
     ImportError
         matplotlib is not installed: pip install "flashkit-attention[plot]".
     TypeError, ValueError
-        An argument does not fit.
+        An argument is invalid.
 
     Examples
     --------
@@ -128,11 +128,11 @@ def plot_weights(
         import matplotlib.pyplot as plt
     except ImportError as error:
         raise ImportError('plot_weights needs matplotlib: pip install "flashkit-attention[plot]"') from error
-    found = weights(q, k, rows=rows, heads=heads, **given)
-    found = _host(found)
-    found = found.reshape((-1, *((1, 1, *found.shape)[-3:])))
-    batch = integer("batch", batch, 0, len(found) - 1)
-    of_heads = found[batch]
+    all_weights = weights(q, k, rows=rows, heads=heads, **given)
+    all_weights = _host(all_weights)
+    all_weights = all_weights.reshape((-1, *((1, 1, *all_weights.shape)[-3:])))
+    batch = integer("batch", batch, 0, len(all_weights) - 1)
+    of_heads = all_weights[batch]
     packed = given.get("cu_seqlens") is not None
     n_q, n_heads = _sizes(q, "bnhd" if packed else given.get("layout", "bhnd"))
     names, row = _chosen("heads", heads, n_heads), _chosen("rows", rows, n_q)
@@ -166,13 +166,13 @@ def _chosen(name: str, wanted: Any, n: int) -> np.ndarray:
     """Indices from 0 to n - 1."""
     if wanted is None or isinstance(wanted, slice):
         return np.arange(n)[slice(None) if wanted is None else wanted]
-    fits = f"integers from {-n} to {n - 1} fit"
-    found = np.atleast_1d(as_array(name, wanted, fits.removesuffix(" fit")))
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
-        raise TypeError(f"{name} is {shown(wanted)}; {fits}, or a slice")
-    if found.size and not (found.min() >= -n and found.max() < n):
-        raise ValueError(f"{name} has values from {found.min()} to {found.max()}; {fits}")
-    return np.where(found < 0, found + n, found).astype(np.int64)
+    expected = f"integers from {-n} to {n - 1}"
+    indices = np.atleast_1d(as_array(name, wanted, expected))
+    if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
+        raise TypeError(f"{name}: expected {expected}, or a slice, got {shown(wanted)}")
+    if indices.size and not (indices.min() >= -n and indices.max() < n):
+        raise ValueError(f"{name}: expected {expected}, got values from {indices.min()} to {indices.max()}")
+    return np.where(indices < 0, indices + n, indices).astype(np.int64)
 
 
 def _fill(result: np.ndarray, spec: Any, operands: Operands, rows: np.ndarray, heads: np.ndarray) -> None:

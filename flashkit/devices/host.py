@@ -123,7 +123,7 @@ def cpu_is_intel() -> bool:
 
 def cpu_count() -> int:
     """Processors that this process may use: a container or taskset may grant fewer than the machine has. A quota of
-    time counts as so many, rounded up.
+    time counts as that many, rounded up.
     """
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(count, math.ceil(cpu_quota() or count))

@@ -34,7 +34,7 @@ class _Work(Generic[T]):
         self.ended.acquire()
 
     def run(self) -> None:
-        # `apart` sets `cancelled` and then reads `started`: one of the two threads sees the other.
+        # `run_off_main_thread` sets `cancelled` and then reads `started`: one of the two threads sees the other.
         self.started = True
         _running.add(self)
         try:
@@ -63,7 +63,7 @@ def _wait_for_all() -> None:
         work.wait()
 
 
-def apart(function: Callable[[], T], stop: Callable[[], None] | None = None) -> T:
+def run_off_main_thread(function: Callable[[], T], stop: Callable[[], None] | None = None) -> T:
     """The result of `function()`, during which signal handlers run.
 
     On the main thread another thread calls the function, in the same context. It has to own what it uses, memory above
@@ -89,8 +89,8 @@ def apart(function: Callable[[], T], stop: Callable[[], None] | None = None) -> 
 
     Examples
     --------
-    >>> from flashkit.devices.interrupt import apart
-    >>> apart(lambda: 3)
+    >>> from flashkit.devices.interrupt import run_off_main_thread
+    >>> run_off_main_thread(lambda: 3)
     3
     """
     if threading.get_ident() != threading.main_thread().ident:

@@ -171,7 +171,7 @@ _unpruned: dict[Path, int] = {}
 
 
 def read(folder: str, name: str) -> bytes | None:
-    """The content written under this name; None if there is none, or if another user could have written it."""
+    """The content written under this name; None if it is missing, or another user could have written it."""
     with _lock:
         if (content := _memory.get((folder, name))) is not None:
             _memory.move_to_end((folder, name))

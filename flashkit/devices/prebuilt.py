@@ -1,6 +1,6 @@
 """The compiled kernels that a wheel carries: folders of backends below the package, which are only read.
 
-A source checkout has none until `flashkit cache prebuild` makes them. Who could change these files could change the
+A source checkout has none until `flashkit cache prebuild` makes them. A user who can change these files can change the
 package's modules; trust.read_installed checks that no one else can. Backends check the content as they check that of
 the kernel cache.
 """

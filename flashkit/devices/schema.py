@@ -40,7 +40,7 @@ Few = Annotated[int, Meta(ge=1, le=32)]  # registers, stages
 
 
 class SchemaError(ProfileError):
-    """A profile does not fit the schema. Attributes: `file`, `line`, dotted `field`, `problem`."""
+    """A profile violates the schema. Attributes: `file`, `line`, dotted `field`, `problem`."""
 
     def __init__(self, file: str, line: int, field: str, problem: str) -> None:
         self.file, self.line, self.field, self.problem = file, line, field, problem
@@ -206,7 +206,7 @@ class TileRow(_Section, frozen=True, dict=True):  # dict: for what is cached
     max_keys: Count | None = None
     min_tiles_per_sm: Amount | None = None
     max_tiles_per_sm: Amount | None = None
-    ctas_per_sm: Few | None = None  # followed where so many CTAs of the tile fit an SM
+    ctas_per_sm: Few | None = None  # followed where this many CTAs of the tile fit an SM
     lanes: Literal[4, 8, 16] | None = None
     rows: Few | None = None
     vectors: Few | None = None
@@ -371,7 +371,7 @@ class _Source:
     def __init__(self, text: str, file: str) -> None:
         self.file = file
         if len(text) > MAX_BYTES:
-            raise SchemaError(file, 1, "", f"has {len(text)} characters; {MAX_BYTES} fit")
+            raise SchemaError(file, 1, "", f"expected at most {MAX_BYTES} characters, got {len(text)}")
         try:
             self._check_events(text)
             self._read(text)
@@ -421,7 +421,7 @@ class _Source:
             seen: set[str] = set()
             for key, value in node.value:
                 if not isinstance(key, yaml.ScalarNode) or _CONTROL.search(key.value) or len(key.value) > MAX_TEXT:
-                    raise wrong("a key is no short text")
+                    raise wrong("expected a short text as key")
                 where = f"{path}.{key.value}".lstrip(".")
                 # YAML readers silently keep the last of two equal keys, which would drop rows of a tile table.
                 if key.value in seen:
@@ -433,27 +433,27 @@ class _Source:
                 self._check_values(loader, value, f"{path}[{index}]")
         elif node is not None:
             if len(node.value) > MAX_TEXT:
-                raise wrong(f"has {len(node.value)} characters; {MAX_TEXT} fit")
+                raise wrong(f"expected at most {MAX_TEXT} characters, got {len(node.value)}")
             try:
-                found = loader.construct_object(node)
+                value = loader.construct_object(node)
             except ValueError as error:
-                raise wrong(f"{node.value!r} is no number: {error}") from None
-            if isinstance(found, str) and (control := _CONTROL.search(found)):
+                raise wrong(f"expected a number, got {node.value!r}: {error}") from None
+            if isinstance(value, str) and (control := _CONTROL.search(value)):
                 raise wrong(f"has the control character {control[0]!r}")
-            if isinstance(found, float) and not math.isfinite(found):
-                raise wrong(f"{node.value} is not finite")
-            if isinstance(found, int) and abs(found) > 2**53:
-                raise wrong(f"{found} is too large")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise wrong(f"expected a finite number, got {node.value}")
+            if isinstance(value, int) and abs(value) > 2**53:
+                raise wrong(f"expected a number within 2^53, got {value}")
 
     def line(self, path: list[str | int]) -> int:
         """The line of the field at `path`, or of its nearest ancestor in the text."""
         node, line = self.node, 1
         for step in path:
             if isinstance(node, yaml.MappingNode):
-                found = next(((k, v) for k, v in node.value if k.value == str(step)), None)
-                if found is None:
+                entry = next(((k, v) for k, v in node.value if k.value == str(step)), None)
+                if entry is None:
                     break
-                line, node = found[0].start_mark.line + 1, found[1]
+                line, node = entry[0].start_mark.line + 1, entry[1]
             elif isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
                 node = node.value[step]
                 line = node.start_mark.line + 1
@@ -470,7 +470,7 @@ class _Source:
         return value
 
     def convert(self, value: Any, kind: type[Any], path: list[str | int]) -> Any:
-        """`value` as `kind`; SchemaError with file, line and full field name if it does not fit."""
+        """`value` as `kind`; SchemaError with file, line and full field name if it is invalid."""
         try:
             return msgspec.convert(value, kind)
         except msgspec.ValidationError as error:
@@ -498,7 +498,7 @@ _TOP_LEVEL = ("schema", "device", "memory", "peak_tflops", "tiles")
 
 
 def parse(text: str, file: str = "<text>") -> Profile:
-    """A profile from YAML text. The ProfileError of the first field that does not fit names `file`, line and field."""
+    """A profile from YAML text. The ProfileError of the first invalid field names `file`, line and field."""
     source = _Source(text, file)
     data = source.mapping(source.data, [])
     for key in data:
@@ -508,12 +508,12 @@ def parse(text: str, file: str = "<text>") -> Profile:
         if key not in data:
             raise source.error([], f"the section `{key}` is missing")
     if data["schema"] != SCHEMA:
-        raise source.error(["schema"], f"got {data['schema']!r}, this flashkit reads schema {SCHEMA}")
+        raise source.error(["schema"], f"expected schema {SCHEMA}, got {data['schema']!r}")
 
     device = source.convert(data["device"], Device, ["device"])
     memory = source.convert(data.get("memory") or {}, Memory, ["memory"])
     if memory.l1d is not None and memory.l1d < MIN_L1D:
-        raise source.error(["memory", "l1d"], f"{memory.l1d} bytes are less than any cache; {MIN_L1D} or more fit")
+        raise source.error(["memory", "l1d"], f"expected {MIN_L1D} bytes or more, got {memory.l1d}")
     peaks = {
         dtype: source.convert(rate or {}, Rate, ["peak_tflops", dtype])
         for dtype, rate in source.mapping(data.get("peak_tflops") or {}, ["peak_tflops"]).items()
@@ -534,7 +534,7 @@ def parse(text: str, file: str = "<text>") -> Profile:
 def load_file(path: str | os.PathLike[str]) -> Profile:
     """The profile of one file, not merged. The file may belong to any user, since the caller names it.
 
-    ProfileError if it does not fit the schema; OSError if it cannot be read, is no regular file, or is larger than
+    ProfileError if it violates the schema; OSError if it cannot be read, is no regular file, or is larger than
     MAX_BYTES.
     """
     try:

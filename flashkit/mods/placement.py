@@ -37,16 +37,16 @@ def placed(mod: Mod, offset: Any) -> Mod:
     return Mod("mask", graph, {**mod.params, **params}, {**mod.arrays, **arrays})
 
 
-def entries(mod: Mod, name: str, symbol: Expr, given: int | None) -> tuple[int, Mod]:
+def entries(mod: Mod, name: str, symbol: Expr, wanted: int | None) -> tuple[int, Mod]:
     """The number of batch entries or heads, and the mod. With 1 the mod no longer depends on the symbol."""
     if not expr.uses(mod.expr, symbol):
         return 1, mod
     lengths = axis_lengths(mod, symbol)
-    if given is None and not lengths:
+    if wanted is None and not lengths:
         raise ValueError(f"the mask depends on {symbol.value}; say how many there are: {name}=")
-    count = min(lengths.values()) if given is None else integer(name, given, 1)
+    count = min(lengths.values()) if wanted is None else integer(name, wanted, 1)
     for array, n in lengths.items():
-        if n < count or (given is None and n != count):
+        if n < count or (wanted is None and n != count):
             raise ValueError(f"array {array}: expected {name} = {count} entries along {symbol.value}, got {n}")
     if count == 1:
         graph = expr.substitute([mod.expr], lambda node: expr.const(0) if node is symbol else node)[0]

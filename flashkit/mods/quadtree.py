@@ -68,8 +68,8 @@ def tile_lists(classify: Classify, groups: int, tiles: tuple[int, int], by_colum
     across, along = (2, 1) if by_column else (1, 2)
     lines, length = tiles[across - 1], tiles[along - 1]
     pieces: dict[int, list[np.ndarray]] = {FULL: [], PARTIAL: []}
-    for level, state, found in squares(classify, groups, tiles):
-        if found.size:
-            runs = merged(found[0] * (-(-lines >> level)) + found[across], found[along], found[along] + 1)
+    for level, state, square in squares(classify, groups, tiles):
+        if square.size:
+            runs = merged(square[0] * (-(-lines >> level)) + square[across], square[along], square[along] + 1)
             pieces[state].append(finer(runs, level, lines, length))
     return TileLists(*(compressed(pieces[state], groups * lines) for state in (FULL, PARTIAL)))

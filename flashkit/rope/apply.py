@@ -65,7 +65,7 @@ def rotary(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit. The message names it, what came and what would fit.
+        An argument is invalid. The message names it and says what was expected.
 
     References
     ----------
@@ -127,7 +127,7 @@ def _checked_and_rotated(
     choice("layout", layout, LAYOUTS)
     in_place, x = out is x, x.view()  # before its form is looked at; see arrays.own_forms
     if x.ndim < 2:
-        raise ValueError(f"{name} has shape {x.shape}; (..., heads, tokens, head_dim) fits, or (tokens, head_dim)")
+        raise ValueError(f"{name}: expected shape (..., heads, tokens, head_dim) or (tokens, head_dim), got {x.shape}")
     shape = Shape(x.ndim, tuple(x.shape[:-3]), layout)
     x4 = shape.to_four(x)
     batch, _, n, d = x4.shape
@@ -141,7 +141,7 @@ def _checked_and_rotated(
         where = xp.arange(batch * n, dtype=np.int64).reshape(batch, n)
     else:
         if not base is dims is scaling is None:
-            raise TypeError("base, dims and scaling are for calls without cos and sin; tables have them already")
+            raise TypeError("expected base, dims and scaling, or cos and sin, whose angles they define, but not both")
         table = checked_table(cos, sin, interleaved, x4, dtype)
         where = _positions(positions, kind, shape, batch, n, table.cos.shape[0])
     own = out
@@ -164,37 +164,37 @@ def _checked_and_rotated(
 
 
 def checked_table(cos: Any, sin: Any, interleaved: Any, x: Any, dtype: str) -> Table:
-    """Tables that fit x (..., D); float tables of another precision are converted."""
+    """Checked tables for x (..., D); float tables of another precision are converted."""
     kind, d = arrays.require("x", x), x.shape[-1]
     flag("interleaved", interleaved)
     for name, table in (("cos", cos), ("sin", sin)):
         if table is None:
-            raise TypeError(f"{name} is None; tables come as two, flashkit.rotary_table(positions, dims)")
+            raise TypeError(f"{name}: expected a table, got None; flashkit.rotary_table returns cos and sin")
         arrays.require(name, table, kind)
     cos, sin = cos.view(), sin.view()
     for name, table in (("cos", cos), ("sin", sin)):
         if table.ndim != 2 or 2 * table.shape[1] > d or not table.shape[1]:
-            half = "; the half that does not repeat fits" if table.ndim == 2 and table.shape[1] == d else ""
-            raise ValueError(f"{name} has shape {table.shape}; (positions, dims / 2) fits, dims at most {d}{half}")
+            half = f"; pass {name}[:, : {d // 2}]" if table.ndim == 2 and table.shape[1] == d else ""
+            raise ValueError(f"{name}: expected shape (positions, dims / 2), dims at most {d}, got {table.shape}{half}")
         if table.dtype.kind != "f":
-            raise TypeError(f"{name} has dtype {table.dtype}; float32 or float64 fits")
+            raise TypeError(f"{name}: expected dtype float32 or float64, got {table.dtype}")
     if cos.shape != sin.shape:
-        raise ValueError(f"sin has shape {sin.shape}, cos has {cos.shape}; they are equal")
+        raise ValueError(f"sin: expected the shape of cos, {cos.shape}, got {sin.shape}")
     xp = arrays.namespace(kind)
     cos, sin = (xp.ascontiguousarray(table, DTYPES[dtype].accumulator) for table in (cos, sin))
     return Table(cos, sin, interleaved)
 
 
-def _positions(given: Any, kind: str, shape: Shape, batch: int, n: int, rows: int | None) -> Any:
+def _positions(positions: Any, kind: str, shape: Shape, batch: int, n: int, rows: int | None) -> Any:
     """int64 (B, N), a copy, below `rows` where they lie on the host."""
-    on_device = kind != "numpy" and arrays.kind_of(given) == kind
+    on_device = kind != "numpy" and arrays.kind_of(positions) == kind
     what = "integers (N,) or (..., N), one for each token,"
-    where = np.arange(n) if given is None else given if on_device else as_array("positions", given, what)
+    where = np.arange(n) if positions is None else positions if on_device else as_array("positions", positions, what)
     where = where.view() if on_device else np.array(where)
     if where.dtype.kind not in "iu":
-        raise TypeError(f"positions: expected {what} got {described(given)}")
+        raise TypeError(f"positions: expected {what} got {described(positions)}")
     if where.shape not in ((n,), (*shape.batch, n)):
-        raise ValueError(f"positions has shape {where.shape}; {what} fits, here {(n,)} or {(*shape.batch, n)}")
+        raise ValueError(f"positions: expected shape {(n,)} or {(*shape.batch, n)}, got {where.shape}")
     xp = arrays.namespace(kind)
     whole = (xp if on_device else np).empty((batch, n), np.int64)
     whole[...] = where if where.ndim == 1 else where.reshape(batch, n)
@@ -203,8 +203,8 @@ def _positions(given: Any, kind: str, shape: Shape, batch: int, n: int, rows: in
     low, high = (int(where.min()), int(where.max())) if where.size else (0, -1)  # `whole` may have wrapped
     most = MAX_POSITION if rows is None else rows
     if low < 0 or high >= most:
-        whose = "positions" if rows is None else "the table's rows"
-        raise ValueError(f"positions has values from {low} to {high}; 0 to {most - 1}, {whose}, fit")
+        rows_of_table = "" if rows is None else ", the table's rows"
+        raise ValueError(f"positions: expected 0 to {most - 1}{rows_of_table}, got values from {low} to {high}")
     return xp.asarray(whole)
 
 

@@ -56,7 +56,7 @@ def rotary_table(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit. The message names it, what came and what would fit.
+        An argument is invalid. The message names it and says what was expected.
 
     References
     ----------
@@ -74,7 +74,7 @@ def rotary_table(
     """
     n = integer("n, a number of positions", n, 0, MAX_POSITION)
     if not isinstance(dtype, str | type | np.dtype) or dtype not in ("float32", "float64", np.float32, np.float64):
-        raise TypeError(f"dtype is {shown(dtype)}; 'float32' or 'float64' fits")
+        raise TypeError(f"dtype: expected 'float32' or 'float64', got {shown(dtype)}")
     if like is not None:
         arrays.require("like", like)
     cos, sin = cos_sin(np.arange(n), rates(dims, base, scaling, n), np.dtype(dtype))
@@ -96,17 +96,17 @@ def rates(dims: Any, base: Any, scaling: Any, n: int) -> Rates:
     dims = integer("dims, a number of rotated elements", dims, 2)
     if dims % 2:
         raise ValueError(f"dims: expected an even number, got {dims}")
-    given = Scaling(scaling)
-    theta = given.take("rope_theta", None)
+    numbers = Scaling(scaling)
+    theta = numbers.take("rope_theta", None)
     base = None if base is None else number("base", base)
     if base is not None and theta is not None and base != theta:
-        raise ValueError(f"base is {shown(base)}, but scaling has rope_theta {theta}; one of them fits")
+        raise ValueError(f"base: expected {theta}, the rope_theta of scaling, or None, got {shown(base)}")
     base = base if base is not None else theta if theta is not None else DEFAULT_BASE
     if base <= 1:
-        raise ValueError(f"base is {base}; a number above 1 fits")
-    found = TYPES[given.type](dims, base, given, n)
-    given.check_rest()
-    return found
+        raise ValueError(f"base: expected a number above 1, got {base}")
+    angles = TYPES[numbers.type](dims, base, numbers, n)
+    numbers.check_rest()
+    return angles
 
 
 def _plain(dims: int, base: float) -> np.ndarray:
@@ -116,16 +116,15 @@ def _plain(dims: int, base: float) -> np.ndarray:
 class Scaling:
     """The numbers of a scaling by name. Each type takes its own; a number that none takes is an error."""
 
-    def __init__(self, given: Any) -> None:
-        if given is not None and not isinstance(given, Mapping):
-            raise TypeError(
-                f"scaling is {shown(given)}; a mapping such as {{'rope_type': 'linear', 'factor': 2.0}} fits"
-            )
-        self._rest = dict(given or {})
+    def __init__(self, scaling: Any) -> None:
+        if scaling is not None and not isinstance(scaling, Mapping):
+            example = {"rope_type": "linear", "factor": 2.0}
+            raise TypeError(f"scaling: expected a mapping such as {example}, got {shown(scaling)}")
+        self._rest = dict(scaling or {})
         kinds = [self._rest.pop(name) for name in ("rope_type", "type") if name in self._rest]
         kind = kinds[0] if kinds else None if self._rest.keys() - {"rope_theta"} else "default"
         if not isinstance(kind, str) or kind not in TYPES:
-            raise ValueError(f"scaling has rope_type {shown(kind)}; {', '.join(map(repr, TYPES))} fit")
+            raise ValueError(f"scaling['rope_type']: expected {', '.join(map(repr, TYPES))}, got {shown(kind)}")
         self.type = kind
 
     def take(self, name: str, *default: Any) -> Any:
@@ -133,12 +132,12 @@ class Scaling:
         value = self._rest.pop(name, None)
         if value is None:
             if not default:
-                raise ValueError(f"scaling of type {self.type!r} has no {name!r}; a number fits")
+                raise ValueError(f"scaling[{name!r}]: expected a number for type {self.type!r}, got none")
             return default[0]
-        found = number(f"scaling[{name!r}]", value)
-        if found <= 0:
-            raise ValueError(f"scaling has {name} {shown(value)}; a number above 0 fits")
-        return found
+        positive = number(f"scaling[{name!r}]", value)
+        if positive <= 0:
+            raise ValueError(f"scaling[{name!r}]: expected a number above 0, got {shown(value)}")
+        return positive
 
     def take_flag(self, name: str, default: bool) -> bool:
         return flag(f"scaling[{name!r}]", self._rest.pop(name, default))
@@ -146,7 +145,7 @@ class Scaling:
     def check_rest(self) -> None:
         if self._rest:
             names = ", ".join(map(repr, self._rest))
-            raise ValueError(f"scaling of type {self.type!r} takes no {names}; dims= is the number of rotated elements")
+            raise ValueError(f"scaling of type {self.type!r} got unexpected {names}; pass dims= for partial rotation")
 
 
 def _default(dims: int, base: float, scaling: Scaling, n: int) -> Rates:
@@ -163,9 +162,7 @@ def _ntk(dims: int, base: float, scaling: Scaling, n: int) -> Rates:
 
 def _ntk_base(dims: int, base: float, factor: float) -> float:
     if dims == 2:
-        raise ValueError(
-            "dims is 2; scalings 'ntk' and 'dynamic' raise the base to dims / (dims - 2), and 4 or more fit"
-        )
+        raise ValueError("dims: expected 4 or more for 'ntk' and 'dynamic', whose base grows with dims - 2, got 2")
     return base * factor ** (dims / (dims - 2))
 
 
@@ -180,7 +177,7 @@ def _llama3(dims: int, base: float, scaling: Scaling, n: int) -> Rates:
     low, high = scaling.take("low_freq_factor"), scaling.take("high_freq_factor")
     if low >= high:
         raise ValueError(
-            f"scaling has low_freq_factor {low} and high_freq_factor {high}; the first is below the second"
+            f"scaling['low_freq_factor']: expected less than high_freq_factor, {high}, got {low}"
         )
     plain = _plain(dims, base)
     turns = trained * plain / (2 * math.pi)  # of each pair over the positions of the training

@@ -26,7 +26,7 @@ def print_table(
     console: Console, names: Sequence[str], numbers: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> None:
     """Print a table. Where it is wider than the console, names are folded; where the numbers alone are, the columns of
-    numbers that do not fit follow in a table below, with the names again.
+    numbers beyond its width follow in a table below, with the names again.
 
     Parameters
     ----------

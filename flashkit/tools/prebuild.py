@@ -88,7 +88,7 @@ def prebuild(
     cpu, gpu = classes if cpu is None else tuple(cpu), tuple(GPUS if gpu is None else gpu)
     for name, known in [*((name, classes) for name in cpu), *((name, tuple(GPUS)) for name in gpu)]:
         if name not in known:
-            raise ValueError(f"{name!r} is none of {', '.join(known)}")
+            raise ValueError(f"expected {', '.join(known)}, got {name!r}")
     if gpu and compiler.version() != NVRTC:
         have, wanted = (".".join(map(str, version)) for version in (compiler.version(), NVRTC))
         raise compiler.CompileError(f"binaries come from NVRTC {wanted}, here is {have}: nvidia-cuda-nvrtc=={wanted}.*")
@@ -96,7 +96,7 @@ def prebuild(
         folder = prebuilt.path()
         shutil.rmtree(folder, ignore_errors=True)
     elif folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty; a new folder fits")
+        raise ValueError(f"folder: expected a new or empty one, got {folder}")
     return _written(folder, itertools.chain(*map(_cpu_files, cpu), *map(_gpu_files, gpu)))
 
 
@@ -145,26 +145,26 @@ def cpu_sources(name: str) -> list[Any]:
     from ..backends.cpu.micro import compile as micro
 
     (lanes,) = (one.lanes for one in target.CLASSES if one.name == name)
-    found = [specialise.launcher_source()]
-    found += [specialise.rotary_source(dtype) for dtype in DTYPES]
+    sources = [specialise.launcher_source()]
+    sources += [specialise.rotary_source(dtype) for dtype in DTYPES]
     for dtype, pass_ in itertools.product(DTYPES, ("forward", "backward", "decode")):
-        found.append(specialise.kernel_source(pass_, dtype))
+        sources.append(specialise.kernel_source(pass_, dtype))
         if lanes == 16 and dtype == "bfloat16":
-            found.append(specialise.kernel_source(pass_, dtype, bf16_pairs=True))
+            sources.append(specialise.kernel_source(pass_, dtype, bf16_pairs=True))
     for dtype in ("float32", "float64"):
         for spec in specs(dtype):
-            found += [modify.forward_source(spec), modify.decode_source(spec), modify.backward_source(spec)]
+            sources += [modify.forward_source(spec), modify.decode_source(spec), modify.backward_source(spec)]
             if spec.mask is not None:
-                found.append(modify.classify_source(spec))
+                sources.append(modify.classify_source(spec))
     blocks = dict.fromkeys(_register_blocks(lanes))
-    found += [micro.source(block) for block in blocks]
+    sources += [micro.source(block) for block in blocks]
     rows = (replace(block, rows=1, vectors=1) for block in blocks if block.bf16_pairs != "amx")
-    found += [micro.source(block, gemv_kernels=True) for block in dict.fromkeys(rows)]
-    return list({(source.kind, source.text): source for source in found}.values())
+    sources += [micro.source(block, gemv_kernels=True) for block in dict.fromkeys(rows)]
+    return list({(source.kind, source.text): source for source in sources}.values())
 
 
 def _register_blocks(lanes: int) -> Iterator[Any]:
-    """The register blocks of the tiles that the shipped profiles give CPUs with vectors of so many float32 lanes."""
+    """The register blocks of the tiles that the shipped profiles give CPUs with vectors of this many float32 lanes."""
     from ..backends.cpu.micro.register_block import RegisterBlock
     from ..backends.cpu.plan import choose_tile
 

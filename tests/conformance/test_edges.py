@@ -258,7 +258,7 @@ def test_a_batch_padded_on_the_right(backend: str, options: dict[str, Any]) -> N
     for b, n in enumerate(lengths):
         alone = attention(*(x[b, :, :n] for x in (q, k, v)), **options)
         np.testing.assert_allclose(out[b, :, :n], alone, rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match=r"kv_lengths has 40.*q_offset: 0 fits"):
+    with pytest.raises(ValueError, match=r"q_offset: .*kv_lengths has 40.*pass 0"):
         attention(q, k, v, kv_lengths=lengths, **options)
 
 
@@ -981,5 +981,5 @@ def test_a_page_table_may_be_lists() -> None:
     table, lengths = [[3, 1], [0, -1]], [7, 5]
     given = flashkit.attention(q, k, k, page_table=table, kv_lengths=lengths)
     np.testing.assert_array_equal(given, flashkit.attention(q, k, k, page_table=np.array(table), kv_lengths=lengths))
-    with pytest.raises(ValueError, match=r"kv_lengths has values from 5 to 11; 0 to 10, the number of keys"):
+    with pytest.raises(ValueError, match=r"kv_lengths: expected .* got values from 5 to 11"):
         flashkit.attention(q, k, k, page_table=table, kv_lengths=[11, 5])

@@ -246,20 +246,20 @@ def test_mla_of_other_libraries() -> None:
 Z = np.zeros
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no scale": ({"scale": None}, TypeError, "scale: expected a number, got None"),
-    "dtypes": ({"k_pe": Z((2, 9, 4))}, TypeError, "k_pe has dtype float64, q_nope has float32; all four"),
-    "library": ({"ckv": [[1.0]]}, TypeError, "ckv is a builtins.list"),
-    "two axes": ({"q_nope": Z((3, 8), "f4"), "q_pe": Z((3, 4), "f4")}, ValueError, "q_nope has shape"),
-    "queries": ({"q_pe": Z((2, 5, 4, 4), "f4")}, ValueError, "q_pe has shape (2, 5, 4, 4), q_nope has (2, 5, 3, 8)"),
-    "keys": ({"k_pe": Z((2, 8, 4), "f4")}, ValueError, "k_pe has shape (2, 8, 4), ckv has (2, 9, 8)"),
-    "latent": ({"ckv": Z((2, 9, 7), "f4")}, ValueError, "ckv has shape (2, 9, 7), q_nope has (2, 5, 3, 8)"),
-    "rotary": ({"k_pe": Z((2, 9, 3), "f4")}, ValueError, "k_pe has shape (2, 9, 3), q_pe has (2, 5, 3, 4)"),
-    "no rotary": ({"k_pe": Z((2, 9, 0), "f4"), "q_pe": Z((2, 5, 3, 0), "f4")}, ValueError, "of at least 1"),
-    "layout": ({"layout": "hbnd"}, ValueError, "layout is 'hbnd'"),
+    "dtypes": ({"k_pe": Z((2, 9, 4))}, TypeError, "k_pe: expected dtype float32 (q_nope's), got float64"),
+    "library": ({"ckv": [[1.0]]}, TypeError, "ckv: expected an array of NumPy"),
+    "two axes": ({"q_nope": Z((3, 8), "f4"), "q_pe": Z((3, 4), "f4")}, ValueError, "q_nope: expected shape"),
+    "queries": ({"q_pe": Z((2, 5, 4, 4), "f4")}, ValueError, "q_nope (2, 5, 3, 8) but for the last, got"),
+    "keys": ({"k_pe": Z((2, 8, 4), "f4")}, ValueError, "those of ckv (2, 9, 8) but for the last, got shape (2, 8, 4)"),
+    "latent": ({"ckv": Z((2, 9, 7), "f4")}, ValueError, "the last axis of q_nope (2, 5, 3, 8), 1 or more"),
+    "rotary": ({"k_pe": Z((2, 9, 3), "f4")}, ValueError, "the last axis of q_pe (2, 5, 3, 4), 1 or more"),
+    "no rotary": ({"k_pe": Z((2, 9, 0), "f4"), "q_pe": Z((2, 5, 3, 0), "f4")}, ValueError, "1 or more"),
+    "layout": ({"layout": "hbnd"}, ValueError, "got 'hbnd'"),
     "unknown": ({"is_causal": True}, TypeError, "did you mean causal"),
     "batch": ({"ckv": Z((3, 9, 8), "f4"), "k_pe": Z((3, 9, 4), "f4")}, ValueError, "(3,"),
     "columns": (
         {"q_nope": Z((2, 5, 3, 1021), "f4"), "ckv": Z((2, 9, 1021), "f4")}, ValueError,
-        "ckv and k_pe have 1025 columns in all; 2 to 1024 fit",
+        "expected 2 to 1024 columns in all, got 1025",
     ),
 }  # fmt: skip
 

@@ -200,7 +200,7 @@ def placed(first: str = "", stride: str = "", scale: float = 1.0) -> Arguments:
 
 def test_numbas_tensor_cores_take_rows_of_whole_vectors(kept: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each tensor that a pass reads or writes in vectors; the forward pass also a positive scale alone."""
-    monkeypatch.setattr(numbas_sm80.OrderedBackward, "shaped", lambda *_: "its own")
+    monkeypatch.setattr(numbas_sm80.OrderedBackward, "geometry", lambda *_: "its own")
     monkeypatch.setattr(numbas_sm80.OrderedBackward, "run", lambda *_: ran.append("sm80"))
     older, ran = SimpleNamespace(run=lambda *_: ran.append("older")), list[str]()
     passes: dict[str, Any] = {"forward": numbas_sm80.Forward, "backward": numbas_sm80.Backward}
@@ -307,6 +307,6 @@ def test_a_pull_back_on_another_device(kept: list[Any], monkeypatch: pytest.Monk
     call = of_another_call(operands)
     bound = CupyRawBackend().bind_backward(plan, *call)
     here[0] = 1
-    with pytest.raises(ValueError, match="q lies on CUDA device 0, the current one is 1"):
+    with pytest.raises(ValueError, match="current CUDA device, 1, got one on device 0"):
         bound(*call)
     assert not seen

@@ -621,7 +621,7 @@ def test_a_call_on_another_device(generation: str) -> None:
         out, vjp = flashkit.attention_vjp(*there, causal=True, backend=NAME)
         np.testing.assert_array_equal(out.get(), right)
         assert all(x.device.id == 1 for x in (out, *vjp(out)))
-    with pytest.raises(ValueError, match="q lies on CUDA device 1, the current one is 0"):
+    with pytest.raises(ValueError, match="current CUDA device, 0, got one on device 1"):
         flashkit.attention(*there, causal=True, backend=NAME)
 
 

@@ -164,7 +164,7 @@ def test_all_modifications_together_compile_in_both_passes() -> None:
 def test_too_many_values_are_refused_with_a_sentence() -> None:
     names = [f"x{i}" for i in range(modification.MAX_VALUES + 1)]
     many = mods.score(lambda s, b, h, q, k, **x: sum(x.values(), s), **dict.fromkeys(names, 0.5))
-    assert "up to 384 fit" in modification.unsupported(spec_of([many], []))
+    assert "up to 384 entries" in modification.unsupported(spec_of([many], []))
 
 
 def test_the_block_of_arguments_is_the_structure() -> None:
@@ -297,7 +297,7 @@ def test_sm80_takes_scores_by_form(d: int, what: str, name: str) -> None:
 
 
 def test_an_impossible_sm80_tile_is_refused() -> None:
-    with pytest.raises(ValueError, match="block_q is a multiple of 64"):
+    with pytest.raises(ValueError, match="expected block_q a multiple of 64"):
         sm80.Sm80Tile(96, 64, 4)
 
 
@@ -470,7 +470,7 @@ def test_modified_scores_have_sm90_tiles_too(options: dict[str, Any], d: int, di
 
 
 def test_an_impossible_sm90_tile_is_refused() -> None:
-    with pytest.raises(ValueError, match="block_q is 64, 128 or 192"):
+    with pytest.raises(ValueError, match="expected block_q 64, 128 or 192"):
         sm90.Sm90Tile(96, 128)
     with pytest.raises(ValueError, match="stages are two or more"):
         sm90.Sm90Tile(128, 128, stages=1)
@@ -770,7 +770,7 @@ def test_sm90_backward_shared_memory_is_aligned() -> None:
 
 
 def test_an_impossible_sm90_backward_tile_is_refused() -> None:
-    with pytest.raises(ValueError, match="block_q is 64 or 128"):
+    with pytest.raises(ValueError, match="expected block_q 64 or 128"):
         sm90_bwd_launch.BackwardTile(96)
     with pytest.raises(ValueError, match="stages are two or more"):
         sm90_bwd_launch.BackwardTile(64, stages=1)

@@ -167,7 +167,7 @@ def test_the_shipped_rows_choose_what_was_fastest(profile: str, backend: str) ->
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
-        ({"block_q": 96}, "block_q is a multiple of 64"),
+        ({"block_q": 96}, "expected block_q a multiple of 64"),
         ({"options": {"warps": 4, "speed": 9}}, "it has no speed"),
         ({"options": {}}, "warps"),
         ({"block_k": 1024}, "fits no head dim"),

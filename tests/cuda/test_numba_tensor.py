@@ -230,7 +230,7 @@ def test_which_kernels_take_a_call(changes: dict, forward: str, backward: str, r
 
 
 def test_tiles_are_checked() -> None:
-    with pytest.raises(ValueError, match="block_q is 64, 128 or 192"):
+    with pytest.raises(ValueError, match="expected block_q 64, 128 or 192"):
         sm90.Tile(100, 128)
     with pytest.raises(ValueError, match="block_k a multiple of 16"):
         sm80.Tile(128, 24)

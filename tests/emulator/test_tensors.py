@@ -182,7 +182,7 @@ def test_a_plan_takes_no_other_layout() -> None:
         try:
             expected = ft.attention(*given)
         except ValueError:
-            with pytest.raises(ValueError, match="k has head dim 4"):
+            with pytest.raises(ValueError, match="k: expected head dim"):
                 ft.attention(*map(on_device_as_it_is, given))
             continue
         for _ in range(2):
@@ -245,7 +245,7 @@ def test_functions_of_arrays_take_tensors() -> None:
     wanted = flashkit.attention_vjp(q, k, v, causal=True)[1](dout)
     for gradient, other in zip(flashkit.attention_vjp(*given, causal=True)[1](on_device(dout)), wanted, strict=True):
         same(gradient, other)
-    with pytest.raises(TypeError, match="k is a torch tensor on cpu, but q is a torch tensor on cuda:0"):
+    with pytest.raises(TypeError, match=r"k: expected .* cuda:0, got a torch tensor on cpu"):
         flashkit.attention(given[0], k, given[2])
 
 

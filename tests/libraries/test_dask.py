@@ -285,17 +285,17 @@ def test_axes() -> None:
 @pytest.mark.parametrize(
     ("change", "options", "error", "match"),
     [
-        ({"q": [1.0]}, {}, TypeError, "q is a builtins.list"),
-        ({"k": lambda k: k[:, :, :60]}, {}, ValueError, "v has 70 tokens"),
+        ({"q": [1.0]}, {}, TypeError, "q: expected .* got a builtins.list"),
+        ({"k": lambda k: k[:, :, :60]}, {}, ValueError, "v: expected 60 tokens .* got 70"),
         ({}, {"kv_lengths": da.ones(2, dtype=int)}, TypeError, "kv_lengths: .* got a Dask array"),
         ({}, {"sinks": da.ones(4)}, TypeError, r"sinks: .* got a Dask array; .*sinks.compute\(\)"),
         ({}, {"kv_lengths": [5, 5], "causal": True}, ValueError, "q_offset"),
-        ({}, {"bias": np.ones((3, 3))}, ValueError, "bias has shape"),
+        ({}, {"bias": np.ones((3, 3))}, ValueError, "bias: expected .*shape"),
         ({}, {"split_every": 1}, ValueError, "split_every"),
         ({}, {"hold_kv": 1}, TypeError, "hold_kv"),
         ({}, {"dropout_p": 0.5}, TypeError, "dropout_p"),
         ({}, {"mask_mod": 3}, TypeError, "mask_mod"),
-        ({"q": lambda q: q[q[:, 0, 0, 0] < 9]}, {}, ValueError, "q has chunks of unknown sizes"),
+        ({"q": lambda q: q[q[:, 0, 0, 0] < 9]}, {}, ValueError, "q: expected chunks of known sizes"),
     ],
 )  # fmt: skip
 def test_errors_come_before_the_graph(change: Any, options: Any, error: type[Exception], match: str) -> None:

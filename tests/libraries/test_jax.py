@@ -355,14 +355,14 @@ def test_without_a_batch_axis() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"scale": "x"}, TypeError, "scale: expected a number, got 'x'"),
-        ({"bias": np.ones((3, 3), np.float32)}, ValueError, "bias has shape"),
-        ({"kv_lengths": np.ones(3, int)}, ValueError, "kv_lengths: .* got shape"),
+        ({"scale": "x"}, TypeError, "scale: expected .* got 'x'"),
+        ({"bias": np.ones((3, 3), np.float32)}, ValueError, "bias: expected .*shape"),
+        ({"kv_lengths": np.ones(3, int)}, ValueError, "kv_lengths: expected .*shape"),
         ({"kv_lengths": np.ones(2, int), "causal": True}, ValueError, "q_offset"),
         ({"kv_lengths": np.ones(2, int), "score_mod": lambda s, b, h, q, k: s + q}, ValueError, "q_offset"),
-        ({"dropout_p": 0.5}, ValueError, "dropout_p without seed"),
+        ({"dropout_p": 0.5}, ValueError, "seed: expected an integer beside dropout_p"),
         ({"dropout_p": 0.5, "seed": np.ones(2, int)}, TypeError, "seed"),
-        ({"sinks": np.ones(3, np.float32)}, ValueError, "sinks has shape"),
+        ({"sinks": np.ones(3, np.float32)}, ValueError, "sinks: expected .*shape"),
         ({"layout": "nope"}, ValueError, "layout"),
         ({"window": 3}, TypeError, "window"),
         ({"mask_mod": 3}, TypeError, "mask_mod"),
@@ -376,7 +376,7 @@ def test_errors_come_where_the_call_is_written(options: dict[str, Any], error: t
 
 def test_errors_of_values_have_their_message() -> None:
     q, k, v = tensors()
-    with pytest.raises(jax.errors.JaxRuntimeError, match="kv_lengths has values from 1 to 29; 0 to 28"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"kv_lengths: expected .* got values from 1 to 29"):
         jax.block_until_ready(attention(q, k, v, kv_lengths=np.array([1, 29])))
     np.testing.assert_array_equal(attention(q, k, v), flashkit.attention(q, k, v))  # the next call is as right as ever
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from flashkit.devices import interrupt
-from flashkit.devices.interrupt import apart
+from flashkit.devices.interrupt import run_off_main_thread
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows sends no signals from os.kill")
 
@@ -270,19 +270,20 @@ def test_ctrl_c_during_a_compilation(program: Callable[..., str], tmp_path: Path
     assert program(again.format(constant=constant)).split() == ["False"]
 
 
-# --- interrupt.apart --------------------------------------------------------------------------------------------------
+# --- interrupt.run_off_main_thread ------------------------------------------------------------------------------------
 
 
 def test_work_apart_gives_its_result_and_its_error() -> None:
     main = threading.get_ident()
-    assert apart(threading.get_ident) != main
+    assert run_off_main_thread(threading.get_ident) != main
     with pytest.raises(ZeroDivisionError):
-        apart(lambda: 1 // 0)
+        run_off_main_thread(lambda: 1 // 0)
 
 
 def test_work_on_other_threads_stays_there() -> None:
     found: list[bool] = []
-    thread = threading.Thread(target=lambda: found.append(apart(threading.get_ident) == threading.get_ident()))
+    run = lambda: found.append(run_off_main_thread(threading.get_ident) == threading.get_ident())
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join()
     assert found == [True]
@@ -295,14 +296,14 @@ def test_work_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) ->
     changed[2] = 2
     refuse = partial(set().union, keys)  # RuntimeError
     monkeypatch.setattr(interrupt, "_thread", SimpleNamespace(start_new_thread=refuse))
-    assert apart(threading.get_ident) == threading.get_ident()
+    assert run_off_main_thread(threading.get_ident) == threading.get_ident()
 
     def handler(*_: Any) -> None:
         raise RuntimeError("of a handler")
 
     monkeypatch.setattr(interrupt, "_thread", SimpleNamespace(start_new_thread=handler))
     with pytest.raises(RuntimeError, match="of a handler"):
-        apart(threading.get_ident)
+        run_off_main_thread(threading.get_ident)
 
 
 def interrupt_until(event: threading.Event) -> None:
@@ -320,7 +321,7 @@ def test_a_handler_that_raises_waits_for_work_that_can_be_stopped() -> None:
         ended.set()
 
     with pytest.raises(KeyboardInterrupt):
-        apart(work, stop.set)
+        run_off_main_thread(work, stop.set)
     assert ended.is_set()
 
 
@@ -332,7 +333,7 @@ def test_a_handler_that_raises_leaves_other_work_alone() -> None:
         ended.set()
 
     with pytest.raises(KeyboardInterrupt):
-        apart(work)
+        run_off_main_thread(work)
     assert not ended.is_set()
     go_on.set()
     assert ended.wait(60)
@@ -360,7 +361,7 @@ def test_further_handlers_that_raise_wait_as_well(at_once: bool) -> None:
     before = [(x, signal.signal(x, handler)) for x in (signal.SIGUSR1, signal.SIGUSR2)]
     try:
         with pytest.raises(IndexError):
-            apart(work, stop.set)
+            run_off_main_thread(work, stop.set)
         left.set()
     finally:
         for number, was in before:
@@ -379,7 +380,7 @@ def test_work_that_has_not_begun_is_not_begun(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(interrupt, "_thread", SimpleNamespace(start_new_thread=start))
     with pytest.raises(KeyError):
-        apart(lambda: begun.append(1), lambda: None)
+        run_off_main_thread(lambda: begun.append(1), lambda: None)
     ((run, arguments),) = late
     run(*arguments)
     assert not begun and not interrupt._running
@@ -390,4 +391,4 @@ def test_work_has_the_callers_context() -> None:
     import numpy as np
 
     with np.errstate(divide="raise"), pytest.raises(FloatingPointError):
-        apart(lambda: np.float64(1) / np.float64(0))
+        run_off_main_thread(lambda: np.float64(1) / np.float64(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,3 +104,31 @@ def test_lines_are_within_120_columns(globs: list[str]) -> None:
 def test_the_patterns_find_old_words_and_spare_ordinary_english() -> None:
     assert not [pattern for pattern in OLD_WORDS if re.search(pattern, ORDINARY)]
     assert not [pattern for pattern in OLD_WORDS if not re.search(pattern, EXAMPLES)]
+
+
+def messages(text: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each error that is raised; "{}" stands for a value."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            for argument in node.exc.args:
+                parts = argument.values if isinstance(argument, ast.JoinedStr) else [argument]
+                yield node.lineno, "".join(str(x.value) if isinstance(x, ast.Constant) else "{}" for x in parts)
+
+
+FORMER = re.compile(r";.*\bfits?\b|\bfits$")
+"""Messages say "name: expected X, got Y", as NumPy's and PyTorch's do."""
+
+
+def test_errors_say_what_was_expected() -> None:
+    found = [
+        f"{file.relative_to(ROOT)}:{number}: {message}"
+        for folder in ("flashkit", "examples")
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        for number, message in messages(file.read_text(encoding="utf-8"))
+        if FORMER.search(message)
+    ]
+    assert not found, "\n".join(found)
+    old = "def f(x):\n    raise ValueError(f'k has dtype {x}; {x} fits')\n"
+    assert [bool(FORMER.search(message)) for _, message in messages(old)] == [True]
+    new = "def f(x):\n    raise ValueError(f'k: expected dtype {x}, got {x}')\n"
+    assert [bool(FORMER.search(message)) for _, message in messages(new)] == [False]

@@ -108,7 +108,7 @@ def test_results_go_to_out_and_come_in_the_order_of_the_last_append(merged: list
     assert found is out and merged
     near(out, expected)
     near(lse, expected_lse)
-    with pytest.raises(ValueError, match=r"out has shape \(7, 4, 1, 3\); \(7, 4, 1, 12\) fits"):
+    with pytest.raises(ValueError, match=r"out: expected .* got \(7, 4, 1, 3\)"):
         caches[0].attend(q[:, :, None], out=np.empty((7, 4, 1, 3), np.float32))
 
 
@@ -214,7 +214,7 @@ def test_where_it_pays(what: str, shared: bool, merged: list[int]) -> None:
 
 
 def test_a_flag_that_is_none() -> None:
-    with pytest.raises(TypeError, match="cascade: expected True or False, got 'yes'"):
+    with pytest.raises(TypeError, match=r"cascade: expected .* got 'yes'"):
         flashkit.KVCache(1, 1, 8, pages=1, cascade="yes")
 
 

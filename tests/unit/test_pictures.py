@@ -76,7 +76,7 @@ def test_weights_are_drawn() -> None:
     for ax, values in zip(pictures, expected, strict=True):
         np.testing.assert_array_equal(ax.images[0].get_array(), values)
         assert ax.get_yticklabels()[0].get_text() == "10"
-    with pytest.raises(ValueError, match="batch: expected an integer from 0 to 1, got 2"):
+    with pytest.raises(ValueError, match=r"batch: expected .* got 2"):
         flashkit.plot_weights(q, k, batch=2)
     own = mpl.figure.Figure()
     assert flashkit.plot_weights(q[0, 0], k[0, 0], rows=-1, figure=own) is own

@@ -368,7 +368,7 @@ MALFORMED = [
     ("schema: 1\ndevice: {kind: cpu\n", 3, "", "not YAML"),
     ("device: {kind: cpu}\n", 1, "", "`schema` is missing"),
     ("schema: 1\n", 1, "", "`device` is missing"),
-    ("schema: 2\ndevice: {kind: cpu}\n", 1, "schema", "got 2, this flashkit reads schema 1"),
+    ("schema: 2\ndevice: {kind: cpu}\n", 1, "schema", "expected schema 1, got 2"),
     ("schema: 1\ndevice:\n  kind: tpu\n", 3, "device.kind", "'tpu'"),
     ("schema: 1\ndevice:\n  name: x\n", 2, "device", "missing required field `kind`"),
     ("schema: 1\ndevice:\n  kind: cpu\n  match: '('\n", 2, "device", "not a regular expression"),

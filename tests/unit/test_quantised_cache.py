@@ -227,7 +227,7 @@ def test_only_pages_in_use_are_dequantised(monkeypatch: pytest.MonkeyPatch) -> N
     out = flashkit.attention(q, pool, pool, page_table=table, kv_lengths=[8])
     k = original(pool)[[7, 3]].reshape(1, 8, HEADS_KV, DIM).swapaxes(1, 2)
     assert seen == [2, 2] and near(out, exact(q, k, k))
-    with pytest.raises(ValueError, match="page_table has"):
+    with pytest.raises(ValueError, match=r"page_table\[0, 1\]: expected"):
         flashkit.attention(q, pool, pool, page_table=np.array([[7, 50, 1]]), kv_lengths=[8])
 
 
@@ -235,5 +235,5 @@ def test_what_is_refused() -> None:
     with pytest.raises(TypeError, match=r"dtype: expected .*e4m3, int8, got 'e5m2'"):
         flashkit.KVCache(1, 1, 8, pages=1, dtype="e5m2")
     cache = cache_of("e4m3", 1, pages=2)
-    with pytest.raises(TypeError, match="k has dtype int64"):
+    with pytest.raises(TypeError, match=r"k: expected .* got int64"):
         cache.append(np.ones((1, HEADS_KV, DIM), int), np.ones((1, HEADS_KV, VALUE_DIM), int))

@@ -126,7 +126,7 @@ def test_what_dequantize_gives() -> None:
         found = quantize(x.astype(of))
         assert found.dtype == np.dtype(of) and found.dequantize().dtype == default
         assert found.dequantize("bfloat16").dtype == BF16
-    with pytest.raises(TypeError, match="dtype is 'int32'; float64, float32, float16, bfloat16 fit"):
+    with pytest.raises(TypeError, match=r"dtype: expected .* got 'int32'"):
         found.dequantize("int32")
 
 
@@ -284,7 +284,7 @@ def test_results_have_the_dtype_of_what_was_quantised(dtype: Any) -> None:
         found, expected = vjp(dout, dlse, wrt=wrt), wide_vjp(dout.astype(wide), dlse, wrt=wrt)
         assert found[0].dtype == np.float16
         same(found, (expected[0], *(x.astype(dtype) for x in expected[1:])))
-        with pytest.raises(TypeError, match=r"dout has dtype int8; "):
+        with pytest.raises(TypeError, match=r"dout: expected .* got int8"):
             vjp(np.ones(out.shape, np.int8))
 
 
@@ -304,9 +304,9 @@ def test_out(dtype: Any) -> None:
     assert planned(q, k8, v, out=out) is out
     same(out, expected[0])
     wrong = {
-        "out has shape": np.empty((2, 4, 33, 16), dtype),
-        "out has dtype float16": np.empty(out.shape, np.float16),
-        "out is read-only": np.broadcast_to(out[:1], out.shape),
+        "out: expected shape": np.empty((2, 4, 33, 16), dtype),
+        "out: expected dtype": np.empty(out.shape, np.float16),
+        "out: expected a writable array": np.broadcast_to(out[:1], out.shape),
     }
     for message, array in wrong.items():
         with pytest.raises((TypeError, ValueError), match=message):
@@ -325,7 +325,7 @@ def test_plans() -> None:
     same(pickle.loads(pickle.dumps(planned))(q, k8, v), expected)
     same(planned(q, quantize(k, "int8"), v), attention(q, quantize(k, "int8"), v, causal=True))
     assert flashkit.plan(q, k8, v, precision="tf32").problem.spec.precision == "tf32"
-    with pytest.raises(ValueError, match=r"k has shape \(2, 2, 46, 16\); "):
+    with pytest.raises(ValueError, match=r"k: expected .* got \(2, 2, 46, 16\)"):
         planned(q, quantize(k[:, :, 1:]), v)
 
 
@@ -352,9 +352,9 @@ def test_precision_fp8(dtype: Any) -> None:
     assert repr(planned).endswith("returns (out, lse); precision 'fp8'>")
     for each in (planned, pickle.loads(pickle.dumps(planned))):
         same(each(q, k, v), expected)
-        with pytest.raises(TypeError, match="'fp8' quantises float16 and bfloat16, and q has dtype float32"):
+        with pytest.raises(TypeError, match="q: expected dtype float16 or bfloat16 with precision='fp8', got float32"):
             each(*tensors())
-        with pytest.raises(ValueError, match=r"q has shape \(2, 4, 32, 16\); "):
+        with pytest.raises(ValueError, match=r"q: expected .* got \(2, 4, 32, 16\)"):
             each(q[:, :, 1:], k, v)
     same(flashkit.weights(q, k, **fp8), flashkit.weights(given[0], given[1], causal=True))
 
@@ -408,13 +408,13 @@ def test_tensors_of_pytorch() -> None:
     same(plain(out), expected)
     same(tuple(map(plain, vjp(out))), expected_vjp(expected))
     same(plain(flashkit.plan(*given, precision="fp8")(*given)), expected)
-    with pytest.raises(TypeError, match=r"k is a flashkit.*Quantized, but q is a torch tensor"):
+    with pytest.raises(TypeError, match=r"k: expected an array of the library of q.* got a flashkit.*Quantized"):
         attention(given[0], quantize(k), given[2])
-    with pytest.raises(TypeError, match="k is a torch tensor on cpu, but q is a numpy array"):
+    with pytest.raises(TypeError, match=r"k: expected a numpy array.* got a torch tensor on cpu"):
         attention(quantize(q), given[1], v)
-    with pytest.raises(TypeError, match="x is a torch tensor on cpu; an array of NumPy or CuPy fits"):
+    with pytest.raises(TypeError, match="x: expected an array of NumPy or CuPy, got a torch tensor on cpu"):
         quantize(given[0])
-    with pytest.raises(ValueError, match=r"precision is 'fp8', which flashkit.attention takes"):
+    with pytest.raises(ValueError, match=r"precision: .* 'fp8', which flashkit.attention takes"):
         flashkit.torch.attention(*given, precision="fp8")
     with pytest.raises(TypeError, match="Quantized"):
         flashkit.torch.attention(*map(quantize, (q, k, v)))
@@ -426,38 +426,38 @@ X, X8 = np.ones((2, 3, 8), np.float32), quantize(np.ones((2, 3, 8), np.float32))
 ONE = np.ones((1, 1, 1), np.float32)
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "dtype": (lambda: quantize(X, "fp8"), "dtype is 'fp8'; 'e4m3' or 'int8' fits"),  # type: ignore[arg-type]
-    "per": (lambda: quantize(X, per="row"), "per is 'row'; 'tensor', 'head', "),  # type: ignore[arg-type]
-    "layout": (lambda: quantize(X, layout="nhd"), "layout is 'nhd'"),
+    "dtype": (lambda: quantize(X, "fp8"), "dtype: expected .* got 'fp8'"),  # type: ignore[arg-type]
+    "per": (lambda: quantize(X, per="row"), "per: expected .* got 'row'"),  # type: ignore[arg-type]
+    "layout": (lambda: quantize(X, layout="nhd"), "layout: expected .* got 'nhd'"),
     "rotate": (lambda: quantize(X, rotate=1), "rotate: expected True or False, got 1"),  # type: ignore[arg-type]
     "smooth": (lambda: quantize(X, smooth="k"), "smooth: expected True or False, got 'k'"),  # type: ignore[arg-type]
     "block": (lambda: quantize(X, per="block", block=0), "block: expected an integer from 1 to [0-9]+, got 0"),
     "block's type": (lambda: quantize(X, block=8.0), r"block: expected an integer from 1 to [0-9]+, got 8.0"),  # type: ignore[arg-type]
     "seed": (lambda: quantize(X, seed=-1), r"seed: expected an integer from 0 to [0-9]+, got -1"),
-    "x": (lambda: quantize([1.0]), "x is a builtins.list"),
-    "x's dtype": (lambda: quantize(X.astype(int)), "x has dtype int64; float64, "),
-    "x's shape": (lambda: quantize(X[0, 0]), r"x has shape \(8,\); \(..., tokens, head_dim\)"),
-    "head dim": (lambda: quantize(np.ones((1, 1025))), r"x has shape \(1, 1025\); .* a head dim of 1 to 1024"),
-    "twice": (lambda: quantize(X8), r"x is a .*Quantized; an array of NumPy.*; x.dequantize\(\) is one"),
-    "data": (lambda: Quantized(X, ONE), "data has dtype float32; float8_e4m3fn or int8 fits"),
-    "scale": (lambda: Quantized(X8.data, ONE, per="token"), r"scale has shape \(1, 1, 1\); \(2, 3, 1\) fits"),
-    "scale's dtype": (lambda: Quantized(X8.data, ONE.astype(float)), "scale has dtype float64; float32 fits"),
-    "of": (lambda: Quantized(X8.data, ONE, "int32"), "dtype is 'int32'; float64, "),
-    "no dtype": (lambda: Quantized(X8.data, ONE, "half a byte"), "dtype is 'half a byte'; float64, "),
-    "mean": (lambda: Quantized(X8.data, ONE, mean=X[:, :2]), r"mean has shape \(2, 2, 8\); what broadcasts to"),
-    "mean's axes": (lambda: Quantized(X8.data, ONE, mean=X[0]), r"mean has shape \(3, 8\)"),
-    "mean's dtype": (lambda: Quantized(X8.data, ONE, mean=X.astype(float)), "mean has dtype float64"),
+    "x": (lambda: quantize([1.0]), "x: expected .* got a builtins.list"),
+    "x's dtype": (lambda: quantize(X.astype(int)), "x: expected .* got int64"),
+    "x's shape": (lambda: quantize(X[0, 0]), r"x: expected .* got \(8,\)"),
+    "head dim": (lambda: quantize(np.ones((1, 1025))), r"x: expected .* 1 to 1024, got \(1, 1025\)"),
+    "twice": (lambda: quantize(X8), r"x: expected an array of NumPy.* got a .*Quantized; pass x.dequantize\(\)"),
+    "data": (lambda: Quantized(X, ONE), "data: expected .* got float32"),
+    "scale": (lambda: Quantized(X8.data, ONE, per="token"), r"scale: expected .* got \(1, 1, 1\)"),
+    "scale's dtype": (lambda: Quantized(X8.data, ONE.astype(float)), "scale: expected .* got float64"),
+    "of": (lambda: Quantized(X8.data, ONE, "int32"), "dtype: expected .* got 'int32'"),
+    "no dtype": (lambda: Quantized(X8.data, ONE, "half a byte"), "dtype: expected float64, .* got 'half a byte'"),
+    "mean": (lambda: Quantized(X8.data, ONE, mean=X[:, :2]), r"mean: expected .* got \(2, 2, 8\)"),
+    "mean's axes": (lambda: Quantized(X8.data, ONE, mean=X[0]), r"mean: expected .* got \(3, 8\)"),
+    "mean's dtype": (lambda: Quantized(X8.data, ONE, mean=X.astype(float)), "mean: expected .* got float64"),
     "seed of data": (lambda: Quantized(X8.data, ONE, seed="a"), "seed: expected an integer from 0 .* got 'a'"),  # type: ignore[arg-type]
-    "dtypes": (lambda: attention(X.astype(BF16), X8, X.astype(BF16)), "k has dtype float32, q has bfloat16; q, k"),
-    "dtypes of plain": (lambda: attention(X8, X8, X.astype(BF16)), "v has dtype bfloat16, q has float32"),
-    "fp8 of float32": (lambda: attention(X, X, X, precision="fp8"), "quantises float16 and bfloat16, and q has dtype"),
-    "fp8 of 1 axis": (lambda: attention(*[X[0, 0].astype(BF16)] * 3, precision="fp8"), r"q has shape \(8,\)"),
-    "shapes": (lambda: attention(X, quantize(X[:, :, :4]), X), "k has head dim 4"),
-    "precision": (lambda: attention(X, X, X, precision="fp16"), "None, 'highest', 'tf32' or 'fp8' fits"),  # type: ignore
-    "prepare": (lambda: prepare(X, X, X, precision="fp8"), "precision is 'fp8', which attention, attention_vjp, "),
-    "merge": (lambda: flashkit.merge((X8, X[..., 0])), "out of part 0 is a .*Quantized"),
+    "dtypes": (lambda: attention(X.astype(BF16), X8, X.astype(BF16)), "k: expected .* got float32"),
+    "dtypes of plain": (lambda: attention(X8, X8, X.astype(BF16)), "v: expected .* got bfloat16"),
+    "fp8 of float32": (lambda: attention(X, X, X, precision="fp8"), "q: expected dtype float16 or bfloat16 with"),
+    "fp8 of 1 axis": (lambda: attention(*[X[0, 0].astype(BF16)] * 3, precision="fp8"), r"q: expected .* got \(8,\)"),
+    "shapes": (lambda: attention(X, quantize(X[:, :, :4]), X), "k: expected head dim 8"),
+    "precision": (lambda: attention(X, X, X, precision="fp16"), "expected None, 'highest', 'tf32' or 'fp8'"),  # type: ignore
+    "prepare": (lambda: prepare(X, X, X, precision="fp8"), "precision: .* got 'fp8', which only attention, "),
+    "merge": (lambda: flashkit.merge((X8, X[..., 0])), "out of part 0: .* got a .*Quantized"),
     "rotary": (lambda: flashkit.rotary(X8, *flashkit.rotary_table(8, 8)), r"Quantized.*dequantize\(\)"),
-    "cache": (lambda: flashkit.KVCache(1, kv_heads=2, dim=8, pages=1, page=4).append(X8, X8), "k is a .*Quantized"),
+    "cache": (lambda: flashkit.KVCache(1, kv_heads=2, dim=8, pages=1, page=4).append(X8, X8), "k: .*Quantized"),
 }
 
 
@@ -472,7 +472,7 @@ def test_a_cache_has_its_own_numbers() -> None:
     cache = flashkit.KVCache(1, kv_heads=2, dim=8, pages=1, page=4, dtype="float16")
     k = np.ones((1, 2, 3, 8), np.float16)
     cache.append(k, k)
-    with pytest.raises(ValueError, match="precision is 'fp8', but the cache keeps"):
+    with pytest.raises(ValueError, match=r"precision: .* for a cache, got 'fp8'"):
         cache.attend(k, precision="fp8")
-    with pytest.raises(TypeError, match=r"q is a .*Quantized"):
+    with pytest.raises(TypeError, match=r"q: .* got a .*Quantized"):
         cache.attend(quantize(k))

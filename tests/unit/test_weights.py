@@ -145,15 +145,15 @@ def test_memory_is_that_of_the_rows() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"rows": 9}, ValueError, r"rows has values from 9 to 9; integers from -9 to 8 fit"),
-        ({"heads": [0, -5]}, ValueError, r"heads has values from -5 to 0; integers from -4 to 3 fit"),
-        ({"rows": 1.5}, TypeError, "rows is 1.5; integers"),
-        ({"rows": [[1]]}, TypeError, r"rows is \[\[1\]\]; integers"),
-        ({"rows": [[1], [2, 3]]}, TypeError, r"rows is .*; integers"),
-        ({"rows": True}, TypeError, "rows is True; integers"),
+        ({"rows": 9}, ValueError, r"rows: expected .* got values from 9 to 9"),
+        ({"heads": [0, -5]}, ValueError, r"heads: expected .* got values from -5 to 0"),
+        ({"rows": 1.5}, TypeError, "rows: expected .* got 1.5"),
+        ({"rows": [[1]]}, TypeError, r"rows: expected integers .* got \[\[1\]\]"),
+        ({"rows": [[1], [2, 3]]}, TypeError, r"rows: expected integers .* different lengths"),
+        ({"rows": True}, TypeError, "rows: expected .* got True"),
         ({"out": None}, TypeError, "unexpected argument 'out'"),
         ({"is_causal": True}, TypeError, "did you mean causal"),
-        ({"mask": np.ones((3, 3), bool)}, ValueError, "mask has shape"),
+        ({"mask": np.ones((3, 3), bool)}, ValueError, "mask: expected .*shape"),
     ],
 )
 def test_arguments_that_do_not_fit(arguments: dict[str, Any], error: type[Exception], words: str) -> None:

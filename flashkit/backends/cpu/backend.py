@@ -55,10 +55,10 @@ class CpuBackend:
     def forward(self, plan: CpuPlan, operands: Operands) -> None:
         self.bind(plan, operands)(operands.q, operands.k, operands.v, operands.out, operands.lse)
 
-    def bind(self, plan: CpuPlan, operands: Operands, anew: Sequence[str] = ()) -> Bound:
+    def bind(self, plan: CpuPlan, operands: Operands, per_call: Sequence[str] = ()) -> Bound:
         from .passes import bind_forward
 
-        return bind_forward(plan, operands, anew)
+        return bind_forward(plan, operands, per_call)
 
     def backward(self, plan: CpuPlan, operands: Operands, gradients: Gradients) -> None:
         self.bind_backward(plan, operands, gradients)(operands, gradients)

@@ -120,7 +120,7 @@ def functions(source: Source) -> Functions:
     names = _names(source, wanted)
     loaded = _loaded.get(names.cached)
     if loaded is None:
-        loaded = interrupt.apart(lambda: _read_or_make(names, lambda: source.make(wanted)))
+        loaded = interrupt.run_off_main_thread(lambda: _read_or_make(names, lambda: source.make(wanted)))
     return loaded
 
 

@@ -41,14 +41,14 @@ DQ_BYTES_A_THREAD = 2**23
 _MAX_FORMS = 16  # of out, dout and dlse, that a bound backward pass keeps
 
 LENGTHS = "kv_lengths", "q_offset", "page_table"
-"""What a bound call may take anew, in this order: none, the first two, or all."""
+"""What a bound call may get with each call, in this order: none, the first two, or all."""
 
 
-def bind_forward(plan: CpuPlan, operands: Operands, anew: Sequence[str] = ()) -> Bound:
+def bind_forward(plan: CpuPlan, operands: Operands, per_call: Sequence[str] = ()) -> Bound:
     """The forward pass with all that does not depend on contents done: f(q, k, v, out, lse, *lengths)."""
     block = ArgumentBlock(plan, operands, plan.tile, plan.modify_forward, scores_whole=False)
-    block.args[at.ANEW] = (0, 0, 1, 2)[len(anew)]
-    absent = (block.args,) * (len(LENGTHS) - len(anew))  # an array, which the kernel does not read
+    block.args[at.PER_CALL] = (0, 0, 1, 2)[len(per_call)]
+    absent = (block.args,) * (len(LENGTHS) - len(per_call))  # an array, which the kernel does not read
     flops_of_pairs = flops_per_pair(plan) * block.sizes.heads
     most_flops = flops_of_pairs * block.sizes.pairs
     parallel = most_flops >= threads.SERIAL_FLOPS
@@ -73,7 +73,7 @@ def bind_forward(plan: CpuPlan, operands: Operands, anew: Sequence[str] = ()) ->
 
     def long(*tensors: Any) -> None:
         count, flops = threads.count(), most_flops
-        if anew:
+        if per_call:
             flops = flops_of_pairs * block.sizes.n_q * int(tensors[5].sum())
         if threads.is_long(flops, count):
             threads.interruptible(lambda stop: bound(*tensors, count=count, stop=stop))
@@ -143,8 +143,8 @@ def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Bo
         for index, tensor in (*forward_tensors(operands), *of_gradients):
             args[index] = address_of(tensor)
         scratch_tensors = (at.DQ_ACCUM, dq_accum), (at.BWD_LSE, bwd_lse), (at.DELTA, delta)
-        anew = (at.OUT, operands.out), (at.DOUT, gradients.dout), *scratch_tensors
-        for index, tensor in (*anew, *(((at.DLSE, gradients.dlse),) if gradients.dlse is not None else ())):
+        tensors = (at.OUT, operands.out), (at.DOUT, gradients.dout), *scratch_tensors
+        for index, tensor in (*tensors, *(((at.DLSE, gradients.dlse),) if gradients.dlse is not None else ())):
             args[index : index + 4] = (address_of(tensor), *strides_of(tensor))
         args[at.NUM_SPLITS], args[at.DQ_SPLIT_STRIDE] = num_splits, dq_accum.strides[0]
         if spec.kv_lengths:  # keys past a sequence's length, or past the last packed sequence, are in no tile

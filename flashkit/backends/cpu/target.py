@@ -42,7 +42,7 @@ _V3 = frozenset({
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 CLASSES = (
     # Or LLVM would vectorise loops to half of the width, for the clocks of the first CPUs with AVX-512. Products have
-    # the full width in any case.
+    # the full width regardless.
     _CpuClass("x86-64-v4", "x86_64", "x86-64-v4", _V4, 16, "znver4", ("-prefer-256-bit",)),
     _CpuClass("x86-64-v3", "x86_64", "x86-64-v3", _V3, 8, "znver3"),
     _CpuClass("aarch64", "aarch64", "generic", frozenset({"neon", "fp-armv8"}), 4),

@@ -108,7 +108,7 @@ def interruptible(launch: Callable[[int], None]) -> None:
     raises stops them.
     """
     stop = np.zeros(1, np.int64)
-    interrupt.apart(lambda: launch(stop.__array_interface__["data"][0]), partial(stop.fill, 1))
+    interrupt.run_off_main_thread(lambda: launch(stop.__array_interface__["data"][0]), partial(stop.fill, 1))
 
 
 def concurrent(threads: int) -> bool:

@@ -181,10 +181,10 @@ class Arguments(KernelArguments):
     def _set_pages(self, words: list[int], operands: Operands) -> None:
         """The table of pages, and where they lie."""
         if self.n_k >= 1 << 31:
-            raise ValueError(f"page_table has room for {self.n_k} keys of a sequence; on a GPU less than 2^31 fit")
+            raise ValueError(f"page_table: expected room for less than 2^31 keys a sequence on a GPU, got {self.n_k}")
         if operands.k.shape[2] % self.spec.page_run:
             run, page = self.spec.page_run, operands.k.shape[2]
-            raise ValueError(f"k has pages of {page} tokens; a multiple of {run}, as planned, fits")
+            raise ValueError(f"k: expected pages of a multiple of {run} tokens, as planned, got {page}")
         operands.page_table = table = self._on_device(operands.page_table, np.int64)
         at = self._integers(table), table.shape[1], operands.k.shape[0], operands.k.shape[2]
         words[AT["page_table"] : AT["page"] + 1] = at
@@ -257,6 +257,6 @@ def on_device(array: Any, dtype: Any = None) -> Any:
     if cupy.cuda.get_current_stream().is_capturing():
         # The graph would copy from host memory that may be freed before the graph runs.
         raise ValueError(
-            "a NumPy array (of lengths, positions or a modification) cannot be part of a CUDA graph; a CuPy array fits"
+            "expected a CuPy array of lengths, positions or a modification in a CUDA graph, got a NumPy array"
         )
     return cupy.asarray(array, dtype)

@@ -26,7 +26,7 @@ from .generation import Choice, Generation, Pass, TileTables, asked
 from .params import AT
 
 VARIABLE = settings.CUDA_GENERATION.name
-_ELSEWHERE = "q lies on CUDA device {}, the current one is {}; `with q.device:` fits"
+_ELSEWHERE = "q: expected an array on the current CUDA device, {}, got one on device {}; use `with q.device:`"
 
 MAX_HEAD_DIM = 512
 """Of v, and of k unless a backend has kernels for wider ones."""
@@ -152,13 +152,13 @@ class CudaBackend:
         arguments.gradients(gradients)
         _pull_back(plan, run, arguments, operands, gradients, _end_of_keys(operands), launch.stream())
 
-    def bind(self, plan: CudaPlan, operands: Operands, anew: Sequence[str] = ()) -> Bound:
+    def bind(self, plan: CudaPlan, operands: Operands, per_call: Sequence[str] = ()) -> Bound:
         import cupy
 
         on, current = _device_of(operands), cupy.cuda.runtime.getDevice
         run, template = plan.on(on, "forward").run, Arguments(plan.problem.spec, operands)
         own = operands.arrays | operands.sequences()
-        arrays_at = [(template.release(name, operands), _layout(own[name])) for name in anew]
+        arrays_at = [(template.release(name, operands), _layout(own[name])) for name in per_call]
         templates = template, template.copy()  # with and without an LSE
         templates[1].discard_lse(on.ordinal)
         pools: tuple[deque[Arguments], ...] = deque(maxlen=8), deque(maxlen=8)
@@ -169,7 +169,7 @@ class CudaBackend:
 
         def call(q: Any, k: Any, v: Any, out: Any, lse: Any, *arrays: Any) -> None:
             if current() != ordinal:
-                raise ValueError(_ELSEWHERE.format(ordinal, current()))
+                raise ValueError(_ELSEWHERE.format(current(), ordinal))
             pool = pools[lse is None]
             try:
                 arguments = pool.pop()  # no other thread uses it until it is returned
@@ -193,29 +193,29 @@ class CudaBackend:
         return call
 
     def bind_backward(
-        self, plan: CudaPlan, operands: Operands, gradients: Gradients, anew: Sequence[str] = ()
+        self, plan: CudaPlan, operands: Operands, gradients: Gradients, per_call: Sequence[str] = ()
     ) -> BoundBackward:
         import cupy
 
         on, current = _device_of(operands), cupy.cuda.runtime.getDevice
         run, template = plan.on(on, "backward").run, Arguments(plan.problem.spec, operands)
-        arrays_at = [(name, template.release(name, operands), _layout(operands.arrays[name])) for name in anew]
+        arrays_at = [(name, template.release(name, operands), _layout(operands.arrays[name])) for name in per_call]
         end, ordinal, stream_of = _end_of_keys(operands), on.ordinal, launch.stream
         wait_for_uploads = launch.Uploads(stream_of(), template.uploaded).wait
         forms: dict[Any, tuple[Arguments, deque[Arguments]]] = {}  # by the layouts of out, dout and dlse
 
         def call(op: Operands, to: Gradients) -> None:
             if current() != ordinal:
-                raise ValueError(_ELSEWHERE.format(ordinal, current()))
+                raise ValueError(_ELSEWHERE.format(current(), ordinal))
             dout, dlse, dsinks = to.dout, to.dlse, to.dsinks
             form = op.out.strides, dout.strides, None if dlse is None else dlse.strides, dsinks is None
-            found = forms.get(form)
-            if found is None:
+            known = forms.get(form)
+            if known is None:
                 if len(forms) >= _MAX_FORMS:
                     forms.clear()
                 own = template.for_backward(op.out, to)
-                found = forms[form] = own, deque([own], maxlen=8)
-            own, pool = found
+                known = forms[form] = own, deque([own], maxlen=8)
+            own, pool = known
             try:
                 arguments = pool.pop()  # no other thread uses it until it is returned
             except IndexError:
@@ -250,10 +250,10 @@ class CudaPlan:
 
     def on(self, device: Device, direction: Direction) -> Pass:
         """The pass on a device."""
-        made = self.passes.get((device.ordinal, direction))
-        if made is None:
-            made = self.passes[device.ordinal, direction] = self._compile(device, direction)
-        return made
+        compiled = self.passes.get((device.ordinal, direction))
+        if compiled is None:
+            compiled = self.passes[device.ordinal, direction] = self._compile(device, direction)
+        return compiled
 
     def _compile(self, device: Device, direction: Direction) -> Pass:
         """The pass with the first tile whose kernels work: a bad row must not disable attention."""
@@ -263,7 +263,7 @@ class CudaPlan:
         failed: dict[str, TileRow] = {}
         for choice in tables.choices(generation, self.problem):
             try:
-                made = self._checked(generation.plan(self.problem, choice, tables), device, direction)
+                compiled = self._checked(generation.plan(self.problem, choice, tables), device, direction)
             except Exception as error:  # of a compiler, a launch or the check
                 if choice.row is None or str(error) in failed:
                     raise  # it is not the tile
@@ -272,12 +272,12 @@ class CudaPlan:
                 for problem, row in failed.items():
                     not_followed(row, f"its kernels do not work: {problem}")
                 self.rows[device.ordinal, direction] = choice.row
-                return made
+                return compiled
         raise AssertionError
 
-    def _checked(self, made: Pass, device: Device, direction: Direction) -> Pass:
-        verify.check(made, self.problem.spec, device, direction)
-        return made
+    def _checked(self, compiled: Pass, device: Device, direction: Direction) -> Pass:
+        verify.check(compiled, self.problem.spec, device, direction)
+        return compiled
 
     @property
     def tile(self) -> Any:
@@ -328,7 +328,7 @@ def _end_of_keys(operands: Operands) -> Any:
 def _address(array: Any, layout: tuple[Any, ...]) -> int:
     """The address of an array of a modification, which a kernel reads in this layout."""
     if _layout(array) != layout:
-        raise ValueError(f"an array of a modification has the layout {_layout(array)}; {layout} fits")
+        raise ValueError(f"array of a modification: expected the layout {layout}, got {_layout(array)}")
     return int(array.data.ptr)
 
 
@@ -344,5 +344,5 @@ def _device_of(operands: Operands) -> Device:
     """The current device; ValueError if q is on another."""
     on, ordinal = device.current(), operands.q.data.device_id
     if ordinal != on.ordinal:
-        raise ValueError(_ELSEWHERE.format(ordinal, on.ordinal))
+        raise ValueError(_ELSEWHERE.format(on.ordinal, ordinal))
     return on

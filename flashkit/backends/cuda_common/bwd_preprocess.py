@@ -34,7 +34,7 @@ class BwdPreprocess:
             workspace.tensor(name, ITEMSIZE[arguments.spec.lse_dtype], rows)
         return -(-arguments.entries * arguments.heads * rows // self._rows_per_cta)
 
-    def shaped(self, arguments: Arguments) -> tuple[Workspace, int]:
+    def geometry(self, arguments: Arguments) -> tuple[Workspace, int]:
         """Memory for these alone, and the CTAs to run with."""
         workspace = Workspace(arguments)
         return workspace, self.place(arguments, workspace)

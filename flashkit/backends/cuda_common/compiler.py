@@ -145,7 +145,7 @@ def target(capability: tuple[int, int]) -> str:
     if not known:
         oldest, newest = architectures()[0], architectures()[-1]
         have = f"NVRTC {'.'.join(map(str, version()))} compiles for sm_{oldest} to sm_{newest}"
-        raise CompileError(f"{have}, the device is sm_{major}{minor}: another CUDA version's packages are needed")
+        raise CompileError(f"{have}, the device is sm_{major}{minor}: install the packages of another CUDA version")
     best = max(known)
     return f"sm_{best}{'a' if best >= 90 and best == 10 * major + minor else ''}"
 
@@ -156,7 +156,7 @@ def binary(source: Compilable, arch: str) -> Binary:
         return found
     name = _name(source, source.made_from(), arch)
     cached = _read(name, kernel_cache.read)
-    return interrupt.apart(lambda: _compiled(source, arch, name)) if cached is None else cached[0]
+    return interrupt.run_off_main_thread(lambda: _compiled(source, arch, name)) if cached is None else cached[0]
 
 
 def build(source: Source, arch: str) -> Iterator[tuple[str, bytes]]:
@@ -167,7 +167,7 @@ def build(source: Source, arch: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _prebuilt(source: Source, arch: str) -> Binary | None:
-    """None where there is none, or where the driver may not load what a newer compiler made."""
+    """None without a binary, or where the driver may not load that of a newer compiler."""
     name = _name(source, source.given, arch)
     found = _read(name, lambda folder, file: prebuilt.read(folder, f"{arch}/{file}"))
     return found[0] if found is not None and found[1] <= _driver() else None
@@ -191,14 +191,14 @@ def _name(source: Compilable, given: object, arch: str) -> str:
 
 def _compiled(source: Compilable, arch: str, name: str) -> Binary:
     with kernel_cache.compile_lock(FOLDER, name):
-        found = _read(name, kernel_cache.read)  # another process may have compiled it meanwhile
-        if found is not None:
-            return found[0]
+        cached = _read(name, kernel_cache.read)  # another process may have compiled it meanwhile
+        if cached is not None:
+            return cached[0]
         with progress.compiling(f"{source.name} for {arch}"):
-            made = _made(source, arch, name)
-        for suffix, content in _files(made):
+            compiled = _made(source, arch, name)
+        for suffix, content in _files(compiled):
             kernel_cache.write(FOLDER, name + suffix, content)
-    return made
+    return compiled
 
 
 def _made(source: Compilable, arch: str, name: str) -> Binary:
@@ -214,7 +214,7 @@ def _files(made: Binary, cuda: int = 0) -> tuple[tuple[str, bytes], ...]:
 
 
 def _read(name: str, read: Callable[[str, str], bytes | None]) -> tuple[Binary, int] | None:
-    """A binary, and the CUDA version that a prebuilt one is of; None if there is none, or if the files are damaged."""
+    """A binary, and the CUDA version that a prebuilt one is of; None if the files are missing or damaged."""
     try:
         report = msgspec.json.decode(read(FOLDER, f"{name}.json") or b"", type=_Report)
     except (msgspec.DecodeError, ValueError, RecursionError):
@@ -286,14 +286,14 @@ def _call(function: str, *arguments: Any) -> tuple[Any, ...]:
 
 def resources(log: str) -> dict[str, Resources]:
     """The resources of each kernel in the report of `ptxas -v`."""
-    found: dict[str, Resources] = {}
+    by_kernel: dict[str, Resources] = {}
     for part in re.split(r"Compiling entry function '", log)[1:]:
 
         def number(pattern: str, part: str = part) -> int:
             return sum(map(int, re.findall(pattern, part)))
 
-        found[part.partition("'")[0]] = Resources(
+        by_kernel[part.partition("'")[0]] = Resources(
             number(r"Used (\d+) registers"), number(r"(\d+) bytes stack frame"),
             number(r"(\d+) bytes spill stores"), number(r"(\d+) bytes smem"),
         )  # fmt: skip
-    return found
+    return by_kernel

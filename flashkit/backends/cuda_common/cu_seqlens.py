@@ -45,19 +45,19 @@ def derive(cu_q: Any, n_q: int, keys: Any, n_k: int, keys_are_lengths: bool = Fa
         An array lies on another device than the current one, or on the host while a CUDA graph captures the call.
     """
     on = device.current()
-    given = [on_device(x) for x in (cu_q, keys)]
-    for x in given:
+    offsets = [on_device(x) for x in (cu_q, keys)]
+    for x in offsets:
         if x.data.device_id != on.ordinal:
             raise ValueError(
-                f"cu_seqlens lies on CUDA device {x.data.device_id}, the current one is {on.ordinal}; that of q fits"
+                f"cu_seqlens: expected an array on q's CUDA device, {on.ordinal}, got one on device {x.data.device_id}"
             )
     batch, stream = len(cu_q) - 1, launch.stream()
     room = batch + 2
     memory = launch.scratch((4 * room,), "int64")
-    words = [word for x in given for word in (x.data.ptr, x.strides[0], _type(x.dtype))]
+    words = [word for x in offsets for word in (x.data.ptr, x.strides[0], _type(x.dtype))]
     arguments = launch.KernelArguments([*words, memory.data.ptr, batch, n_q, n_k, int(keys_are_lengths)])
     _kernel("derive_cu_seqlens", on.ordinal).launch(1, _THREADS, arguments, stream)
-    launch.keep(stream, given)
+    launch.keep(stream, offsets)
     parts = [memory[i * room : (i + 1) * room] for i in range(4)]
     return CuSeqlens(parts[0], parts[1], parts[2][:-1], parts[3][:-1])
 

@@ -183,20 +183,20 @@ def tile_of(
         The tile as it fits a spec and the device, or None.
     """
     numbers = {name: value for name in IN_ROW if (value := getattr(row, name)) is not None} | row.options
-    given = {field.name for field in fields(kind)} & numbers.keys()  # type: ignore[arg-type]
+    known = {field.name for field in fields(kind)} & numbers.keys()  # type: ignore[arg-type]
     try:
         for name, n in numbers.items():
             if type(n) is not int or not 0 <= n <= LARGEST:
                 raise ValueError(f"{name}: expected an integer up to {LARGEST}, got {n!r}")
-        tile = kind(**{name: numbers[name] for name in given})
+        tile = kind(**{name: numbers[name] for name in known})
         if unknown := [name for name in sorted(numbers) if not hasattr(tile, name)]:
             raise ValueError(f"it has no {', '.join(unknown)}")
         if wrong := [f"{name} is {getattr(tile, name)}" for name, n in numbers.items() if getattr(tile, name) != n]:
             raise ValueError(", ".join(wrong))
-        found = fitted(tile, spec)
-        if found is None and fitted(tile, replace(spec, head_dim=16, head_dim_v=16, score=None)) is None:
+        fitting = fitted(tile, spec)
+        if fitting is None and fitted(tile, replace(spec, head_dim=16, head_dim_v=16, score=None)) is None:
             raise ValueError(f"{tile} fits no head dim")
-        return found
+        return fitting
     except (ArithmeticError, TypeError, ValueError) as error:
         not_followed(row, f"it is no tile of {kind.__name__}: {error}")
         return None

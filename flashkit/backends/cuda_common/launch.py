@@ -38,7 +38,7 @@ _unused: list[tuple[Callable[[Any], Any], Any, set[int]]] = []  # libraries to u
 def check_grid(*tiles: int) -> None:
     """ValueError if there are more tiles than a grid has CTAs."""
     if max(tiles) > MAX_GRID:
-        raise ValueError(f"{max(tiles)} tiles are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
+        raise ValueError(f"expected at most {MAX_GRID} tiles in a launch, got {max(tiles)}; pass fewer batch entries")
 
 
 class CudaError(RuntimeError):
@@ -92,9 +92,9 @@ def shared_library(key: Hashable, source: Callable[[], compiler.Compilable], arc
         return cast(Library, _Unloaded())
     library = _shared.get(key)
     if library is None:
-        made = Library(compiler.binary(source(), arch))
+        loaded = Library(compiler.binary(source(), arch))
         with _shared_lock:
-            library = _shared.setdefault(key, made)  # another thread may have loaded it meanwhile
+            library = _shared.setdefault(key, loaded)  # another thread may have loaded it meanwhile
     return library
 
 

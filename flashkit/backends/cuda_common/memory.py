@@ -26,7 +26,7 @@ _GAP = 0
 """Bytes between parts, at least. The emulated device has some, so that it finds an access past the end of one."""
 
 _LONG_SEQUENCE = 4
-"""Times the mean length: where packed sequences differ in length, most of the work is in sequences of about so many."""
+"""Times the mean length: where packed sequences differ in length, most work is in sequences of about this length."""
 
 
 # --- shared memory ---------------------------------------------------------------------------------------------------
@@ -42,9 +42,9 @@ class SmemLayout:
     def add(self, name: str, size: int, align: int = 1) -> int:
         """Put a part behind the others, at a multiple of `align`; returns its offset."""
         if name in self.offsets:
-            raise ValueError(f"{name=} is there already, at byte {self.offsets[name]}")
+            raise ValueError(f"{name}: expected a new name, got that of the buffer at byte {self.offsets[name]}")
         if size < 0 or align < 1:
-            raise ValueError(f"{name}: {size=}, {align=}; a size of 0 or more and an alignment of 1 or more fit")
+            raise ValueError(f"{name}: expected a size >= 0 and an alignment >= 1, got {size} and {align}")
         offset = -(-self.bytes // align) * align
         self.offsets[name], self.bytes = offset, offset + size
         return offset

@@ -36,11 +36,11 @@ def unsupported(spec: AttentionSpec) -> str:
     """Why kernels do not support the spec's modification, or an empty string."""
     for slot in spec.slots:
         if slot.ndim is not None and str(slot.dtype) not in ELEMENTS:
-            return f"an array of a modification has dtype {slot.dtype}; {', '.join(ELEMENTS)} fit"
+            return f"array of a modification: expected dtype {', '.join(ELEMENTS)}, got {slot.dtype}"
         if (slot.ndim or 0) > MAX_NDIM:
-            return f"an array of a modification has {slot.ndim} axes; up to {MAX_NDIM} fit"
+            return f"array of a modification: expected up to {MAX_NDIM} axes, got {slot.ndim}"
     if values_of(spec) > MAX_VALUES:
-        return f"the modification's arrays and numbers take {values_of(spec)} entries; up to {MAX_VALUES} fit"
+        return f"modification: expected arrays and numbers of up to {MAX_VALUES} entries, got {values_of(spec)}"
     return ""
 
 

@@ -37,9 +37,9 @@ class SimtTile:
 
     def __post_init__(self) -> None:
         if self.threads_x not in (8, 16, 32) or self.threads % 32:
-            raise ValueError(f"{self=}: threads_x is 8, 16 or 32, and threads_x * threads_y is a multiple of 32")
+            raise ValueError(f"{self=}: expected threads_x 8, 16 or 32 and threads_x * threads_y a multiple of 32")
         if self.chunk < 4 or self.chunk % 4 or self.keys < 4 or self.keys % 4:
-            raise ValueError(f"{self=}: chunk and keys are multiples of 4")
+            raise ValueError(f"{self=}: expected chunk and keys multiples of 4")
 
     @property
     def threads(self) -> int:
@@ -185,7 +185,7 @@ class SimtBackward:
         self.libraries = [self.dkdv.library, self.dq.library, self.preprocess.library]
 
     def run(self, arguments: Arguments, stream: int) -> None:
-        workspace, preprocess_ctas = arguments.known(self, self.preprocess.shaped)
+        workspace, preprocess_ctas = arguments.known(self, self.preprocess.geometry)
         held = workspace.allocate(arguments, stream)
         self.preprocess.run(arguments, stream, preprocess_ctas)
         self.dkdv.launch(arguments, arguments.k_tiles(self.dkdv.tile.block_k), arguments.heads_kv, stream)

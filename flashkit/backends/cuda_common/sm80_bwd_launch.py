@@ -44,7 +44,7 @@ class OrderedBackward:
         self._kernel = library.kernel("sm80_backward", device, tile.shared_memory(spec))
         self._postprocess = library.kernel("bwd_postprocess", device)
 
-    def shaped(self, arguments: Arguments) -> LaunchGeometry | None:
+    def geometry(self, arguments: Arguments) -> LaunchGeometry | None:
         """What the launches derive from shapes and strides; None where the kernels do not support them."""
         tile, workspace = self.tile, Workspace(arguments)
         tiles_k, tiles_q = arguments.k_tiles(tile.block_k), arguments.q_tiles(tile.block_q)
@@ -62,12 +62,12 @@ class OrderedBackward:
         return LaunchGeometry(preprocess_ctas, blocks, tiles, workspace)
 
     def run(self, arguments: Arguments, stream: int) -> None:
-        shaped = arguments.known(self, self.shaped)
-        held = shaped.workspace.allocate(arguments, stream)
-        self.preprocess.run(arguments, stream, shaped.preprocess_ctas)
-        if shaped.blocks:
-            self._kernel.launch(shaped.blocks, 32 * self.tile.warps, arguments, stream)
-        if shaped.tiles:
-            self._postprocess.launch(shaped.tiles, _POSTPROCESS_THREADS, arguments, stream)
+        geometry = arguments.known(self, self.geometry)
+        held = geometry.workspace.allocate(arguments, stream)
+        self.preprocess.run(arguments, stream, geometry.preprocess_ctas)
+        if geometry.blocks:
+            self._kernel.launch(geometry.blocks, 32 * self.tile.warps, arguments, stream)
+        if geometry.tiles:
+            self._postprocess.launch(geometry.tiles, _POSTPROCESS_THREADS, arguments, stream)
         self.preprocess.sink_gradients(arguments, stream)
         del held

@@ -68,9 +68,9 @@ class BackwardTile:
 
     def __post_init__(self) -> None:
         if self.block_q not in (64, 128) or self.block_k != 128:
-            raise ValueError(f"{self=}: block_q is 64 or 128, block_k 128")
+            raise ValueError(f"{self=}: expected block_q 64 or 128 and block_k 128")
         if self.stages < 2 or self.dout_stages < 1 or self.key_buffers not in (1, 2):
-            raise ValueError(f"{self=}: stages are two or more, dout_stages one or more, key_buffers one or two")
+            raise ValueError(f"{self=}: expected stages >= 2, dout_stages >= 1 and key_buffers 1 or 2")
 
     def cta_keys(self, spec: AttentionSpec) -> int:
         """Keys of a CTA."""
@@ -141,10 +141,10 @@ class BackwardTile:
         dim, dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
         fragments = self.block_q + self.block_q // 4
         if cluster_size(spec) > 1:
-            registers, shaped = max(dim, dim_v) // 2 + fragments, self.block_q == 64
+            registers, possible = max(dim, dim_v) // 2 + fragments, self.block_q == 64
         else:
-            registers, shaped = (dim + dim_v) // 2 + fragments, self.block_q == 64 or not spec.dropout
-        return shaped and registers <= 224 and self.shared_memory(spec) <= device.shared_per_block
+            registers, possible = (dim + dim_v) // 2 + fragments, self.block_q == 64 or not spec.dropout
+        return possible and registers <= 224 and self.shared_memory(spec) <= device.shared_per_block
 
     def constants(self, spec: AttentionSpec) -> dict[str, int]:
         """Constants of the kernels' head."""
@@ -205,7 +205,7 @@ def reserved_sms(kind: MaskKind, n_k: int, work_tiles: int, sms: int) -> int:
     if work_tiles <= sms:
         return 0
     if kind == "full":
-        waves = int(work_tiles / sms + 0.5)  # a last wave of few work tiles leaves most SMs idle in any case
+        waves = int(work_tiles / sms + 0.5)  # a last wave of few work tiles leaves most SMs idle regardless
         return max(0, sms - -(-work_tiles // waves))
     return min(sms // 16, round(_POSTPROCESS_COST * sms / (n_k / 2 / 128))) if kind == "causal" else 0
 
@@ -264,7 +264,7 @@ class Backward:
         self._postprocess = library.kernel("bwd_postprocess", device)
         self._tickets, self._fallback = TileCounters.of(device), fallback
 
-    def shaped(self, arguments: Arguments) -> LaunchGeometry | None:
+    def geometry(self, arguments: Arguments) -> LaunchGeometry | None:
         """What the launches derive from shapes and strides, or None where the fallback is needed."""
         spec, tile, cluster = self.spec, self.tile, cluster_size(self.spec)
         if not (arguments.n_k and arguments.positive_scale and strides_fit(arguments, self.addressed)):
@@ -305,24 +305,24 @@ class Backward:
         return LaunchGeometry(preprocess_ctas, ctas, postprocess_ctas, early, workspace, maps)
 
     def run(self, arguments: Arguments, stream: int) -> None:
-        shaped = arguments.known(self, self.shaped)
-        if shaped is None or not aligned(arguments, _ADDRESSES):
+        geometry = arguments.known(self, self.geometry)
+        if geometry is None or not aligned(arguments, _ADDRESSES):
             return self._fallback.run(arguments, stream)
-        if not shaped.postprocess_ctas:
+        if not geometry.postprocess_ctas:
             return None
-        return self.launch(arguments, shaped, [maps[arguments.words[at]] for at, maps in shaped.maps], stream)
+        return self.launch(arguments, geometry, [maps[arguments.words[at]] for at, maps in geometry.maps], stream)
 
-    def launch(self, arguments: Arguments, shaped: LaunchGeometry, maps: Sequence[TensorMap], stream: int) -> None:
+    def launch(self, arguments: Arguments, geometry: LaunchGeometry, maps: Sequence[TensorMap], stream: int) -> None:
         """Enqueue the kernels. maps: of each of the boxes."""
         words = arguments.words
-        held = shaped.workspace.allocate(arguments, stream)
+        held = geometry.workspace.allocate(arguments, stream)
         words[_TILE_COUNTER] = self._tickets.next(stream)
-        self._preprocess.launch(shaped.preprocess_ctas, 256, arguments, stream)
+        self._preprocess.launch(geometry.preprocess_ctas, 256, arguments, stream)
         arguments.with_maps(maps)
-        self._kernel.launch(shaped.ctas, _THREADS, arguments, stream, shaped.early)
-        self._postprocess.launch(shaped.postprocess_ctas, 256, arguments, stream, shaped.early)
+        self._kernel.launch(geometry.ctas, _THREADS, arguments, stream, geometry.early)
+        self._postprocess.launch(geometry.postprocess_ctas, 256, arguments, stream, geometry.early)
         if self._sinks is not None:
-            workspace, ctas = arguments.known(self._sinks, self._sinks.shaped)
+            workspace, ctas = arguments.known(self._sinks, self._sinks.geometry)
             held = held, workspace.allocate(arguments, stream)
             self._sinks.run(arguments, stream, ctas)
             self._sinks.sink_gradients(arguments, stream)

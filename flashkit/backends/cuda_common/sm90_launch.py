@@ -64,9 +64,9 @@ class ForwardTile:
 
     def __post_init__(self) -> None:
         if self.block_q not in (64, 128, 192) or self.block_k % 16 or not 16 <= self.block_k <= 256:
-            raise ValueError(f"{self=}: block_q is 64, 128 or 192, block_k a multiple of 16 up to 256")
+            raise ValueError(f"{self=}: expected block_q 64, 128 or 192 and block_k a multiple of 16 up to 256")
         if self.stages < 2 or self.q_buffers not in (1, 2, 3):
-            raise ValueError(f"{self=}: stages are two or more, q_buffers one to three")
+            raise ValueError(f"{self=}: expected stages >= 2 and q_buffers 1 to 3")
 
     @property
     def warpgroups(self) -> int:
@@ -206,11 +206,11 @@ class Forward:
             keys = keys_of_a_box(arguments.words[AT["page"]], keys)
         return [("q", dim, self.pack, 64), ("k", dim, 1, keys), ("v", dim_v, 1, keys), ("out", dim_v, self.pack, 64)]
 
-    def maps(self, arguments: Arguments, shaped: LaunchGeometry, stream: int) -> tuple[list[TensorMap], Any]:
+    def maps(self, arguments: Arguments, geometry: LaunchGeometry, stream: int) -> tuple[list[TensorMap], Any]:
         """Tensor maps of q, k, v and the output, and an object to be kept until the kernel is enqueued."""
-        return [maps[arguments.words[at]] for at, maps in shaped.maps], None
+        return [maps[arguments.words[at]] for at, maps in geometry.maps], None
 
-    def shaped(self, arguments: Arguments) -> LaunchGeometry | None:
+    def geometry(self, arguments: Arguments) -> LaunchGeometry | None:
         """What the launch derives from shapes and strides, or None where the fallback is needed."""
         if not self.takes(arguments):
             return None
@@ -225,14 +225,14 @@ class Forward:
         return LaunchGeometry(min(work_tiles, self.device.sms), group, tuple(maps))
 
     def run(self, arguments: Arguments, stream: int) -> None:
-        shaped = arguments.known(self, self.shaped)
-        if shaped is None or not aligned(arguments, self._addresses):
+        geometry = arguments.known(self, self.geometry)
+        if geometry is None or not aligned(arguments, self._addresses):
             return self.fallback.run(arguments, stream)
-        if not shaped.ctas:
+        if not geometry.ctas:
             return None
-        arguments.words[_L2_GROUP] = shaped.heads_per_l2_group
+        arguments.words[_L2_GROUP] = geometry.heads_per_l2_group
         arguments.words[_TILE_COUNTER] = self._counters.next(stream)
-        maps, held = self.maps(arguments, shaped, stream)
-        self._kernel.launch(shaped.ctas, self._threads, arguments.with_maps(maps), stream, pdl=True)
+        maps, held = self.maps(arguments, geometry, stream)
+        self._kernel.launch(geometry.ctas, self._threads, arguments.with_maps(maps), stream, pdl=True)
         del held
         return None

@@ -34,17 +34,17 @@ class MiscompiledError(RuntimeError):
     """A freshly compiled kernel gave wrong results, so it is not used."""
 
 
-def check(made: Pass, spec: AttentionSpec, device: Device, direction: Direction) -> None:
+def check(compiled: Pass, spec: AttentionSpec, device: Device, direction: Direction) -> None:
     """Check the kernels of a pass that no process has checked before; MiscompiledError if a result is wrong."""
-    unchecked = [library.binary for library in made.libraries if not library.binary.checked]
+    unchecked = [library.binary for library in compiled.libraries if not library.binary.checked]
     if not unchecked:
         return
     try:
-        problem = sample_problem(spec, getattr(made, "values_in_keys", False))
+        problem = sample_problem(spec, getattr(compiled, "values_in_keys", False))
         expected = _expected(spec, problem, direction)
     except (IndexError, ValueError):
         return  # the modification indexes arrays in ways that the sample problem does not support
-    for name, right, got in zip(expected, expected.values(), _computed(made, spec, problem, direction)):
+    for name, right, got in zip(expected, expected.values(), _computed(compiled, spec, problem, direction)):
         scale = max(float(np.abs(right[np.isfinite(right)]).max(initial=0)), 1e-3)
         with np.errstate(invalid="ignore"):
             same = (got == right) | (np.isnan(got) & np.isnan(right))
@@ -54,8 +54,8 @@ def check(made: Pass, spec: AttentionSpec, device: Device, direction: Direction)
             precision = "fp8"
         if not (difference <= TOLERANCE[precision] * scale).all():
             raise MiscompiledError(
-                f"{name} of the freshly compiled {direction} pass {made.tile} for {spec} on {device.name} is off by "
-                f"{difference.max():.3g} of {scale:.3g}; binaries: {', '.join(b.name for b in unchecked)}"
+                f"{name} of the freshly compiled {direction} pass {compiled.tile} for {spec} on {device.name} is off "
+                f"by {difference.max():.3g} of {scale:.3g}; binaries: {', '.join(b.name for b in unchecked)}"
             )
     for binary in unchecked:
         binary.mark_checked()
@@ -167,7 +167,7 @@ def _dout(spec: AttentionSpec) -> np.ndarray:
     return np.random.default_rng(1).standard_normal(shape).astype(_numpy_dtype(spec.dtype))
 
 
-def _computed(made: Pass, spec: AttentionSpec, problem: Operands, direction: Direction) -> list[np.ndarray]:
+def _computed(compiled: Pass, spec: AttentionSpec, problem: Operands, direction: Direction) -> list[np.ndarray]:
     """The results of the kernels, on a stream of their own."""
     import cupy
 
@@ -175,7 +175,7 @@ def _computed(made: Pass, spec: AttentionSpec, problem: Operands, direction: Dir
         # One element each, with strides of 0, so that every index reads it.
         arrays = {name: _OneElement(cupy.asarray(x[(0,) * x.ndim]), x.ndim) for name, x in problem.arrays.items()}
         q, k, v = (cupy.asarray(x) for x in (problem.q, problem.k, problem.v))
-        if getattr(made, "values_in_keys", False):
+        if getattr(compiled, "values_in_keys", False):
             v = k[..., : spec.head_dim_v]
         out = cupy.empty((*q.shape[:3], spec.head_dim_v), _numpy_dtype(spec.dtype))
         lse = cupy.empty(q.shape[:3], spec.lse_dtype)
@@ -186,7 +186,7 @@ def _computed(made: Pass, spec: AttentionSpec, problem: Operands, direction: Dir
             scales=None if problem.scales is None else tuple(map(_on_device, problem.scales)),
         )  # fmt: skip
         if direction == "forward":
-            made.run(Arguments(spec, operands), stream.ptr)
+            compiled.run(Arguments(spec, operands), stream.ptr)
             results = [out, lse]
         else:
             operands.out[...], operands.lse[...] = cupy.asarray(problem.out.astype(q.dtype)), cupy.asarray(problem.lse)
@@ -196,11 +196,11 @@ def _computed(made: Pass, spec: AttentionSpec, problem: Operands, direction: Dir
             )  # fmt: skip
             arguments = Arguments(spec, operands)
             arguments.gradients(gradients)
-            made.run(arguments, stream.ptr)
+            compiled.run(arguments, stream.ptr)
             results = [gradients.dq, gradients.dk, gradients.dv, *([gradients.dsinks] if spec.sinks else [])]
-        found = [x.get().astype(np.float64) for x in results]
+        on_host = [x.get().astype(np.float64) for x in results]
         stream.synchronize()
-    return found
+    return on_host
 
 
 def _on_device(scale: np.ndarray) -> Any:

@@ -46,7 +46,7 @@ def text(spec: AttentionSpec) -> str:
     affine = affine_score(score)
     parts = affine or AffineScore()
     facts = {
-        "FORMED": affine is not None, "CAPPED": parts.capped, "SLOPED": parts.sloped, "EVEN": parts.even,
+        "IS_AFFINE": affine is not None, "CAPPED": parts.capped, "SLOPED": parts.sloped, "EVEN": parts.even,
         "BIASED": parts.biased, "DIAGONAL": parts.diagonal, "UNIT_SLOPE": parts.unit_slope, "PER_HEAD": parts.per_head,
         "SHIFTS": shifts(mask),
     }  # fmt: skip

@@ -68,11 +68,11 @@ class Sm80Tile:
 
     def __post_init__(self) -> None:
         if self.warps not in (1, 2, 4, 8) or self.warps % self.warps_k:
-            raise ValueError(f"{self=}: warps are 1, 2, 4 or 8, warps_k divides them")
+            raise ValueError(f"{self=}: expected 1, 2, 4 or 8 warps, and warps_k a divisor of them")
         rows, keys = 16 * self.warps // self.warps_k, 16 * self.warps_k
         if self.block_q % rows or self.block_k % keys or self.stages < 1 or self.waves < 1:
             raise ValueError(
-                f"{self=}: block_q is a multiple of {rows}, block_k of {keys}, stages and waves are one or more"
+                f"{self=}: expected block_q a multiple of {rows}, block_k of {keys}, one stage and wave or more"
             )
 
     @property
@@ -171,7 +171,7 @@ class Sm80Forward:
         self._combine = library.kernel("combine", device)
         self._early_launch, self._threads = device.supports_pdl, 32 * self.tile.warps
 
-    def shaped(self, arguments: Arguments) -> tuple[int, int]:
+    def geometry(self, arguments: Arguments) -> tuple[int, int]:
         """CTAs, and the number of splits or, without split-KV, of heads per L2 group."""
         tiles = arguments.q_tiles(self.tile.block_q, self.pack)
         blocks = tiles * (arguments.heads // self.pack) * arguments.entries
@@ -185,7 +185,7 @@ class Sm80Forward:
         return blocks, heads_per_l2_group(heads, _L2_BYTES // bytes_of_keys(arguments))
 
     def run(self, arguments: Arguments, stream: int) -> None:
-        blocks, count = arguments.known(self, self.shaped)
+        blocks, count = arguments.known(self, self.geometry)
         if not blocks:
             return
         arguments.words[_NUM_SPLITS if self.split else _HEADS_PER_L2_GROUP] = count
@@ -212,11 +212,11 @@ class Sm80BackwardTile:
 
     def __post_init__(self) -> None:
         if self.warps not in (1, 2, 4, 8) or not 1 <= self.blocks <= 8:
-            raise ValueError(f"{self=}: warps are 1, 2, 4 or 8, blocks one to eight")
+            raise ValueError(f"{self=}: expected 1, 2, 4 or 8 warps and one to eight blocks")
         across, rest = self.block_k * self.warps_s, 16 * self.warps
         rows = self.block_q % (16 * self.warps_s) or self.block_q % (16 * self.warps_q)
         if rows or self.block_k % (16 * self.warps_kv) or across % rest or self.warps % self.warps_s:
-            raise ValueError(f"{self=}: warps share rows and keys in groups of 16")
+            raise ValueError(f"{self=}: expected warps that share rows and keys in groups of 16")
 
     @property
     def granule(self) -> int:
@@ -279,7 +279,7 @@ class Sm80Backward(OrderedBackward):
 
 
 def forward_candidates(spec: AttentionSpec, rows: int, device: Device) -> list[Sm80Tile]:
-    """Tiles worth trying for so many rows that share keys."""
+    """Tiles worth trying for this number of rows that share keys."""
     shapes: list[tuple[int, ...]]
     if rows <= 16:
         shapes = [(16, keys, *rest) for keys in (32, 64, 128) for rest in ((1,), (2, 3, 2), (4, 2, 4), (4, 3, 4))]

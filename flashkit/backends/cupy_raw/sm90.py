@@ -123,8 +123,8 @@ class Sm90Forward(sm90_launch.Forward):
         most = max(arguments.n_q, arguments.n_k, arguments.batch, arguments.heads)
         return super().takes(arguments) and (arguments.spec.score is None or most < modification.NEAR)
 
-    def maps(self, arguments: Arguments, shaped: LaunchGeometry, stream: int) -> tuple[list[TensorMap], Any]:
-        (*maps, out), held = super().maps(arguments, shaped, stream)
+    def maps(self, arguments: Arguments, geometry: LaunchGeometry, stream: int) -> tuple[list[TensorMap], Any]:
+        (*maps, out), held = super().maps(arguments, geometry, stream)
         if self.conversion is not None:
             (q, k, v), held = self.conversion.terms(arguments, stream, ("q", "k", "v"), "q")
             maps = [q.map(64, self.pack), k.map(self.tile.block_k), v.map(self.tile.block_k)]

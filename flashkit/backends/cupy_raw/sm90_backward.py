@@ -33,8 +33,9 @@ def takes_affine_path(spec: AttentionSpec) -> bool:
     return known is not None and known.even and known.diagonal
 
 
-# Up to so many tokens masked dQ is accumulated in order unasked, with more than 64 columns and with up to 64; and any
-# dQ up to so many keys, two tiles. Powers of two, as a plan is for all lengths up to the next one.
+# Masked dQ is accumulated in order up to this many tokens even if determinism is not requested, with more than 64
+# columns and with up to 64; and any dQ up to this many keys, two tiles. Powers of two, as one plan serves all lengths
+# up to the next.
 ORDERED_MAX_TOKENS, ORDERED_MAX_TOKENS_NARROW, ORDERED_MAX_KEYS = 2048, 512, 256
 
 

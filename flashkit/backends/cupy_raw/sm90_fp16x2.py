@@ -59,7 +59,7 @@ class Fp16x2Conversion:
         Rows of the tensor `by_row` have a scale each, the others one for a tile.
         """
         spec, words, batch = self.spec, arguments.words, arguments.batch
-        found, ends, at, ctas = list[tuple[Terms, int, int]](), [0] * _MAX_TENSORS, 0, 0
+        converted, ends, at, ctas = list[tuple[Terms, int, int]](), [0] * _MAX_TENSORS, 0, 0
         for i, name in enumerate(names):
             of_queries = name in ("q", "dout")
             heads, tokens = (arguments.heads, arguments.n_q) if of_queries else (arguments.heads_kv, arguments.n_k)
@@ -67,14 +67,14 @@ class Fp16x2Conversion:
             tiles = -(-tokens // self.rows)
             scales = tiles * self.rows if name == by_row else tiles  # of a head
             scale_at = at + -(-2 * batch * heads * tokens * columns // _ALIGNED) * _ALIGNED
-            found.append((Terms(at, columns, heads, tokens, batch), scale_at, scales))
+            converted.append((Terms(at, columns, heads, tokens, batch), scale_at, scales))
             at = scale_at + -(-4 * batch * heads * scales // _ALIGNED) * _ALIGNED
             ctas += batch * heads * tiles
             ends[i:] = [ctas] * (_MAX_TENSORS - i)
         check_grid(ctas)
         memory = scratch(at, "int8")
         block, base = list[int](), memory.data.ptr
-        for name, (terms, scale_at, scales) in zip(names, found):
+        for name, (terms, scale_at, scales) in zip(names, converted):
             terms.address += base
             scale = base + scale_at, terms.heads * scales, scales, 1
             words[AT[f"{name}_scale"] : AT[f"{name}_scale"] + 4] = list(scale)
@@ -84,7 +84,7 @@ class Fp16x2Conversion:
         block += [0] * (len(block) // len(names) * (_MAX_TENSORS - len(names)))
         block += [*ends, words[AT["fallback"]]]
         self._kernel.launch(ctas, 32 * self.rows // _WARP_TOKENS, KernelArguments(block), stream)
-        return [terms for terms, _, _ in found], memory
+        return [terms for terms, _, _ in converted], memory
 
 
 @dataclass
@@ -122,9 +122,9 @@ class Sm90Float32BackwardTile:
 
     def __post_init__(self) -> None:
         if self.block_k % 16 or not 16 <= self.block_k <= 128 or self.stages < 2:
-            raise ValueError(f"{self=}: block_k is a multiple of 16 up to 128, stages are two or more")
+            raise ValueError(f"{self=}: expected block_k a multiple of 16 up to 128 and two stages or more")
         if self.row_buffers not in (1, 2):
-            raise ValueError(f"{self=}: row_buffers are one or two")
+            raise ValueError(f"{self=}: expected one or two row_buffers")
 
     @property
     def block_q(self) -> int:
@@ -193,7 +193,7 @@ class Sm90Float32Backward:
         self._counters = TileCounters.of(device)
         self._fallback = Fallback(partial(tables.plan, OLDER, problem), spec, device, "backward")
 
-    def shaped(self, arguments: Arguments) -> tuple[Workspace, int]:
+    def geometry(self, arguments: Arguments) -> tuple[Workspace, int]:
         """Memory besides that of terms, and the CTAs of the preprocess."""
         workspace, block = Workspace(arguments), self.tile.block_k
         preprocess_ctas = self.preprocess.place(arguments, workspace, block)
@@ -205,7 +205,7 @@ class Sm90Float32Backward:
         if not (arguments.n_q and arguments.n_k and arguments.positive_scale):
             return self._fallback.run(arguments, stream)
         block, batch = self.tile.block_k, arguments.batch
-        workspace, preprocess_ctas = arguments.known(self, self.shaped)
+        workspace, preprocess_ctas = arguments.known(self, self.geometry)
         held = [workspace.allocate(arguments, stream)]
         self.preprocess.run(arguments, stream, preprocess_ctas)
         (q, k, v, dout), terms = self.conversion.terms(arguments, stream, ("q", "k", "v", "dout"), "dout")

@@ -34,7 +34,7 @@ class Sm90Fp8Tile(ForwardTile):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.block_k % DEPTH or self.block_k > _CHUNK:
-            raise ValueError(f"{self=}: block_k is a multiple of {DEPTH} up to {_CHUNK}")
+            raise ValueError(f"{self=}: expected block_k a multiple of {DEPTH} up to {_CHUNK}")
 
     @property
     def threads(self) -> int:

@@ -56,7 +56,7 @@ class Sm90MlaTile(ForwardTile):
 
     def __post_init__(self) -> None:
         if (self.block_q, self.block_k, self.stages, self.q_buffers, self.turns) != (ROWS, KEYS, 2, 1, 0):
-            raise ValueError(f"{self=}: the kernel has no other tile than {ROWS} x {KEYS} with two stages")
+            raise ValueError(f"{self=}: expected {ROWS} x {KEYS} with two stages, the only tile of the kernel")
 
     @property
     def threads(self) -> int:
@@ -190,7 +190,7 @@ class Sm90MlaForward:
             and (spec.score is None or most < modification.NEAR) and strides_fit(arguments, ("q", "k", "out"))
         )  # fmt: skip
 
-    def shaped(self, arguments: Arguments) -> LaunchGeometry | None:
+    def geometry(self, arguments: Arguments) -> LaunchGeometry | None:
         """What the launch derives from shapes and strides, or None where the fallback is needed."""
         if not self.takes(arguments):
             return None
@@ -203,11 +203,11 @@ class Sm90MlaForward:
         return LaunchGeometry(work_tiles * splits, splits, maps_of(arguments, "k", spec.head_dim, 1, keys))
 
     def run(self, arguments: Arguments, stream: int) -> None:
-        shaped, words = arguments.known(self, self.shaped), arguments.words
+        geometry, words = arguments.known(self, self.geometry), arguments.words
         views = words[AT["k"]] == words[AT["v"]]
-        if shaped is None or not views or not aligned(arguments, addresses(("q", "k", "out"))):
+        if geometry is None or not views or not aligned(arguments, addresses(("q", "k", "out"))):
             return self.fallback.run(arguments, stream)
-        units, splits, maps = shaped
+        units, splits, maps = geometry
         if not units:
             return None
         held = arguments.allocate_partials(splits) if splits > 1 else None

@@ -101,12 +101,12 @@ class Sm90Tf32Backward(Sm90Backward):
 
     def run(self, arguments: Arguments, stream: int) -> None:
         arguments.set(fallback=0)
-        shaped = arguments.known(self, self.shaped)
-        if shaped is None or not (shaped.postprocess_ctas and self.takes(arguments)):
+        geometry = arguments.known(self, self.geometry)
+        if geometry is None or not (geometry.postprocess_ctas and self.takes(arguments)):
             return self._fallback.run(arguments, stream)
         statistics = HeadStatistics(arguments, stream)
         terms, memory = self.conversion.terms(arguments, statistics, stream)
-        self.launch(arguments, shaped, self.maps(terms), stream)
+        self.launch(arguments, geometry, self.maps(terms), stream)
         del memory  # for the fallback
         self._fallback.run(arguments, stream)
         arguments.set(fallback=0)

@@ -28,7 +28,7 @@ def program() -> Path:
     for path in _places():
         if path.is_file() and os.access(path, os.X_OK):
             return path
-    raise CompileError("there is no ptxas: pip install nvidia-cuda-nvcc, or nvidia-cuda-nvcc-cu12, installs it")
+    raise CompileError("ptxas is missing: pip install nvidia-cuda-nvcc, or nvidia-cuda-nvcc-cu12")
 
 
 def _places() -> Iterator[Path]:

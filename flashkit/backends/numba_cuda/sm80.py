@@ -98,7 +98,7 @@ class Forward:
         older = partial(tables.plan, generation.below, problem)
         self._fallback = Fallback(older, spec, device, "forward")  # for rows that are not aligned to 16 bytes
 
-    def shaped(self, arguments: Arguments) -> tuple[int, int] | None:
+    def geometry(self, arguments: Arguments) -> tuple[int, int] | None:
         """CTAs and heads per L2 group; None: shapes or strides need the fallback."""
         supported = arguments.n_k and arguments.positive_scale
         if not (supported and strides_are_vector_multiples(arguments, ROW_TENSORS)):
@@ -109,10 +109,10 @@ class Forward:
         return blocks, heads_per_l2_group(heads, _L2_BYTES // bytes_of_keys(arguments))
 
     def run(self, arguments: Arguments, stream: int) -> None:
-        shaped = arguments.known(self, self.shaped)
-        if shaped is None or not aligned(arguments, _ADDRESSES):
+        geometry = arguments.known(self, self.geometry)
+        if geometry is None or not aligned(arguments, _ADDRESSES):
             return self._fallback.run(arguments, stream)
-        blocks, arguments.words[_HEADS_PER_L2_GROUP] = shaped
+        blocks, arguments.words[_HEADS_PER_L2_GROUP] = geometry
         if blocks:
             self._kernel.launch(blocks, THREADS, arguments, stream)
         return None
@@ -185,12 +185,12 @@ class Backward(OrderedBackward):
         older = partial(tables.plan, generation.below, problem)
         self._fallback = Fallback(older, spec, device, "backward")  # for rows that are not aligned to 16 bytes
 
-    def shaped(self, arguments: Arguments) -> LaunchGeometry | None:
+    def geometry(self, arguments: Arguments) -> LaunchGeometry | None:
         supported = arguments.n_k and strides_are_vector_multiples(arguments, _BACKWARD_ROWS)
-        return super().shaped(arguments) if supported else None
+        return super().geometry(arguments) if supported else None
 
     def run(self, arguments: Arguments, stream: int) -> None:
-        if arguments.known(self, self.shaped) is None or not aligned(arguments, _BACKWARD_ADDRESSES):
+        if arguments.known(self, self.geometry) is None or not aligned(arguments, _BACKWARD_ADDRESSES):
             return self._fallback.run(arguments, stream)
         return super().run(arguments, stream)
 

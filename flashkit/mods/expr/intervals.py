@@ -115,8 +115,8 @@ def bounds(expr: Expr, int32_arrays: frozenset[str] = frozenset()) -> tuple[Expr
         if result is None and node.kind == "bool":
             result = _EITHER
         known[id(node)] = result
-    found = known[id(expr)]
-    return found and (found[0].node, found[1].node)
+    ends = known[id(expr)]
+    return ends and (ends[0].node, ends[1].node)
 
 
 _BOUNDING = "min", "max", "mod"

@@ -77,11 +77,11 @@ def autotune(
     """
     for dtype in dtypes or ():
         if dtype not in ITEMSIZE:
-            raise ValueError(f"dtype {dtype!r} is none of {', '.join(ITEMSIZE)}")
+            raise ValueError(f"dtype: expected {', '.join(ITEMSIZE)}, got {dtype!r}")
     backends = tunable_backends(backend) if tuned is None else tuned
     if output is not None and len(backends) > 1:
         names = " or ".join(tunable.backend for tunable in backends)
-        raise ValueError(f"--output is the profile of one device; choose its backend by --backend {names}")
+        raise ValueError(f"--output: expected one backend, as a profile is of one device; choose by --backend {names}")
     return [outcome for one in backends for outcome in _tune(one, quick, dtypes, budget, resume, output, force, clock)]
 
 
@@ -94,7 +94,7 @@ def tunable_backends(backend: str | None = None) -> list[TunableBackend]:
         If the backend is unknown or not available.
     """
     if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend {backend!r} is not tuned; {', '.join(BACKENDS)} are")
+        raise ValueError(f"backend: expected {', '.join(BACKENDS)}, got {backend!r}")
     reasons = {name: _unavailable(name) for name in (DEFAULT_BACKENDS if backend is None else (backend,))}
     if backend is not None and reasons[backend]:
         raise ValueError(f"backend {backend!r} cannot be tuned here: {reasons[backend]}")

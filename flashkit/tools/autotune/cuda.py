@@ -98,15 +98,15 @@ class TunableCuda:
         """
         profile, current, dense = profiles.for_device("cuda"), device.current(), effort.targets(dtypes)
         full = (target for target in dense if target.direction == "forward" and not target.causal)
-        found = []
+        targets = []
         for target in [*dense, *(replace(each, few=True) for each in full)]:
             problem = problem_of(target, effort.tokens)
             tables = TileTables(self.backend, profile, current, target.direction)
             for generation in self.kernels.allowed(target.direction):
                 able = generation.supports(problem, current, target.direction)
                 if able and next(tables.choices(generation, problem), None):
-                    found.append(replace(target, generation=generation.name))
-        return found
+                    targets.append(replace(target, generation=generation.name))
+        return targets
 
     def runner(self, effort: Effort, targets: Sequence[Target]) -> CudaRunner:
         return CudaRunner(self.kernels, effort, targets)

@@ -205,13 +205,13 @@ def yardsticks(
         if (case.n_q, case.head_dim) == (MODIFIED, 128):
             slopes = cupy.asarray(np.geomspace(0.5, 2**-8, case.heads), np.float32)
             wanted |= {"softcap": {"softcap": 30.0}, "alibi": {"alibi_slopes": slopes}}
-    found = {}
+    by_name = {}
     for name, options in wanted.items():
         if options.get("backend", "cupy_raw") not in dispatch.registry():
             continue
         with contextlib.suppress(UnsupportedError):
-            found[name] = Yardstick(with_flashkit(case, arrays, direction, threads, **options).call)
-    return found
+            by_name[name] = Yardstick(with_flashkit(case, arrays, direction, threads, **options).call)
+    return by_name
 
 
 BASELINES: dict[str, Contender] = {name: partial(_with_torch, name) for name in BACKENDS} | {

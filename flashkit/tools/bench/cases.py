@@ -14,7 +14,7 @@ Arrays = tuple[np.ndarray, ...]
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
-MOST = 1 << 24
+MAX_TOKENS = 1 << 24
 """The largest number of tokens, and of anything else, of a case."""
 
 BLOCK = 128
@@ -44,8 +44,8 @@ class Case:
     def __post_init__(self) -> None:
         for name in ("n_q", "head_dim", "heads", "batch", "n_k", "heads_kv", "window", "head_dim_v"):
             n = getattr(self, name)
-            if n is not None and not 1 <= n <= MOST:
-                raise ValueError(f"{name} of a case is {n}; 1 to {MOST} fits")
+            if n is not None and not 1 <= n <= MAX_TOKENS:
+                raise ValueError(f"{name} of a case: expected 1 to {MAX_TOKENS}, got {n}")
 
     @property
     def keys(self) -> int:

@@ -59,7 +59,7 @@ def main(
     try:
         platform = PLATFORMS[device]()
     except (KeyError, RuntimeError) as error:
-        problem = f"{device} is none of {', '.join(PLATFORMS)}" if isinstance(error, KeyError) else str(error)
+        problem = f"expected {', '.join(PLATFORMS)}, got {device}" if isinstance(error, KeyError) else str(error)
         return _error(f"--device: {problem}", 2 if isinstance(error, KeyError) else 1)
     if suites is not None and not suites:
         return _error(f"--suite: no name; expected some of all, {', '.join(platform.suites)}", 2)
@@ -67,7 +67,7 @@ def main(
     options = ("--baselines", baselines or (), [*platform.baselines]), ("--suite", suites or (), known_suites)
     for option, given, known in options:
         if unknown := [name for name in given if name not in known]:
-            return _error(f"{option}: {', '.join(unknown)} is none of {', '.join(known)}", 2)
+            return _error(f"{option}: expected {', '.join(known)}, got {', '.join(unknown)}", 2)
     if lacking := [package for name in baselines or () for package in missing(name, platform.requires)]:
         return _error(f"--baselines: pip install {' '.join(lacking)}", 1)
     names = list(platform.baselines if baselines is None else dict.fromkeys(baselines))

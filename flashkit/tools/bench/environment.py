@@ -34,28 +34,28 @@ def versions(*distributions: str) -> dict[str, str]:
     """
     from ... import __version__
 
-    found = {"python": platform.python_version(), "flashkit": __version__}
+    by_package = {"python": platform.python_version(), "flashkit": __version__}
     for name in ("numpy", "numba", "llvmlite", *distributions):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+            by_package[name] = importlib.metadata.version(name)
     if blas := _numpy_blas():
-        found["blas"] = blas
-    return found
+        by_package["blas"] = blas
+    return by_package
 
 
 def cuda_versions() -> dict[str, str]:
     """Versions that a GPU result depends on, as far as they are known: CuPy, NVRTC and the driver's CUDA."""
-    found = {}
+    by_package = {}
     with contextlib.suppress(Exception):  # CuPy, NVRTC and the driver raise errors of their own where one is absent
         import cupy
 
         from ...backends.cuda_common import compiler
 
-        found["cupy"] = cupy.__version__
-        found["nvrtc"] = ".".join(map(str, compiler.version()))
+        by_package["cupy"] = cupy.__version__
+        by_package["nvrtc"] = ".".join(map(str, compiler.version()))
         number = cupy.cuda.runtime.driverGetVersion()
-        found["cuda driver"] = f"{number // 1000}.{number % 1000 // 10}"
-    return found
+        by_package["cuda driver"] = f"{number // 1000}.{number % 1000 // 10}"
+    return by_package
 
 
 def _numpy_blas() -> str | None:
@@ -94,19 +94,19 @@ def cuda_machine(*baselines: str) -> dict[str, Any]:
     from ... import __version__
 
     facts = host.cuda_device() or {}
-    found = {"python": platform.python_version(), "flashkit": __version__, **cuda_versions()}
+    by_package = {"python": platform.python_version(), "flashkit": __version__, **cuda_versions()}
     with contextlib.suppress(ImportError):
         import torch
 
         if baselines:
-            found |= {"torch": str(torch.__version__), "cudnn": str(torch.backends.cudnn.version())}
+            by_package |= {"torch": str(torch.__version__), "cudnn": str(torch.backends.cudnn.version())}
     for baseline, package in ("pallas", "jax"), ("fa3", "flash_attn_3"):
         if baseline in baselines:
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                found[package] = importlib.metadata.version(package)
+                by_package[package] = importlib.metadata.version(package)
     return {
         "device": facts.get("name", "?"), "kind": "cuda", "capability": facts.get("compute_capability"),
-        "sms": facts.get("sms"), "clocks": cuda_clocks(), "date": now(), "versions": found,
+        "sms": facts.get("sms"), "clocks": cuda_clocks(), "date": now(), "versions": by_package,
         "forced": {name: value for name, value in os.environ.items() if name.endswith("_GENERATION")},
     }  # fmt: skip
 
@@ -131,15 +131,15 @@ def describe(machine: dict[str, Any]) -> str:
 
 def _clock_mhz() -> float | None:
     """The highest current clock of all cores; None if the system does not report it."""
-    found = []
+    clocks = []
     for file in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cpufreq/scaling_cur_freq"):
         with contextlib.suppress(OSError, ValueError):
-            found.append(int(file.read_text()) / 1000)
-    if not found:
+            clocks.append(int(file.read_text()) / 1000)
+    if not clocks:
         with contextlib.suppress(OSError, ValueError):
             lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-            found = [float(line.partition(":")[2]) for line in lines if line.lower().startswith("cpu mhz")]
-    return round(max(found), 1) if found else None
+            clocks = [float(line.partition(":")[2]) for line in lines if line.lower().startswith("cpu mhz")]
+    return round(max(clocks), 1) if clocks else None
 
 
 # --- the load of other processes --------------------------------------------------------------------------------------

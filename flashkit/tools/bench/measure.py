@@ -109,7 +109,7 @@ def verified(
     assert entry is not None
     entries, skipped = {"flashkit": entry}, {}
     ours, exact = entry.result(), expected(case, arrays, direction)
-    found = {"flashkit": errors(ours, exact)} if exact else {}
+    by_name = {"flashkit": errors(ours, exact)} if exact else {}
     for name in baselines:
         try:
             entry = platform.baselines[name](case, arrays, direction, threads)
@@ -125,8 +125,8 @@ def verified(
             continue
         entries[name] = entry
         if exact:
-            found[name] = errors(theirs, exact)
-    return entries, skipped, found
+            by_name[name] = errors(theirs, exact)
+    return entries, skipped, by_name
 
 
 def _timed(

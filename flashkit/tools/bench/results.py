@@ -49,7 +49,7 @@ def read(file: Path) -> list[Result]:
     Raises
     ------
     msgspec.ValidationError
-        If a line does not fit `Result`.
+        If a line is no valid `Result`.
     """
     texts = file.read_text(encoding="utf-8").splitlines()
     results = [msgspec.json.decode(text, type=Result) for text in texts if text.strip()]

@@ -30,22 +30,23 @@ def yardsticks(
     flashkit without the mask, for masked cases. read: all threads read as many bytes as keys and values have, for
     decoding. kernel, planned: the compiled kernel alone and the call of `flashkit.plan`, for small cases.
     """
-    found: dict[str, Yardstick] = {}
+    by_name: dict[str, Yardstick] = {}
     product = {"float32": "sgemm", "bfloat16": "bf16_gemm"}.get(case.dtype)
     if product and "torch" in baselines and case.n_q >= SIZE and not case.masked:
         import torch
 
         a, b, out = torch.randn(3, SIZE, SIZE).to(getattr(torch, case.dtype)).unbind()
-        found[product] = Yardstick(partial(torch.matmul, a, b, out=out), 2.0 * SIZE**3)
+        by_name[product] = Yardstick(partial(torch.matmul, a, b, out=out), 2.0 * SIZE**3)
     if case.masked:
-        found["dense"] = Yardstick(with_flashkit(dense(case), arrays, direction, 0).call, dense_flops(case, direction))
+        call = with_flashkit(dense(case), arrays, direction, 0).call
+        by_name["dense"] = Yardstick(call, dense_flops(case, direction))
     if max(case.n_q, case.keys) <= SMALL and direction == "forward" and not case.masked:
         q, k, v, _ = arrays
-        found["planned"] = Yardstick(partial(plan(q, k, v, **case.options), q, k, v))
-        found["kernel"] = Yardstick(_kernel(case, q, k, v))
+        by_name["planned"] = Yardstick(partial(plan(q, k, v, **case.options), q, k, v))
+        by_name["kernel"] = Yardstick(_kernel(case, q, k, v))
     if case.n_q == 1:
-        found["read"] = Yardstick(read(arrays[1:3], threads), float(arrays[1].nbytes + arrays[2].nbytes), "byte")
-    return found
+        by_name["read"] = Yardstick(read(arrays[1:3], threads), float(arrays[1].nbytes + arrays[2].nbytes), "byte")
+    return by_name
 
 
 def read(arrays: Sequence[np.ndarray], threads: int) -> Callable[[], object]:

@@ -82,11 +82,11 @@ def cache_prebuild(
 
     started, files, size = time.perf_counter(), [], 0
     try:
-        for made in prebuild.prebuild(output, _chosen(cpu), _chosen(gpu)):
-            files.append(made._asdict())
-            size += made.bytes
+        for file in prebuild.prebuild(output, _chosen(cpu), _chosen(gpu)):
+            files.append(file._asdict())
+            size += file.bytes
             if not as_json:
-                print(f"{made.name}: {doctor.size(made.bytes)}, {made.seconds:.1f} s")
+                print(f"{file.name}: {doctor.size(file.bytes)}, {file.seconds:.1f} s")
     except ValueError as error:
         raise fail(error, 2) from None
     except (CompileError, ImportError, OSError) as error:
@@ -212,16 +212,16 @@ def cache_warm(
     for d in head_dim or ():
         if not 1 <= d <= MAX_HEAD_DIM:
             raise fail(f"--head-dim {d}: expected 1 to {MAX_HEAD_DIM}", 2)
-    started, failed, found = time.perf_counter(), 0, []
+    started, failed, warmed = time.perf_counter(), 0, []
     with progress.hidden():
         for one in warm.warm(dtype or warm.DTYPES, head_dim or warm.HEAD_DIMS):
             failed += bool(one.error)
-            found.append(one._asdict())
+            warmed.append(one._asdict())
             if not as_json:
                 print(f"{one.backend}: {one.label}: {one.error or f'{one.seconds:.1f} s'}")
     if as_json:
-        print_json(found)
+        print_json(warmed)
     else:
-        print(f"{len(found)} kinds of calls, {failed} failed, {time.perf_counter() - started:.1f} s")
+        print(f"{len(warmed)} kinds of calls, {failed} failed, {time.perf_counter() - started:.1f} s")
     if failed:
         raise typer.Exit(1)

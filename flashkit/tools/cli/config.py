@@ -29,7 +29,7 @@ def config_show(as_json: Json = False) -> None:
     Raises
     ------
     typer.Exit
-        Status 1 if a value does not fit.
+        Status 1 if a value is invalid.
     """
     listed = [_entry(setting) for setting in settings.ALL]
     wrong = [entry["error"] for entry in listed if entry["error"]]

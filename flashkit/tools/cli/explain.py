@@ -144,5 +144,5 @@ def _random(shape: tuple[int, ...], dtype: str, kind: str) -> Any:
     import numpy as np
 
     if kind != "numpy":
-        raise ValueError(f"--measure times calls on NumPy arrays; --array is {kind}")
+        raise ValueError(f"--measure: expected NumPy arrays, got --array {kind}")
     return np.random.default_rng(0).standard_normal(shape, np.float32).astype(getattr(ml_dtypes, dtype, dtype))

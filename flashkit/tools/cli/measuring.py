@@ -94,11 +94,11 @@ def bench(
     typer.Exit
         Status 1 if a package or a device is missing, 2 for an unknown name.
     """
-    from ..bench.cases import MOST
+    from ..bench.cases import MAX_TOKENS
 
     lengths = None if sizes is None else [int(n) for n in numbers(sizes, "--sizes") if n is not None]
-    if wrong := [n for n in lengths or () if not 1 <= n <= MOST]:
-        raise typer.BadParameter(f"got {wrong[0]}, expected 1 to {MOST} tokens", param_hint="--sizes")
+    if wrong := [n for n in lengths or () if not 1 <= n <= MAX_TOKENS]:
+        raise typer.BadParameter(f"expected 1 to {MAX_TOKENS} tokens, got {wrong[0]}", param_hint="--sizes")
     writable(output)
     named = baselines if baselines is not None else peers
     names = None if named is None else words(named)

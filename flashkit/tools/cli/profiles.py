@@ -68,15 +68,15 @@ def profile_show(
             kinds = ("cpu", "cuda") if name is None else (name,)
             read = profiles.for_device if name is None else profiles.by_name
             profiles.forget()  # read again, so that warnings about skipped files are caught
-            found = {kind: read(kind) for kind in kinds}
-            for profile in found.values():
+            by_kind = {kind: read(kind) for kind in kinds}
+            for profile in by_kind.values():
                 io_model.check_cpu_rows(profile)
     except (OSError, ValueError) as error:
         raise fail(error) from None
     if as_json:
-        print_json({kind: profile.as_dict() for kind, profile in found.items()})
+        print_json({kind: profile.as_dict() for kind, profile in by_kind.items()})
         return
-    for kind, profile in found.items():
+    for kind, profile in by_kind.items():
         table = Table("field", "value", "from", box=None, padding=(0, 2, 0, 0), title=kind, title_justify="left")
         for dotted, value, origin in profile.fields():
             table.add_row(dotted, _short(value), os.path.basename(origin) if os.path.isabs(origin) else origin)

@@ -16,21 +16,21 @@ from .common import Json, print_json
 def info(as_json: Json = False) -> None:
     """Version, backends, profiles in use and kernel cache."""
     with contextlib.redirect_stdout(sys.stderr):
-        found = examination.report("flashkit", "backends", "profiles", "cache")
+        report = examination.report("flashkit", "backends", "profiles", "cache")
     if as_json:
-        print_json(found)
+        print_json(report)
         return
     table = Table.grid(padding=(0, 2))
-    table.add_row("version", str(found["flashkit"].get("version")))
-    for backend in found["backends"]:
+    table.add_row("version", str(report["flashkit"].get("version")))
+    for backend in report["backends"]:
         verdict = "available" if backend["ok"] else "not available"
         reason = f", {backend['reason']}" if backend["reason"] else ""
         table.add_row("backend", f"{backend['name']}: {verdict}{reason}")
     for kind in ("cpu", "cuda"):
-        profile = found["profiles"].get(kind, {})
+        profile = report["profiles"].get(kind, {})
         files = ", ".join(os.path.basename(file) for file in profile.get("files", []))
         table.add_row("profile", f"{kind}: {profile.get('device')} ({files})")
-    cache = found["cache"]
+    cache = report["cache"]
     size = examination.size(cache.get("bytes", 0))
     if cache.get("limit") is not None:
         size += f" of {examination.size(cache['limit'])}"

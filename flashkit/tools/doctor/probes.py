@@ -61,7 +61,7 @@ def python() -> Report:
 
 def packages() -> dict[str, Report]:
     """Installed versions; for the base packages also whether they can be imported."""
-    found: dict[str, Report] = {}
+    by_name: dict[str, Report] = {}
     for name in BASE:
         entry: Report = {"installed": version(name)}
         try:
@@ -72,10 +72,10 @@ def packages() -> dict[str, Report]:
                 entry["from"] = getattr(module, "__file__", None)
         except Exception as error:
             entry["error"] = f"{type(error).__name__}: {error}"
-        found[name] = entry
+        by_name[name] = entry
     for name in GPU + OPTIONAL:
-        found[name] = {"installed": version(name)}
-    return found
+        by_name[name] = {"installed": version(name)}
+    return by_name
 
 
 def cpu() -> Report:
@@ -166,7 +166,7 @@ def _prebuilt() -> int:
     """The kernels that the package carries for this CPU, 0 where they are not used."""
     from ...devices import prebuilt
 
-    with suppress(ImportError, ValueError):  # llvmlite is broken, or a variable does not fit
+    with suppress(ImportError, ValueError):  # llvmlite is broken, or a variable is invalid
         from ...backends.cpu import objects, specialise, target
 
         if objects.is_prebuilt(specialise.launcher_source()):
@@ -200,23 +200,23 @@ def _first_call() -> str:
 def profiles() -> Report:
     from ...devices import io_model, profiles
 
-    found: Report = {"directories": {name: str(path) for name, path in profiles.directories().items()}}
+    report: Report = {"directories": {name: str(path) for name, path in profiles.directories().items()}}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         profiles.forget()  # read again, so that warnings about skipped files are caught
         for kind in ("cpu", "cuda"):
             merged = profiles.for_device(kind)
-            found[kind] = {"device": merged.device.name, "files": merged.files}
+            report[kind] = {"device": merged.device.name, "files": merged.files}
             io_model.check_cpu_rows(merged)
-    found["skipped"] = [str(warning.message) for warning in caught]
-    return found
+    report["skipped"] = [str(warning.message) for warning in caught]
+    return report
 
 
 def backends() -> list[Report]:
     """Every installed backend, whether it is available, and the reason if it is not."""
     from ...dispatch import load_all
 
-    found = []
+    entries = []
     for name, backend in sorted(load_all().items()):
         entry: Report = {"name": name, "ok": False, "arrays": []}
         try:
@@ -226,8 +226,8 @@ def backends() -> list[Report]:
             entry.update(ok=verdict.ok, reason=verdict.reason, arrays=list(backend.array_kinds))
         except Exception as error:
             entry["reason"] = f"does not load: {type(error).__name__}: {error}"
-        found.append(entry)
-    return found
+        entries.append(entry)
+    return entries
 
 
 def environment() -> dict[str, str]:

@@ -10,7 +10,7 @@ Report = dict[str, Any]
 Rows = list[tuple[str, Any]]
 
 
-def render(found: Report) -> str:
+def render(report: Report) -> str:
     """The report as text, a section for each topic. A topic of unexpected form still gets a section."""
     lines: list[str] = []
 
@@ -21,7 +21,7 @@ def render(found: Report) -> str:
         lines.append("")
 
     for name, rows in _ROWS.items():
-        content = found.get(name)
+        content = report.get(name)
         if isinstance(content, dict) and set(content) == {"error"}:
             section(name, [("could not be read", content["error"])])
             continue

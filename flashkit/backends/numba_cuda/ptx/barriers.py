@@ -63,7 +63,7 @@ threads_sync = instruction("bar.sync 0;", NOTHING)
 """For all threads of the CTA."""
 
 named_barrier_sync = instruction("bar.sync $0, #0;", NOTHING, int32, CONSTANT)
-"""named_barrier_sync(number, threads): barrier `number` of so many threads in all"""
+"""named_barrier_sync(number, threads): barrier `number` of this many threads"""
 
 named_barrier_arrive = instruction("bar.arrive $0, #0;", NOTHING, int32, CONSTANT)
 """Arrives at a named barrier without waiting."""

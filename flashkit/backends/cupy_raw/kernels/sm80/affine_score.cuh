@@ -3,7 +3,7 @@
 #pragma once
 #include "common/positions.cuh"
 
-constexpr bool AFFINE = HAS_SCORE && FORMED && POSITIONS != ANY && !IS_FLOAT32;
+constexpr bool AFFINE = HAS_SCORE && IS_AFFINE && POSITIONS != ANY && !IS_FLOAT32;
 constexpr bool AFFINE_SCALE_ONLY = AFFINE && EVEN && !BIASED;  // f times one gain for all rows
 
 // A row of a tile: gain and rate, and the bias at the lane's first key and its step from key to key. Base 2.

@@ -4,7 +4,7 @@
 #pragma once
 #include "sm90/bwd_fragments.cuh"
 
-constexpr bool AFFINE_PATH = HAS_SCORE && FORMED && EVEN && DIAGONAL && SMALL_SCORE && !HAS_DROPOUT;
+constexpr bool AFFINE_PATH = HAS_SCORE && IS_AFFINE && EVEN && DIAGONAL && SMALL_SCORE && !HAS_DROPOUT;
 
 // These numbers take a chain of some hundred instructions, for which S would wait. So they are found once for a work
 // tile, where they are the same for all its query tiles; or for the next query tile, while dV and dK are multiplied,
