@@ -72,8 +72,8 @@ def attention(
     out
         Array for the result, of its shape and dtype.
     deterministic
-        Give the same bits for the same inputs in the backward pass on a GPU too; all other passes always do. On the
-        CPU, bits then depend neither on the number of threads nor, in decoding, on the other sequences of the batch.
+        Give the same bits for the same inputs in the backward pass on a GPU too; all other passes always do. The bits
+        of a decoded sequence then do not depend on the rest of the batch, and on the CPU none on the number of threads.
         The environment variable FLASHKIT_DETERMINISTIC=1 asks for it in every call.
     precision
         "tf32" allows TensorFloat-32 products for float32 inputs on GPUs that have them. None or "highest" is full

@@ -162,7 +162,7 @@ def test_equal_scores_of_any_size(
 
     *_, dv = vjp(cupy.asarray(np.ones_like(v[:, :, :66])), cupy.asarray(np.zeros(lse.shape, np.float32)))
     times_too_great = cases.to_numpy(dv).astype(np.float64)[0] * 200 / 66
-    unit_of_lse = np.spacing(np.abs(scores + np.log(200)).astype(np.float32))
+    unit_of_lse = np.spacing(np.abs(scores + np.log(200)).astype(np.float32)).astype(np.float64)
     for found, ulp in zip(times_too_great, unit_of_lse, strict=True):
         none = generation != "simt" and ulp > 4 and not found.any()
         close = ulp < 8 or generation == "simt"
@@ -182,6 +182,42 @@ def test_equal_scores_of_splits(generation: str, device: Device, launched: list[
     np.testing.assert_allclose(cases.to_numpy(out)[0, :, 0].astype(np.float64), mean, atol=2.0**-10)
     np.testing.assert_allclose(cases.to_numpy(lse)[0, :, 0], scores + np.log(1100), rtol=2.0**-22)
     assert launched == ["sm80_forward", "combine"]
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("generation", ["sm80"])
+def test_deterministic_decoding_depends_on_its_sequence_alone(
+    paged: bool, generation: str, device: Device, launched: list[str]
+) -> None:
+    """Neither on how many others there are nor on how long they are."""
+    import cupy
+
+    device.sms = 64
+    rng, lengths = np.random.default_rng(0), np.array([5000, 700, 3000, 0, 513], np.int32)
+    arrays = [rng.standard_normal((5, heads, n, 64)).astype(np.float16) for heads, n in ((4, 2), (2, 5000), (2, 5000))]
+
+    def of(entries: slice, most: int, **more: Any) -> list[np.ndarray]:
+        q, *kv = (x[entries] for x in arrays)
+        kv = [x[:, :, :most] for x in kv]
+        if paged:
+            pages = len(q) * most // 100
+            more["page_table"] = cupy.asarray(np.arange(pages, dtype=np.int32).reshape(len(q), -1))
+            kv = [x.reshape(len(q), 2, -1, 100, 64).transpose(0, 2, 3, 1, 4).reshape(pages, 100, 2, 64) for x in kv]
+        found = flashkit.attention(
+            *map(cupy.asarray, (q, *kv)), kv_lengths=cupy.asarray(lengths[entries]), return_lse=True,
+            backend="cupy_raw", **more,
+        )  # fmt: skip
+        return [x.get() for x in found]
+
+    every = of(slice(0, 5), 5000, deterministic=True)
+    assert launched == ["sm80_forward", "combine"]
+    for b, most in ((0, 5000), (1, 700), (1, 1500), (2, 3000), (4, 600)):
+        for got, want in zip(of(slice(b, b + 1), most, deterministic=True), every, strict=True):
+            np.testing.assert_array_equal(got[0], want[b])
+    assert (of(slice(0, 1), 5000)[0][0] != every[0][0]).any()  # which this is about
+    assert not every[0][3].any()
+    exact = flashkit.attention(*(x.astype(np.float64) for x in arrays), kv_lengths=lengths, backend="reference")
+    np.testing.assert_allclose(every[0].astype(np.float64), exact, atol=2.0**-11)
 
 
 PACKED = {**FEATURES, "sizes": "100x140", "sequences": "packed", "q_offset": "default", "kv_lengths": "no"}

@@ -271,6 +271,22 @@ def test_many_splits(threads: int, device: Device, launched: list[str], monkeypa
     assert launched == [KERNEL, COMBINE]
 
 
+def test_deterministic_results_depend_on_their_sequence_alone(device: Device, launched: list[str]) -> None:
+    """Neither on how many others there are nor on how long they are: sequences of no, one, two and three splits."""
+    lengths = np.array([2100, 900, 0, 1025], np.int32)
+    q, k = inputs(4, "16:1", 1, 2100, 320, FP16)
+    every = call(q, k, 256, kv_lengths=lengths, deterministic=True)
+    assert launched == [KERNEL, COMBINE]
+    assert_close(every, expected(q, k, 256, kv_lengths=lengths))
+    for b, most in ((0, 2100), (1, 900), (1, 1500), (3, 1025)):
+        one = call(q[b : b + 1], k[b : b + 1, :, :most], 256, kv_lengths=lengths[b : b + 1], deterministic=True)
+        for got, want in zip(one, every, strict=True):
+            np.testing.assert_array_equal(got.get()[0], want.get()[b])
+    device.sms = 16
+    other = call(q[:1], k[:1], 256, kv_lengths=lengths[:1])[0].get()[0]
+    assert (other != every[0].get()[0]).any()  # which this is about
+
+
 def test_cluster_sizes() -> None:
     assert [sm90_mla.cluster_size(32, n_q) for n_q in (1, 2, 3, 4, 5, 6, 7, 8, 9)] == [1, 1, 2, 2, 1, 1, 2, 2, 2]
 

@@ -17,6 +17,7 @@ from ..cuda_common.launch import Kernel, check_grid
 from ..cuda_common.memory import SmemLayout, bytes_of_keys, heads_per_l2_group, stage_constants
 from ..cuda_common.params import AT
 from ..cuda_common.sm80_bwd_launch import OrderedBackward
+from ..cuda_common.sm90_launch import FEW_ROWS
 from . import specialise
 
 MAX_DIM = 256
@@ -128,12 +129,14 @@ class Sm80Tile:
         scores = self.block_q * self.block_k // (32 * self.warps)
         return self.resident(spec, device) > 0 and scores <= (128 if spec.score is None else 64)
 
-    def constants(self, spec: AttentionSpec, device: Device, pack: int = 1, split: bool = False) -> dict[str, int]:
+    def constants(
+        self, spec: AttentionSpec, device: Device, pack: int = 1, split: bool = False, split_tiles: int = 0
+    ) -> dict[str, int]:
         """Constants of the head of kernels/sm80/forward.cu."""
         return {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "WARPS": self.warps, "WARPS_K": self.warps_k,
             "STAGES": self.stages, "LOOKED_UP": self.looked_up(spec), "GRANULE": self.granule, "PACK_GQA": pack,
-            "SPLIT_KV": split, "PAGE_RUN": self.page_run(spec),
+            "SPLIT_KV": split, "SPLIT_TILES": split_tiles, "PAGE_RUN": self.page_run(spec),
             "TF32_TERMS": tf32_terms(spec), "PADDED": ITEMSIZE[spec.dtype] == 4, **_score_constants(spec),
             **self.smem(spec).constants(), **stage_constants(self.stage(spec)),
             "BLOCKS_PER_SM": max(1, min(self.resident(spec, device), 8 // self.warps)),
@@ -151,7 +154,15 @@ def launch_combine(kernel: Kernel, arguments: Arguments, stream: int, early: boo
     if splits > _COMBINE_PREFETCH and rows * lanes // 32 <= _COMBINE_MAX_CTAS:
         ctas, lanes = rows * lanes // 32, 32
     groups = min(-(-splits // _COMBINE_PREFETCH), _COMBINE_THREADS // lanes)
+    if arguments.spec.deterministic:  # the order of additions depends on the number of groups
+        groups = min(_COMBINE_PREFETCH, _COMBINE_THREADS // padded(-(-dim_v // columns), 32))
     kernel.launch(ctas, lanes * groups, arguments, stream, early)
+
+
+DETERMINISTIC_SPLIT = 512
+"""Keys of a split where few rows share keys and the result is to be deterministic. A result then depends on its own
+sequence alone: neither the number of splits of others nor its own tile.
+"""
 
 
 class Sm80Forward:
@@ -162,9 +173,12 @@ class Sm80Forward:
         self.pack = spec.group if problem.n_q < 128 and not spec.packed else 1
         self.slots = device.sms * self.tile.resident(spec, device)
         blocks = -(-problem.n_q * self.pack // self.tile.block_q) * (problem.heads // self.pack) * problem.batch
+        few = spec.deterministic and problem.n_q * spec.group <= FEW_ROWS
+        self.split_tiles = max(1, DETERMINISTIC_SPLIT // self.tile.block_k) if few and not spec.packed else 0
         self.split = 2 * blocks <= self.slots and problem.n_k >= 8 * self.tile.block_k and not spec.packed
+        self.split |= self.split_tiles > 0
         self.why = why + ("; split along the keys" if self.split else "")
-        constants = self.tile.constants(spec, device, self.pack, self.split)
+        constants = self.tile.constants(spec, device, self.pack, self.split, self.split_tiles)
         library = specialise.library("sm80/forward", spec, tuple(constants.items()), compiler.target(device.capability))
         self.libraries = [library]
         self._kernel = library.kernel("sm80_forward", device, self.tile.shared_memory(spec))
@@ -178,8 +192,11 @@ class Sm80Forward:
         rows = arguments.batch * arguments.heads * arguments.n_q
         check_grid(blocks, rows if self.split else 0)
         if self.split and blocks:
-            max_splits = max(1, -(-arguments.n_k // self.tile.block_k) // 2)
-            splits = max(1, min(self.tile.waves * self.slots // blocks, max_splits))
+            key_tiles = -(-arguments.n_k // self.tile.block_k)
+            splits = max(1, min(self.tile.waves * self.slots // blocks, key_tiles // 2))
+            if self.split_tiles:
+                splits = max(1, -(-key_tiles // self.split_tiles))
+                check_grid(blocks * splits)
             return blocks * splits, splits
         heads = arguments.entries * (arguments.heads // self.pack)
         return blocks, heads_per_l2_group(heads, _L2_BYTES // bytes_of_keys(arguments))

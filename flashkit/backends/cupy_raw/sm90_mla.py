@@ -42,6 +42,8 @@ _MAX_WAVES = 2  # of units; more only write more partial results
 _MAX_RAGGED_TILES, _MAX_RAGGED_WAVES = 64, 8
 """Of a unit, where sequences differ in length; and waves up to which units are made that small, for their memory."""
 
+_DETERMINISTIC_TILES = 16  # of a split where a result is to depend on its own sequence alone
+
 _TILE_COUNTER, _NUM_SPLITS = AT["tile_counter"], AT["num_splits"]
 
 
@@ -94,6 +96,7 @@ class Sm90MlaTile(ForwardTile):
         constants = {
             **self.common(spec, spec.group, classifies), "ROW_SUM_BY_MMA": False, "FAST_MATH": True, "NUM_TERMS": 1,
             "FP8": False, "CLUSTER_SIZE": cluster, "LIST_BYTES": NUM_LISTS * _LIST_BYTES,
+            "SPLIT_TILES": _DETERMINISTIC_TILES if spec.deterministic else 0,
             "MASK_OF_HEADS": spec.mask is not None and expr.uses(spec.mask, expr.H),
             **modification.forward_constants(spec),
         }  # fmt: skip
@@ -197,7 +200,11 @@ class Sm90MlaForward:
         spec, rows = arguments.spec, arguments.batch * arguments.heads * arguments.n_q
         groups = -(-row_tiles(spec.group, arguments.n_q) // self._cluster)
         work_tiles = groups * arguments.heads_kv * arguments.batch
-        splits = number_of_splits(work_tiles, -(-arguments.n_k // KEYS), self._clusters, spec.kv_lengths)
+        key_tiles = -(-arguments.n_k // KEYS)
+        if spec.deterministic:  # two at least: the kernel that combines them rounds once more
+            splits = max(2, -(-key_tiles // _DETERMINISTIC_TILES))
+        else:
+            splits = number_of_splits(work_tiles, key_tiles, self._clusters, spec.kv_lengths)
         check_grid(work_tiles * splits * self._cluster, rows)
         keys = keys_of_a_box(arguments.words[AT["page"]], KEYS) if spec.paged else KEYS
         return LaunchGeometry(work_tiles * splits, splits, maps_of(arguments, "k", spec.head_dim, 1, keys))

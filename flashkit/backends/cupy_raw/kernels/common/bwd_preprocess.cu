@@ -1,8 +1,9 @@
 // Backward preprocess and sink gradients, shared by all generations.
 
 // bwd_preprocess: delta = rowsum(dO * O) - dlse, and bwd_lse, the log-sum-exp with +inf for rows without a visible key,
-// so that their P is 0; so is it, if it is computed in BASE_2, of rows beyond MAX_BWD_LSE. LANES lanes take a row, 16 bytes at a time where alignment allows. Rows past n_q, up to a
-// multiple of the query tile, get a finite bwd_lse that makes their P 0 as well.
+// so that their P is 0; so is it, if it is computed in BASE_2, of rows beyond MAX_BWD_LSE. LANES lanes take a row, 16
+// bytes at a time where alignment allows. Rows past n_q, up to a multiple of the query tile, get a finite bwd_lse that
+// makes their P 0 as well.
 constexpr int VEC_ELEMENTS = 16 / sizeof(storage), ROW_VECS = (HEAD_DIM_V + VEC_ELEMENTS - 1) / VEC_ELEMENTS;
 constexpr int LANES = ROW_VECS > 16 ? 32 : ROW_VECS > 8 ? 16 : 8;
 constexpr float PADDING_LSE = 1e30f;

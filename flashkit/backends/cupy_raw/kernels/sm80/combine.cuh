@@ -1,6 +1,7 @@
 // Split-KV (FlashDecoding, Dao et al. 2023): combines the splits of a row, weighted by the sum of their P. Row
-// reference and sum come apart, as the rounding of a great log-sum-exp would be that of the weight. A CTA takes a row or, of many splits, 32 lanes of one; a thread COMBINE_VEC columns of every `groups`-th split. The host chooses
-// how many threads there are, and CTAs of a row (launch_combine). The order of additions is fixed.
+// reference and sum come apart, as the rounding of a great log-sum-exp would be that of the weight. A CTA takes a row
+// or, of many splits, 32 lanes of one; a thread COMBINE_VEC columns of every `groups`-th split. The host chooses how
+// many threads there are, and CTAs of a row (launch_combine). The order of additions is fixed.
 #pragma once
 
 constexpr int COMBINE_VEC = HEAD_DIM_V % 4 == 0 && HEAD_DIM_V > 64 ? 4 : HEAD_DIM_V % 2 == 0 ? 2 : 1;

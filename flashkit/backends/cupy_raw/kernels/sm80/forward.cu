@@ -91,7 +91,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
     const WorkTile at{b, h, row0, rows, (int)seq_info(p, b).n_k, seq_info(p, b).q_position};
     const int from = row0 / PACK_GQA, to = ((row0 + BLOCK_Q < rows ? row0 + BLOCK_Q : rows) + PACK_GQA - 1) / PACK_GQA;
     const long long key_tiles = (at.n_k + BLOCK_K - 1) / BLOCK_K;
-    const int first = (int)(key_tiles * split / splits), last = (int)(key_tiles * (split + 1) / splits);
+    int first = (int)(key_tiles * split / splits), last = (int)(key_tiles * (split + 1) / splits);
+    if constexpr (SPLIT_TILES > 0)
+        first = min((int)key_tiles, (int)split * SPLIT_TILES), last = min((int)key_tiles, first + SPLIT_TILES);
     const KvSource kv(p, b, h / GQA_GROUP, at.n_k);
     const float scale = softmax_scale_log2(p);
 

@@ -29,9 +29,9 @@ DEVICE RowStats load_given_stats(const Params& p, int b, int h, int row) {
             exists && p.dlse.data != nullptr ? *q_row<const float>(p, p.dlse, b, h, row) : 0.0f};
 }
 // Stores delta and bwd_lse of a row whose rowsum(dO * O) is `total`; returns whether the row is non-finite. bwd_lse is
-// +inf for a row without visible keys or beyond MAX_BWD_LSE, whose P so becomes 0; NaN for a non-finite row; and great for rows past the end,
-// or +inf if they are the next sequence's and may be non-finite. A finite log-sum-exp says nothing of Q where it may be
-// a sink's alone.
+// +inf for a row without visible keys or beyond MAX_BWD_LSE, whose P so becomes 0; NaN for a non-finite row; and great
+// for rows past the end, or +inf if they are the next sequence's and may be non-finite. A finite log-sum-exp says
+// nothing of Q where it may be a sink's alone.
 DEVICE bool store_row_stats(const Params& p, int b, int h, int row, const RowStats& given, float total) {
     float lse_log2 = 1e30f;
     if (row < (int)seq_info(p, b).n_q) {

@@ -54,11 +54,12 @@ struct UnitScheduler : TileScheduler {
     }
 };
 
-// K tiles first ... end - 1 of a split. Splits of all sequences are of one length, a part of the longest sequence, so
-// that units are of one size; a shorter sequence has fewer.
+// K tiles first ... end - 1 of a split. Splits of all sequences are of one length, a part of the longest sequence or
+// SPLIT_TILES, so that units are of one size; a shorter sequence has fewer.
 struct TileRange { int first, end; };
 DEVICE TileRange tile_range(const Params& p, int n_k, int split) {
-    const long long most = (max_n_k(p) + BLOCK_K - 1) / BLOCK_K, each = (most + p.num_splits - 1) / p.num_splits;
+    const long long most = (max_n_k(p) + BLOCK_K - 1) / BLOCK_K,
+                    each = SPLIT_TILES > 0 ? SPLIT_TILES : (most + p.num_splits - 1) / p.num_splits;
     const long long all = (n_k + BLOCK_K - 1) / BLOCK_K, first = split * each;
     return {(int)(first < all ? first : all), (int)(first + each < all ? first + each : all)};
 }
