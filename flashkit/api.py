@@ -128,7 +128,6 @@ def attention(
         return call.to_caller(plan_of(call, backend, return_lse).run(call))
 
 
-@documented()
 def plan(
     q: Any, k: Any, v: Any, *, return_lse: bool = False, backend: str | None = None, **options: Unpack[Options]
 ) -> Planned:
@@ -213,7 +212,6 @@ def attention_vjp(
     q: A, k: Any, v: Any, *, return_lse: bool, out: Any = None, backend: str | None = None,
     **options: Unpack[Options],
 ) -> tuple[A | tuple[A, Any], Vjp[A]]: ...  # fmt: skip
-@documented()
 def attention_vjp(
     q: Any, k: Any, v: Any, *, return_lse: bool = False, out: Any = None, backend: str | None = None,
     **options: Unpack[Options],
@@ -288,7 +286,6 @@ def vjp_of(q: Any, k: Any, v: Any, out: Any, lse: Any, *, backend: str | None = 
         return Vjp(recorded, call.options.get("sinks"))
 
 
-@documented()
 def explain(
     q: Any, k: Any, v: Any, *, backend: str | None = None, return_lse: bool = False, out: Any = None,
     measure: bool = False, **options: Unpack[Options],

@@ -114,7 +114,7 @@ def test_a_file_that_another_process_makes_meanwhile_is_not_made_again(
         os.rename(held, file)  # as the process that holds the lock does
         return lock(folder, name)
 
-    monkeypatch.setattr(objects.kernel_cache, "alone", waited)
+    monkeypatch.setattr(objects.kernel_cache, "compile_lock", waited)
     monkeypatch.setattr(objects, "_loaded", {})
     assert objects.functions(source)["seven"]
     assert made == ["object"]
