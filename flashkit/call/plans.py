@@ -112,6 +112,8 @@ def key_of(call: Call, backend: str | None, return_lse: bool, recorded: bool = F
             lengths = value
             parts.append(name)
         elif role is Role.OFFSETS:
+            if recorded:
+                return None
             if call.offsets:
                 parts += name, call.offsets
             elif offsets := _on_device(q, value):
