@@ -126,7 +126,7 @@ def refusals() -> dict[str, tuple[str, Callable[..., Any]]]:
         "grad of grad": (second, lambda *x: func.grad(lambda q: grad(q, *x[1:]).sum())(x[0])),
         "jacrev of grad": (second, lambda *x: func.jacrev(lambda q: grad(q, *x[1:]))(x[0])),
         "grad of vmap of grad": (second, lambda *x: func.grad(lambda q: vmap(grad)(q, *x[1:]).sum())(x[0])),
-        "jvp": ("forward-mode AD", lambda *x: func.jvp(lambda q: ft.attention(q, *x[1:]), x[:1], x[:1])),
+        "jvp": ("forward mode AD", lambda *x: func.jvp(lambda q: ft.attention(q, *x[1:]), x[:1], x[:1])),
         "compiled grad": ("setup_context|no gradient by themselves", lambda *x: torch.compile(
             grad, fullgraph=True, backend="aot_eager")(*x)),
         "slopes": ("alibi_slopes requires grad", lambda *x: func.grad(
