@@ -45,7 +45,7 @@ _BATCHED_GRADIENTS = torch._C._parse_dispatch_key("VmapMode")  # torch.autograd.
 def _refuse_tangents(tensors: tuple[Any, ...]) -> None:
     """NotImplementedError where forward mode differentiates: operators without a rule for it would drop tangents."""
     if not torch.compiler.is_compiling() and any(map(interop.is_dual, tensors)):
-        raise NotImplementedError("attention has no forward-mode AD: use torch.autograd or torch.func.vjp")
+        raise NotImplementedError("attention has no forward mode AD: use torch.autograd or torch.func.vjp")
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ WIDE = [2**63 - 1, 2**63, 2**64 - 5, -(2**64)]
 
 PACKAGE = str(Path(flashkit.__file__).parent)
 
-MOST_EVENTS = 300
+MAX_EVENTS = 300
 """Of a call, after any of which it may be stopped."""
 
 
@@ -96,7 +96,7 @@ class Trace:
         before = self.lengths()
         if self.r.random() < 0.3:
             try:
-                was_stopped = stopped(call, self.r.randrange(MOST_EVENTS))
+                was_stopped = stopped(call, self.r.randrange(MAX_EVENTS))
             except REFUSALS:
                 was_stopped = True
             self.was_stopped |= was_stopped  # an append that takes pages behind the window does not give them back

@@ -37,10 +37,10 @@ ENTRIES: dict[str, Choice] = {
 HOSTILE = ("contents", "integers", "forms", "exchange", "writer", "overlap", "misfit", "numbers", "signals")
 """What happens to the arguments of a hostile call; see hostile.py."""
 
-MOST_SCORES = 100_000
+MAX_SCORES = 100_000
 """Of most calls."""
 
-MOST_ELEMENTS = 4_000_000
+MAX_ELEMENTS = 4_000_000
 """Of q."""
 
 
@@ -164,9 +164,9 @@ def call(seed: int, number: int, compiled: list[Choice], cuda: bool = False, hos
     if layout.startswith("two"):
         choice["heads"] = "1:1"
     rows = (2 if layout.startswith("five") else 1) * int(choice["batch"]) * int(choice["heads"].partition(":")[0])
-    most = int(MOST_SCORES * (1 if r.random() < 0.98 else 10)) // rows
+    most = int(MAX_SCORES * (1 if r.random() < 0.98 else 10)) // rows
     n_q = r.randint(1, 9) if r.random() < 0.2 else _tokens(r, 1200)  # few: decoding
-    n_q = min(n_q, max(1, MOST_ELEMENTS // (rows * max(map(int, choice["dims"].split("/"))))))
+    n_q = min(n_q, max(1, MAX_ELEMENTS // (rows * max(map(int, choice["dims"].split("/"))))))
     n_k = _tokens(r, max(1, most // max(n_q, 1)))
     if choice.get("block_mask", "no") != "no":
         n_q, n_k = max(n_q, 1), max(n_k, 1)

@@ -472,7 +472,7 @@ def test_modified_scores_have_sm90_tiles_too(options: dict[str, Any], d: int, di
 def test_an_impossible_sm90_tile_is_refused() -> None:
     with pytest.raises(ValueError, match="expected block_q 64, 128 or 192"):
         sm90.Sm90Tile(96, 128)
-    with pytest.raises(ValueError, match="stages are two or more"):
+    with pytest.raises(ValueError, match="expected stages >= 2"):
         sm90.Sm90Tile(128, 128, stages=1)
     assert not sm90.Sm90Tile(192, 176).fits(AttentionSpec("bfloat16", 128, 128), HOPPER)
 
@@ -772,7 +772,7 @@ def test_sm90_backward_shared_memory_is_aligned() -> None:
 def test_an_impossible_sm90_backward_tile_is_refused() -> None:
     with pytest.raises(ValueError, match="expected block_q 64 or 128"):
         sm90_bwd_launch.BackwardTile(96)
-    with pytest.raises(ValueError, match="stages are two or more"):
+    with pytest.raises(ValueError, match="expected stages >= 2"):
         sm90_bwd_launch.BackwardTile(64, stages=1)
     with pytest.raises(ValueError, match="block_k 128"):
         sm90_bwd_launch.BackwardTile(64, 64)
@@ -822,7 +822,7 @@ def test_groups_of_heads_for_the_l2_cache_are_alike() -> None:
 
 def test_a_grid_has_an_end() -> None:
     launch.check_grid(0, launch.MAX_GRID)
-    with pytest.raises(ValueError, match="2147483648 tiles are more than a launch takes"):
+    with pytest.raises(ValueError, match=r"expected at most .* tiles in a launch, got 2147483648"):
         launch.check_grid(1, launch.MAX_GRID + 1)
 
 

@@ -171,7 +171,7 @@ def test_the_shipped_rows_choose_what_was_fastest(profile: str, backend: str) ->
         ({"options": {"warps": 4, "speed": 9}}, "it has no speed"),
         ({"options": {}}, "warps"),
         ({"block_k": 1024}, "fits no head dim"),
-        ({"options": {"warps": 0}}, "warps are 1, 2, 4 or 8"),
+        ({"options": {"warps": 0}}, "expected 1, 2, 4 or 8 warps"),
         ({"options": {"warps": 4, "warps_k": 0}}, "by zero"),
         ({"options": {"warps": "four"}}, "warps: expected an integer up to 1024, got 'four'"),
         ({"options": {"warps": 4.0}}, "warps: expected an integer up to 1024, got 4.0"),

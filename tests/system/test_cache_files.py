@@ -560,7 +560,7 @@ def test_what_is_no_size(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 def test_files_in_memory_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the directory cannot be used."""
     monkeypatch.setenv("FLASHKIT_CACHE_DIR", "/dev/null")
-    monkeypatch.setattr(kernel_cache, "MOST_MEMORY", 1000)
+    monkeypatch.setattr(kernel_cache, "MAX_MEMORY", 1000)
     with pytest.warns(UserWarning, match="cannot be kept"):
         write("k0.o")
     for i in range(1, 20):

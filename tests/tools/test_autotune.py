@@ -248,7 +248,7 @@ def test_the_backends_that_are_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_output_file_is_for_one_device(tmp_path: Path) -> None:
     both = [Simulated(Machine(block_size)), Simulated(Machine(block_size))]
-    with pytest.raises(ValueError, match="choose its backend by --backend cpu or cpu"):
+    with pytest.raises(ValueError, match="choose by --backend cpu or cpu"):
         command.autotune(tuned=both, output=tmp_path / "mine.yaml")
 
 

@@ -91,7 +91,7 @@ def test_doctor_names_skipped_profiles(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "bad.yaml").write_text("schema: 7\ndevice: {kind: cpu}\n")
     monkeypatch.setenv("FLASHKIT_PROFILE_DIR", str(tmp_path))
     [skipped] = doctor.report("profiles")["profiles"]["skipped"]
-    assert f"{tmp_path / 'bad.yaml'}:1: schema: got 7" in skipped
+    assert f"{tmp_path / 'bad.yaml'}:1: schema: expected schema 1, got 7" in skipped
 
 
 def test_doctor_needs_neither_typer_nor_rich() -> None:
