@@ -1,8 +1,8 @@
-"""Whether the tables of an ELF file are consistent, which loaders assume: LLVM's and the CUDA driver's end the process
-on many that are not.
+"""Whether machine code is what a loader takes: of the right format, and with consistent tables. Loaders assume both:
+LLVM's and the CUDA driver's end the process on many files that are not.
 
-The check reads section headers, string tables, symbols, relocations (System V ABI, chapter 4) and unwind tables (LSB,
-.eh_frame), never the machine code. Only 64-bit little-endian files are read: objects of x86-64 and ARM64, and cubins.
+The check of tables reads section headers, string tables, symbols, relocations (System V ABI, chapter 4) and unwind
+tables (LSB, .eh_frame), never the machine code. Only 64-bit little-endian files are read: objects of x86-64 and ARM64, and cubins.
 """
 
 from __future__ import annotations
@@ -40,6 +40,25 @@ _WIDTHS = {
 }  # fmt: skip
 """By machine: the relocations that LLVM's loader (RuntimeDyldELF) applies, and the bytes that each changes."""
 
+CUBIN = b"\x7fELF\x02\x01".ljust(18, b"\0") + (190).to_bytes(2, "little")
+"""The first bytes of a cubin: 64-bit little-endian ELF for EM_CUDA."""
+
+
+def alike(code: bytes, model: bytes) -> bool:
+    """Whether code has the format and the machine of a model, of which the first 20 bytes are enough.
+
+    Of ELF (System V ABI, chapter 4) this compares class, byte order and machine, and checks that the section table is
+    within the code. Of other formats it compares the first two bytes: the magic of Mach-O, the machine of COFF.
+    """
+    if not model.startswith(b"\x7fELF"):
+        return len(code) >= 20 and code[:2] == model[:2]
+    if len(code) < 64 or code[:6] != model[:6] or code[18:20] != model[18:20]:
+        return False
+    wide, order = code[4] == 2, "<" if code[5] == 1 else ">"
+    (start,) = struct.unpack_from(f"{order}{'Q' if wide else 'I'}", code, 40 if wide else 32)
+    size, count = struct.unpack_from(f"{order}HH", code, 58 if wide else 46)
+    return bool(0 < start <= start + size * count <= len(code))
+
 
 def is_consistent(code: bytes, functions: Collection[str]) -> bool:
     """Whether a file's tables refer to nothing outside of it and define these functions.
@@ -47,7 +66,7 @@ def is_consistent(code: bytes, functions: Collection[str]) -> bool:
     Parameters
     ----------
     code
-        An ELF file whose identification was checked (`headers.alike`). Files of other formats, of 32 bits and of the
+        An ELF file whose identification was checked (`alike`). Files of other formats, of 32 bits and of the
         other byte order are not looked at.
     functions
         Names of functions that it has to define, in executable sections. A cubin is linked: of it only sections, names

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..options import DEFAULTS, OPTIONS, TYPES, Layout, Precision
@@ -102,10 +103,11 @@ def forward(
         keywords = _keywords(tensors, options, mods) | ({"layout": "bnhd"} if transposed else {})
         backend = keywords.pop("backend", None)
         with Call("attention", *qkv, keywords) as call:
+            is_memory = type(call.q) in (View, np.ndarray)  # and no copy with what a tensor puts off computed
             planned = plan_of(call, backend, with_lse)
             output = call.to_caller(planned.run(call))
             result = [*output] if with_lse else [output]
-            if not tensors and not mods and _serves_others(planned, call):
+            if is_memory and not tensors and not mods and _serves_others(planned, call):
                 torch_plans.keep(torch_plans.name_of(with_lse, options), (q, k, v), (planned, transposed))
     out, lse = result if with_lse else (*result, None)
     return out.transpose(1, 2) if transposed else out, lse
@@ -140,6 +142,7 @@ def backward(
         keywords = _keywords(tensors, options, mods)
         backend = keywords.pop("backend", None)
         with Call("attention", q, k, v, keywords) as call:
+            is_memory = type(call.q) in (View, np.ndarray)
             planned = plan_of(call, backend, True, recorded=True)
             adapter: Any = call.foreign
             take = adapter.views if type(call.q) is View else adapter.to_native
@@ -147,7 +150,7 @@ def backward(
             recorded = planned.recorded(call, native["out"], native["lse"], kept=True)
             vjp = Vjp(recorded, call.options.get("sinks"))
             gradients = _gradients(vjp, q, native["dout"], native["dlse"], wrt)
-            if not tensors and not mods and _serves_others(planned, call):
+            if is_memory and not tensors and not mods and _serves_others(planned, call):
                 results = results_of(dout, dlse, out, lse)
                 torch_plans.keep(torch_plans.name_of(len(results), options), (q, k, v, *results), (planned, False))
     dq, dk, dv, *dsinks = gradients

@@ -180,7 +180,7 @@ def test_finished_work_tiles_are_counted(
     flashkit.attention_vjp(q, k, v, block_mask=mask, backend=NAME)[1](dout)
     counters = made[-1]
     work_tiles, kv_heads = -(-n_k // 128) * (2 if d > 128 else 1), 3 * 8 // group
-    finished = counters[1 + kv_heads : 1 + 2 * kv_heads]  # PreprocessCounters of sm90/dq_clear.cuh
+    finished = counters[1 + kv_heads : 1 + 2 * kv_heads]  # PreprocessCounters of sm90/dq_accum.cuh
     assert finished.get().tolist() == [work_tiles] * kv_heads
 
 

@@ -65,7 +65,7 @@ FAULTS = [
     Fault("dP is not awaited", *_SM90, "sm90/bwd_mainloop.cuh", "wgmma_wait<1>();  // dP"),
     Fault("Q is not released", *_SM90, "sm90/bwd_mainloop.cuh", "pipe_q.consumer_release(n, lane), "),
     Fault(
-        "dQ is converted early", *_SM90, "sm90/bwd_postprocess.cuh", " wait_for_dq(p, at.b, at.h, at.tile);", ";",
+        "dQ is converted early", *_SM90, "sm90/bwd_preprocess.cuh", " wait_for_dq(p, at.b, at.h, at.tile);", ";",
     ),
     Fault("P and dS are not awaited", *_SM80, "sm80/backward.cu", "__syncthreads();  // all threads see P and dS"),
     Fault(
@@ -76,7 +76,7 @@ FAULTS = [
     Fault("O is not rescaled", *_SIMT, "simt/forward.cu", "o[i][c] *= rescale;", ";", "growing forward"),
     # masks
     Fault(
-        "one key too many", *_SM90, "sm90/score_mod.cuh",
+        "one key too many", *_SM90, "sm90/softmax.cuh",
         "const int left = keys - threadIdx.x", "const int left = keys + 1 - threadIdx.x", "features forward",
     ),
     Fault(

@@ -208,13 +208,13 @@ def test_the_callers_stream_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
     import cupy
 
     given, streams = [on_device(x.detach()) for x in qkv()], []
-    run = Planned.run
+    run = Planned.run_on
 
     def spy(*args: Any) -> Any:
         streams.append(cupy.cuda.get_current_stream().ptr)
         return run(*args)
 
-    monkeypatch.setattr(Planned, "run", spy)
+    monkeypatch.setattr(Planned, "run_on", spy)
     expected = ft.attention(*given)
     for stream in (0, 7, 9, 7):
         STATE.stream = stream

@@ -27,7 +27,7 @@ import numpy as np
 from llvmlite import binding
 
 from ...devices import forking, interrupt, kernel_cache, prebuilt, progress
-from .. import elf, headers
+from .. import elf
 from . import pass_managers, target
 from .target import Target
 
@@ -191,7 +191,7 @@ def _checked(name: str, content: bytes | None) -> Functions | None:
     except (msgspec.DecodeError, ValueError, RecursionError):
         return None
     stored = Object(code, header.functions, header.calls)
-    if header.sha256 != _hash(name, stored) or not headers.alike(code, _model()):
+    if header.sha256 != _hash(name, stored) or not elf.alike(code, _model()):
         return None
     if not stored.functions or not all(map(str.isidentifier, stored.functions)):
         return None

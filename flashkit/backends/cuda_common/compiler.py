@@ -22,7 +22,6 @@ import msgspec
 
 from ...devices import interrupt, kernel_cache, prebuilt, progress
 from .. import elf
-from .. import headers as formats
 
 FOLDER = "cuda"
 """Folder in the cache directory, and of the prebuilt kernels."""
@@ -224,7 +223,7 @@ def _read(name: str, read: Callable[[str, str], bytes | None]) -> tuple[Binary, 
 
 
 def _is_machine_code(binary: Binary) -> bool:
-    return formats.alike(binary.code, formats.CUBIN) and elf.is_consistent(binary.code, binary.resources)
+    return elf.alike(binary.code, elf.CUBIN) and elf.is_consistent(binary.code, binary.resources)
 
 
 def _hash(binary: Binary) -> str:

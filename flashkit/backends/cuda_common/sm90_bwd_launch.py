@@ -33,7 +33,7 @@ _THREADS = 384
 _EARLY_LAUNCH_MAX_TOKENS = 4096  # of deterministic kernels
 _POSTPROCESS_COST = 0.2  # time to convert a query tile of dQ on one SM, over that of a step of the backward kernel
 _POSTPROCESS_CTAS = 16  # on an SM, that two rounds of them take
-_KEY_TILES_PER_WORD = 31  # of dq_semaphore: kernels/sm90/dq_semaphore
+_KEY_TILES_PER_WORD = 31  # of dq_semaphore: kernels/sm90/dq_accum
 
 
 def cluster_size(spec: AttentionSpec) -> int:
@@ -280,7 +280,7 @@ class Backward:
             workspace.tensor(name, 4, tiles_q * tile.block_q)
         workspace.tensor("dq_accum", 4, tiles_q, tile.dq_accum_bytes(spec) // 4)
         workspace.tensor("dq_semaphore", 4, tiles_q, 1 + cluster * -(-tiles_k // _KEY_TILES_PER_WORD))
-        # PreprocessCounters of kernels/sm90/dq_clear.cuh
+        # PreprocessCounters of kernels/sm90/dq_accum.cuh
         workspace.memory("preprocess_counters", 4 * (1 + 2 * kv_heads))
 
         in_flight, per_kv_head = self.kv_heads_in_flight(arguments), tiles_q * spec.group

@@ -22,11 +22,11 @@ from .verify import Fallback
 
 NUM_LISTS, LIST_CAPACITY, LIST_HEADER = 2, 224, 28
 """Lists of K/V tiles in shared memory, their entries, and the bytes before these: WorkTileList of
-kernels/sm90/tile_scheduler.cuh, kernels/sm90/tile_lists.py.
+kernels/sm90/producer.cuh, kernels/sm90/pipeline.py.
 """
 
 SEQ_SLOT = 24
-"""Bytes in shared memory that say where a packed sequence lies: kernels/sm90/seq_slot.cuh."""
+"""Bytes in shared memory that say where a packed sequence lies: kernels/sm90/packed_tiles.cuh."""
 SWIZZLE_ROWS = 8
 """Rows after which the 128-byte swizzle repeats: a box of a multiple of them is swizzled as its tile is."""
 FEW_ROWS = 64

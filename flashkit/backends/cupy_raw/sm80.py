@@ -40,7 +40,7 @@ def pitch(dim: int, itemsize: int, granule: int = 16, pad: bool = False) -> int:
 
 
 def tf32_terms(spec: AttentionSpec) -> int:
-    """Products of TF32 per product of float32: kernels/sm80/tf32x3.cuh."""
+    """Products of TF32 per product of float32: kernels/sm80/mma.cuh."""
     return 1 if spec.precision == "tf32" else 3
 
 

@@ -28,7 +28,7 @@ def functions(spec: AttentionSpec, tile: BackwardTile) -> str:
 
 
 def takes_affine_path(spec: AttentionSpec) -> bool:
-    """Whether the kernel has a path for the score modification (kernels/sm90/bwd_affine_score.cuh, AFFINE_PATH)."""
+    """Whether the kernel has a path for the score modification (kernels/sm90/bwd_softmax.cuh, AFFINE_PATH)."""
     known = affine_score(spec.score) if spec.score is not None and not spec.dropout and is_small(spec) else None
     return known is not None and known.even and known.diagonal
 
@@ -54,7 +54,7 @@ def in_order(problem: Problem) -> bool:
 
 
 def can_fuse_preprocess(spec: AttentionSpec, tile: BackwardTile) -> bool:
-    """Whether the kernel can preprocess rows (kernels/sm90/bwd_fused_preprocess.cuh): O and dO fit the place of the
+    """Whether the kernel can preprocess rows (kernels/sm90/bwd_preprocess.cuh): O and dO fit the place of the
     next work tile's K, and the warps have no semaphore to serve. A score modification of up to 64 columns leaves too
     few registers.
     """
@@ -71,7 +71,7 @@ def source(spec: AttentionSpec, tile: BackwardTile, fused_preprocess: bool) -> t
 class Sm90Backward(sm90_bwd_launch.Backward):
     """The backward pass."""
 
-    postprocess_tiles = 8  # convert_some() of kernels/sm90/bwd_postprocess.cuh
+    postprocess_tiles = 8  # convert_some() of kernels/sm90/bwd_preprocess.cuh
 
     def __init__(self, problem: Problem, choice: Choice, tables: TileTables) -> None:
         spec, tile, device = replace(problem.spec, deterministic=in_order(problem)), choice.tile, tables.device
@@ -86,4 +86,4 @@ class Sm90Backward(sm90_bwd_launch.Backward):
 
     def boxes(self) -> list[tuple[str, int, int]]:
         dim_v = self.spec.head_dim_v
-        return [*super().boxes(), ("out", dim_v, 64), ("dout", dim_v, 64)]  # ROWS_PER_LOAD of bwd_fused_preprocess.cuh
+        return [*super().boxes(), ("out", dim_v, 64), ("dout", dim_v, 64)]  # ROWS_PER_LOAD of bwd_preprocess.cuh

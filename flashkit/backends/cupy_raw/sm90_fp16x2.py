@@ -35,7 +35,7 @@ _WARP_TOKENS = 8  # of a warp: kernels/sm90/fp16x2_convert.cu
 _MAX_TENSORS = 4
 _ROW_FACTORS = 3  # floats for each query: kernels/sm90/fp16x2_backward.cu
 _ROWS, _BACKWARD_THREADS = 128, 384  # of a CTA
-_LIST_BYTES = 4 * 224  # kernels/sm90/tile_lists.cuh: TileList
+_LIST_BYTES = 4 * 224  # kernels/sm90/pipeline.cuh: TileList
 
 
 def num_terms(spec: AttentionSpec) -> int:

@@ -38,7 +38,7 @@ class Sm90Fp8Tile(ForwardTile):
 
     @property
     def threads(self) -> int:
-        """V is transposed by a warp group of its own, or by a warp of warp group 0 (fp8_layout.cuh)."""
+        """V is transposed by a warp group of its own, or by a warp of warp group 0 (fp8_mainloop.cuh)."""
         return 128 * (self.warpgroups + (2 if self.warpgroups < 3 else 1))
 
     def smem(self, spec: AttentionSpec) -> SmemLayout:

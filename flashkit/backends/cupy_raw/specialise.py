@@ -33,7 +33,6 @@ def source(name: str, spec: AttentionSpec, constants: Mapping[str, int], functio
         '#include "common/scalar.cuh"',
         modify.text(spec),
         '#include "common/tiles.cuh"',
-        '#include "common/dropout.cuh"',
         functions,
         f'#include "{name}.cu"',
     ]

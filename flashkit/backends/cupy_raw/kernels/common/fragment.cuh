@@ -1,5 +1,5 @@
-// Accumulator fragments of mma.sync and wgmma: four lanes share a row, and each lane holds two neighbouring columns of
-// every eight.
+// What kernels on tensor cores share. Accumulator fragments of mma.sync and wgmma: four lanes share a row, and each
+// lane holds two neighbouring columns of every eight.
 #pragma once
 
 // Two float32 as 16-bit elements, the first in the low half; float16 where the tensors are float32.
@@ -31,3 +31,27 @@ DEVICE float across_lanes(float x, F join) {
     for (int step = 1; step < 4; step *= 2) x = join(x, __shfl_xor_sync(~0u, x, step));
     return x;
 }
+
+// --- the order of tiles ----------------------------------------------------------------------------------------------
+//
+// The order in which a persistent grid takes the tiles of all heads: L2 swizzle and longest-processing-time-first
+// (LPT).
+
+struct TileCoord { int tile, bh; };  // index of a tile; of a head among those of all batch entries
+
+// The tile at place `index` of the order: `heads_at_a_time` heads together, tile after tile, so that their K and V stay
+// in the L2 cache. Tiles from number `before_tail` on, the shortest, come after those of all heads: they even out the
+// CTAs' ends.
+DEVICE TileCoord tile_coord(int index, int before_tail, int heads, int heads_at_a_time) {
+    if (index >= before_tail * heads) {
+        const int tile = index / heads;
+        return {tile, index - tile * heads};
+    }
+    const int first = index / (heads_at_a_time * before_tail) * heads_at_a_time, rest = index - first * before_tail;
+    const int group = heads - first < heads_at_a_time ? heads - first : heads_at_a_time, tile = rest / group;
+    return {tile, first + rest - tile * group};
+}
+
+// How many of a head's tiles come before the LPT tail: three quarters under a mask whose tiles shrink along the order.
+// A mask that is read from arrays says nothing of their sizes, and a tail would only lose L2 hits.
+DEVICE int tiles_before_lpt_tail(int tiles) { return HAS_MASK && !MASK_READS_ARRAYS ? tiles - tiles / 4 : tiles; }

@@ -14,7 +14,7 @@
 // keys of dK and dV, WARPS_Q along the queries of dQ, the others along the second axis.
 //
 // dQ is summed over CTAs. With ORDERED they add to a query tile in a fixed order, so the result is deterministic
-// (dq_semaphore.cuh). CTAs take their work tiles in that order (bwd_tile_scheduler.cuh), so a CTA only ever waits for a
+// (dq_semaphore.cuh). CTAs take their work tiles in that order (bwd_layout.cuh), so a CTA only ever waits for a
 // resident one. p.heads_per_l2_group heads are worked on at the same time: their operands and dQ accumulators stay in
 // the L2 cache, and under a causal mask, where CTAs wait for accumulators, that matters most.
 //
@@ -22,11 +22,8 @@
 // Shared memory (cupy_raw/sm80.py: Sm80BackwardTile.smem): K at 0, AT_V, AT_QDO, AT_P, AT_DS, AT_TILE_LIST; within a
 // stage of QDO, of STAGE_BYTES bytes, Q at 0, AT_STAGE_DOUT, AT_STAGE_ROWS. Measurements: docs/notes/ampere.md.
 #include "sm80/bwd_layout.cuh"
-#include "sm80/bwd_tile_scheduler.cuh"
 #include "sm80/bwd_softmax.cuh"
-#include "sm80/bwd_ds.cuh"
 #include "sm80/dq_semaphore.cuh"
-#include "sm80/bwd_nonfinite.cuh"
 #include "sm80/bwd_epilogue.cuh"
 
 // K and V of one key/value head: the only code that knows where they lie in global memory.

@@ -1,6 +1,6 @@
 // The postprocess of the backward pass: dQ from its float32 accumulators.
 #pragma once
-#include "sm80/bwd_nonfinite.cuh"
+#include "sm80/bwd_epilogue.cuh"
 
 // Eight columns of two rows of a dQ accumulator, which lies in memory as fragments: the part of the four lanes that
 // share the rows.

@@ -9,7 +9,7 @@
 // For 16-bit elements that is also the layout of the A operand: P becomes an operand in the registers where it is.
 //
 // Constants of the head beyond those of common/params.cuh: TF32_TERMS, products of TF32 per product of float32, 1 or 3
-// (tf32x3.cuh); GRANULE, the multiple that head dims are padded to; PADDED, how rows lie in shared memory; AT_...,
+// (mma.cuh); GRANULE, the multiple that head dims are padded to; PADDED, how rows lie in shared memory; AT_...,
 // offsets in shared memory (cupy_raw/sm80.py).
 #pragma once
 

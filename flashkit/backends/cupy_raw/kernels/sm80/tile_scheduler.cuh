@@ -1,6 +1,6 @@
 // Which work tile a CTA takes, and which tiles of it the mask leaves.
 #pragma once
-#include "common/tile_order.cuh"
+#include "common/fragment.cuh"
 
 // Tiles along one axis that are not EMPTY, in shared memory: the registers of the main loops are needed for
 // accumulators. The first warp classifies 32 tiles at once, and before that 32 groups of 32 tiles where one call of

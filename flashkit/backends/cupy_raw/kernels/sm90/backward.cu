@@ -15,13 +15,12 @@
 // A warp releases a stage by lane 0's arrival. The other lanes' reads precede it, as the lanes meet in between, when dS
 // is in shared memory.
 //
-// float32 with one product (TF32): Q, K, V and dO come as float16, gradients leave as float32 (tf32_scales.cuh).
+// float32 with one product (TF32): Q, K, V and dO come as float16, gradients leave as float32 (bwd_layout.cuh).
 //
 // CLUSTER_MAINLOOP is defined where CLUSTER_SIZE is 2: only the main loop in use has its wgmma shapes generated.
 #include "sm90/bwd_producer.cuh"
 #include "sm90/bwd_scheduler_warp.cuh"
-#include "sm90/bwd_fused_preprocess.cuh"
-#include "sm90/bwd_postprocess.cuh"
+#include "sm90/bwd_preprocess.cuh"
 #ifdef CLUSTER_MAINLOOP
 #include "sm90/bwd_mainloop_cluster.cuh"
 #else

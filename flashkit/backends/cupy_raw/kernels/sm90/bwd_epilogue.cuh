@@ -1,8 +1,8 @@
 // The backward epilogue: dK or dV of a warp's 16 keys to memory, through shared memory and by TMA, 64 columns at a
 // time; and dQ of a query tile, where a work tile has all of it (STORES_DQ).
 #pragma once
-#include "sm90/dq_semaphore.cuh"
-#include "sm90/tf32_scales.cuh"
+#include "sm90/dq_accum.cuh"
+#include "sm90/bwd_layout.cuh"
 
 constexpr int BYTES_PIECE = 16 * CHUNK_ROW;
 

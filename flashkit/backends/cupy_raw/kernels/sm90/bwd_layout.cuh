@@ -2,7 +2,7 @@
 //
 // warp group 0   warp 0       producer: Q, dO and V of each query tile (bwd_producer.cuh)
 //                warp 1       scheduler: claims work tiles, lists their query tiles, loads K (bwd_scheduler_warp.cuh)
-//                warps 2, 3   DETERMINISTIC: dq_semaphore.cuh; FUSED_PREPROCESS: bwd_fused_preprocess.cuh; else idle
+//                warps 2, 3   DETERMINISTIC: dq_accum.cuh; FUSED_PREPROCESS: bwd_preprocess.cuh; else idle
 // warp groups 1, 2            consumers: bwd_mainloop.cuh, or bwd_mainloop_cluster.cuh where CLUSTER_SIZE is 2
 //
 // From the head: BLOCK_Q, BLOCK_K, STAGES (of Q), DOUT_STAGES, KEY_BUFFERS (of K), CLUSTER_SIZE, DETERMINISTIC,
@@ -20,7 +20,7 @@
 //     AT_Q_PIPE, AT_DOUT_PIPE, AT_K_PIPE, AT_V_PIPE, AT_PEER_K_PIPE, AT_LIST_PIPE   full and empty barriers
 //     AT_DS_PIPE       consumers to consumers: dS is in shared memory
 //     AT_DSMEM_PIPE    between the CTAs of a cluster: full when the peer's dS is here, empty when the peer has read dS
-//     AT_DQ_WRITTEN, AT_DQ_GRANTED, AT_DQ_REQUESTED, AT_DQ_SLOTS   DETERMINISTIC: see dq_semaphore.cuh
+//     AT_DQ_WRITTEN, AT_DQ_GRANTED, AT_DQ_REQUESTED, AT_DQ_SLOTS   DETERMINISTIC: see dq_accum.cuh
 //     AT_K_LOADED, AT_PEER_K_LOADED, AT_ROWS_LOADED   K, or Q and dO, have yet to be cleared of non-finite values
 //     AT_CLAIMED       a work tile is claimed: for the peer CTA, with AT_CLAIMED_INDEX, or for the fused preprocess
 //     AT_CLAIM         the next work tile may be claimed
@@ -33,16 +33,14 @@
 //     AT_FINISHED_HEADS   heads of the last four work tiles
 //     AT_O_LOADED, AT_HEAD_READY, AT_BROADCAST, AT_ZEROS   FUSED_PREPROCESS
 #pragma once
-#include "common/tile_order.cuh"
 #include "sm90/fp16x2_terms.cuh"
 #include "sm90/pipeline.cuh"
-#include "sm90/seq_slot.cuh"
-#include "sm90/tile_lists.cuh"
+#include "sm90/packed_tiles.cuh"
 
 // --- tiles -----------------------------------------------------------------------------------------------------------
 
 constexpr int MMA_WARPGROUPS = 2, MMA_WARPS = 4 * MMA_WARPGROUPS, THREADS = 128 * (MMA_WARPGROUPS + 1);
-constexpr bool IS_FLOAT32 = STORAGE == FLOAT32;  // tf32_scales.cuh
+constexpr bool IS_FLOAT32 = STORAGE == FLOAT32;  // see HeadScales
 constexpr int ROLE_WARPS = MMA_WARPS / CLUSTER_SIZE;   // consumer warps with the same role
 constexpr int WARPGROUP_KEYS = 64, CTA_KEYS = BLOCK_K / CLUSTER_SIZE;
 constexpr int PADDED_DIM = padded(HEAD_DIM), PADDED_DIM_V = padded(HEAD_DIM_V);
@@ -172,3 +170,156 @@ DEVICE int cta_rank() { return CLUSTER_SIZE > 1 ? cluster_ctarank() : 0; }
 DEVICE int first_cta_key(const WorkTile& at) { return at.k0 + CTA_KEYS * cta_rank(); }
 
 DEVICE int ceil_div(long long n, int block) { return (int)((n + block - 1) / block); }
+
+// --- the tile scheduler ----------------------------------------------------------------------------------------------
+//
+// Which work tile each CTA of Hopper's persistent backward kernel takes, and in which order.
+
+// Heads of all batch entries; of packed sequences, whose tiles follow each other, those of one entry.
+DEVICE int num_kv_heads(const Params& p) { return (int)(p.heads / GQA_GROUP * num_entries(p)); }
+DEVICE int kv_head_index(const Params& p, int b, int head) {
+    return (IS_PACKED ? 0 : b * ((int)p.heads / GQA_GROUP)) + head;
+}
+DEVICE int tiles_of_queries(const Params& p) { return (int)num_q_tiles(p, BLOCK_Q); }  // of a head
+// The index of a query tile among all, as they lie in dq_accum: those of a key/value head follow one another.
+DEVICE int query_tile_index(const Params& p, int b, int h, int tile) {
+    return (IS_PACKED ? h : b * (int)p.heads + h) * tiles_of_queries(p) + (int)q_tile_number(p, b, tile, BLOCK_Q);
+}
+// Of a head; not of packed sequences, which TileScheduler::tiles() counts.
+DEVICE int tiles_of_keys(const Params& p) { return (int)num_k_tiles(p, BLOCK_K); }
+
+// Without a mask heads follow one another. Under a mask that is not read from arrays, p.heads_per_l2_group heads share
+// the L2 cache, and first key tiles come first: under a causal mask these have most to do. The last heads
+// (HAS_LPT_TAIL) are all interleaved, so that the shortest work tiles come at the very end and CTAs finish together,
+// yet whole heads finish early, for bwd_postprocess. FROM_DIAGONAL: key tiles descend, but for those of the last heads.
+constexpr bool HAS_LPT_TAIL = HAS_MASK && (DETERMINISTIC || !MASK_READS_ARRAYS);
+
+// How many heads the tail has, where each has `tiles` key tiles. Unless DETERMINISTIC, one work tile for each CTA: more
+// would wait until dq_accum is cleared, and as there are not more, not all of them wait.
+DEVICE int tail_heads(const Params& p, int tiles) {
+    if constexpr (!HAS_LPT_TAIL) return 0;
+    const int all = num_kv_heads(p), one_each = ceil_div(gridDim.x / CLUSTER_SIZE, tiles);
+    const int tail = !DETERMINISTIC ? one_each : p.heads_per_l2_group < 2 ? 2 : (int)p.heads_per_l2_group;
+    return tail < all ? tail : all;
+}
+DEVICE bool is_descending(const Params& p, int bh, int tiles) {
+    return FROM_DIAGONAL && bh < num_kv_heads(p) - tail_heads(p, tiles);
+}
+
+struct TileScheduler {
+    const Params& p;
+    unsigned base;
+    PackedTiles<KEYS, BLOCK_K> packed{p};
+
+    __device__ __forceinline__ int tiles() const {  // of a head
+        if constexpr (IS_PACKED) return packed.total;
+        return tiles_of_keys(p);
+    }
+    __device__ __forceinline__ int count() const { return tiles() * num_kv_heads(p); }
+    __device__ __forceinline__ WorkTile work_tile(int index) {  // by a warp
+        const int heads = (int)p.heads / GQA_GROUP, tiles = this->tiles(), tail = tail_heads(p, tiles);
+        const int first = num_kv_heads(p) - tail;
+        const bool in_tail = HAS_LPT_TAIL && index >= first * tiles;
+        const TileCoord coord = in_tail ? tile_coord(index - first * tiles, tiles, tail, tail)
+                                        : tile_coord(index, tiles, first, (int)p.heads_per_l2_group);
+        const int bh = in_tail ? first + coord.bh : coord.bh;
+        const int number = FROM_DIAGONAL && !in_tail ? tiles - 1 - coord.tile : coord.tile;
+        const SeqTile at = IS_PACKED ? packed.tile(number) : SeqTile{bh / heads, number};
+        return {(int)at.b, bh % heads, (int)at.tile * BLOCK_K};
+    }
+
+    // By a warp: claims an index, which claimed() tells of the result. Meanwhile there is time for something else, if
+    // the claim is early. The first CTA of a cluster claims for both.
+    __device__ __forceinline__ int claim(bool leader) const {
+        const bool claims = leader && cta_rank() == 0;
+        if constexpr (IS_PACKED) return count_if(claims, p.tile_counter);
+        return claims ? (int)atomicAdd(p.tile_counter, 1u) : 0;
+    }
+    // The index of work tile `number` of the CTA.
+    __device__ __forceinline__ int claimed(int claim, unsigned number, bool leader) const {
+        return uniform(leader && CLUSTER_SIZE > 1 ? agreed(claim, number) : claim);
+    }
+    // By one lane. A word may be overwritten two work tiles later: the peer CTA has read it by then, as it has sent dS
+    // of query tiles that the first CTA could not complete without.
+    __device__ __forceinline__ int agreed(int claim, unsigned number) const {
+        const unsigned barrier = base + AT_CLAIMED + number % 2 * 8, word = base + AT_CLAIMED_INDEX + number % 2 * 4;
+        if (cta_rank() == 0) {
+            if (CLUSTER_SIZE > 1) dsmem_store(mapa(word, 1), claim, mapa(barrier, 1));
+            return claim;
+        }
+        mbarrier_arrive_expect_tx(barrier, 4);
+        mbarrier_wait(barrier, number / 2 & 1);
+        return load_word(word);
+    }
+    // The last CTA to end leaves the counters as the next launch expects them.
+    __device__ __forceinline__ void reset(bool leader) const {
+        if (leader && atomicAdd(p.tile_counter + 1, 1u) == gridDim.x - 1) p.tile_counter[0] = 0, p.tile_counter[1] = 0;
+    }
+};
+
+// --- scales of TF32 --------------------------------------------------------------------------------------------------
+//
+// TF32's backward pass: float32 gradients from float16 elements under a scale for each key/value head
+// (tf32_convert.cu). For 16-bit elements all of it is empty, and every scale is 1.
+//
+//     S         times scale_q scale_k                                in the factor of the scores
+//     P         2^P_LOG2 in the fragment, which keeps its bits       in the log-sum-exp
+//     dP        times scale_dout scale_v; 2^DP_LOG2 stands for 1     in dS, with delta in the same unit
+//     gradients times what is left                                   when they are stored
+//
+// No scale depends on the tile. A gradient that is not finite, as where dS leaves the range of float16, asks for the
+// fallback.
+
+constexpr int P_LOG2 = 14, DP_LOG2 = 31;
+constexpr float DP_UNIT = 1.0f / (1u << DP_LOG2);
+constexpr float P_BACK = IS_FLOAT32 ? 1.0f / (1 << P_LOG2) : 1.0f;                // what 1 in P stands for; in dS
+constexpr float DS_BACK = IS_FLOAT32 ? (float)(1 << (DP_LOG2 - P_LOG2)) : 1.0f;
+constexpr float SCALE_RANGE = 1.2676506e30f;                                      // 2^100
+static_assert(!IS_FLOAT32 || !(HAS_SCORE || HAS_DROPOUT || HAS_SINKS || IS_PACKED || CLUSTER_SIZE > 1), "sm90_tf32.py");
+
+struct HeadScales {
+    float q, k, v, dout;
+
+    __device__ __forceinline__ float of_scores() const { return q * k; }
+    __device__ __forceinline__ float of_ds() const { return v * dout * DS_BACK; }
+    __device__ __forceinline__ float of_dq() const { return of_ds() * k; }
+    __device__ __forceinline__ float of_dk() const { return of_ds() * q; }
+    __device__ __forceinline__ float of_dv() const { return dout * P_BACK; }
+    // A row's delta in the unit of dP.
+    __device__ __forceinline__ float scaled_delta(float delta) const {
+        return delta * (inverse_of(v) * DP_UNIT) * inverse_of(dout);
+    }
+    __device__ __forceinline__ bool valid() const {
+        bool valid = true;
+#pragma unroll
+        for (const float x : {of_scores(), of_ds(), of_dq(), of_dk(), of_dv()})
+            valid &= x < SCALE_RANGE && x > 1 / SCALE_RANGE;  // not NaN
+        return valid;
+    }
+};
+DEVICE HeadScales head_scales(const Params& p, int b, int kv_head) {
+    if constexpr (!IS_FLOAT32) return {1, 1, 1, 1};
+    const float4 x = static_cast<const float4*>(p.head_scales)[b * (p.heads / GQA_GROUP) + kv_head];
+    return {x.x, x.y, x.z, x.w};
+}
+
+DEVICE void ask_for_fallback(const Params& p, bool asks) {
+    if (IS_FLOAT32 && asks) *p.fallback = 1;
+}
+
+// dP - delta, in whose unit delta is.
+DEVICE float minus_delta(float dp, float delta) { return IS_FLOAT32 ? fmaf(dp, DP_UNIT, -delta) : dp - delta; }
+
+// Four columns of a row of a gradient, which is contiguous.
+template <int DIM>
+DEVICE void store_float32(float* row, int column, const float4& x, const Params& p) {
+    ask_for_fallback(p, !(is_finite(x.x) && is_finite(x.y) && is_finite(x.z) && is_finite(x.w)));
+    if (DIM % 4 == 0 && ((unsigned long long)row & 15) == 0) {
+        if (column < DIM) *reinterpret_cast<float4*>(row + column) = x;
+        return;
+    }
+    if (column < DIM) row[column] = x.x;
+    if (column + 1 < DIM) row[column + 1] = x.y;
+    if (column + 2 < DIM) row[column + 2] = x.z;
+    if (column + 3 < DIM) row[column + 3] = x.w;
+}

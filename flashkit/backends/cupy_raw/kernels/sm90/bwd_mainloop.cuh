@@ -15,10 +15,10 @@
 //     dK += dS^T Q         both issued; dS is committed meanwhile (up to 64 columns: commit, dK, dQ)
 //     S^T = K Q^T          of tile n + 1 issued; dQ of tile n - 1 leaves meanwhile
 #pragma once
-#include "sm90/bwd_ds.cuh"
+#include "sm90/bwd_fragments.cuh"
 #include "sm90/bwd_epilogue.cuh"
 #include "sm90/bwd_softmax.cuh"
-#include "sm90/dq_semaphore.cuh"
+#include "sm90/dq_accum.cuh"
 
 // The order of what does not depend on each other was found by timing (docs/notes/hopper-backward.md).
 constexpr bool DK_FIRST = CHUNKS == 1 && !FROM_DIAGONAL;  // not where the next CTA waits for this one's dQ at once

@@ -19,10 +19,10 @@
 //         which goes to both CTAs                  dQ^T += K^T dS^T of the peer's keys
 //     S^T of the next tile                         dQ leaves
 #pragma once
-#include "sm90/bwd_ds.cuh"
+#include "sm90/bwd_fragments.cuh"
 #include "sm90/bwd_epilogue.cuh"
 #include "sm90/bwd_softmax.cuh"
-#include "sm90/dq_semaphore.cuh"
+#include "sm90/dq_accum.cuh"
 
 constexpr int BYTES_DS_WARP = BYTES_DS / ROLE_WARPS;  // dS of a warp's 16 keys, which it sends to the peer
 enum NamedBarrier { DS_CONSUMER_BARRIER = 1, DK_DQ_CONSUMER_BARRIER = 2 };

@@ -1,7 +1,135 @@
 // The producer warp of Hopper's backward pass: loads Q and dO of each query tile with their rows' log-sum-exps and
 // deltas, and V with the first tile of a work tile.
 #pragma once
-#include "sm90/bwd_kv_source.cuh"
+#include "sm90/bwd_layout.cuh"
+
+// --- non-finite rows and keys ----------------------------------------------------------------------------------------
+//
+// Rows and keys of Hopper's backward pass that are not finite, or past the end, are cleared in shared memory before
+// they are multiplied (bwd_layout.cuh, MAY_HIDE).
+
+// Zeros in those rows of a tile that `cleared` names, by one warp.
+template <int ROWS, int TILE_CHUNKS, typename F>
+DEVICE void clear_rows_where(unsigned tile, F cleared) {
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < ROWS * 8; i += 32)
+        if (cleared(i / 8))
+#pragma unroll
+            for (int c = 0; c < TILE_CHUNKS; ++c) clear_vec(tile + (c * ROWS + i / 8) * CHUNK_ROW + i % 8 * VEC_BYTES);
+}
+
+// Whether 16 bytes of elements are finite: the exponent of a non-finite one is all ones.
+DEVICE bool all_finite(const uint4& x) {
+    const unsigned words[4] = {x.x, x.y, x.z, x.w}, ones = STORAGE == BFLOAT16 ? 0x7f80u : 0x7c00u;
+    bool finite = true;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) finite &= (words[e] & ones) != ones && (words[e] >> 16 & ones) != ones;
+    return finite;
+}
+
+// Clears the keys of a tile that are not finite, and those past the first `existing`. bits: where a bit for each of the
+// former goes, or 0.
+template <int TILE_CHUNKS>
+DEVICE void clear_nonfinite_keys(unsigned tile, int existing, unsigned bits) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int word = 0; word < NONFINITE_WORDS; ++word) {
+        unsigned nonfinite = 0;  // of 32 keys; a lane reads 16 bytes of every fourth
+        if constexpr (MAY_HIDE) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const int row = 32 * word + 4 * i + lane / 8;
+                bool finite = true;
+#pragma unroll
+                for (int c = 0; c < TILE_CHUNKS; ++c)
+                    finite &= all_finite(load_vec(tile + (c * CTA_KEYS + row) * CHUNK_ROW + lane % 8 * VEC_BYTES));
+                const unsigned ballot = __ballot_sync(~0u, !finite);
+#pragma unroll
+                for (int r = 0; r < 4; ++r) nonfinite |= (ballot >> 8 * r & 255) != 0 ? 1u << 4 * i + r : 0;
+            }
+        }
+        if (bits != 0 && lane == 0) store_word(bits + 4 * word, (int)nonfinite);
+        if (nonfinite != 0 || existing < 32 * word + 32)
+            clear_rows_where<CTA_KEYS, TILE_CHUNKS>(tile, [&](int row) {
+                return row / 32 == word && ((nonfinite >> row % 32 & 1) || row >= existing);
+            });
+    }
+    fence_proxy_async();
+    __syncwarp();
+}
+
+// Clears the rows of a tile of Q and of dO whose log-sum-exp is not finite. lse: its address in shared memory.
+DEVICE void clear_nonfinite_rows(unsigned q, unsigned dout, unsigned lse) {
+    const auto is_nonfinite = [&](int row) { return !is_finite(load_float(lse + 4 * row)); };
+    clear_rows_where<BLOCK_Q, CHUNKS>(q, is_nonfinite);
+    clear_rows_where<BLOCK_Q, CHUNKS_V>(dout, is_nonfinite);
+    fence_proxy_async();
+    __syncwarp();
+}
+
+// --- K and V ---------------------------------------------------------------------------------------------------------
+//
+// Where K and V of a work tile come from: dense tensors, by TMA.
+
+// The scheduler warp loads K, the producer warp V. Keys that are to be cleared arrive at a barrier of their own first.
+struct KvSource {
+    const Params& p;
+    const TensorMap &k_map, &v_map;
+    unsigned base;
+
+    __device__ __forceinline__ unsigned k_tile(unsigned number) const {
+        return base + AT_K + k_pipe(base).stage(number) * BYTES_K;
+    }
+    __device__ __forceinline__ unsigned k_full(unsigned number) const {
+        return k_pipe(base).full + 8 * k_pipe(base).stage(number);
+    }
+    __device__ __forceinline__ unsigned k_loaded(unsigned number) const {
+        return CLEARS_KEYS ? base + AT_K_LOADED + 8 * k_pipe(base).stage(number) : k_full(number);
+    }
+    // K of the CTA's keys, in the buffer of work tile `number`.
+    __device__ __forceinline__ void load_k(const WorkTile& at, unsigned number) const {
+        if (elect_one()) {
+            mbarrier_arrive_expect_tx(k_loaded(number), BYTES_K);
+            load_tile<1, CHUNKS, CTA_KEYS>(k_tile(number), k_map, kv_box(p, at.b, at.head, first_cta_key(at)),
+                                           k_loaded(number));
+        }
+    }
+    __device__ __forceinline__ void clear_nonfinite_k(const WorkTile& at, unsigned number, bool leader) const {
+        mbarrier_wait(k_loaded(number), number / KEY_BUFFERS & 1);
+        clear_nonfinite_keys<CHUNKS>(k_tile(number), (int)seq_info(p, at.b).n_k - first_cta_key(at),
+                                     nonfinite_keys_slot(base, number));
+        if (leader) mbarrier_arrive(k_full(number));
+    }
+
+    // K of the peer CTA's keys, in the columns of dQ that this CTA computes.
+    __device__ __forceinline__ void load_peer_k(const WorkTile& at, unsigned number, bool leader) const {
+        const auto pipe = peer_k_pipe(base);
+        const unsigned loaded = CLEARS_KEYS ? base + AT_PEER_K_LOADED : pipe.full;
+        const int rank = cta_rank(), from = at.k0 + CTA_KEYS * (1 - rank);
+        pipe.producer_acquire(number);
+        if (elect_one()) {
+            mbarrier_arrive_expect_tx(loaded, BYTES_PEER_K);
+            load_tile<1, DQ_CHUNKS, CTA_KEYS>(base + AT_PEER_K, k_map, kv_box(p, at.b, at.head, from), loaded,
+                                              64 * DQ_CHUNKS * rank);
+        }
+        if constexpr (CLEARS_KEYS) {
+            mbarrier_wait(loaded, number & 1);
+            clear_nonfinite_keys<DQ_CHUNKS>(base + AT_PEER_K, (int)seq_info(p, at.b).n_k - from, 0);
+            if (leader) mbarrier_arrive(pipe.full);
+        }
+    }
+
+    // V of the CTA's keys, by one thread; h: a query head. Nothing is cleared: compute_ds drops what masked keys give.
+    __device__ __forceinline__ void load_v(int b, int h, int k0, unsigned number) const {
+        const auto pipe = v_pipe(base);
+        pipe.producer_acquire(number);
+        mbarrier_arrive_expect_tx(pipe.full, BYTES_V);
+        load_tile<1, CHUNKS_V, CTA_KEYS>(base + AT_V, v_map, kv_box(p, b, h / GQA_GROUP, first_cta_key({b, h, k0})),
+                                         pipe.full);
+    }
+};
+
+// --- Q, dO and V -----------------------------------------------------------------------------------------------------
 
 DEVICE void producer(const Params& p, const KvSource& kv, const TensorMap& q_map, const TensorMap& dout_map,
                      unsigned base, const QueryTileList* lists) {

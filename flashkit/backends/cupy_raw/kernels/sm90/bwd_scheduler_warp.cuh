@@ -1,8 +1,8 @@
 // The scheduler warp of Hopper's backward pass: claims work tiles, lists the query tiles that see them, loads their K.
 // It runs ahead of the producer, as classifying 32 query tiles may take as long as the products of a few.
 #pragma once
-#include "sm90/bwd_kv_source.cuh"
-#include "sm90/dq_clear.cuh"
+#include "sm90/bwd_producer.cuh"
+#include "sm90/dq_accum.cuh"
 
 // Flags and states for a TileDesc of query tiles `tile` ... `tile` + many - 1; 0 if all are EMPTY. A tile that reaches
 // past the last key is PARTIAL, and one that reaches past the last row of a packed sequence.

@@ -12,10 +12,10 @@
 //
 //     warp group 0     warp 0  producer (producer.cuh)
 //                      warp 1  store warp (epilogue.cuh)
-//                      warp 2  scheduler warp (tile_scheduler.cuh)
+//                      warp 2  scheduler warp (producer.cuh)
 //     warp groups 1 .. MMA_WARPGROUPS  consumers, 64 rows each (mainloop.cuh; fp16x2.cuh for float32)
 //
-// TF32 is one float16 term, multiplied by the same main loop; scales are put back into scores and P (tile_scales.cuh).
+// TF32 is one float16 term, multiplied by the same main loop; scales are put back into scores and P (fp16x2.cuh).
 #include "sm90/layout.cuh"
 #include "sm90/producer.cuh"
 #include "sm90/mainloop.cuh"

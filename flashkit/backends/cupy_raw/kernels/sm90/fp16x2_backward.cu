@@ -21,7 +21,7 @@
 // put back when the tile's product is added.
 #include "sm90/fp16x2_bwd_epilogue.cuh"
 #include "sm90/fp16x2_bwd_producer.cuh"
-#include "sm90/fp16x2_bwd_products.cuh"
+#include "sm90/fp16x2_bwd_layout.cuh"
 
 // A log-sum-exp in base 2 as a fraction, to which P is relative, and a whole number, which goes into a scale: power =
 // 2^-whole. An exponent of 15 and a fraction would cost P four bits of precision. `scale` times `power` stays a normal

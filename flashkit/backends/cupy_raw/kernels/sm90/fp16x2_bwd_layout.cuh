@@ -12,9 +12,8 @@
 //     AT_WORK_TILES          for each stage of rows: b, h, row0
 //     AT_LIST                a TileList
 #pragma once
-#include "common/tile_order.cuh"
 #include "sm90/fp16x2_terms.cuh"
-#include "sm90/tile_lists.cuh"
+#include "sm90/pipeline.cuh"
 
 constexpr int MMA_WARPGROUPS = 2, THREADS = 128 * (MMA_WARPGROUPS + 1), ROWS = 64 * MMA_WARPGROUPS;
 // Of W B1 and of W B2.
@@ -47,4 +46,85 @@ struct WorkTile { int b, h, row0, rows, n_k; long long offset; };
 DEVICE WorkTile work_tile_at(const Params& p, int b, int h, int row0) {
     const SeqInfo seq = seq_info(p, b);
     return {b, h, row0, (int)(DQ_KERNEL ? seq.n_q : seq.n_k), (int)seq.n_k, seq.q_position};
+}
+
+// --- products --------------------------------------------------------------------------------------------------------
+//
+// Products of the FP16x2 backward pass: every operand is NUM_TERMS float16 terms, and W B of a tile has an accumulator
+// of its own, which CUDA cores add up (fp16x2.cuh says why).
+
+// Issues X = A B^T, term by term. DIM columns are contracted, 16 in a step.
+template <int DIM>
+DEVICE void issue_abt(float (&x)[BLOCK_COLUMNS / 2], unsigned a_at, unsigned b_at) {
+    constexpr int STEPS = padded(DIM) / 16, LOW = 4 * chunks(DIM);  // in steps, to the low parts
+    const unsigned long long a = descriptor(a_at), b = descriptor(b_at);
+    auto terms = [&](unsigned long long a, unsigned long long b, bool first) {
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            if (first && step == 0) wgmma_zero_init<0, 0>(x, a, b);
+            else product<0, 0>(x, a + along_rows(step, 64), b + along_rows(step, BLOCK_COLUMNS), 1);
+        }
+    };
+    if constexpr (NUM_TERMS == 2)
+        terms(a + along_rows(LOW, 64), b, true), terms(a, b + along_rows(LOW, BLOCK_COLUMNS), false);
+    terms(a, b, NUM_TERMS == 1);
+}
+
+// P or dS of a tile as an A operand, in terms.
+struct Fragment {
+    unsigned high[BLOCK_COLUMNS / 4], low[BLOCK_COLUMNS / 4];
+
+    // Packs w. `top` holds the lane's greatest magnitude of each row; `scale` gets what 1 stands for in the row.
+    __device__ __forceinline__ void pack_rows(float (&w)[BLOCK_COLUMNS / 2], const float (&top)[2], float (&scale)[2]) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            scale[half] = scale_for(__float_as_uint(across_lanes(top[half], [](float x, float y) {
+                return fmaxf(x, y); })));
+            const float inverse = inverse_of(scale[half]);
+#pragma unroll
+            for (int i = 0; i < BLOCK_COLUMNS / 4; ++i) w[i / 2 * 4 + 2 * half + i % 2] *= inverse;
+        }
+#pragma unroll
+        for (int i = 0; i < BLOCK_COLUMNS / 4; ++i) to_terms(w[2 * i], w[2 * i + 1], high[i], low[i]);
+    }
+};
+
+// Issues columns FROM ... FROM + 2 N - 1 of W B, into an accumulator of its own.
+template <int DIM, int FROM, int N>
+DEVICE void issue_slice(float (&slice)[N], const Fragment& w, unsigned b_at) {
+    static_assert(FROM % 64 == 0);
+    constexpr int CHUNK = BLOCK_COLUMNS * CHUNK_ROW;
+    const unsigned long long b = descriptor(b_at + FROM / 64 * CHUNK, CHUNK);
+    auto terms = [&](const unsigned (&x)[BLOCK_COLUMNS / 4], unsigned long long b, bool first) {
+#pragma unroll
+        for (int step = 0; step < BLOCK_COLUMNS / 16; ++step)
+            wgmma_rs<1>(slice, x, 4 * step, b + along_columns(step), first && step == 0 ? 0 : 1);
+    };
+    wgmma_fence();
+    if constexpr (NUM_TERMS == 2) terms(w.low, b, true), terms(w.high, b + (chunks(DIM) * CHUNK >> 4), false);
+    terms(w.high, b, NUM_TERMS == 1);
+    wgmma_commit();
+}
+
+// Waits for them and adds them up on CUDA cores; `back` is what 1 stands for in a row.
+template <int FROM, int N, int M>
+DEVICE void finish_slice(float (&slice)[N], Fragment& w, const float (&back)[2], float (&sums)[M]) {
+    wgmma_wait<0>();
+    fence_operand(slice), fence_operand(w.high);
+    if constexpr (NUM_TERMS == 2) fence_operand(w.low);
+#pragma unroll
+    for (int i = 0; i < N; ++i) sums[FROM / 2 + i] = fmaf(slice[i], back[i / 2 % 2], sums[FROM / 2 + i]);
+}
+
+// sums += W B, slice by slice; meanwhile() runs while the first is in flight.
+template <int DIM, int FROM = 0, int M, typename F>
+DEVICE void accumulate(Fragment& w, unsigned b_at, const float (&back)[2], float (&sums)[M], F meanwhile) {
+    if constexpr (FROM < padded(DIM)) {
+        constexpr int WIDTH = padded(DIM) - FROM < SLICE ? padded(DIM) - FROM : SLICE;
+        float slice[WIDTH / 2];
+        issue_slice<DIM, FROM>(slice, w, b_at);
+        meanwhile();
+        finish_slice<FROM>(slice, w, back, sums);
+        accumulate<DIM, FROM + WIDTH>(w, b_at, back, sums, [] {});
+    }
 }

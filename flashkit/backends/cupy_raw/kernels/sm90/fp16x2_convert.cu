@@ -9,7 +9,6 @@
 // always below 2^-22 of the greatest of its row and of its column. Tokens past `kv_lengths` become zeros.
 //
 // Constants of the head: NUM_TERMS, 2 or 1 (high alone); ROWS.
-#include "sm90/float32_rows.cuh"
 #include "sm90/fp16x2_terms.cuh"
 
 struct Conversion {

@@ -9,12 +9,91 @@
 //
 //     warp group 0     warp 0  producer (producer.cuh)
 //                      warp 1  store warp (epilogue.cuh)
-//                      warp 2  scheduler warp (tile_scheduler.cuh)
+//                      warp 2  scheduler warp (producer.cuh)
 //     warp groups 1 .. MMA_WARPGROUPS  consumers, 64 rows each (fp8_mainloop.cuh)
-//     the last warp group, or warp 3   transpose warps (fp8_transpose.cuh)
-#include "sm90/layout.cuh"
-#include "sm90/producer.cuh"
+//     the last warp group, or warp 3   transpose warps
 #include "sm90/fp8_mainloop.cuh"
+#include "sm90/producer.cuh"
+
+// --- the transpose warps ---------------------------------------------------------------------------------------------
+//
+// The transpose warps of the FP8 forward pass: V to V^T, as wgmma takes 8-bit operands along the contracted axis alone.
+// The instructions are those that FlashAttention-3 names (Shah et al. 2024, arXiv 2407.08608, section 3.3): ldmatrix
+// with .trans, byte permutations, stmatrix.
+//
+// Rows of 16-bit matrices are pairs of columns of V: a transposed one gives lane (g, t) the codes of columns 2 g and
+// 2 g + 1 for keys 2 t and 2 t + 1, and two of them, 8 keys apart, four codes of one column. The lane stores these as
+// word t of the column's line. So among 16 keys the line has key 8 j + 2 t + c at 4 t + 2 j + c. That is the order in
+// which S lies in a lane's registers, and P needs no shuffle to be the other operand.
+//
+// A stmatrix stores even columns by the lanes of one half of the warp and odd ones by the other's: the swizzle gives
+// eight lines of both kinds different banks, but eight even ones only half of them.
+
+// Ones in the bytes of the keys that exist, of a lane's word. left: keys that exist, less the lane's first one.
+DEVICE unsigned existing_keys(int left) {
+    return (left > 0 ? 0xffu : 0u) | (left > 1 ? 0xff00u : 0u) | (left > 8 ? 0xff0000u : 0u) |
+           (left > 9 ? 0xff000000u : 0u);
+}
+
+// Blocks of 16 columns take turns among the warps. keys: how many of the tile exist. Codes of the others become 0, as
+// P = 0 would not hide a NaN.
+DEVICE void transpose_tile(unsigned v, unsigned vt, int keys, int warp) {
+    constexpr int STEPS = BLOCK_K / 32, BLOCKS = COLUMNS / 16;
+    const int lane = threadIdx.x % 32, own = lane % 8 * 2 + (lane / 8 + lane / 4) % 2;  // the line the lane addresses
+    const unsigned first = lane < 16 ? 0x6420 : 0x7531, second = first ^ 0x1111;  // bytes of its first word's column
+    const unsigned from = v + swizzled(lane, warp), to = vt + swizzled(own, lane / 16) + warp * 16 * CHUNK_ROW;
+    unsigned r[STEPS][4];
+    auto load = [&](int block, int step) {  // `block`: of those before this warp's
+        const unsigned column = from ^ block % 8 * VEC_BYTES;
+        ldmatrix_x4<true>(r[step], column + block / 8 * CHUNK_BYTES + step * 32 * CHUNK_ROW);
+    };
+    auto exists = [&](int block) { return BLOCKS % TRANSPOSE_WARPS == 0 || block + warp < BLOCKS; };
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step)
+        if (exists(0)) load(0, step);
+#pragma unroll
+    for (int block = 0; block < BLOCKS; block += TRANSPOSE_WARPS) {
+        if (!exists(block)) break;
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            unsigned words[4];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const unsigned x = r[step][2 * half], y = r[step][2 * half + 1];
+                words[2 * half] = __byte_perm(x, y, first), words[2 * half + 1] = __byte_perm(x, y, second);
+                if (HAS_LENGTHS && keys < BLOCK_K) {
+                    const unsigned exist = existing_keys(keys - 32 * step - 16 * half - lane % 4 * 2);
+                    words[2 * half] &= exist, words[2 * half + 1] &= exist;
+                }
+            }
+            const int next = block + TRANSPOSE_WARPS;
+            if (next < BLOCKS && exists(next)) load(next, step);  // its latency is hidden behind the other steps
+            stmatrix_x4<false>((to ^ 2 * step * VEC_BYTES) + block * 16 * CHUNK_ROW, words[0], words[1], words[2],
+                               words[3]);
+        }
+    }
+}
+
+// One of TRANSPOSE_WARPS.
+DEVICE void transpose_warp(const Params& p, unsigned base, int warp) {
+    const Pipeline<STAGES> pipe_v = v_pipe(base), pipe_vt = vt_pipe(base);
+#pragma unroll 1
+    for (unsigned n = 0;; ++n) {
+        pipe_v.consumer_wait(n);
+        const unsigned slot = v_tile_slot(base, n);
+        const int b = load_word(slot);
+        if (b == END) break;
+        const int keys = (int)seq_info(p, b).n_k - load_word(slot + 4) * BLOCK_K;
+        pipe_vt.producer_acquire(n);
+        transpose_tile(base + at_v(n % STAGES), at_vt(base, n), keys, warp);
+        fence_proxy_async();
+        __syncwarp();
+        mbarrier_arrive_once(pipe_vt.full_barrier(n));
+        pipe_v.consumer_release(n);
+    }
+}
+
+// --- the kernel ------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, 1)
 sm90_fp8_forward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,

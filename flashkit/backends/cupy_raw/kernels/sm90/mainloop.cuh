@@ -12,7 +12,7 @@
 #pragma once
 #include "sm90/affine_score.cuh"
 #include "sm90/epilogue.cuh"
-#include "sm90/tile_scales.cuh"
+#include "sm90/fp16x2.cuh"
 
 // A uniform float that the compiler cannot recompute. Under register pressure it would otherwise do so for each tile,
 // in float64; a load from shared memory can happen only once.

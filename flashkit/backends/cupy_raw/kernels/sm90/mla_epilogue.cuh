@@ -1,6 +1,5 @@
 // Q to shared memory, and the epilogue of latent attention: a warp group's columns of O, of all keys or of a split.
 #pragma once
-#include "sm90/sinks.cuh"
 #include "sm90/softmax.cuh"
 #include "sm90/mla_scheduler.cuh"
 

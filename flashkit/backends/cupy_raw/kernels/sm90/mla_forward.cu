@@ -7,17 +7,111 @@
 // row is one of the PACK_GQA query heads that share a K/V head, at one token. `combine` reduces the splits.
 //
 //     Q                 [64][HEAD_DIM]             shared memory
-//     K, V              [STAGES][64][HEAD_DIM]     shared memory, a pipeline for each part (mla_layout.cuh)
+//     K, V              [STAGES][64][HEAD_DIM]     shared memory, a pipeline for each part (mla_scheduler.cuh)
 //     S, P              [64][64]                   registers of a warp group; P also in shared memory
 //     O                 [64][HEAD_DIM_V]           registers, half of the columns in each consumer warp group
 //     m, l              [64]                       registers: row reference in base 2, row sum
 //
-//     warp group 0      warp 0  producer (mla_producer.cuh)
+//     warp group 0      warp 0  producer
 //                       warp 1  scheduler warp (mla_scheduler.cuh)
 //     warp groups 1, 2  consumers (mla_mainloop.cuh)
-#include "sm90/mla_layout.cuh"
-#include "sm90/mla_producer.cuh"
 #include "sm90/mla_mainloop.cuh"
+
+// --- the producer ----------------------------------------------------------------------------------------------------
+//
+// The producer of latent attention: TMA loads of K, part by part. V is a part of K. Consumers load Q. The CTAs of a
+// cluster share their keys: each loads every other chunk, for both.
+
+DEVICE bool is_own_chunk(int chunk) { return CLUSTER_SIZE == 1 || chunk % CLUSTER_SIZE == cluster_ctarank(); }
+
+// Chunks FROM ... END - 1 of the rows of `box`: those of this CTA.
+template <int FROM, int END>
+DEVICE void load_chunks(const TensorMap& k_map, const Box& box, unsigned target, unsigned barrier) {
+#pragma unroll
+    for (int c = FROM; c < END; ++c) {
+        const unsigned chunk = target + (c - FROM) * CHUNK_BYTES;
+        if (!is_own_chunk(c)) continue;
+        if constexpr (CLUSTER_SIZE == 1) tma_load<1>(chunk, k_map, at_column(box, 64 * c), barrier);
+        else tma_load_multicast(chunk, k_map, at_column(box, 64 * c), barrier, (1 << CLUSTER_SIZE) - 1);
+    }
+}
+
+// Calls f(box, row) for each box of a K tile, with its first row in the tile: by one lane, or by a lane for each box.
+template <typename F>
+DEVICE void for_each_box(const KvSource& kv, const KvTile& at, F f) {
+    if constexpr (!IS_PAGED) return f(kv_box(kv.p, at.b, at.head, at.tile * BLOCK_K), 0u);
+    const int page = (int)existing_page(kv.p, at.page);
+    if (kv.box_rows() == BLOCK_K) {  // one box, in registers that the compiler knows to be uniform
+        const Box box{0, uniform(at.row), uniform(at.head), uniform(page)};
+        if (elect_one()) f(box, 0u);
+    } else {
+        const unsigned row = threadIdx.x % 32 * kv.box_rows();
+        if (row < BLOCK_K) f(Box{0, at.row, at.head, page}, row);
+    }
+    __syncwarp();  // a lane that fell behind would wait for a phase of the pipeline that is over
+}
+
+template <int PART>
+DEVICE void load_k_part(const KvSource& kv, const KvTile& at, unsigned base, unsigned n) {
+    constexpr int CHUNKS = chunks_of_part(PART), FROM = first_chunk(PART);
+    if constexpr (CHUNKS == 0) return;
+    const Pipeline<STAGES> pipe = k_part(base, PART);
+    const unsigned target = base + at_k(n % STAGES) + FROM * CHUNK_BYTES, barrier = pipe.full_barrier(n);
+    pipe.producer_acquire(n);
+    if (KvSource::is_leader()) mbarrier_arrive_expect_tx(barrier, CHUNKS * CHUNK_BYTES);
+    for_each_box(kv, at, [&](const Box& box, unsigned row) {
+        load_chunks<FROM, FROM + CHUNKS>(kv.k_map, box, target + row * CHUNK_ROW, barrier);
+    });
+}
+
+// Of pages all lanes come.
+DEVICE void mla_producer(const Params& p, const TensorMap& k_map, unsigned base, const UnitList* lists) {
+    const Pipeline<2> pipe_lists = list_pipe(base);
+    const Pipeline<UNIT_SLOTS> units = unit_pipe(base);
+    const KvSource kv{p, k_map, k_map};
+    const bool leader = KvSource::is_leader();
+    unsigned n = 0, number = 0;  // K tiles, units so far
+    auto announce = [&](int b, int h, int row0, int split) {
+        units.producer_acquire(number);
+        const unsigned slot = unit_slot(base, number);
+        store_word(slot, b), store_word(slot + 4, h), store_word(slot + 8, row0), store_word(slot + 12, split);
+        mbarrier_arrive(units.full_barrier(number));
+    };
+#pragma unroll 1
+    for (unsigned c = 0;; ++c) {
+        pipe_lists.consumer_wait(c);
+        const UnitList& work = lists[c % 2];
+        const int b = work.b, count = work.count, head = work.h / GQA_GROUP;
+        if (b == END) break;
+        const auto tile_of = [&](int entry) { return work.last_tile - (entry >> 8); };
+        const int claim_at = claim_before(work.ends && claims_late(work.tiles), count);
+        if (work.begins) {
+            if (leader) announce(b, work.h, work.row0, work.split);
+            ++number;
+        }
+        const unsigned last_page = kv.last_page(b);
+        const auto located = [&](int i) { return kv.located(tile_of(work.list.entry[i]), head, b, last_page); };
+        KvTile next = located(0);
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) {
+            const KvTile at = next;
+            const int entry = work.list.entry[i], last = work.ends && i == count - 1;
+            if (i + 1 < count) next = located(i + 1);  // the table of pages is far away: it arrives meanwhile
+            if (leader && i == claim_at) mbarrier_arrive(base + AT_CLAIM);
+            k_part(base, OLDEST_PART).producer_acquire(n);
+            if (leader) store_word(mla_desc_slot(base, n), at.tile << 8 | last * LAST_TILE | (entry & 3));
+            load_k_part<REST>(kv, at, base, n);
+            load_k_part<FIRST>(kv, at, base, n);
+            load_k_part<SECOND>(kv, at, base, n);
+            ++n;
+        }
+        if (IS_PAGED) __syncwarp();  // all lanes have read the list
+        if (leader) mbarrier_arrive(pipe_lists.empty_barrier(c));
+    }
+    if (leader) announce(END, 0, 0, 0);
+}
+
+// --- the kernel ------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __cluster_dims__(CLUSTER_SIZE, 1, 1) __launch_bounds__(MLA_THREADS, 1)
 sm90_mla_forward(KERNEL_PARAMS, const __grid_constant__ TensorMap k_map) {

@@ -1,7 +1,188 @@
 // The producer: one thread issues TMA loads of K, V and Q for every K/V tile of every work tile that the scheduler
 // lists.
 #pragma once
-#include "sm90/tile_scheduler.cuh"
+#include "sm90/layout.cuh"
+
+// --- the tile scheduler ----------------------------------------------------------------------------------------------
+//
+// The tile scheduler of the forward pass: a persistent grid takes work tiles from an atomic counter. A warp of its own
+// claims them and lists the K/V tiles that the mask leaves of each.
+
+// The order of work tiles, their counter, and its reset by the last CTA of the launch.
+struct TileScheduler {
+    const Params& p;
+    PackedTiles<QUERIES, BLOCK_Q> packed{p};
+
+    // Work tiles: BLOCK_Q rows of PACK_GQA heads.
+    __device__ __forceinline__ int tiles() const {  // of a head
+        static_assert(!IS_PACKED || PACK_GQA == 1, "a tile of packed sequences has rows of one head");
+        if constexpr (IS_PACKED) return packed.total;
+        return (int)((max_n_q(p) * PACK_GQA + BLOCK_Q - 1) / BLOCK_Q);
+    }
+    __device__ __forceinline__ int count() const {
+        return tiles() * (int)(p.heads / PACK_GQA * num_entries(p));
+    }
+    __device__ __forceinline__ int initial() const { return blockIdx.x; }
+    // By a warp: claims an index, which claimed() tells of the result. Meanwhile there is time for something else.
+    __device__ __forceinline__ int claim() const { return count_if(threadIdx.x % 32 == 0, p.tile_counter); }
+    __device__ __forceinline__ int claimed(int claim) const { return uniform(claim) + gridDim.x; }
+    __device__ __forceinline__ void reset() const {  // by one thread of each CTA, at its end
+        if (atomicAdd(p.tile_counter + 1, 1u) == gridDim.x - 1) p.tile_counter[0] = 0, p.tile_counter[1] = 0;
+    }
+    // Under a mask: longest first, with L2 swizzle and LPT tail. Packed sequences: in turn, with L2 swizzle, as a row
+    // of one head is next to those of the others. Otherwise head after head, the ragged tiles last.
+    __device__ __forceinline__ WorkTile work_tile(int index) {  // by a warp
+        const int heads = (int)p.heads / PACK_GQA, all = heads * (int)num_entries(p);
+        const int rows = (int)max_n_q(p) * PACK_GQA, tiles = this->tiles();
+        int tile, bh;
+        if constexpr (HAS_MASK || IS_PACKED) {
+            const TileCoord at = tile_coord(index, tiles_before_lpt_tail(tiles), all, (int)p.heads_per_l2_group);
+            tile = HAS_MASK ? tiles - 1 - at.tile : at.tile, bh = at.bh;
+        } else {
+            const int whole = rows / BLOCK_Q;
+            if (index < whole * all) bh = index / whole, tile = index - bh * whole;
+            else bh = index - whole * all, tile = whole;
+        }
+        const SeqTile at = IS_PACKED ? packed.tile(tile) : SeqTile{bh / heads, tile};
+        return {(int)at.b, bh % heads * PACK_GQA, (int)at.tile * BLOCK_Q, 0};
+    }
+};
+
+// State of rows row0 ... row1 - 1 of a work tile and of keys k0 ... k1 - 1. A ragged tile is PARTIAL. MASK_OF_HEADS:
+// the mask may differ from head to head.
+template <bool MASK_OF_HEADS>
+DEVICE int tile_state_of_rows(const Params& p, const WorkTile& at, long long q_position, int row0, int row1, int k0,
+                              int k1, bool is_ragged) {
+    const int from = row0 / PACK_GQA, to = (row1 + PACK_GQA - 1) / PACK_GQA;
+    int state = tile_state(p, at.b, at.h, q_position, from, to, k0, k1);
+#pragma unroll 1
+    for (int other = 1; MASK_OF_HEADS && other < PACK_GQA; ++other)
+        if (state != tile_state(p, at.b, at.h + other, q_position, from, to, k0, k1)) state = PARTIAL;
+    return state == FULL && is_ragged ? (int)PARTIAL : state;
+}
+
+// States of the warp groups' rows in K/V tiles tile ... tile + count - 1, two bits each.
+DEVICE unsigned kv_tile_states(const Params& p, const WorkTile& at, const SeqInfo& of, int tile, int count) {
+    const int rows = (int)of.n_q * PACK_GQA, n_k = (int)of.n_k, k0 = tile * BLOCK_K, whole = k0 + count * BLOCK_K,
+        k1 = whole < n_k ? whole : n_k;
+    auto state_of = [&](int row0, int row1) {
+        return tile_state_of_rows<HAS_MASK>(p, at, of.q_position, row0, row1, k0, k1, whole > n_k);
+    };
+    const int end = at.row0 + BLOCK_Q < rows ? at.row0 + BLOCK_Q : rows;
+    const int all = state_of(at.row0, end);
+    unsigned states = 0;
+#pragma unroll 1
+    for (int wg = 0; wg < MMA_WARPGROUPS; ++wg) {
+        const int row0 = at.row0 + 64 * wg, row1 = row0 + 64 < end ? row0 + 64 : end;
+        int state = row0 < end ? all : (int)EMPTY;
+        if (HAS_MASK && state == PARTIAL && count == 1) state = state_of(row0, row1);
+        states |= state << 2 * wg;
+    }
+    return states;
+}
+
+// K/V tiles of a work tile, all or some, from the scheduler warp to the producer.
+struct WorkTileList {
+    int b, h, row0;         // the work tile; b is END behind the last one
+    int count, last_tile;   // entries of `list`; the last K/V tile of all keys, from which indices count down
+    int first_bits;         // what the descriptor of the list's first tile has beyond its states
+    int ends;               // whether these are the last ones of the work tile
+    TileList list;
+};
+static_assert(sizeof(WorkTileList) == LIST_HEADER + 4 * LIST_CAPACITY, "sm90_launch.py and WorkTileList differ");
+
+// Long sequences: the next work tile is claimed when this one nears its end, so that the last ones are shared evenly.
+// Short ones, of so many K/V tiles, leave no time for that; tiles of FP16x2 and of wide heads take longer.
+DEVICE bool claims_late(int tiles) { return tiles > (FP16X2 || HEAD_DIM > 128 ? 4 : 16); }
+constexpr int CLAIM_AHEAD = MASK_READS_ARRAYS ? 12 : 4;  // K/V tiles before the end
+// For the producer: the entry of a list of `count` before which the next work tile is claimed, -1 for none.
+DEVICE int claim_before(bool late, int count) { return !late ? -1 : count > CLAIM_AHEAD ? count - CLAIM_AHEAD : 0; }
+
+// The scheduler warp's side of the lists.
+template <typename List>
+struct ListWriter {
+    Pipeline<2> pipe;
+    List* lists;
+    unsigned n = 0;  // lists so far
+
+    __device__ __forceinline__ List& acquire() const {
+        pipe.producer_acquire_backoff(n);
+        return lists[n % 2];
+    }
+    __device__ __forceinline__ void commit() {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(pipe.full_barrier(n));
+        ++n;
+    }
+};
+
+// O and the log-sum-exp of a packed sequence without keys. A modification must not be asked about it: those queries
+// that follow the last sequence are of no batch entry.
+DEVICE void store_without_keys(const Params& p, const WorkTile& at) {
+    const int n_q = (int)seq_info(p, at.b).n_q, lane = threadIdx.x % 32;
+    const float lse = HAS_SINKS ? static_cast<const float*>(p.sinks)[at.h] : HIDDEN;
+#pragma unroll 1
+    for (int row = at.row0; row < n_q && row < at.row0 + BLOCK_Q; ++row) {
+        uint4* out = reinterpret_cast<uint4*>(q_row<storage>(p, p.out, at.b, at.h, row));
+        for (int vec = lane; vec < HEAD_DIM_V * (int)sizeof(storage) / VEC_BYTES; vec += 32) out[vec] = uint4{};
+        if (lane == 0) *q_row<float>(p, p.lse, at.b, at.h, row) = lse;
+    }
+}
+
+// The scheduler warp. It runs ahead of the producer: classifying tiles is a latency-bound chain, and may take as long
+// as the products of a tile.
+DEVICE void scheduler_warp(const Params& p, unsigned base, WorkTileList* lists) {
+    ListWriter<WorkTileList> writer{list_pipe(base), lists};
+    TileScheduler scheduler{p};
+    const bool leader = threadIdx.x % 32 == 0;
+    const int count = scheduler.count();
+    unsigned number = 0;  // late claims so far
+#pragma unroll 1
+    for (int index = scheduler.initial(); index < count;) {
+        const WorkTile at = scheduler.work_tile(index);
+        const SeqInfo of = seq_info(p, at.b);
+        const int n_k = (int)of.n_k, tiles = (n_k + BLOCK_K - 1) / BLOCK_K;
+        const bool skipped = IS_PACKED && n_k == 0;
+        const bool late = !skipped && claims_late(tiles);
+        if (skipped) {
+            store_without_keys(p, at);
+            index = scheduler.claimed(scheduler.claim());
+            continue;
+        }
+        int next = 0, claim = 0;
+        unsigned seen;
+        // The last keys come first.
+        auto states_of = [&](int i, int many) { return kv_tile_states(p, at, of, tiles - i - many, many); };
+#pragma unroll 1
+        for (bool first = true; first || next < tiles; first = false) {
+            WorkTileList& to = writer.acquire();
+            // It arrives while the tiles are listed. Before a list is free it would be too early: other CTAs may be
+            // sooner done.
+            if (first && !late) claim = scheduler.claim();
+            const int found = fill(to.list, next, tiles, seen, states_of, writer.n == 0);
+            // A warp group without any visible key still gets one tile, as PARTIAL with every pair masked: rows without
+            // keys need no code of their own.
+            unsigned blind = 0;
+#pragma unroll
+            for (int wg = 0; wg < MMA_WARPGROUPS; ++wg) blind |= (seen >> 2 * wg & 3) == EMPTY ? PARTIAL << 2 * wg : 0;
+            if (leader) {
+                if (found == 0) to.list.entry[0] = (tiles - 1) << 8;  // tile 0
+                to.b = at.b, to.h = at.h, to.row0 = at.row0, to.last_tile = tiles - 1, to.ends = next >= tiles;
+                to.count = first && found == 0 ? 1 : found, to.first_bits = first ? FIRST_TILE | blind : 0;
+                SeqSlot{p, at.b, list_seq(base, writer.n)}.store(of);
+            }
+            writer.commit();
+        }
+        if (late) mbarrier_wait_backoff(base + AT_CLAIM, number++ & 1), claim = scheduler.claim();
+        index = scheduler.claimed(claim);
+    }
+    WorkTileList& to = writer.acquire();
+    if (leader) to.b = END;
+    writer.commit();
+    if (leader) scheduler.reset();
+}
+
+// --- the producer ----------------------------------------------------------------------------------------------------
 
 // page, row: where a lane's box begins, of keys in pages; page as the table has it, which may be no page.
 struct KvTile { int tile, head, b, row; long long page; };

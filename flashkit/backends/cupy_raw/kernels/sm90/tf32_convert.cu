@@ -6,7 +6,6 @@
 //
 // Elements down to 2^-28 of the greatest keep 11 bits. Where a row or a column lies wholly below that, or an element is
 // not finite, the call is for the fallback, which has a scale for each row or tile.
-#include "sm90/float32_rows.cuh"
 #include "sm90/fp16x2_terms.cuh"
 
 struct Converted {

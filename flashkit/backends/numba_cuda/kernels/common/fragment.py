@@ -59,3 +59,65 @@ def uniform(x):
 def row_of_lane(j):
     """A lane's row `j` within the tile of its warps."""
     return thread() % GROUP_THREADS // 32 * WARP_ROWS + 8 * j + thread() % 32 // 4
+
+
+# --- the order of tiles -----------------------------------------------------------------------------------------------
+#
+# The order in which CTAs take the tiles of all heads: L2 swizzle and longest-processing-time-first (LPT).
+#
+# A work tile of the forward pass is (batch entry, head, first of its BLOCK_Q rows).
+
+
+@device
+def tile_coord(index, before_tail, heads, heads_at_a_time):
+    """(tile, head among those of all batch entries) at place `index` of the order, all unsigned.
+
+    `heads_at_a_time` heads come together, tile after tile, so that their K and V stay in the L2 cache. Tiles from
+    number `before_tail` on, the shortest, come after those of all heads: they even out the CTAs' ends.
+    """
+    if index < u32(before_tail * heads):
+        first = u32(index // u32(heads_at_a_time * before_tail) * heads_at_a_time)
+        rest = u32(index - first * before_tail)
+        group = u32(min(heads - first, heads_at_a_time))
+        tile = u32(rest // group)
+        head = u32(first + rest - tile * group)
+    else:
+        tile = u32(index // heads)
+        head = u32(index - tile * heads)
+    return tile, head
+
+
+@device
+def tiles_before_lpt_tail(tiles):
+    """How many of a head's tiles come before the LPT tail: three quarters under a mask whose tiles shrink along the
+    order.
+
+    A mask that is read from arrays says nothing of their sizes, and a tail would only lose L2 hits.
+    """
+    return u32(tiles - tiles // u32(4)) if HAS_MASK and not MASK_READS_ARRAYS else tiles
+
+
+@device
+def num_work_tiles(p):
+    return i32((p.n_q + BLOCK_Q - 1) // BLOCK_Q * p.heads * p.batch)
+
+
+@device
+def work_tile(p, index):
+    """Work tile at place `index`. Under a mask: longest first, with L2 swizzle and LPT tail. Otherwise head after head,
+    the ragged tiles last.
+    """
+    heads, rows, index = u32(p.heads), u32(p.n_q), u32(index)
+    tiles, every = u32((rows + u32(BLOCK_Q - 1)) // u32(BLOCK_Q)), u32(heads * p.batch)
+    if HAS_MASK:
+        tile, head = tile_coord(index, tiles_before_lpt_tail(tiles), every, u32(p.heads_per_l2_group))
+        tile = u32(tiles - u32(1) - tile)
+    else:
+        whole = u32(rows // u32(BLOCK_Q))
+        if index < u32(whole * every):
+            head = u32(index // whole)
+            tile = u32(index - head * whole)
+        else:
+            head = u32(index - whole * every)
+            tile = whole
+    return i32(head // heads), i32(head % heads), i32(tile * BLOCK_Q)

@@ -1,4 +1,4 @@
-# parts: common/tiles common/fragment common/tile_order sm80/bwd_layout sm80/load sm80/mma common/softmax
+# parts: common/tiles common/fragment sm80/bwd_layout sm80/mma common/softmax
 # parts: sm80/bwd_mma sm80/bwd_softmax sm80/bwd_epilogue sm80/bwd_postprocess
 # Backward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 2) on tensor cores by mma.sync, from Ampere on.
 # P is recomputed from the log-sum-exp; five matrix products.

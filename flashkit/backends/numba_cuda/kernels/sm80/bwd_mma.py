@@ -1,4 +1,4 @@
-# parts: common/fragment sm80/bwd_layout sm80/load sm80/mma sm80/dq_semaphore
+# parts: common/fragment sm80/bwd_layout sm80/mma sm80/dq_semaphore
 # The five matrix products of the backward pass, with the copies and additions that are interleaved with them.
 
 

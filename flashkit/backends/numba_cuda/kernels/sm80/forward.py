@@ -1,4 +1,4 @@
-# parts: common/tiles common/fragment common/tile_order sm80/layout sm80/load sm80/mma common/softmax
+# parts: common/tiles common/fragment sm80/layout sm80/mma common/softmax
 # parts: common/epilogue
 # Forward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 1) on tensor cores by mma.sync, from Ampere on.
 #

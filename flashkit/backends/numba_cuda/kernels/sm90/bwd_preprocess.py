@@ -1,5 +1,5 @@
 # Before Hopper's backward kernel: for each row delta = rowsum(dO * O) - dlse and the log-sum-exp in base 2; zeros in
-# dq_accum of the heads that come first (dq_clear clears the others); dq_semaphore. A CTA takes a query tile.
+# dq_accum of the heads that come first (dq_accum.py clears the others); dq_semaphore. A CTA takes a query tile.
 
 MAX_BWD_LSE = F(46516320)  # 2^26 in base 2, which tells P within a factor of 2^7
 ROW_VECS = HEAD_DIM_V // 8

@@ -1,6 +1,130 @@
 # The producer warp of Hopper's backward pass: loads Q and dO of each query tile with their rows' log-sum-exps and
 # deltas, and V with the first tile of a work tile.
 
+# --- non-finite rows and keys -----------------------------------------------------------------------------------------
+#
+# Rows and keys of Hopper's backward pass that are not finite, or past the end, are cleared in shared memory before they
+# are multiplied (bwd_layout, CLEARS_KEYS).
+
+
+@device
+def still_finite(v, finite, args):
+    """Whether 16 bytes of elements are, too: the exponent of a non-finite one is all ones."""
+    row, lane = args
+    vec, ones = load_vec(row + (v ^ lane & 7) * VEC_BYTES), u32(0x7C00 if STORAGE == "float16" else 0x7F80)
+    for i in range(4):
+        finite = finite & (vec[i] & ones != ones) & (vec[i] >> u32(16) & ones != ones)
+    return finite
+
+
+@device
+def nonfinite_keys(tile, many, word, lane):
+    """A bit for each of 32 keys; a lane reads one."""
+    row, finite = i32(32 * word + lane), YES
+    for c in range(i32(many)):
+        finite = repeat(still_finite, 8, finite, (u32(tile + (c * CTA_KEYS + row) * CHUNK_ROW), lane))
+    return vote(not finite)
+
+
+@device
+def clear_row(tile, row, rows, many, lane):
+    """An eighth of a row, by each of eight lanes."""
+    for c in range(many):
+        store_zeros(tile + (c * rows + row) * CHUNK_ROW + lane % 8 * VEC_BYTES, 0)
+
+
+@device
+def clear_nonfinite_keys(tile, many, existing, bits):
+    """By a warp, in a tile of keys of `many` chunks: clears those that are not finite, and those past the first
+    `existing`. bits: where a bit for each of the former goes, or 0.
+    """
+    lane = opaque(thread() % 32)
+    for word in range(i32(NONFINITE_WORDS)):
+        nonfinite = u32(0)
+        if MAY_HIDE:
+            nonfinite = nonfinite_keys(tile, many, word, lane)
+        if bits != 0 and lane == 0:
+            store_word(bits + 4 * word, i32(nonfinite))
+        if nonfinite != 0 or existing < 32 * word + 32:
+            for row in range(i32(32 * word + lane // 8), i32(32 * word + 32), i32(4)):
+                if nonfinite >> u32(row % 32) & u32(1) != 0 or row >= existing:
+                    clear_row(tile, row, CTA_KEYS, many, lane)
+    fence_proxy_async()
+    lanes_sync()
+
+
+@device
+def clear_nonfinite_rows(tile, lse, many, lane):
+    """By a warp, in a tile of Q or dO: the rows whose log-sum-exp, from that address on, is not finite."""
+    for row in range(i32(lane // 8), i32(BLOCK_Q), i32(4)):
+        if not is_finite(load_float(lse + 4 * row)):
+            clear_row(tile, row, BLOCK_Q, many, lane)
+
+
+# --- K and V ----------------------------------------------------------------------------------------------------------
+#
+# Where K and V of a work tile come from: dense tensors, by TMA.
+
+
+@device
+def load_tile(target, tensor, many, rows, token, head, b, barrier, column):
+    """Chunks of columns from `column` on."""
+    for c in range(many):
+        tma_load(target + c * rows * CHUNK_ROW, tensor, barrier, column + 64 * c, token, 0, head, b)
+
+
+@device
+def load_k(base, at, number):
+    """A work tile and K of the CTA's keys. Keys that are to be cleared arrive at a barrier of their own first."""
+    buffer = stage_of(number, KEY_BUFFERS)
+    loaded = base + (AT_K_LOADED if CLEARS_KEYS else AT_K_PIPE) + 8 * buffer
+    producer_acquire(base + AT_K_PIPE, number, KEY_BUFFERS)
+    if elect_one():
+        slot = work_tile_slot(base, number)
+        store_word(slot, at[0])
+        store_word(slot + 4, at[1])
+        store_word(slot + 8, at[2])
+        mbarrier_arrive_expect_tx(loaded, BYTES_K)
+        tile = base + AT_K + buffer * BYTES_K
+        load_tile(tile, map_address("map_k"), CHUNKS, CTA_KEYS, first_cta_key(at), at[1], at[0], loaded, 0)
+
+
+@device
+def clear_nonfinite_k(p, base, at, number):
+    buffer = stage_of(number, KEY_BUFFERS)
+    mbarrier_wait(base + AT_K_LOADED + 8 * buffer, u32(number) // u32(KEY_BUFFERS) & 1)
+    existing = i32(i32(seq_info(p, I(at[0])).n_k) - first_cta_key(at))
+    clear_nonfinite_keys(base + AT_K + buffer * BYTES_K, CHUNKS, existing, nonfinite_keys_slot(base, number))
+    mbarrier_arrive_once(full_barrier(base + AT_K_PIPE, number, KEY_BUFFERS))
+
+
+@device
+def load_peer_k(p, base, at, number):
+    """K of the peer CTA's keys, in the columns of dQ that this CTA computes."""
+    loaded, rank = base + (AT_PEER_K_LOADED if CLEARS_KEYS else AT_PEER_K_PIPE), cta_rank()
+    first = i32(at[2] + CTA_KEYS * (1 - rank))
+    producer_acquire(base + AT_PEER_K_PIPE, number, 1)
+    if elect_one():
+        mbarrier_arrive_expect_tx(loaded, BYTES_PEER_K)
+        tile, column = base + AT_PEER_K, 64 * DQ_CHUNKS * rank
+        load_tile(tile, map_address("map_k"), DQ_CHUNKS, CTA_KEYS, first, at[1], at[0], loaded, column)
+    if CLEARS_KEYS:
+        mbarrier_wait(loaded, u32(number) & 1)
+        clear_nonfinite_keys(base + AT_PEER_K, DQ_CHUNKS, i32(i32(seq_info(p, I(at[0])).n_k) - first), u32(0))
+        mbarrier_arrive_once(base + AT_PEER_K_PIPE)
+
+
+@device
+def load_v(base, at, number):
+    """V of the CTA's keys, by one thread. Nothing is cleared: compute_ds drops what masked keys give."""
+    full = base + AT_V_PIPE
+    producer_acquire(full, number, 1)
+    mbarrier_arrive_expect_tx(full, BYTES_V)
+    load_tile(base + AT_V, map_address("map_v"), CHUNKS_V, CTA_KEYS, first_cta_key(at), at[1], at[0], full, 0)
+
+
+# --- Q, dO and V ------------------------------------------------------------------------------------------------------
+
 
 @device
 def load_q_and_dout(p, base, tile_list, number, n, nonfinite_tiles, first, entry, h, last):

@@ -1,4 +1,4 @@
-# parts: sm90/bwd_tile_scheduler sm90/dq_clear sm90/bwd_nonfinite sm90/bwd_kv_source sm90/tile_lists
+# parts: sm90/bwd_layout sm90/dq_accum sm90/bwd_producer sm90/pipeline
 # The scheduler warp of Hopper's backward pass: claims work tiles, lists the query tiles that see them, loads their K.
 # It runs ahead of the producer, as classifying 32 query tiles may take as long as the products of a few.
 

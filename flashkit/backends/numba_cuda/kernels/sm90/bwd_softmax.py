@@ -1,4 +1,4 @@
-# parts: sm90/bwd_dropout
+# parts: sm90/bwd_fragments
 # S to P = exp(S - lse) in the registers of a warp group. P is rounded into a fragment for dV; in the place of S stays P
 # times the slope of the score modification, by which dP - delta is multiplied. Dropped elements are 0 in the fragment.
 #

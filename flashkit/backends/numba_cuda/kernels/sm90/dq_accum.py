@@ -6,6 +6,7 @@
 #
 # dq_semaphore has two words for each query tile, at these offsets in bytes: 1 if the tile has non-finite rows; and, of
 # the first query tile of a key/value head, how many of the head's are cleared.
+
 SEMAPHORE_FLAGS, SEMAPHORE_CLEARED = 0, 4
 
 
