@@ -2,7 +2,8 @@
 LLVM's and the CUDA driver's end the process on many files that are not.
 
 The check of tables reads section headers, string tables, symbols, relocations (System V ABI, chapter 4) and unwind
-tables (LSB, .eh_frame), never the machine code. Only 64-bit little-endian files are read: objects of x86-64 and ARM64, and cubins.
+tables (LSB, .eh_frame), never the machine code. Only 64-bit little-endian files are read: objects of x86-64 and ARM64,
+and cubins.
 """
 
 from __future__ import annotations
