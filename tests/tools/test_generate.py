@@ -155,7 +155,7 @@ def test_products_with_codes(bits: int, rows: int) -> None:
     exact = x.astype("f8") @ codes.dense().T.astype("f8")
     sizes = np.abs(x).astype("f8") @ (code * scale.repeat(32, 1) + np.abs(minimum).repeat(32, 1)).T
     assert (np.abs(Quantized(codes)(x) - exact) <= 16 * EPS * sizes).all()
-    with pytest.raises(ValueError, match="multiples of 64 and 32"):
+    with pytest.raises(ValueError, match="multiples of 64 rows and 32 columns"):
         Quantized(codes.rows(0, 100))
 
 
