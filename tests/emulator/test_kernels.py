@@ -1059,7 +1059,7 @@ def test_lengths_below_the_queries_need_an_offset(device: Device, lengths_on_dev
 
     x = cupy.asarray(np.ones((2, 1, 20, 16), np.float32))
     lengths = cupy.asarray([20, 12]) if lengths_on_device else [20, 12]
-    with pytest.raises(ValueError, match="device.*20 queries.*q_offset" if lengths_on_device else "has 12.*q_offset"):
+    with pytest.raises(ValueError, match="device.*20 queries" if lengths_on_device else "q_offset: .*has 12"):
         flashkit.attention(x, x, x, causal=True, kv_lengths=lengths)
     for options, first in (
         ({"causal": True, "q_offset": 0}, [0, 0]),

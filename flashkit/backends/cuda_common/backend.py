@@ -261,19 +261,20 @@ class CudaPlan:
         if generation is None:
             raise UnsupportedError(f"{self.backend.name} has no {direction} pass for this: {'; '.join(rejected)}")
         failed: dict[str, TileRow] = {}
+        last: Exception | None = None
         for choice in tables.choices(generation, self.problem):
             try:
                 compiled = self._checked(generation.plan(self.problem, choice, tables), device, direction)
             except Exception as error:  # of a compiler, a launch or the check
                 if choice.row is None or str(error) in failed:
                     raise  # it is not the tile
-                failed[str(error)] = choice.row
+                failed[str(error)], last = choice.row, error
             else:
                 for problem, row in failed.items():
                     not_followed(row, f"its kernels do not work: {problem}")
                 self.rows[device.ordinal, direction] = choice.row
                 return compiled
-        raise AssertionError
+        raise last or UnsupportedError(f"{generation.name} has no tile for {self.problem.describe()}")
 
     def _checked(self, compiled: Pass, device: Device, direction: Direction) -> Pass:
         verify.check(compiled, self.problem.spec, device, direction)
