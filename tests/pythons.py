@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-WORKERS = ["-n", "2", "--dist", "worksteal"]
+WORKERS = ["-n", "2", "--dist", "worksteal", "-o", "faulthandler_timeout=300"]
 DOCUMENTS = ["tests/tools/test_docs.py", "-k", "python_blocks", *WORKERS]
 MODULES = ["tests/unit", "-m", "not slow", *WORKERS]
 CLASSIFIER = "Programming Language :: Python :: 3."
