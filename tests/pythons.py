@@ -1,12 +1,15 @@
 """`make pythons`: the README and the tests of modules on each other Python that the classifiers name.
 
-Each has an environment with what `pip install flashkit-attention[unit]` brings: NumPy and Numba in their newest
-versions, none of the optional libraries. Tests that need one are skipped. A Python is looked for on the PATH, in pyenv
-and in uv; one that is not there is named and left out.
+Each has an environment with what `pip install flashkit-attention[unit]` brings, which is none of the optional
+libraries. Tests that need one are skipped, and those of machine code, which is the same for every Python, unless
+FLASHKIT_TEST_ALL is set. A Python is looked for on the PATH, in pyenv and in uv; one that is not there is named and
+left out.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -20,6 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 WORKERS = ["-n", "2", "--dist", "worksteal", "-o", "faulthandler_timeout=300"]
 DOCUMENTS = ["tests/tools/test_docs.py", "-k", "python_blocks", *WORKERS]
 MODULES = ["tests/unit", "-m", "not slow", *WORKERS]
+MACHINE_CODE = [f"--ignore=tests/unit/{name}.py" for name in ("test_cpu_bf16_pairs", "test_cpu_kernels")]
+COMPILERS = "numpy", "numba", "llvmlite"
 CLASSIFIER = "Programming Language :: Python :: 3."
 
 
@@ -53,6 +58,12 @@ def find(version: str) -> str:
     return next((place for place in places(version) if place and output(place, "-c", asked) == version), "")
 
 
+def compilers() -> list[str]:
+    """Those of this environment, if it has them: what it has compiled is then found in the cache."""
+    found = [name for name in COMPILERS if importlib.util.find_spec(name) is not None]
+    return [f"{name}=={importlib.metadata.version(name)}" for name in found]
+
+
 def check(version: str, python: str, folder: Path) -> None:
     """Raises CalledProcessError where the installation or a test fails."""
     own = str(folder / "bin" / "python")
@@ -63,8 +74,9 @@ def check(version: str, python: str, folder: Path) -> None:
 
     if not Path(own).exists():
         run(python, "-m", "venv", str(folder))
-    run(own, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "-e", ".[unit]")
-    for tests in (DOCUMENTS, MODULES):
+    run(own, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "-e", ".[unit]", *compilers())
+    skipped = [] if os.environ.get("FLASHKIT_TEST_ALL") else MACHINE_CODE
+    for tests in (DOCUMENTS, [*MODULES, *skipped]):
         run(own, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
 
 
