@@ -71,7 +71,7 @@ class Call:
     """
 
     __slots__ = (
-        "_of_caller", "_scopes", "described", "foreign", "function", "k", "offsets", "options", "out", "per_call", "q",
+        "_of_caller", "_scopes", "described", "foreign", "k", "offsets", "options", "out", "per_call", "q",
         "quantised", "v",
     )  # fmt: skip
 
@@ -81,7 +81,7 @@ class Call:
         if not OPTIONS.keys() >= options.keys():
             raise table.unknown(function, [name for name in options if name not in OPTIONS])
         self.q, self.k, self.v = arrays.own_forms(q, k, v)
-        self.function, self.options, self.out = function, options, out
+        self.options, self.out = options, out
         self.described, self._of_caller = described, out
         self.foreign: Foreign | None = None
         self.quantised: Dequantised | None = None
