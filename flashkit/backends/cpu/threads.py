@@ -30,7 +30,7 @@ from ... import settings
 from ...devices import host, interrupt
 from ...devices.forking import outer_lock
 from . import specialise
-from .arguments import GET_NUM_THREADS, KERNEL, PARALLEL_FOR, SET_NUM_THREADS, THREAD_MAIN, WORK_TILES
+from .arguments import GET_NUM_THREADS, PARALLEL_FOR, SET_NUM_THREADS, THREAD_MAIN
 
 SERIAL_FLOPS = 1e7
 """Work of a tenth of a millisecond. Threads would save a part of it, and where other processes take the cores, a call
@@ -88,16 +88,6 @@ def layer() -> str | None:
     return None
 
 
-def run(kernel: int, arguments: np.ndarray, work_tiles: int, threads: int) -> None:
-    """Run `kernel`, the address of a C function of the argument block and a thread number, on all work tiles."""
-    threads = max(1, min(threads, work_tiles))
-    arguments[KERNEL], arguments[WORK_TILES] = kernel, work_tiles
-    if threads > 1:
-        set_pool(arguments)
-    with exclusive(threads) as allowed:
-        entry("launch")(arguments.__array_interface__["data"][0], allowed)
-
-
 def is_long(flops: float, threads: int) -> bool:
     """Whether the call takes so long that signals are looked for."""
     return flops >= LONG_FLOPS * threads
@@ -142,10 +132,8 @@ def set_pool(arguments: np.ndarray) -> None:
 @cache
 def entry(name: str) -> Callable[..., Any]:
     """A function of kernels/launch.py, of integers and then NumPy arrays; it releases the GIL."""
-    result, integers, arrays = {
-        "launch": (None, 2, 0), "call": (None, 4, 8), "pull_back": (ctypes.c_int64, 12, 10)
-    }[name]  # fmt: skip
-    kind = ctypes.CFUNCTYPE(result, *[ctypes.c_int64] * integers, *[ctypes.py_object] * arrays)
+    integers, arrays = {"launch": (2, 0), "call": (4, 8), "pull_back": (5, 10)}[name]
+    kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * integers, *[ctypes.py_object] * arrays)
     return kind(specialise.launcher()[name])
 
 
