@@ -17,9 +17,9 @@ from numba.extending import intrinsic
 _INT64, _WORD, _INT = types.int64, ir.IntType(64), ir.IntType(32)
 
 
-def _indirect_call(arguments: int, result: ir.Type, argument: ir.Type = _WORD) -> Any:
+def _indirect_call(arguments: int, result: ir.Type) -> Any:
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-        kind = ir.FunctionType(result, [argument] * arguments)
+        kind = ir.FunctionType(result, [_WORD] * arguments)
         called = builder.call(builder.inttoptr(values[0], kind.as_pointer()), list(values[1:]))
         return context.get_dummy_value() if isinstance(result, ir.VoidType) else called
 
@@ -57,30 +57,19 @@ def call_attend_bf16_pairs(
 
 
 @intrinsic
-def call_parallel_for(
-    typing: Any,
-    parallel_for: Any,
-    function: Any,
-    first: Any,
-    count: Any,
-    step: Any,
-    data: Any,
-    inner_axes: Any,
-    arrays: Any,
-    threads: Any,
-) -> Any:
-    """The loop of a Numba threading layer, as its generalised ufuncs call it."""
-    return types.void(*[_INT64] * 9), _indirect_call(8, ir.VoidType())
+def call_acquire(typing: Any, function: Any, lock: Any) -> Any:
+    """Wait for a lock of Python: PyThread_acquire_lock(lock, 1)."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+        return _indirect_call(2, _INT)(context, builder, signature, [*values, _WORD(1)])
+
+    return types.int32(_INT64, _INT64), codegen
 
 
 @intrinsic
-def call_get_num_threads(typing: Any, function: Any) -> Any:
-    return types.int32(_INT64), _indirect_call(0, _INT)
-
-
-@intrinsic
-def call_set_num_threads(typing: Any, function: Any, threads: Any) -> Any:
-    return types.void(_INT64, types.int32), _indirect_call(1, ir.VoidType(), _INT)
+def call_release(typing: Any, function: Any, lock: Any) -> Any:
+    """PyThread_release_lock(lock)."""
+    return types.void(_INT64, _INT64), _indirect_call(1, ir.VoidType())
 
 
 @intrinsic

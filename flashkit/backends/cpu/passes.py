@@ -63,11 +63,7 @@ def bind_forward(plan: CpuPlan, operands: Operands, per_call: Sequence[str] = ()
         _, template, size = launch
         memory = scratch_pool.acquire(size)
         try:
-            if threads.concurrent(count):
-                call(template, memory.address, count, stop, q, k, v, out, lse, *lengths, *absent)
-            else:
-                with threads.exclusive(count) as allowed:
-                    call(template, memory.address, allowed, stop, q, k, v, out, lse, *lengths, *absent)
+            call(template, memory.address, count, stop, q, k, v, out, lse, *lengths, *absent)
         finally:
             scratch_pool.release(memory)
 
