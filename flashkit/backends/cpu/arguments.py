@@ -145,24 +145,31 @@ GEMV_QK = word()
 GEMV_SOFTMAX = word()
 GEMV_PV = word()
 
-# --- the launch (kernels/launch.py) -----------------------------------------------------------------------------------
+# --- the launch (kernels/launch.py) ---------------------------------------------------------------------------
 
 KERNEL = word()  # address of the kernel
 BWD_PREPROCESS = word()  # of those before and after it in the backward pass
 BWD_POSTPROCESS = word()
 STOP = word()  # address of an integer, or 0: where it is not 0, kernels end early and leave results undefined
-PARALLEL_FOR = word()  # address of the thread pool's loop, and what it gets: a function, and three words for the
-THREAD_MAIN = word()  # first number, the count and the step of the threads' numbers
-FIRST = word()
-COUNT = word()
-STEP = word()
-GET_NUM_THREADS = word()  # addresses of the pool's functions for the number of threads of the calling thread
-SET_NUM_THREADS = word()
+WORKERS = word()  # address of the pool's workers, each of WORKER_WORDS words, and their number
+NUM_WORKERS = word()
+NEXT_THREAD = word()  # the number of the next thread that begins
+OFFERED = word()  # address of the last worker that the block was offered to, or 0
 
 SIZE = word()
 
 HEADER = (int(SIZE) * 8 + 63) // 64 * 64
 """Bytes of a block, in whole cache lines."""
+
+# --- the words of a worker of the pool (kernels/launch.py) -----------------------------------------------------------
+
+WORKER_WORDS = np.int64(16)  # two cache lines, of which others write the first
+
+STATE = np.int64(0)  # one of those below, or the address of the argument block that waits for the worker
+PREVIOUS = np.int64(1)  # address of the worker that the same block was offered to before, or 0
+WAKE, ENDED, ACQUIRE, RELEASE, SPUN = map(np.int64, range(8, 13))  # two locks, their functions, and a counter
+
+FREE, ASLEEP, RUNNING, AWAITED, DONE, DONE_ASLEEP, ABSENT = map(np.int64, range(7))
 
 # --- constants of the kernels -----------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ _FIELDS = {
 }  # fmt: skip
 
 
-def _call(arguments: str, result: Any = types.void, number: Any = types.int64) -> Any:
+def _call(arguments: str, result: Any = types.void) -> Any:
     """A function for compiled code, f(address of a C function, *parameters), that calls the C function.
 
     arguments: what the C function gets, in its order. `x` is a number, or the address of an array view; `x.rows` and
@@ -30,7 +30,7 @@ def _call(arguments: str, result: Any = types.void, number: Any = types.int64) -
     names = list(dict.fromkeys(name for name, _ in words))
 
     def call(typing: Any, function: Any, *given: Any) -> Any:
-        kinds = [kind if isinstance(kind, types.Array) else number for kind in given]
+        kinds = [kind if isinstance(kind, types.Array) else types.int64 for kind in given]
         return result(types.int64, *kinds), codegen
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
@@ -58,11 +58,10 @@ def _call(arguments: str, result: Any = types.void, number: Any = types.int64) -
     return intrinsic(call)
 
 
-# Kernels and the threads' pool. The loop of a Numba threading layer is called as its generalised ufuncs call it.
+# Kernels; the locks of Python by which threads of the pool sleep, PyThread_acquire_lock and PyThread_release_lock.
 call_kernel = _call("arguments thread")
-call_parallel_for = _call("main first count step data inner_axes arrays threads")
-call_get_num_threads = _call("", types.int32)
-call_set_num_threads = _call("threads", number=types.int32)
+call_acquire = _call("lock wait", types.int32)
+call_release = _call("lock")
 call_without_arguments = _call("")
 
 # Functions generated for a modification: scores of a tile in place, dS of a tile, the state of a tile by its inclusive

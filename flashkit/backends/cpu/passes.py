@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -59,7 +59,7 @@ def bind_forward(plan: CpuPlan, operands: Operands, per_call: Sequence[str] = ()
             launch = launches[count] = make_launch(plan, block, count)
         memory = scratch_pool.acquire(launch.memory)
         try:
-            _run(call, launch, memory.address, count, stop, q, k, v, out, lse, *lengths, *absent)
+            call(launch.address, memory.address, count, stop, q, k, v, out, lse, *lengths, *absent)
         finally:
             scratch_pool.release(memory)
 
@@ -73,15 +73,6 @@ def bind_forward(plan: CpuPlan, operands: Operands, per_call: Sequence[str] = ()
             bound(*tensors)
 
     return long if threads.is_long(most_flops, 1) else bound
-
-
-def _run(call: Callable[..., None], launch: Launch, memory: int, count: int, stop: int, *rest: Any) -> None:
-    """Call a function of kernels/launch.py, in memory at this address, on as many threads as it may use."""
-    if threads.concurrent(count):
-        call(launch.address, memory, count, stop, *rest)
-    else:
-        with threads.exclusive(count) as allowed:
-            call(launch.address, memory, allowed, stop, *rest)
 
 
 def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> BoundBackward:
@@ -160,9 +151,9 @@ def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Bo
         try:
             if accum_bytes:
                 with scratch_pool.borrowed(accum_bytes) as dq_accum:
-                    _run(call, launch, memory.address, count, stop, address_of(dq_accum), *arrays)
+                    call(launch.address, memory.address, count, stop, address_of(dq_accum), *arrays)
             else:
-                _run(call, launch, memory.address, count, stop, 0, *arrays)
+                call(launch.address, memory.address, count, stop, 0, *arrays)
             if to.dsinks is not None:
                 first = memory.address - address_of(memory.array)
                 bwd_lse, delta = (

@@ -10,21 +10,99 @@ from numba import njit, types
 
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import entry, options
-from flashkit.backends.cpu.micro_calls import (
-    call_get_num_threads,
-    call_kernel,
-    call_parallel_for,
-    call_set_num_threads,
-)
+from flashkit.backends.cpu.micro_calls import call_acquire, call_kernel, call_release
 from flashkit.backends.cpu.seq_info import keys_of, set_lengths
-from flashkit.backends.cpu.views import integer_at, vector
+from flashkit.backends.cpu.views import (
+    atomic_exchange,
+    atomic_increment,
+    atomic_read,
+    atomic_replace,
+    integer_at,
+    vector,
+)
+
+WORKER_SPINS = 20_000
+"""How often a worker without work looks for some before it sleeps: 0.1 to 0.2 ms, longer than Python needs between two
+calls. Waking it takes 5 to 50 microseconds.
+"""
+
+CALLER_SPINS = 2_000
+"""How often a call looks whether a worker has ended before it sleeps: some 15 microseconds."""
 
 
-@entry(types.void(*[types.int64] * 4))
-def thread_main(numbers, counts, steps, block):
-    """What a thread of the pool runs: the kernel for each thread number that it is given, mostly one."""
-    for thread in range(integer_at(numbers), integer_at(numbers) + integer_at(counts)):
-        call_kernel(integer_at(block + 8 * KERNEL), block, thread)
+# --- the pool ---------------------------------------------------------------------------------------------------------
+# A call offers its work to free workers, begins itself, and takes the offer back from those that have not begun when
+# all work tiles are taken. So it waits for work tiles, never for a thread that the system has not run yet. No thread
+# spins for long: other processes need the core, and so, perhaps, does the thread that is waited for.
+
+
+@entry(types.void(types.int64))
+def work(worker):
+    """A worker, for ever."""
+    state = worker + 8 * STATE
+    spins = np.int64(0)
+    while True:
+        found = atomic_read(state)
+        if found >= ABSENT and atomic_replace(state, found, RUNNING):
+            call_kernel(integer_at(found + 8 * KERNEL), found, atomic_increment(found + 8 * NEXT_THREAD))
+            if atomic_exchange(state, DONE) == AWAITED:
+                call_release(integer_at(worker + 8 * RELEASE), integer_at(worker + 8 * ENDED))
+            spins = np.int64(0)
+        elif spins < WORKER_SPINS:
+            spins += 1
+            atomic_increment(worker + 8 * SPUN)  # takes time, and nothing that another core needs
+        elif atomic_replace(state, FREE, ASLEEP) or atomic_replace(state, DONE, DONE_ASLEEP):
+            call_acquire(integer_at(worker + 8 * ACQUIRE), integer_at(worker + 8 * WAKE), 1)
+            spins = np.int64(0)
+
+
+@njit(**options)
+def offer(worker, block):
+    """Give a worker the block if it is free; returns whether it was."""
+    state = worker + 8 * STATE
+    if atomic_read(state) == FREE and atomic_replace(state, FREE, block):
+        return True
+    if atomic_read(state) == ASLEEP and atomic_replace(state, ASLEEP, block):
+        call_release(integer_at(worker + 8 * RELEASE), integer_at(worker + 8 * WAKE))
+        return True
+    return False
+
+
+@njit(**options)
+def finish(worker, block):
+    """Take back what the worker has not begun, or wait for it."""
+    state = worker + 8 * STATE
+    if atomic_replace(state, block, FREE):
+        return
+    spins = 0
+    while atomic_read(state) == RUNNING and spins < CALLER_SPINS:
+        spins += 1
+        atomic_increment(worker + 8 * SPUN)
+    if atomic_replace(state, RUNNING, AWAITED):
+        call_acquire(integer_at(worker + 8 * ACQUIRE), integer_at(worker + 8 * ENDED), 1)
+    if not atomic_replace(state, DONE, FREE):
+        atomic_exchange(state, ASLEEP)
+
+
+@njit(**options)
+def run_on(args, block, threads):
+    """Run the kernel on up to so many threads, this one among them."""
+    args[NEXT_THREAD], args[OFFERED] = 1, 0
+    free, worker, end = threads - 1, args[WORKERS], args[WORKERS] + 8 * WORKER_WORDS * args[NUM_WORKERS]
+    while free > 0 and worker < end:
+        if offer(worker, block):
+            vector(worker, WORKER_WORDS, 8, np.int64)[PREVIOUS] = args[OFFERED]
+            args[OFFERED] = worker
+            free -= 1
+        worker += 8 * WORKER_WORDS
+    call_kernel(args[KERNEL], block, 0)
+    while args[OFFERED] != 0:
+        worker = args[OFFERED]
+        args[OFFERED] = integer_at(worker + 8 * PREVIOUS)  # before another call has the worker
+        finish(worker, block)
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
 
 
 @njit(**options)
@@ -62,12 +140,7 @@ def start(args, block, threads):
     if threads == 1:
         call_kernel(args[KERNEL], block, 0)
     else:
-        args[FIRST], args[COUNT], args[STEP] = 0, threads, 1
-        first, count, step = block + 8 * FIRST, block + 8 * COUNT, block + 8 * STEP
-        allowed = call_get_num_threads(args[GET_NUM_THREADS])
-        call_parallel_for(args[PARALLEL_FOR], args[THREAD_MAIN], first, count, step, block, 0, 1, threads)
-        # The loop leaves `threads` behind as what the calling thread may use, in Numba's functions too.
-        call_set_num_threads(args[SET_NUM_THREADS], allowed)
+        run_on(args, block, threads)
 
 
 @entry(types.void(types.int64, types.int64))
