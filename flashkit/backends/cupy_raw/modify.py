@@ -63,8 +63,6 @@ def text(spec: AttentionSpec) -> str:
         _template(spec, "fk_float score_bias", f"{_ROW}, I k, const Params& p", [bias]),
         _template(spec, "bool bias_is_straight", f"{_ROW}, I k0, I k1, const Params& p", [straight]),
         _function(spec, "fk_float score_slope", f"fk_float s, {_PAIR}", [expr.derivative(score)]),
-        "constexpr bool VISITS_DS = false;",
-        f"DEVICE void visit_ds(fk_float ds, {_PAIR}) {{}}",
         _function(spec, "bool visible", _PAIR, [mask]),
         _function(spec, "int classify", _CORNERS, list(spec.tile_state), STATE),
     ])  # fmt: skip

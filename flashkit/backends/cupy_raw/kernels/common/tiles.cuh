@@ -10,7 +10,6 @@
 //
 //     fk_float modified_score<I>(fk_float s, b, h, row, q, k, q - k, tanh, p)   I: type of its integers
 //     fk_float score_slope(fk_float s, b, h, row, q, k, p)         d modified_score / d s
-//     void visit_ds(fk_float ds, b, h, row, q, k, p)               called with dS of each pair, before dS is rounded
 //     bool visible(b, h, row, q, k, p)
 //     int classify(b, h, row0, row1, q0, q1, k0, k1, p)            a TileState
 //

@@ -129,11 +129,7 @@ DEVICE void compute_ds(const Params& p, const WorkTile& at, const float (&s)[S_T
                               at.k0 + at.key(n));
                 float d[2];
 #pragma unroll
-                for (int c = 0; c < 2; ++c) {
-                    d[c] = s[i][n][2 * half + c] * (dp[i][n][2 * half + c] - delta[i][half]);
-                    const int row = row0 + at.row(i, half), key = at.k0 + at.key(n) + c;
-                    visit_ds(d[c], at.b, at.h, row, row + at.q_position, key, p);
-                }
+                for (int c = 0; c < 2; ++c) d[c] = s[i][n][2 * half + c] * (dp[i][n][2 * half + c] - delta[i][half]);
                 store_fragment(target, at.row(i, half), at.key(n), d[0], d[1]);
             }
 }
