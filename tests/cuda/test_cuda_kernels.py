@@ -338,10 +338,10 @@ def test_sm90_products_run_beside_the_softmax(d: int, causal: bool) -> None:
 @pytest.mark.parametrize(
     ("d", "tokens", "scores", "buffers"),
     [(128, 4096, [], 3), (96, 2048, [], 3), (96, 4096, [], 2), (64, 512, [], 3), (64, 4096, [], 2),
-     (128, 4096, ["alibi"], 3), (128, 4096, ["softcap"], 2), (192, 4096, [], 2), (256, 4096, [], 1)],
+     (128, 4096, ["alibi"], 3), (128, 4096, ["softcap"], 3), (192, 4096, [], 2), (256, 4096, [], 1)],
 )  # fmt: skip
 def test_sm90_rows_have_one_more_buffer(d: int, tokens: int, scores: list[str], buffers: int) -> None:
-    """Not beside the columns of ones that sum weights, nor in tiles of 192 rows."""
+    """Not in tiles of 192 rows."""
     spec = spec_of([SCORES[score] for score in scores], [mods.causal()], d, "bfloat16")
     tile = tile_of(Problem(spec, 4, 16, tokens, tokens), "sm90")
     assert tile.q_buffers == buffers
@@ -845,10 +845,10 @@ def test_products_name_every_sum_once() -> None:
 
 def test_integers_of_small_score_modifications() -> None:
     """ALiBi's distances fit 32 bits where positions do; products of positions, or what numbers hold, may not."""
-    assert modification.is_small(spec_of([mods.alibi(np.ones((2, 4), np.float32))], []))
-    assert modification.is_small(AttentionSpec("float16", 64, 64))
-    assert not modification.is_small(spec_of([mods.score(lambda s, b, h, q, k: s - q * k)], []))
-    assert not modification.is_small(spec_of([mods.score(lambda s, b, h, q, k, *, n=7: s - (q + n))], []))
+    assert modification.positions(spec_of([mods.alibi(np.ones((2, 4), np.float32))], [])) == "floats"
+    assert modification.positions(AttentionSpec("float16", 64, 64)) == "integers"
+    assert modification.positions(spec_of([mods.score(lambda s, b, h, q, k: s - q * k)], [])) == "any"
+    assert modification.positions(spec_of([mods.score(lambda s, b, h, q, k, *, n=7: s - (q + n))], [])) == "any"
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from .device import Device
 from .generation import Kernels
 from .launch import Library, TensorMap, check_grid
 from .memory import SmemLayout, Workspace, bytes_of_queries, heads_per_l2_group
-from .modification import is_of_blocks, is_small, looks_at_ranges
+from .modification import is_of_blocks, looks_at_ranges, positions
 from .params import AT
 from .sm90_launch import SEQ_SLOT, WATCHDOG, chunks, padded
 from .tensor_maps import Maps, TileCounters, maps_of, strides_fit
@@ -153,7 +153,7 @@ class BackwardTile:
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "STAGES": self.stages, "DOUT_STAGES": self.dout_stages,
             "KEY_BUFFERS": self.key_buffers, "CLUSTER_SIZE": cluster_size(spec), "DETERMINISTIC": spec.deterministic,
             "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24, "WATCHDOG": WATCHDOG,
-            "SMALL_SCORE": is_small(spec), "FAST_MATH": True, "NUM_LISTS": lists, "LIST_CAPACITY": capacity,
+            "SMALL_SCORE": positions(spec) != "any", "FAST_MATH": True, "NUM_LISTS": lists, "LIST_CAPACITY": capacity,
             "LIST_BYTES": _list_bytes(capacity), **self.smem(spec).constants(),
         }  # fmt: skip
 

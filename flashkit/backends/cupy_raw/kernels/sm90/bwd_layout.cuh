@@ -6,7 +6,7 @@
 // warp groups 1, 2            consumers: bwd_mainloop.cuh, or bwd_mainloop_cluster.cuh where CLUSTER_SIZE is 2
 //
 // From the head: BLOCK_Q, BLOCK_K, STAGES (of Q), DOUT_STAGES, KEY_BUFFERS (of K), CLUSTER_SIZE, DETERMINISTIC,
-// FUSED_PREPROCESS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, WATCHDOG, SMALL_SCORE (modification.is_small),
+// FUSED_PREPROCESS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, WATCHDOG, SMALL_SCORE (modification.positions),
 // NUM_LISTS, LIST_CAPACITY, LIST_BYTES, SHARED_BYTES, and the offsets of shared memory, laid out by BackwardTile.smem
 // (cuda_common/sm90_bwd_launch.py):
 //
