@@ -8,7 +8,7 @@
 // Generated functions, defined before this text (cupy_raw/modify.py). b, h: batch entry and query head; row: index of
 // the query; q: its position, row + SeqInfo::q_position; k: index of the key. The corners of classify() are inclusive.
 //
-//     fk_float modified_score<I>(fk_float s, b, h, row, q, k, q - k, tanh, p)   I: type of its integers
+//     fk_float modified_score<I>(fk_float s, b, h, row, q, k, q - k, p)   I: type of its integers
 //     fk_float score_slope(fk_float s, b, h, row, q, k, p)         d modified_score / d s
 //     bool visible(b, h, row, q, k, p)
 //     int classify(b, h, row0, row1, q0, q1, k0, k1, p)            a TileState
@@ -93,8 +93,7 @@ template <bool PARTIAL_TILE, typename I = long long>
 DEVICE fk_float modify(fk_float s, typename Integer<I>::type b, typename Integer<I>::type h,
                        typename Integer<I>::type row, typename Integer<I>::type q, typename Integer<I>::type k,
                        const Params& p) {
-    const Tanh tanh;
-    if constexpr (HAS_SCORE) s = modified_score<I>(s, b, h, row, q, k, q - k, tanh, p);
+    if constexpr (HAS_SCORE) s = modified_score<I>(s, b, h, row, q, k, q - k, p);
     if constexpr (HAS_MASK && PARTIAL_TILE) s = visible(b, h, row, q, k, p) ? s : HIDDEN;
     return s;
 }

@@ -211,7 +211,6 @@ struct Consumer {
     // have overwritten S, which is computed again.
     template <bool UNMASKED>
     __device__ __forceinline__ void prepare_online(const Block& block, bool speculative, const TileScales& scales) {
-        const Tanh tanh;
         if (speculative) {
             recompute_qk(s, q_rows(base, number % Q_BUFFERS, wg), base + at_k(block.n % STAGES));
             scale_scores(s, scales);
@@ -219,7 +218,7 @@ struct Consumer {
                 (AFFINE && TANH_POLY_SHORT ? path.tanh_poly_ok : path.steady) &= __all_sync(~0u, block.poly_ok);
         }
         if (AFFINE && (UNMASKED || block.affine))
-            modify_in_range<false>(params, work_tile, work_tile.offset, s, block.k0, scale, tanh);
+            modify_in_range<false>(params, work_tile, work_tile.offset, s, block.k0, scale);
         else if (speculative) modify_tile(params, work_tile, block.full, s, block.k0, scale);
     }
 
@@ -248,14 +247,15 @@ struct Consumer {
         const float factor[2] = {score_factor(scales, 0, scale_log2), score_factor(scales, 1, scale_log2)};
         scale_scores(s, scales);
         terms.begin_tile(scales, !UNMASKED && first_tile, m, l, softmax.ref_minus_bias);
-        if (!AFFINE && UNMASKED) block.poly_ok = modify_unmasked(params, work_tile, s, k0, scale);
+        if constexpr (HAS_SCORE && !AFFINE && UNMASKED)
+            modify_in_range<false>(params, work_tile, work_tile.offset, s, k0, scale);
         else if (!UNMASKED && !block.affine) block.in_range = modify_tile(params, work_tile, full, s, k0, scale);
         if (!UNMASKED && first_tile)
             softmax.has_row_ref =
                 AFFINE && block.affine ? guess_row_ref_affine(s, m, affine) : guess_row_ref(s, m, factor);
         const bool speculative = UNMASKED ? block.affine || !AFFINE : softmax.has_row_ref;
         if (!speculative || !(AFFINE && block.affine ? speculate_affine(block, affine)
-                                                     : speculative_softmax(s, m, block.sum, factor, block.poly_ok))) {
+                                                     : speculative_softmax(s, m, block.sum, factor))) {
             prepare_online<UNMASKED>(block, speculative, scales);
             if (!UNMASKED && first_tile) {
                 m[0] = m[1] = HIDDEN;

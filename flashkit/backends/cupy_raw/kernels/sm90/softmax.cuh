@@ -41,9 +41,8 @@ DEVICE void mask_past_end(float (&s)[S_REGS], int keys) {
 
 // S of a tile, modified, and -inf where masked. Positions are in range (positions_in_range). Where the mask SHIFTS, it
 // depends on q - k alone, and keys count from the lane's first one: each becomes an immediate of the comparison.
-template <bool PARTIAL_TILE, typename T>
-DEVICE void modify_in_range(const Params& p, const WorkTile& at, start offset, float (&s)[S_REGS], int k0, float scale,
-    T& tanh) {
+template <bool PARTIAL_TILE>
+DEVICE void modify_in_range(const Params& p, const WorkTile& at, start offset, float (&s)[S_REGS], int k0, float scale) {
     const SeqSlot seq = seq_of(p, at);
     const int n_q = seq.n_q(), n_k = PARTIAL_TILE ? seq.n_k() : 0;
     constexpr bool CLAMPED = PARTIAL_TILE && READS_ARRAYS;
@@ -63,7 +62,7 @@ DEVICE void modify_in_range(const Params& p, const WorkTile& at, start offset, f
                 const position k_of = CLAMPED ? (position)inside : k_first + step;
                 const position distance = CLAMPED ? (position)(q - inside) : distance_first - step;
                 if constexpr (HAS_SCORE)
-                    x = modified_score<position>(x * scale, at.b, h, row, q, k_of, distance, tanh, p);
+                    x = modified_score<position>(x * scale, at.b, h, row, q, k_of, distance, p);
                 if constexpr (PARTIAL_TILE) {
                     const bool shown =
                         HAS_MASK ? visible(at.b, h, row, SHIFTS ? q - first : q, SHIFTS ? 8 * n + c : inside, p)
@@ -79,7 +78,6 @@ DEVICE void modify_in_range(const Params& p, const WorkTile& at, start offset, f
 DEVICE void modify_any_position(const Params& p, const WorkTile& at, long long offset, bool full, float (&s)[S_REGS],
     int k0) {
     const int n_k = (int)seq_info(p, at.b).n_k;
-    const Tanh tanh;
     float copy[S_REGS];  // in local memory, as its index is not constant
 #pragma unroll
     for (int i = 0; i < S_REGS; ++i) copy[i] = s[i];
@@ -90,7 +88,7 @@ DEVICE void modify_any_position(const Params& p, const WorkTile& at, long long o
         const long long q = row + offset;
         float x = copy[i];
         if constexpr (HAS_SCORE)
-            x = modified_score<long long>(x * (float)p.softmax_scale, at.b, h, row, q, k, q - k, tanh, p);
+            x = modified_score<long long>(x * (float)p.softmax_scale, at.b, h, row, q, k, q - k, p);
         if constexpr (HAS_MASK) x = full || visible(at.b, h, row, q, k, p) ? x : HIDDEN;
         copy[i] = key < n_k ? x : HIDDEN;
     }
@@ -104,17 +102,8 @@ DEVICE bool positions_in_range(const Params& p, long long offset) {
     return POSITIONS == ANY || __all_sync(~0u, offset >= -FAR && offset + max_n_q(p) < FAR && max_n_k(p) < FAR);
 }
 
-// An unmasked tile with positions in range. False where the polynomial for tanh does not hold for all scores, which
-// then have to be computed again.
-DEVICE bool modify_unmasked(const Params& p, const WorkTile& at, float (&s)[S_REGS], int k0, float scale) {
-    TanhPoly tanh{0};
-    if constexpr (HAS_SCORE) modify_in_range<false>(p, at, at.offset, s, k0, scale, tanh);
-    return tanh.max_abs <= TanhPoly::MAX;
-}
-
 // Any tile. Returns whether positions are in range, as far as a later unmasked tile needs it.
 DEVICE bool modify_tile(const Params& p, const WorkTile& at, bool full, float (&s)[S_REGS], int k0, float scale) {
-    const Tanh tanh;
     bool in_range = true;
     asm volatile("" : "+r"(k0));  // or what depends on k0 alone is computed for every tile, whether needed or not
     if constexpr (HAS_SCORE || HAS_MASK) {
@@ -122,10 +111,10 @@ DEVICE bool modify_tile(const Params& p, const WorkTile& at, bool full, float (&
         const long long offset = seq_of(p, at).q_position();
         in_range = positions_in_range(p, offset);
         if (!in_range) modify_any_position(p, at, offset, full, s, k0);
-        else if (!full) modify_in_range<true>(p, at, (start)offset, s, k0, scale, tanh);
-        else if (HAS_SCORE) modify_in_range<false>(p, at, (start)offset, s, k0, scale, tanh);
+        else if (!full) modify_in_range<true>(p, at, (start)offset, s, k0, scale);
+        else if (HAS_SCORE) modify_in_range<false>(p, at, (start)offset, s, k0, scale);
     } else if (!full) {
-        modify_in_range<true>(p, at, 0, s, k0, scale, tanh);
+        modify_in_range<true>(p, at, 0, s, k0, scale);
     }
     return in_range || !HAS_SCORE;
 }
@@ -245,10 +234,9 @@ DEVICE void online_softmax_below(float (&s)[S_REGS], float (&m)[2], float (&l)[2
             return fmaf(x, factor[half], -shift[half]); });
 }
 
-// S to P relative to m as it is. False on a misprediction: m is too low, a score is NaN, or the scores are not `valid`
-// anyway.
-DEVICE bool speculative_softmax(float (&s)[S_REGS], const float (&m)[2], float (&sum)[2], const float (&scale_log2)[2],
-    bool valid) {
+// S to P relative to m as it is. False on a misprediction: m is too low, or a score is NaN.
+DEVICE bool speculative_softmax(float (&s)[S_REGS], const float (&m)[2], float (&sum)[2],
+                                const float (&scale_log2)[2]) {
     if constexpr (HEAD_DIM <= 64) {  // a lane's two rows take turns
         float total[2][2] = {};
 #pragma unroll
@@ -263,7 +251,7 @@ DEVICE bool speculative_softmax(float (&s)[S_REGS], const float (&m)[2], float (
         for (int half = 0; half < 2; ++half)
             sum[half] = exp2_row(s, half, [&](float x) { return fmaf(x, scale_log2[half], -m[half]); });
     }
-    return __all_sync(~0u, sum[0] <= MAX_SUM && sum[1] <= MAX_SUM && valid);
+    return __all_sync(~0u, sum[0] <= MAX_SUM && sum[1] <= MAX_SUM);
 }
 
 // After a misprediction: S of a warp's 16 rows again, by the mma instruction of a single warp, whose accumulator has
