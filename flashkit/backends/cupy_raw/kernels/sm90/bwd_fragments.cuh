@@ -36,8 +36,8 @@ DEVICE FragmentCoord coord_of(const Params& p, const FragmentId& id) {
             CLUSTER_SIZE > 1 ? 0 : WARPGROUP_KEYS * id.key_group};
 }
 
-// Whether positions, their differences and, where SMALL_SCORE, what a score modification computes with them fit 32 bits.
-// A vote, so that the compiler knows it is uniform.
+// Whether positions, their differences and, where SMALL_SCORE, what a score modification computes with them fit 32
+// bits. A vote, so that the compiler knows it is uniform.
 DEVICE bool positions_are_near(const Params& p, long long offset) {
     constexpr long long most = HAS_SCORE ? 1 << 20 : 1 << 26;
     return __all_sync(~0u, offset >= -most && offset + max_n_q(p) < most && max_n_k(p) < most);

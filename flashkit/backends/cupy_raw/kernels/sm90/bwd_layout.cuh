@@ -310,16 +310,9 @@ DEVICE void ask_for_fallback(const Params& p, bool asks) {
 // dP - delta, in whose unit delta is.
 DEVICE float minus_delta(float dp, float delta) { return IS_FLOAT32 ? fmaf(dp, DP_UNIT, -delta) : dp - delta; }
 
-// Four columns of a row of a gradient, which is contiguous.
+// Four columns of a row of a gradient.
 template <int DIM>
 DEVICE void store_float32(float* row, int column, const float4& x, const Params& p) {
     ask_for_fallback(p, !(is_finite(x.x) && is_finite(x.y) && is_finite(x.z) && is_finite(x.w)));
-    if (DIM % 4 == 0 && ((unsigned long long)row & 15) == 0) {
-        if (column < DIM) *reinterpret_cast<float4*>(row + column) = x;
-        return;
-    }
-    if (column < DIM) row[column] = x.x;
-    if (column + 1 < DIM) row[column + 1] = x.y;
-    if (column + 2 < DIM) row[column + 2] = x.z;
-    if (column + 3 < DIM) row[column + 3] = x.w;
+    store_four<DIM>(row, column, x);
 }

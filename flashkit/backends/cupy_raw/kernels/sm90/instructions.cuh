@@ -313,6 +313,46 @@ DEVICE void mma_m16n8k16(float* c, const unsigned (&a)[4], unsigned b0, unsigned
 #undef MMA_M16N8K16
 }
 
+// --- float32 accumulators --------------------------------------------------------------------------------------------
+
+// A warp's 16 rows times `factor`, 32 columns at a time through 2 KiB of shared memory, so that stores are of whole
+// 128-byte lines: store(row, column, four elements).
+template <int DIM, int N, typename F>
+DEVICE void store_lines(const float (&x)[N], float factor, unsigned staged, int lane, F store) {
+#pragma unroll
+    for (int c0 = 0; c0 < padded(DIM); c0 += 32) {
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 8 && c0 + i / 2 * 8 < padded(DIM); ++i) {
+            const int e = (c0 / 8 + i / 2) * 4 + 2 * (i % 2);
+            store_floats(staged + swizzled(lane / 4 + 8 * (i % 2), 2 * (i / 2) + lane % 4 / 2) + lane % 2 * 8,
+                         x[e] * factor, x[e + 1] * factor);
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = 4 * i + lane / 8;
+            const unsigned source = staged + swizzled(row, lane % 8);
+            const float2 low = load_floats(source), high = load_floats(source + 8);
+            store(row, c0 + lane % 8 * 4, float4{low.x, low.y, high.x, high.y});
+        }
+    }
+    __syncwarp();
+}
+
+// Four columns of a row of DIM, which is contiguous.
+template <int DIM>
+DEVICE void store_four(float* row, int column, const float4& x) {
+    if (DIM % 4 == 0 && ((unsigned long long)row & 15) == 0) {
+        if (column < DIM) *reinterpret_cast<float4*>(row + column) = x;
+        return;
+    }
+    if (column < DIM) row[column] = x.x;
+    if (column + 1 < DIM) row[column + 1] = x.y;
+    if (column + 2 < DIM) row[column + 2] = x.z;
+    if (column + 3 < DIM) row[column + 3] = x.w;
+}
+
 // --- registers -------------------------------------------------------------------------------------------------------
 
 template <int COUNT> DEVICE void setmaxnreg_dec() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }

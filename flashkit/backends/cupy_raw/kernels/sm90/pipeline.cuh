@@ -29,6 +29,22 @@ struct Pipeline {
     }
 };
 
+// --- the counter of work tiles ---------------------------------------------------------------------------------------
+
+// A persistent grid: a CTA begins with the work tile of its own number, and claims others. The last one resets the
+// counter for the next launch.
+struct WorkTileCounter {
+    const Params& p;
+
+    __device__ __forceinline__ int initial() const { return blockIdx.x; }
+    // By a warp: claims an index, which claimed() tells of the result. Meanwhile there is time for something else.
+    __device__ __forceinline__ int claim() const { return count_if(threadIdx.x % 32 == 0, p.tile_counter); }
+    __device__ __forceinline__ int claimed(int claim) const { return uniform(claim) + gridDim.x; }
+    __device__ __forceinline__ void reset() const {  // by one thread of each CTA, at its end
+        if (atomicAdd(p.tile_counter + 1, 1u) == gridDim.x - 1) p.tile_counter[0] = 0, p.tile_counter[1] = 0;
+    }
+};
+
 // --- lists of tiles --------------------------------------------------------------------------------------------------
 //
 // Lists of the tiles that a mask leaves, made by one warp: which of an axis' tiles exist, and in which state.

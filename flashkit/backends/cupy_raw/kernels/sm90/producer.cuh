@@ -8,9 +8,8 @@
 // The tile scheduler of the forward pass: a persistent grid takes work tiles from an atomic counter. A warp of its own
 // claims them and lists the K/V tiles that the mask leaves of each.
 
-// The order of work tiles, their counter, and its reset by the last CTA of the launch.
-struct TileScheduler {
-    const Params& p;
+// The order of work tiles.
+struct TileScheduler : WorkTileCounter {
     PackedTiles<QUERIES, BLOCK_Q> packed{p};
 
     // Work tiles: BLOCK_Q rows of PACK_GQA heads.
@@ -21,13 +20,6 @@ struct TileScheduler {
     }
     __device__ __forceinline__ int count() const {
         return tiles() * (int)(p.heads / PACK_GQA * num_entries(p));
-    }
-    __device__ __forceinline__ int initial() const { return blockIdx.x; }
-    // By a warp: claims an index, which claimed() tells of the result. Meanwhile there is time for something else.
-    __device__ __forceinline__ int claim() const { return count_if(threadIdx.x % 32 == 0, p.tile_counter); }
-    __device__ __forceinline__ int claimed(int claim) const { return uniform(claim) + gridDim.x; }
-    __device__ __forceinline__ void reset() const {  // by one thread of each CTA, at its end
-        if (atomicAdd(p.tile_counter + 1, 1u) == gridDim.x - 1) p.tile_counter[0] = 0, p.tile_counter[1] = 0;
     }
     // Under a mask: longest first, with L2 swizzle and LPT tail. Packed sequences: in turn, with L2 swizzle, as a row
     // of one head is next to those of the others. Otherwise head after head, the ragged tiles last.

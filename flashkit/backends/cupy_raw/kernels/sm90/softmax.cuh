@@ -42,7 +42,8 @@ DEVICE void mask_past_end(float (&s)[S_REGS], int keys) {
 // S of a tile, modified, and -inf where masked. Positions are in range (positions_in_range). Where the mask SHIFTS, it
 // depends on q - k alone, and keys count from the lane's first one: each becomes an immediate of the comparison.
 template <bool PARTIAL_TILE>
-DEVICE void modify_in_range(const Params& p, const WorkTile& at, start offset, float (&s)[S_REGS], int k0, float scale) {
+DEVICE void modify_in_range(const Params& p, const WorkTile& at, start offset, float (&s)[S_REGS], int k0,
+                            float scale) {
     const SeqSlot seq = seq_of(p, at);
     const int n_q = seq.n_q(), n_k = PARTIAL_TILE ? seq.n_k() : 0;
     constexpr bool CLAMPED = PARTIAL_TILE && READS_ARRAYS;
