@@ -2,6 +2,16 @@
 // lane holds two neighbouring columns of every eight.
 #pragma once
 
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+
+constexpr int up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+constexpr int larger(int a, int b) { return a > b ? a : b; }
+
+template <bool FIRST, typename A, typename B> struct Select { using type = A; };
+template <typename A, typename B> struct Select<false, A, B> { using type = B; };
+
+DEVICE bool is_finite(float x) { return fabsf(x) < INFINITE; }
+
 // Two float32 as 16-bit elements, the first in the low half; float16 where the tensors are float32.
 DEVICE unsigned pack(float low, float high) {
     unsigned r;
@@ -30,6 +40,15 @@ DEVICE float across_lanes(float x, F join) {
 #pragma unroll
     for (int step = 1; step < 4; step *= 2) x = join(x, __shfl_xor_sync(~0u, x, step));
     return x;
+}
+
+// A head's sink, one more logit without a value: the row reference in base 2 and the row sum with it, the factor on O.
+DEVICE void add_sink(const Params& p, int h, float& reference, float& sum, float& factor) {
+    const float sink = static_cast<const float*>(p.sinks)[h] * LOG2E, before = reference;
+    if (sink == HIDDEN) return;
+    reference = fmaxf(reference, sink);
+    factor = exp2_fast(before - reference);
+    sum = sum * factor + exp2_fast(sink - reference);
 }
 
 // --- the order of tiles ----------------------------------------------------------------------------------------------

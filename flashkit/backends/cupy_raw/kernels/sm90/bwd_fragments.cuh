@@ -3,18 +3,20 @@
 //
 // Keys are the rows, as wgmma leaves them. Element 4 n + 2 half + c of a lane is at
 //
-//     key lane_key(half) of the 64,     row lane_row(n, c) of the query tile
+//     key row_of_lane(half) of the 64,  row lane_row(n, c) of the query tile
 //
 // so four lanes share a key.
 #pragma once
 #include "sm90/bwd_layout.cuh"
 
-DEVICE int lane_key(int half) { return threadIdx.x % 128 / 32 * 16 + 8 * half + threadIdx.x % 32 / 4; }
 DEVICE int lane_row(int n, int c) { return 8 * n + threadIdx.x % 4 * 2 + c; }
 
 // Row statistics (log-sum-exps or deltas) of elements 4 n ...: [c]. address: lane_stats() bytes into the tile's.
 DEVICE unsigned lane_stats(int lane) { return lane % 4 * 8; }
-DEVICE void load_row_stats(float (&x)[2], unsigned address, int n) { load_float2(x, address + 32 * n); }
+DEVICE void load_row_stats(float (&x)[2], unsigned address, int n) {
+    const float2 pair = load_floats(address + 32 * n);
+    x[0] = pair.x, x[1] = pair.y;
+}
 
 // Query tile n and work tile `number` of the CTA, and which 64 of the work tile's keys: the warp group's or, in a
 // cluster, the CTA's.
@@ -95,7 +97,7 @@ struct DropoutMask {
             for (int m = 0; m < S_REGS / 8; ++m) {
                 const int e = 4 * m + part;
                 const int row = row0 + lane_row(e / 2, e % 2);
-                own |= kept_of_four_keys(p, b, h, row, k0 + lane_key(half)) << (16 * half + 4 * m);
+                own |= kept_of_four_keys(p, b, h, row, k0 + row_of_lane(half)) << (16 * half + 4 * m);
             }
 #pragma unroll
         for (int i = 0; i < 4; ++i) bits[i] = __shfl_sync(~0u, own, (threadIdx.x % 32 & ~12) | 4 * i) >> part;

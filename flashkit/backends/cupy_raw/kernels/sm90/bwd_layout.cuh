@@ -152,16 +152,10 @@ DEVICE unsigned nonfinite_keys_slot(unsigned base, unsigned number) {
     return base + AT_NONFINITE_KEYS + 4 * NONFINITE_WORDS * (number % KEY_BUFFERS);
 }
 
-DEVICE void load_float2(float (&x)[2], unsigned address) {
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(address) : "memory");
-}
 DEVICE float load_float(unsigned address) {
     float x;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
     return x;
-}
-DEVICE void clear_vec(unsigned address) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
 }
 
 // --- the CTA's share -------------------------------------------------------------------------------------------------

@@ -248,7 +248,7 @@ DEVICE void wait_for_dq(const Params& p, int b, int h, int tile) {
     __syncthreads();
 }
 
-using DqElement = conditional<IS_FLOAT32, float, unsigned short>::type;
+using DqElement = Select<IS_FLOAT32, float, unsigned short>::type;
 constexpr int DQ_PITCH = 64 * CHUNKS + 16 / (int)sizeof(DqElement);  // of a row in shared memory
 
 // A query tile becomes rows again in shared memory. stored: whether dq_accum has a sum of it.

@@ -88,7 +88,7 @@ DEVICE bool tanh_poly_ok(const float (&s)[S_REGS], const AffineTile& tile) {
 template <typename POSITION>
 DEVICE float mask_score(const Params& p, const FragmentCoord& at, float x, int n, int half, int c, POSITION offset,
                         int n_q, int n_k) {
-    const int k = at.k0 + lane_key(half), own = at.row0 + lane_row(n, c), last = n_q - 1;
+    const int k = at.k0 + row_of_lane(half), own = at.row0 + lane_row(n, c), last = n_q - 1;
     const int row = own < last ? own : last;
     const POSITION first = at.row0 + lane_row(0, 0) + offset;
     const POSITION q = SHIFTS ? 8 * n + c : row + offset, key = SHIFTS ? k - first : k;
@@ -123,7 +123,7 @@ DEVICE void mask_scores(const Params& p, const FragmentCoord& at, float (&s)[S_R
 template <bool PARTIAL_TILE, typename POSITION>
 DEVICE float softmax_p_one(const Params& p, const FragmentCoord& at, float& x, int n, int half, int c, long long offset,
                            int n_q, int n_k, float scale, float lse, bool nonfinite_key) {
-    const int k = at.k0 + lane_key(half), row = at.row0 + lane_row(n, c);
+    const int k = at.k0 + row_of_lane(half), row = at.row0 + lane_row(n, c);
     float slope = 1;
     x *= scale;
     if (k < n_k && row < n_q) {
@@ -150,8 +150,8 @@ DEVICE void softmax_p_general(const Params& p, const FragmentCoord& at, float (&
     const long long offset = at.seq.q_position();
     const float scale = IS_FLOAT32 ? scale_log2
         : (float)(HAS_SCORE ? p.softmax_scale : p.softmax_scale * 1.4426950408889634);
-    auto nonfinite_keys_from = [&](int half) {  // bits from that of lane_key(half) on
-        const int bit = at.first_key + lane_key(half);
+    auto nonfinite_keys_from = [&](int half) {  // bits from that of row_of_lane(half) on
+        const int bit = at.first_key + row_of_lane(half);
         return (unsigned)load_word(at.nonfinite_keys + bit / 32 * 4) >> bit % 32;
     };
     auto round_and_drop = [&](int i, float w, float v) {

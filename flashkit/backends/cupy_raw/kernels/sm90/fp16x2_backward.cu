@@ -90,9 +90,9 @@ DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, int first, float
                     };
                     const storage* b1 = DQ_KERNEL ? kv_row<const storage>(p, p.k, at.b, head, from)
                         : q_row<const storage>(p, p.q, at.b, h, from);
-                    add(ds, Number<HEAD_DIM>{}, b1, acc_1);
+                    add(ds, Constant<HEAD_DIM>{}, b1, acc_1);
                     if constexpr (!DQ_KERNEL) add(w == 0 ? 0.0f : dropout(w, p, at, h, query, key),
-                        Number<HEAD_DIM_V>{}, q_row<const storage>(p, p.dout, at.b, h, from), acc_2);
+                        Constant<HEAD_DIM_V>{}, q_row<const storage>(p, p.dout, at.b, h, from), acc_2);
                 }
             }
         }

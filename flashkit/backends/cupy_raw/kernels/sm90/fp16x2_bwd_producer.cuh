@@ -26,11 +26,6 @@ constexpr int BYTES_ROW_FACTORS = DQ_KERNEL ? 0 : 3 * 4 * BLOCK_COLUMNS;
 constexpr int FIRST_TILE = 16, END = -1;  // of a tile descriptor: the first of a work tile; END has that bit, too
 constexpr float MAX_SCALE = 1.2089258e24f;  // 2^80
 
-template <int VALUE> struct Number { static constexpr int value = VALUE; };  // an argument of generic lambdas
-
-// A lane's row among the 64 of its warp group.
-DEVICE int row_of_lane(int half) { return threadIdx.x % 128 / 32 * 16 + 8 * half + threadIdx.x % 32 / 4; }
-
 DEVICE Pipeline<STAGES> columns_pipe(unsigned base) { return Pipeline<STAGES>::at(base + AT_COLUMNS_PIPE); }
 DEVICE Pipeline<ROW_STAGES> rows_pipe(unsigned base) { return Pipeline<ROW_STAGES>::at(base + AT_ROWS_PIPE); }
 DEVICE unsigned a1_rows(unsigned base, int number, int wg) {

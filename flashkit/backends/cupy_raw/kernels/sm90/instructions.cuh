@@ -19,20 +19,14 @@
 
 #include "common/fragment.cuh"
 
-constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
-
-constexpr int up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
-constexpr int larger(int a, int b) { return a > b ? a : b; }
-
 constexpr int padded(int dim) { return up(dim, 16); }  // columns of a product; those past `dim` are zeros
 constexpr int chunks(int dim) { return up(dim, 64) / 64; }
 constexpr int CHUNK_ROW = 128, VEC_BYTES = 16;  // bytes
 
-template <bool, typename T, typename> struct conditional { using type = T; };
-template <typename T, typename U> struct conditional<false, T, U> { using type = U; };
-template <bool VALUE> struct Constant { static constexpr bool value = VALUE; };  // an argument of generic lambdas
+template <auto VALUE> struct Constant { static constexpr auto value = VALUE; };  // an argument of generic lambdas
 
-DEVICE bool is_finite(float x) { return fabsf(x) < INFINITE; }
+// A lane's row of an accumulator, among the 64 of its warp group.
+DEVICE int row_of_lane(int half) { return threadIdx.x % 128 / 32 * 16 + 8 * half + threadIdx.x % 32 / 4; }
 
 // --- shared and global memory ----------------------------------------------------------------------------------------
 
@@ -70,6 +64,10 @@ DEVICE int load_word(unsigned address) {
     int x;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
     return x;
+}
+
+DEVICE void clear_vec(unsigned address) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
 }
 
 // --- mbarriers -------------------------------------------------------------------------------------------------------
@@ -242,8 +240,7 @@ DEVICE void clear_rows(unsigned tile, int first, int chunk_bytes) {
     first = first < 0 ? 0 : first;
     for (int i = threadIdx.x % 128; i < (ROWS - first) * chunks(DIM) * 8; i += 128) {
         const int vec = i % 8, chunk = i / 8 % chunks(DIM), row = first + i / 8 / chunks(DIM);
-        const unsigned target = tile + chunk * chunk_bytes + row * CHUNK_ROW + vec * VEC_BYTES;
-        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(target), "r"(0) : "memory");
+        clear_vec(tile + chunk * chunk_bytes + row * CHUNK_ROW + vec * VEC_BYTES);
     }
     fence_proxy_async();
 }

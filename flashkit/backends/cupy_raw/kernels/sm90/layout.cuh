@@ -120,9 +120,6 @@ DEVICE WorkTile read_work_tile(const Params& p, unsigned base, int number, int w
     return {b, h, row0, (start)seq_of(p, b, slot).q_position(), slot};
 }
 
-// A lane's row among the 64 of its warp group.
-DEVICE int row_of_lane(int half) { return threadIdx.x % 128 / 32 * 16 + 8 * half + threadIdx.x % 32 / 4; }
-
 // Head and token of a packed row; rows past the end stand for the last one.
 struct HeadRow { int h, row; };
 DEVICE HeadRow clamped_row(int n_q, int h, int row) {

@@ -131,19 +131,6 @@ DEVICE void dropout_tile(const Params& p, const WorkTile& at, float (&s)[S_REGS]
     }
 }
 
-// --- sinks -----------------------------------------------------------------------------------------------------------
-//
-// Attention sinks: a logit of each head that is in the row sum alone.
-
-// A head's sink, one more logit without a value: the row reference and the row sum with it, and the factor on O.
-DEVICE void add_sink(const Params& p, int h, float& reference, float& sum, float& factor) {
-    const float sink = static_cast<const float*>(p.sinks)[h] * LOG2E, before = reference;
-    if (sink == HIDDEN) return;
-    reference = fmaxf(reference, sink);
-    factor = exp2_fast(before - reference);
-    sum = sum * factor + exp2_fast(sink - reference);
-}
-
 // --- the online softmax ----------------------------------------------------------------------------------------------
 
 constexpr bool P_IS_FLOAT16 = STORAGE != BFLOAT16;
