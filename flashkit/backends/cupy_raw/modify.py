@@ -69,7 +69,8 @@ def text(spec: AttentionSpec) -> str:
 
 def _template(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[Expr]) -> str:
     """The same function with another type of integers."""
-    return "template <typename I>\n" + _function(spec, name, parameters, graphs).replace("const long long t", "const I t")
+    text = _function(spec, name, parameters, graphs)
+    return "template <typename I>\n" + text.replace("const long long t", "const I t")
 
 
 def _function(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[Expr], result: str = "{0}") -> str:
