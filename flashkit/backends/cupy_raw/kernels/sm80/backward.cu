@@ -95,9 +95,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                     break;
                 const int count = USE_TILE_LIST ? list.count : tiles_q;
                 const auto entry_of = [&](int i) {
-                    return USE_TILE_LIST ? (int)load_word(base + AT_TILE_LIST + 4 * i) : 2 * i + 1;
+                    return USE_TILE_LIST ? (int)load_word(base + AT_TILE_LIST + 4 * i) : i << 8 | FULL;
                 };
-                const auto row_of = [&](int i) { return entry_of(i) / 2 * BLOCK_Q; };
+                const auto tile_of = [&](int i) { return TileList::tile(entry_of(i)); };
+                const auto row_of = [&](int i) { return tile_of(i) * BLOCK_Q; };
                 if (!USE_TILE_LIST) __syncthreads();  // all threads have finished the previous head
                 const auto stage_of = [&](int i) { return base + AT_QDO + i % 2 * STAGE_BYTES; };
                 const auto load_rows = [&](int row0, unsigned stage, bool wanted) {  // bwd_lse, then delta
@@ -113,8 +114,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                 cp_async_commit();
 #pragma unroll 1
                 for (int i = 0; i < count; ++i) {
-                    const int tile = entry_of(i) / 2, row0 = tile * BLOCK_Q;
-                    const bool full = entry_of(i) & 1;
+                    const int tile = tile_of(i), row0 = tile * BLOCK_Q;
+                    const bool full = TileList::full(entry_of(i));
                     const int at_stage = AT_QDO + i % 2 * STAGE_BYTES;
                     const unsigned stage = base + at_stage, next = stage_of(i + 1);
                     cp_async_wait<0>();
