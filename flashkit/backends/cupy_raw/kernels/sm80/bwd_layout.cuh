@@ -40,11 +40,9 @@ struct BackwardTileScheduler {
     bool descending;
 
     __device__ __forceinline__ TileCoord initial(const Params& p, unsigned* broadcast) {
-        if (ORDERED) {
-            if (threadIdx.x == 0) *broadcast = atomicAdd(p.tile_counter, 1u);
-            __syncthreads();
-        }
-        const unsigned index = ORDERED ? *broadcast : blockIdx.x;
+        if (threadIdx.x == 0) *broadcast = atomicAdd(p.tile_counter, 1u);
+        __syncthreads();
+        const unsigned index = *broadcast;
         heads = (int)p.heads / GQA_GROUP;
         tiles_k = (int)num_k_tiles(p, BLOCK_K);
         const int all = heads * (int)num_entries(p), group = (int)p.heads_per_l2_group;

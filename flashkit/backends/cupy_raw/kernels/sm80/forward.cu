@@ -123,8 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
             if (!(HAS_MASK ? fill<BLOCK_K, true, PACK_GQA>(list, p, b, h, from, to, first, last, at.n_k) : first_pass))
                 break;
             const int count = HAS_MASK ? list.count : last - first;
-            const auto entry_of = [&](int i) { return HAS_MASK ? list.entry[i] : (first + i) << 8 | FULL; };
-            const auto tile_of = [&](int i) { return TileList::tile(entry_of(i)); };
+            const auto tile_of = [&](int i) { return HAS_MASK ? TileList::tile(list.entry[i]) : first + i; };
             const auto key_of = [&](int i) { return tile_of(i) * BLOCK_K; };
             const auto stage_of = [&](int i) { return i % STAGES * STAGE_BYTES; };
             const auto tile_to_look_up = [&](int i) { return tile_of(i < count ? i : count - 1); };
@@ -146,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
                 cp_async_wait<PREFETCH - 1>();
                 __syncthreads();  // all threads see tile i and have finished tile i - 1
                 const int k0 = key_of(i), at_stage = stage_of(i);
-                const bool full = TileList::full(entry_of(i)), more = i + PREFETCH < count;
+                const bool full = !HAS_MASK || TileList::full(list.entry[i]), more = i + PREFETCH < count;
                 const bool more_v = STAGES_AHEAD == 0 || more;
                 const int next_k0 = more ? key_of(i + PREFETCH) : 0, next_v0 = STAGES_AHEAD == 0 ? k0 : next_k0;
                 const unsigned stage = stages + at_stage, to = stages + stage_of(i + STAGES_AHEAD);
