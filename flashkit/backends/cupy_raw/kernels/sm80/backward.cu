@@ -45,15 +45,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ unsigned broadcast;
     TileList& list = *reinterpret_cast<TileList*>(shared + AT_TILE_LIST);
-    const unsigned begin = smem_address(shared);
-    const unsigned base = !UNIFORM_REGISTERS ? begin : HAS_MASK && HEAD_DIM <= 64 ? opaque(begin) : begin & 0xffffff;
+    const unsigned begin = smem_address(shared), base = HAS_MASK && HEAD_DIM <= 64 ? opaque(begin) : begin & 0xffffff;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     BackwardTileScheduler scheduler;
     const TileCoord coord = scheduler.initial(p, &broadcast);
     const int heads = scheduler.heads;
     const bool descending = scheduler.descending;
-    const auto known = [](int x) { return UNIFORM_REGISTERS ? (int)uniform(x) : x; };
+    const auto known = [](int x) { return (int)uniform(x); };  // in a uniform register
     const SeqTile key_tile = k_tile(p, coord.bh / heads, coord.tile, BLOCK_K);
     const int tile_k = known((int)key_tile.tile), b = known((int)key_tile.b);
     const int head = known(coord.bh % heads), n_k = known((int)seq_info(p, b).n_k);
@@ -88,16 +87,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
             if (threadIdx.x == 0) list.next = 0;
             int previous = -1;  // the query tile whose dQ this CTA added to last
 #pragma unroll 1
-            for (bool first_pass = tiles_q > 0;; first_pass = false) {
-                if (!(USE_TILE_LIST
-                          ? fill<BLOCK_Q, false, 1>(list, p, b, at.h, at.k0, at.k1, 0, tiles_q, at.n_q, descending)
-                          : first_pass))
-                    break;
-                const int count = USE_TILE_LIST ? list.count : tiles_q;
+            while (fill<BLOCK_Q, false, 1>(list, p, b, at.h, at.k0, at.k1, 0, tiles_q, at.n_q, descending)) {
+                const int count = list.count;
                 const auto entry_of = [&](int i) { return (int)load_word(base + AT_TILE_LIST + 4 * i); };
-                const auto tile_of = [&](int i) { return USE_TILE_LIST ? TileList::tile(entry_of(i)) : i; };
+                const auto tile_of = [&](int i) { return TileList::tile(entry_of(i)); };
                 const auto row_of = [&](int i) { return tile_of(i) * BLOCK_Q; };
-                if (!USE_TILE_LIST) __syncthreads();  // all threads have finished the previous head
                 const auto stage_of = [&](int i) { return base + AT_QDO + i % 2 * STAGE_BYTES; };
                 const auto load_rows = [&](int row0, unsigned stage, bool wanted) {  // bwd_lse, then delta
                     const bool first = threadIdx.x < BLOCK_Q / 4;
@@ -113,9 +107,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
 #pragma unroll 1
                 for (int i = 0; i < count; ++i) {
                     const int tile = tile_of(i), row0 = tile * BLOCK_Q;
-                    const bool full = !USE_TILE_LIST || TileList::full(entry_of(i));
-                    const int at_stage = AT_QDO + i % 2 * STAGE_BYTES;
-                    const unsigned stage = base + at_stage, next = stage_of(i + 1);
+                    const bool full = TileList::full(entry_of(i));
+                    const unsigned stage = stage_of(i), next = stage_of(i + 1);
                     cp_async_wait<0>();
                     __syncthreads();  // all threads see the tile and have finished the previous one
                     const bool more = i + 1 < count;
@@ -136,8 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                         cp_async_commit();
                     }
                     const auto row_value = [&](int i) {
-                        return UNIFORM_REGISTERS ? __uint_as_float(load_word(stage + AT_STAGE_ROWS + 4 * i))
-                                                 : reinterpret_cast<const float*>(shared + at_stage + AT_STAGE_ROWS)[i];
+                        return __uint_as_float(load_word(stage + AT_STAGE_ROWS + 4 * i));
                     };
                     float bwd_lse[S_TILES][2], delta[S_TILES][2];
 #pragma unroll
@@ -224,7 +216,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                         });
                 }
             }
-            if (!USE_TILE_LIST) __syncthreads();  // all threads have added to the last tile
             if (previous >= 0 && threadIdx.x == THREADS - 1)
                 semaphore_release(semaphore_at(p, b, at.h, previous), tile_k);
         }
