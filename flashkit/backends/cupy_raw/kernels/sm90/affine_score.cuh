@@ -15,12 +15,9 @@ constexpr float TANH_POLY_MAX = TANH_POLY_SHORT ? 0.35f : 0.65f,
                 TANH_POLY_1 = TANH_POLY_SHORT ? -0.3176961839199066f : -0.2405111938714981f,
                 TANH_POLY_2 = TANH_POLY_SHORT ? 0.0f : 0.10479581356048584f;
 
-// What does not depend on keys is found once for a work tile, off the path between two products. With small head dims
-// it stays in registers. With larger ones the part that all rows share waits in shared memory, and is read while S is
-// computed.
-constexpr bool AFFINE_IN_REGISTERS = AFFINE && CAPPED && !SLOPED && HEAD_DIM <= 64;
-constexpr bool AFFINE_IN_SMEM = AFFINE && CAPPED && !SLOPED && EVEN && HEAD_DIM > 64;
-constexpr bool AFFINE_PER_WORK_TILE = AFFINE_IN_REGISTERS || AFFINE_IN_SMEM;
+// What depends neither on keys nor, where EVEN, on rows is found once for a work tile, off the path between two
+// products. It waits in shared memory, and is read while S is computed.
+constexpr bool AFFINE_PER_WORK_TILE = AFFINE && CAPPED && !SLOPED && EVEN;
 
 // With head dims around 128 a tile's own numbers are found between the issue of S and that of PV, in the shadow of S.
 constexpr bool AFFINE_BEFORE_PV = AFFINE && SLOPED && HEAD_DIM > 64 && HEAD_DIM <= 128;

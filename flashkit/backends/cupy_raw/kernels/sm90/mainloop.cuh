@@ -81,7 +81,7 @@ struct Consumer {
     bool first_tile = false;   // the current tile begins another work tile
     int steady_desc = NO_DESC; // the descriptor bits of a tile that the steady state takes
     int next_desc;             // tile descriptor, read ahead
-    unsigned affine_slot;      // AFFINE_IN_SMEM: this warp's
+    unsigned affine_slot;      // AFFINE_PER_WORK_TILE: this warp's
 
     __device__ __forceinline__ Consumer(const Params& p, unsigned base, int wg)
         : params(p), base(base), wg(wg), pipe_q(q_pipe(base)), pipe_k(k_pipe(base)), pipe_v(v_pipe(base)),
@@ -170,7 +170,7 @@ struct Consumer {
             path.steady = positions_in_range(params, seq_of(params, work_tile).q_position());
             if (path.steady) {
                 find_affine(params, work_tile, path.head, 0, scale, path.affine);
-                if (AFFINE_IN_SMEM) store_gain(path.affine, affine_slot);
+                store_gain(path.affine, affine_slot);
             }
         }
         terms.begin_work_tile(params, work_tile);
@@ -232,10 +232,9 @@ struct Consumer {
 
         ping_pong_sync();
         issue_qk(n);
-        AffineScore of_tile;
-        if (AFFINE_IN_SMEM) of_tile = path.affine, load_gain(of_tile, affine_slot);
+        AffineScore affine;
+        if (AFFINE_PER_WORK_TILE) affine = path.affine, load_gain(affine, affine_slot);
         if (!AFFINE_BEFORE_PV) issue_pv_and_yield<PV_PENDING, UNMASKED>(n);
-        AffineScore& affine = AFFINE_IN_REGISTERS ? path.affine : of_tile;
         block.may_be_high = !UNMASKED && first_tile;
         choose_affine<UNMASKED>(block, affine);
         if (AFFINE_BEFORE_PV) issue_pv_and_yield<PV_PENDING, UNMASKED>(n);
