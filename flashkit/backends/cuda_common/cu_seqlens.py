@@ -24,25 +24,11 @@ class CuSeqlens(NamedTuple):
 
 
 def derive(cu_q: Any, n_q: int, keys: Any, n_k: int, keys_are_lengths: bool = False) -> CuSeqlens:
-    """The sequences of a call, without a synchronisation.
+    """The sequences of a call, without a synchronisation. ValueError if an array lies on another device than the
+    current one, or on the host while a CUDA graph captures the call.
 
-    Parameters
-    ----------
-    cu_q
-        Integers (B + 1,), where sequences begin in the rows of q. At least one of cu_q and keys lies on the device.
-    n_q
-        The rows of q.
-    keys
-        Integers (B + 1,), where they begin in the rows of k, or (B,), how many keys each has.
-    n_k
-        The rows of k, or the keys that a sequence has room for.
-    keys_are_lengths
-        Which of the two keys is.
-
-    Raises
-    ------
-    ValueError
-        An array lies on another device than the current one, or on the host while a CUDA graph captures the call.
+    cu_q: (B + 1,), where sequences begin in the n_q rows of q. keys: (B + 1,), where they begin in the n_k rows of k;
+    or (B,), how many keys each has, in room for n_k. At least one of the arrays lies on the device.
     """
     on = device.current()
     offsets = [_signed(on_device(x)) for x in (cu_q, keys)]

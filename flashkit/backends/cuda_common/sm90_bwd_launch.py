@@ -42,21 +42,9 @@ def cluster_size(spec: AttentionSpec) -> int:
 
 @dataclass(frozen=True)
 class BackwardTile:
-    """A tile of the backward pass.
-
-    Parameters
-    ----------
-    block_q
-        Rows of a query tile, 64 or 128.
-    block_k
-        Keys of a work tile, 128: 64 for each of two consumer warp groups or, in a cluster, for each of two CTAs.
-    stages, dout_stages, key_buffers
-        How many tiles of Q, dO and K are in shared memory at once.
-
-    Raises
-    ------
-    ValueError
-        If one of these does not fit.
+    """A tile of the backward pass: query tiles of `block_q` rows, 64 or 128; work tiles of `block_k` keys, 128: 64 for
+    each of two consumer warp groups or, in a cluster, for each of two CTAs. `stages`, `dout_stages` and `key_buffers`:
+    how many tiles of Q, dO and K are in shared memory at once.
     """
 
     block_q: int
