@@ -26,7 +26,7 @@ kernels/sm90/producer.cuh, kernels/sm90/pipeline.py.
 """
 
 SEQ_SLOT = 24
-"""Bytes in shared memory that say where a packed sequence lies: kernels/sm90/packed_tiles.cuh."""
+"""Bytes in shared memory that say where a packed sequence lies: kernels/sm90/pipeline.cuh."""
 SWIZZLE_ROWS = 8
 """Rows after which the 128-byte swizzle repeats: a box of a multiple of them is swizzled as its tile is."""
 FEW_ROWS = 64

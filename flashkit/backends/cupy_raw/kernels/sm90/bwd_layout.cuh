@@ -35,7 +35,6 @@
 #pragma once
 #include "sm90/fp16x2_terms.cuh"
 #include "sm90/pipeline.cuh"
-#include "sm90/packed_tiles.cuh"
 
 // --- tiles -----------------------------------------------------------------------------------------------------------
 

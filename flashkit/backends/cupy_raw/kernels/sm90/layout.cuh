@@ -21,7 +21,6 @@
 #pragma once
 #include "common/positions.cuh"
 #include "sm90/pipeline.cuh"
-#include "sm90/packed_tiles.cuh"
 #include "sm90/fp16x2_terms.cuh"
 
 // --- elements of e4m3 ------------------------------------------------------------------------------------------------
