@@ -39,7 +39,8 @@ def recompute_row(p, which, b, head, row, first, columns, end, factor):
     """A warp recomputes columns first ... of one row before `end` of dQ, dK or dV, skipping products with 0. head: a
     query head for dQ, else a key/value head.
     """
-    lane, b, row = I(opaque(thread() % 32)), I(b), I(row)
+    # opaque: or what this rare code computes from them is hoisted into the main loop.
+    lane, b, head, row = I(opaque(thread() % 32)), I(opaque(b)), opaque(head), I(opaque(row))
     if row < end:
         target = p.dq if which == DQ else p.dk if which == DK else p.dv
         other = p.k if which == DQ else p.q if which == DK else p.dout
