@@ -222,5 +222,4 @@ def test_too_many_files(folder: Path) -> None:
 @pytest.mark.parametrize("lanes", [4, 8, 16])
 def test_the_least_cache_has_a_tile_of_every_head_dim(dtype: str, direction: Any, lanes: int) -> None:
     for d, dv in itertools.product((1, 64, 512), repeat=2):
-        memory = {"l1d": schema.MIN_L1D, "l2": 1}
-        assert io_model.default("cpu", memory, dtype, d, dv, direction, lanes=lanes)
+        assert io_model.candidates(dtype, d, dv, direction, l1d=schema.MIN_L1D, l2=1, lanes=lanes)

@@ -96,8 +96,8 @@ class CpuRunner:
         lanes = host.lanes_of(self.profile.device.features)
         d = target.head_dim
         if by_amx(target):
-            return io_model.amx_candidates(memory, d, d, target.direction)
-        return io_model.candidates("cpu", memory, target.dtype, d, d, target.direction, lanes=lanes)
+            return io_model.amx_candidates(d, d, target.direction, **memory)
+        return io_model.candidates(target.dtype, d, d, target.direction, lanes=lanes, **memory)
 
     def flops(self, target: Target) -> float:
         task = self.task(target, self.tokens)
@@ -186,5 +186,5 @@ def measure_peaks(samples: int = 15) -> MeasuredPeaks:
 
 def _blocks(dtype: str, lanes: int, l1: int, l2: int) -> list[CpuTile]:
     """Tiles of the three register blocks that rank highest; the fastest of them gives the peak."""
-    ranked: list[CpuTile] = io_model.candidates("cpu", {"l1d": l1, "l2": l2}, dtype, 128, 128, lanes=lanes)
+    ranked = io_model.candidates(dtype, 128, 128, l1d=l1, l2=l2, lanes=lanes)
     return list({(tile.rows, tile.vectors): tile for tile in reversed(ranked)}.values())[-3:]
