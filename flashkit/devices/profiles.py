@@ -34,7 +34,6 @@ from ..errors import ProfileError
 from . import host, trust
 from .forking import outer_lock
 from .schema import (
-    MAX_BYTES,
     SCHEMA,
     Device,
     Memory,
@@ -49,6 +48,7 @@ from .schema import (
     load_file,
     parse,
     suggest,
+    text_of,
     warn_once,
 )
 
@@ -153,24 +153,16 @@ def files(directory: Path) -> list[Path]:
 _OTHER_KIND = {"cpu": re.compile(r"\bkind:\s*cuda\b"), "cuda": re.compile(r"\bkind:\s*cpu\b")}
 
 
-def _text(file: Path) -> str:
-    """The text of a file in one of the directories. UntrustedError if another user could have written it. Shipped files
-    are as trusted as the code.
-    """
-    shipped = file.parent == shipped_dir()
-    return (trust.read_any(file, MAX_BYTES) if shipped else trust.read(file, MAX_BYTES)).decode()
+def _trusted(file: Path) -> bool:
+    """Whether a file of one of the directories must be trusted. Shipped files are as trusted as the code."""
+    return file.parent != shipped_dir()
 
 
 def read(file: Path) -> Profile:
-    """The profile of one file in one of the directories, not merged.
-
-    ProfileError if it violates the schema, OSError if it cannot be read, UntrustedError if another user could have
-    written it.
+    """The profile of one file in one of the directories, not merged. Errors of `load_file`; UntrustedError if another
+    user could have written it.
     """
-    try:
-        return parse(_text(file), str(file))
-    except UnicodeDecodeError as error:
-        raise SchemaError(str(file), 1, "", f"not UTF-8 text: {error.reason}") from None
+    return load_file(file, trusted=_trusted(file))
 
 
 def _skip(problem: object, file: Path | None = None) -> None:
@@ -190,7 +182,7 @@ def _candidates(directory: Path, kind: str) -> Iterator[tuple[Path, Profile]]:
             return
     for file in profile_files:
         try:
-            text = _text(file)
+            text = text_of(file, _trusted(file))
             head = re.search(r"^device:.*?(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
             if head and _OTHER_KIND[kind].search(head[0]):
                 continue  # parsing it would take longer
