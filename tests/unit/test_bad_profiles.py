@@ -43,7 +43,7 @@ TEXTS = {
     "flow mappings": (nested("{a: ", "}", 20_000), DEEP),
     "block lists": (HEAD + "tiles:\n  " + "- " * 100_000, DEEP),
     "open lists": (HEAD + "tiles: " + "[" * 100_000, DEEP),
-    "question marks": (HEAD + "? " * 50_000, DEEP),
+    "question marks": (HEAD + "? " * 50_000, "expected a short text as key"),
     "lists on lines": (HEAD + "tiles: " + "[\n" * 50_000, DEEP),
     "alias bomb": (HEAD + BOMB, ANCHOR),
     "recursive alias": (HEAD + "memory: &a {l2: *a}\n", ANCHOR),
