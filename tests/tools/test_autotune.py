@@ -458,12 +458,17 @@ def test_tiles_on_this_cpu_are_verified_and_timed(direction: Any, monkeypatch: p
     assert all(t.best > 0 for t in timings.values())
     assert runner.flops(target) > 0
 
-    def spoilt(self: Any, plan: Any, *arguments: Any) -> None:
-        arguments[-1].lse[...] = 0 if direction == "forward" else arguments[-1].lse
+    forward = type(runner.backend).forward
 
-    monkeypatch.setattr(type(runner.backend), "forward", spoilt)
+    def spoilt(self: Any, plan: Any, operands: Any) -> None:
+        forward(self, plan, operands)
+        operands.lse[...] = 0
+
     if direction == "forward":
+        monkeypatch.setattr(type(runner.backend), "forward", spoilt)
         assert runner.verify(target, tile).startswith("lse is off by ")
+        monkeypatch.setattr(type(runner.backend), "forward", lambda *_: None)
+        assert runner.verify(target, tile).startswith("out is off by nan")
 
 
 def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
