@@ -211,23 +211,17 @@ def _system(kind: str) -> dict[str, Any]:
     return {"device": device, "memory": {name: facts[name] for name in sizes if name in facts}}
 
 
-def _rank(criteria: Device, device: dict[str, Any]) -> tuple[int, int] | None:
+def _rank(criteria: Device, device: Device) -> tuple[int, int] | None:
     """How specific the criteria of a profile are (more is closer), or None if one does not hold for this device."""
-    if criteria.match and not re.search(criteria.match, device.get("name", ""), re.IGNORECASE):
+    equal = [name for name in ("compute_capability", "cores") if getattr(criteria, name) is not None]
+    features = set(criteria.features or ())
+    if any(getattr(criteria, name) != getattr(device, name) for name in equal):
         return None
-    if criteria.compute_capability and criteria.compute_capability != _capability(device):
+    if not features <= set(device.features or ()):
         return None
-    if criteria.cores and criteria.cores != device.get("cores"):
+    if criteria.match and not re.search(criteria.match, device.name or "", re.IGNORECASE):
         return None
-    if not set(criteria.features or ()) <= set(device.get("features", ())):
-        return None
-    equal = (criteria.compute_capability is not None) + (criteria.cores is not None)
-    return int(criteria.match is not None), len(criteria.features or ()) + equal
-
-
-def _capability(device: dict[str, Any]) -> tuple[int, ...] | None:
-    given = device.get("compute_capability")
-    return None if given is None else tuple(given)
+    return int(criteria.match is not None), len(features) + len(equal)
 
 
 def _contribution(profile: Profile) -> dict[str, Any]:
@@ -249,7 +243,7 @@ def _relative(profile: Profile) -> dict[str, Any]:
 
 def _layers(kind: str, system: dict[str, Any], origin: str = "system") -> list[_Layer]:
     """All layers for the device that `system` describes, highest first."""
-    device = system.get("device", {})
+    device = msgspec.convert(system.get("device", {"kind": kind}), Device)
     layers: list[_Layer] = []
     for name, directory in directories().items():
         if name == "shipped" and system:
@@ -260,7 +254,7 @@ def _layers(kind: str, system: dict[str, Any], origin: str = "system") -> list[_
             capability = profile.device.compute_capability
             if rank is not None:
                 ranked.append((rank, (str(file), _contribution(profile), profile.tiles)))
-            elif name == "shipped" and capability and capability == _capability(device):
+            elif name == "shipped" and capability and capability == device.compute_capability:
                 # A device without a file takes the tiles of its compute capability: above the generic profile (0, 0).
                 tiles = {
                     table: [msgspec.structs.replace(row, measured=None) for row in rows if row.block_q is not None]

@@ -64,7 +64,7 @@ TEXTS = {
     "tab": (HEAD + "\tmemory: {}\n", "not YAML"),
     "many values": (HEAD + "tiles: {cpu.forward: [" + "1, " * 60_000 + "]}\n", "too many values"),
     "long text": (HEAD + "memory: {source: " + "x" * 50_000 + "}\n", "got 50000"),
-    "large file": (HEAD + "#" * (1 << 20), "bytes, more than"),
+    "large file": (HEAD + "#" * (1 << 20), "has more than"),
     "digits": (HEAD + "memory: {l2: " + "9" * 100_000 + "}\n", "got 100000"),
     "huge integer": (HEAD + f"memory: {{l2: {10**60}}}\n", LARGE),
     "hex without digits": (HEAD + "memory: {l2: 0x_}\n", "expected a number"),
