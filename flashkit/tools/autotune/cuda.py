@@ -20,7 +20,6 @@ from ...devices import host, profiles, timing
 from ...devices.schema import Kind, TileRow
 from ...spec import ITEMSIZE, Problem
 from ..bench import environment
-from ..bench.baselines_cuda import arrays_of
 from ..bench.cases import Case
 from .log import MeasuredPeaks, four_digits
 from .targets import Effort, Target
@@ -215,7 +214,7 @@ class CudaRunner(TileRunner):
         import cupy
 
         case = case_of(target, self.tokens, small)
-        task = Task(case, target.direction, [cupy.asarray(x) for x in case.arrays()] if small else arrays_of(case))
+        task = Task(case, target.direction, case.arrays(cupy))
         if target.direction == "backward":  # it reads out and lse
             backend, plan = dispatch.plan(task.problem, self.kernels.name)
             backend.forward(plan, task.operands)
