@@ -23,7 +23,7 @@ from flashkit.backends.cupy_raw import specialise as cupy_raw
 from flashkit.backends.numba_cuda import sm90 as numba_sm90
 from flashkit.call import arguments as call_arguments
 from flashkit.call.arguments import prepare
-from flashkit.call.positions import read_in_place
+from flashkit.call.sequences import read_in_place
 from flashkit.spec import AttentionSpec, Gradients
 
 from . import hardware

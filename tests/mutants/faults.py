@@ -37,7 +37,7 @@ ROWS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     ),
     # what a call checks
     "tests/unit/test_bad_input.py -k lengths": (
-        ("lengths", "call.positions:_counts", "counts.view(np.uint64).max() > most", "counts.max() > most"),
+        ("lengths", "call.sequences:_counts", "counts.view(np.uint64).max() > most", "counts.max() > most"),
     ),
     f"{SAFETY} -k exchanged_values": (("bounds", "call.compose:check_indices", "high >= n", "high > n"),),
     f"{SAFETY} -k integers": (

@@ -17,6 +17,7 @@ import numpy as np
 from ... import dispatch
 from ...devices import timing
 from ...errors import UnsupportedError
+from ...options import OPTIONS
 from ...spec import Direction
 from .cases import BLOCK, Case, dense, dense_flops
 from .contender import Contender, Entry, Yardstick, in_numpy, torch_entry, with_flashkit
@@ -159,8 +160,9 @@ def yardsticks(
 ) -> dict[str, Yardstick]:
     """flashkit itself with other options, by name.
 
-    dense: without the mask, for masked cases. softcap, alibi: with that score modification. deterministic: the backward
-    pass with reproducible bits. tf32: float32 inputs with precision="tf32". numba_cuda: the Numba CUDA backend.
+    dense: without the mask, for masked cases. alibi, and options that are numbers: with that score modification.
+    deterministic: the backward pass with reproducible bits. tf32: float32 inputs with precision="tf32". numba_cuda: the
+    Numba CUDA backend.
     """
     import cupy
 
@@ -177,7 +179,9 @@ def yardsticks(
             wanted["deterministic"] = {"deterministic": True}
         if (case.n_q, case.head_dim) == (MODIFIED, 128):
             slopes = cupy.asarray(np.geomspace(0.5, 2**-8, case.heads), np.float32)
-            wanted |= {"softcap": {"softcap": 30.0}, "alibi": {"alibi_slopes": slopes}}
+            modifying = {name: option.usual for name, option in OPTIONS.items() if not option.hides}
+            wanted |= {name: {name: usual} for name, usual in modifying.items() if usual}
+            wanted["alibi"] = {"alibi_slopes": slopes}
     by_name = {}
     for name, options in wanted.items():
         if options.get("backend", "cupy_raw") not in dispatch.registry():
