@@ -20,11 +20,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from threadpoolctl import threadpool_limits
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples.gpt.data import Text, standard_library
+from examples.gpt.data import END, Text, standard_library
 from examples.gpt.model import GPT, Batch, Config
 from examples.gpt.optimizer import AdamW
 
@@ -117,7 +118,7 @@ def array_steps(config: Config, device: str, dtype: str, optimizer: AdamW) -> Ca
     model = GPT(config, ops, dtype)
 
     def step(batch: Batch, number: int) -> Any:
-        with ops.one_blas_thread():
+        with threadpool_limits(1, "blas"):
             loss = model.add_gradients(batch)
             optimizer.update(model.parameters, number, ops)
         return loss
@@ -139,7 +140,7 @@ def main() -> None:
     add("--out", type=Path)
     args = parser.parse_args()
     text = Text.of_documents(standard_library())
-    config = Config(args.vocabulary or text.vocabulary, args.context, args.layers, args.heads, args.width)
+    config = Config(args.vocabulary or END + 1, args.context, args.layers, args.heads, args.width)
     optimizer = AdamW(args.steps, args.rate, args.warmup)
     cuda = args.device == "cuda"
     dtype = "bfloat16" if cuda else "float32"

@@ -3,9 +3,3 @@
 Read model.py first: the forward pass and its derivative. It calls the same functions of cpu.py (NumPy, threads) and
 gpu.py (cuBLAS and short CUDA kernels).
 """
-
-from __future__ import annotations
-
-from .command import main
-
-__all__ = ["main"]

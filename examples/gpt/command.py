@@ -1,20 +1,24 @@
-"""`python -m examples.gpt`: train, save, test, and write a sample."""
+"""`python -m examples.gpt`: train, save, test, and write a sample. A checkpoint is one file of safetensors."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+from threadpoolctl import threadpool_limits
 
 import flashkit
 
-from . import checkpoint
 from .data import END, Text, decode, standard_library
 from .model import GPT, Config
 from .optimizer import AdamW
@@ -30,8 +34,7 @@ def sample(model: GPT, prompt: np.ndarray, tokens: int, temperature: float, seed
     )  # fmt: skip
     ids = prompt
     for _ in range(min(tokens, config.context - len(prompt))):
-        logits = model.next_logits(ids, cache)
-        s = (logits if isinstance(logits, np.ndarray) else logits.get()).astype(np.float64) / temperature
+        s = on_host(model.next_logits(ids, cache)).astype(np.float64) / temperature
         p = np.exp(s - s.max())
         ids = np.array([rng.choice(len(p), p=p / p.sum())])
         yield int(ids[0])
@@ -41,6 +44,27 @@ def test_loss(model: GPT, text: Text, sequences: int, packed: bool) -> float:
     """Nats a token over all of the test's tokens."""
     batches = text.tests(sequences, model.config.context, packed)
     return float(np.average([model.loss(b) for b in batches], weights=[len(b.ids) for b in batches]))
+
+
+def on_host(x: Any) -> np.ndarray:
+    """A NumPy array of one of NumPy or CuPy."""
+    return x if isinstance(x, np.ndarray) else x.get()
+
+
+def save(path: Path, model: GPT, step: int) -> None:
+    """Write the file, or leave the one before as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    arrays = {name: np.ascontiguousarray(on_host(x)) for name, x in model.parameters.state().items()}
+    save_file(arrays, partial, metadata={"step": str(step)})
+    os.replace(partial, path)
+
+
+def load(path: Path, model: GPT) -> int:
+    """Set the model's parameters and the averages; the number of steps done, 0 for a published model's file."""
+    with safe_open(path, "np") as file:
+        model.parameters.load({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+        return int((file.metadata() or {}).get("step", 0))
 
 
 @contextmanager
@@ -84,14 +108,14 @@ def main(arguments: list[str]) -> int:
         importlib.import_module("ml_dtypes")  # makes it a dtype
     ops = importlib.import_module(f".{args.device}", __package__)
     text = Text.of_documents(standard_library())
-    config = Config(text.vocabulary, args.context, args.layers, args.heads, args.width)
+    config = Config(END + 1, args.context, args.layers, args.heads, args.width)
     model, optimizer = GPT(config, ops, args.dtype), AdamW(args.steps, args.rate, warmup=args.steps // 10)
-    step = checkpoint.load(args.file, model) if args.file.exists() else 0
+    step = load(args.file, model) if args.file.exists() else 0
     print(f"{len(text.train):,} characters of documentation; {model.parameters.masters.size:,} parameters", flush=True)
     if step:
         print(f"{args.file} has {step} steps; training goes on from there", flush=True)
     begun, tokens, mean = perf_counter(), 0, None
-    with interrupts() as interrupted, ops.one_blas_thread():
+    with interrupts() as interrupted, threadpool_limits(1, "blas"):
         while step < args.steps and not interrupted:
             for part in range(args.accumulate):
                 batch = text.batch(step * args.accumulate + part, args.sequences, args.context, args.packed)
@@ -107,9 +131,9 @@ def main(arguments: list[str]) -> int:
                 print("\r" + line, end="", flush=True)
             if step % args.every == 0 or step == args.steps:
                 print(f"  test {test_loss(model, text, args.sequences, args.packed):.4f}", flush=True)
-                checkpoint.save(args.file, model, step)
+                save(args.file, model, step)
     if interrupted:
-        checkpoint.save(args.file, model, step)
+        save(args.file, model, step)
         print(f"\n{args.file} has {step} steps; the same command goes on from there")
         return 130
     written = sample(model, np.array([END]), args.sample, temperature=0.8)

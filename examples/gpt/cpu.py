@@ -1,7 +1,7 @@
 """The array functions of model.py and optimizer.py in NumPy. gpu.py has the same functions for CuPy.
 
 Everything runs over chunks of rows that fit a core's cache, on as many threads as there are cores: NumPy's functions
-release the interpreter lock. Products are BLAS's, which `one_blas_thread` keeps to the thread that calls it.
+release the interpreter lock. Products are BLAS's, which the caller keeps to one thread (threadpoolctl).
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
 import numpy as np
-from threadpoolctl import threadpool_limits
 
 from flashkit.devices import host
 
@@ -24,11 +22,6 @@ xp = np
 CHUNK = 1 << 16  # elements
 EPSILON = 1e-5  # of a variance, as in GPT-2
 GELU = math.sqrt(2 / math.pi)
-
-
-def one_blas_thread() -> AbstractContextManager[Any]:
-    """A context in which a product does not wait for other cores: threads here have a part of the rows each."""
-    return threadpool_limits(1, "blas")
 
 
 @cache
@@ -68,21 +61,12 @@ def add_product(total: Array, a: Array, b: Array) -> None:
 
 def add_column_sums(total: Array, x: Array) -> None:
     """total (E,) += the sum of the rows of x (T, E)."""
-
-    def add(rows: slice) -> Array:
-        return np.ones(len(x[rows]), x.dtype) @ x[rows]
-
-    for part in _by_rows(*x.shape, add):
-        total += part
+    total += np.ones(len(x), x.dtype) @ x
 
 
 def add_bias(x: Array, bias: Array) -> Array:
     """x (T, E) + bias (E,), in place of x."""
-
-    def add(rows: slice) -> None:
-        x[rows] += bias
-
-    _by_rows(*x.shape, add)
+    x += bias
     return x
 
 
@@ -219,11 +203,6 @@ def cross_entropy(logits: Array, targets: Array, scale: float | None) -> Array:
 
 
 # --- the optimizer ----------------------------------------------------------------------------------------------------
-
-
-def square_sum(x: Array) -> Array:
-    """The sum of squares of x (size,), an array of no axes."""
-    return np.asarray(np.dot(x, x))
 
 
 def adamw(

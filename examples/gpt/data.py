@@ -56,10 +56,6 @@ class Text:
         cut = max(1, len(tokens) // 10)
         return cls(*(np.concatenate([tokens[i] for i in part]) for part in (order[cut:], order[:cut])))
 
-    @property
-    def vocabulary(self) -> int:
-        return END + 1
-
     def batch(self, step: int, sequences: int, context: int, packed: bool = False, seed: int = 0) -> Batch:
         """Windows at places that depend on the seed and the step alone, so that training can go on anywhere.
 

@@ -1,9 +1,11 @@
-"""The array functions of model.py and optimizer.py in CuPy: products by cuBLAS, everything else by kernels.cu."""
+"""The array functions of cpu.py, which describes them, in CuPy: products by cuBLAS, everything else by kernels.cu.
+
+`adamw` also writes `value`, the master in its dtype.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,11 +36,6 @@ _HEADS = {
 }
 
 
-def one_blas_thread() -> AbstractContextManager[Any]:
-    """Nothing: cpu.py has a use for it."""
-    return nullcontext()
-
-
 @cache
 def _module(dtype: str) -> Any:
     code = _HEADS[dtype] + Path(__file__).with_name("kernels.cu").read_text(encoding="utf-8")
@@ -54,8 +51,8 @@ def _launch(name: str, dtype: Any, blocks: int, threads: int, *arguments: Any) -
     _kernel(name, np.dtype(dtype).name)((blocks,), (threads,), arguments)
 
 
-def _scalar(value: float, dtype: Any) -> Any:
-    return np.float64(value) if dtype == np.float64 else np.float32(value)
+def _wide(dtype: Any) -> Any:
+    return np.float64 if dtype == np.float64 else np.float32
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -85,14 +82,12 @@ def _gemm(a: Array, b: Array, out: Array, add: float) -> None:
 
 
 def product(a: Array, b: Array, out: Array | None = None) -> Array:
-    """a b."""
     found = cupy.empty((len(a), b.shape[1]), a.dtype) if out is None else out
     _gemm(a, b, found, 0)
     return found
 
 
 def add_product(total: Array, a: Array, b: Array) -> None:
-    """total += a b."""
     _gemm(a, b, total, 1)
 
 
@@ -102,12 +97,10 @@ def _ones(rows: int, dtype: str) -> Array:
 
 
 def add_column_sums(total: Array, x: Array) -> None:
-    """total (E,) += the sum of the rows of x (T, E)."""
     _gemm(_ones(len(x), x.dtype.name), x, total[None], 1)
 
 
 def add_bias(x: Array, bias: Array) -> Array:
-    """x (T, E) + bias (E,), in place of x."""
     _launch("add_bias", x.dtype, len(x), ROW_THREADS, x, bias, np.int32(x.shape[1]))
     return x
 
@@ -116,7 +109,6 @@ def add_bias(x: Array, bias: Array) -> Array:
 
 
 def embed(ids: Any, positions: Any, words: Array, places: Array) -> Array:
-    """Rows `ids` of words plus rows `positions` of places."""
     index = cupy.asarray(np.stack([ids, positions]).astype(np.int32))
     x = cupy.empty((len(ids), words.shape[1]), words.dtype)
     _launch("embed", x.dtype, len(x), ROW_THREADS, x, index[0], index[1], words, places, np.int32(x.shape[1]))
@@ -124,7 +116,6 @@ def embed(ids: Any, positions: Any, words: Array, places: Array) -> Array:
 
 
 def add_rows(total: Array, index: Any, x: Array) -> None:
-    """total[index[t]] += x[t], in the order of t."""
     order = np.argsort(index, kind="stable").astype(np.int32)
     rows, begins = np.unique(index[order], return_index=True)
     found = cupy.asarray(np.concatenate([rows, begins, [len(order)], order]).astype(np.int32))
@@ -139,13 +130,9 @@ def add_rows(total: Array, index: Any, x: Array) -> None:
 
 
 def add_norm(x: Array, added: Array | None, bias: Array | None, weight: Array, shift: Array) -> tuple[Array, ...]:
-    """x + added + bias (T, E), its layer normalisation (Ba et al. 2016), and the mean and reciprocal deviation (2, T)
-    of each row.
-    """
     rows, width = x.shape
-    wide = np.float64 if x.dtype == np.float64 else np.float32
     total = x if added is None else cupy.empty_like(x)
-    y, stats = cupy.empty_like(x), cupy.empty((2, rows), wide)
+    y, stats = cupy.empty_like(x), cupy.empty((2, rows), _wide(x.dtype))
     none = np.uintp(0)
     _launch(
         "add_norm", x.dtype, rows, ROW_THREADS, x, none if added is None else added, none if bias is None else bias,
@@ -157,7 +144,6 @@ def add_norm(x: Array, added: Array | None, bias: Array | None, weight: Array, s
 def norm_gradient(
     dy: Array, x: Array, stats: Array, weight: Array, dx: Array | None, dweight: Array, dshift: Array
 ) -> Array:
-    """The gradient by x of `add_norm` plus dx; adds to those by weight and shift."""
     rows, width = x.shape
     if width > MAX_WIDTH:
         raise ValueError(f"width: expected at most {MAX_WIDTH}, got {width}")
@@ -173,27 +159,21 @@ def norm_gradient(
 
 
 def gelu(x: Array, bias: Array) -> Array:
-    """GELU of x + bias (Hendrycks and Gimpel 2016), by the formula with tanh."""
     out = cupy.empty_like(x)
     _launch("gelu", x.dtype, len(x), ROW_THREADS, out, x, bias, np.int32(x.shape[1]))
     return out
 
 
 def gelu_gradient(dy: Array, x: Array, bias: Array) -> Array:
-    """The gradient by x, in place of dy."""
     _launch("gelu_gradient", x.dtype, len(x), ROW_THREADS, dy, x, bias, np.int32(x.shape[1]))
     return dy
 
 
 def cross_entropy(logits: Array, targets: Any, scale: float | None) -> Array:
-    """The sum over rows of log sum exp(logits) - logits[target], without rows whose target is negative.
-
-    With a scale, the gradient of `scale` times the sum takes the place of the logits.
-    """
     losses = cupy.empty(len(logits), np.float32)
     _launch(
         "cross_entropy", logits.dtype, len(logits), 512, logits, cupy.asarray(np.asarray(targets, np.int32)), losses,
-        _scalar(scale or 0.0, logits.dtype), np.int32(scale is not None), np.int32(logits.shape[1]),
+        _wide(logits.dtype)(scale or 0), np.int32(scale is not None), np.int32(logits.shape[1]),
     )  # fmt: skip
     return losses.sum(dtype=np.float64)
 
@@ -201,23 +181,13 @@ def cross_entropy(logits: Array, targets: Any, scale: float | None) -> Array:
 # --- the optimizer ----------------------------------------------------------------------------------------------------
 
 
-def square_sum(x: Array) -> Array:
-    """The sum of squares of x (size,), an array of no axes."""
-    return cupy.dot(x, x)
-
-
 def adamw(
     master: Array, value: Array, gradient: Array, mean: Array, variance: Array, factor: Array,
     rate: float, decay: float, betas: tuple[float, float], corrections: tuple[float, float],
 ) -> None:  # fmt: skip
-    """One step of AdamW for arrays (size,), with the gradient times `factor`. It leaves the gradient 0, and `value` the
-    master in its dtype.
-    """
-    if not len(master):
-        return
-    wide = master.dtype
+    wide = _wide(value.dtype)
     scalars = (rate, decay, *betas, *corrections)
     _launch(
         "adamw", value.dtype, -(-len(master) // 256), 256, master, value, gradient, mean, variance, factor,
-        *(_scalar(x, wide) for x in scalars), np.int64(len(master)),
+        *map(wide, scalars), np.int64(len(master)),
     )  # fmt: skip

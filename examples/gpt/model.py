@@ -7,6 +7,7 @@ have the names of the published model, whose weights are (in, out).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import flashkit
 from .parameters import Parameters
 
 Array = Any
+Attend = Callable[..., tuple[Array, Any]]  # of a layer's number, q, k, v: out, and the way back
 HEAD_ROWS = 8192  # rows of logits that exist at once
 
 
@@ -98,24 +100,22 @@ class GPT:
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
-    def _forward(self, batch: Batch, backward: bool) -> tuple[Array, list[tuple[Any, ...]]]:
-        """The last layer's normalised output (T, E), and what the backward pass reads."""
-        ops, p, heads = self.ops, self.parameters, self.config.heads
-        if len(batch.ids) and np.diff(batch.cu_seqlens).max() > self.config.context:
+    def _forward(
+        self, ids: np.ndarray, positions: np.ndarray, attend: Attend, saved: list[tuple[Any, ...]] | None = None
+    ) -> Array:
+        """The last layer's normalised output (T, E). What the backward pass reads is appended to `saved`."""
+        ops, p = self.ops, self.parameters
+        if positions.max(initial=0) >= self.config.context:
             raise ValueError(f"batch: expected sequences of at most {self.config.context} tokens")
-        options = dict(cu_seqlens=batch.cu_seqlens, causal=True)
-        x = ops.embed(batch.ids, batch.positions, p["wte.weight"], p["wpe.weight"])
-        saved: list[tuple[Any, ...]] = []
+        x = ops.embed(ids, positions, p["wte.weight"], p["wpe.weight"])
+        backward = saved is not None
+        saved = [] if saved is None else saved
         added, bias = None, None  # what the layer before adds to the residual stream
         for i in range(self.config.layers):
             h = f"h.{i}."
             x, a, stats = ops.add_norm(x, added, bias, p[h + "ln_1.weight"], p[h + "ln_1.bias"])
             qkv = ops.add_bias(ops.product(a, p[h + "attn.c_attn.weight"]), p[h + "attn.c_attn.bias"])
-            q, k, v = qkv.reshape(len(x), 3, heads, -1).transpose(1, 0, 2, 3)
-            if backward:
-                out, vjp = flashkit.attention_vjp(q, k, v, **options)
-            else:
-                out, vjp = flashkit.attention(q, k, v, **options), None
+            out, vjp = attend(i, *qkv.reshape(len(x), 3, self.config.heads, -1).transpose(1, 0, 2, 3))
             out = out.reshape(x.shape)
             added = ops.product(out, p[h + "attn.c_proj.weight"])
             saved.append((x, a, stats, out, vjp))
@@ -128,12 +128,26 @@ class GPT:
                 saved.clear()
         x, y, stats = ops.add_norm(x, added, bias, p["ln_f.weight"], p["ln_f.bias"])
         saved.append((x, stats))
-        return y, saved
+        return y
 
     def loss(self, batch: Batch) -> float:
         """Mean cross-entropy in nats."""
-        y, _ = self._forward(batch, backward=False)
-        return float(self._head(y, batch, scale=None)[0])
+
+        def attend(_: int, q: Array, k: Array, v: Array) -> tuple[Array, None]:
+            return flashkit.attention(q, k, v, cu_seqlens=batch.cu_seqlens, causal=True), None
+
+        return float(self._head(self._forward(batch.ids, batch.positions, attend), batch, scale=None)[0])
+
+    def next_logits(self, ids: np.ndarray, cache: flashkit.KVCache) -> Array:
+        """Logits (V,), float32, behind new tokens of the one sequence of a cache, which takes their keys."""
+        begin, layers = int(cache.lengths[0]), list(cache)
+
+        def attend(i: int, q: Array, k: Array, v: Array) -> tuple[Array, None]:
+            layers[i].append(k, v, [0, len(k)])
+            return layers[i].attend(q, causal=True), None
+
+        y = self._forward(ids, np.arange(begin, begin + len(ids)), attend)
+        return self.ops.product(y[-1:], self.parameters["wte.weight"].T)[0].astype(np.float32)
 
     def _head(self, y: Array, batch: Batch, scale: float | None) -> tuple[Array, Array]:
         """The sum of the cross-entropy over its number of tokens, and the gradient by y of `scale` times it.
@@ -160,7 +174,12 @@ class GPT:
         of no axes: reading it waits for a GPU.
         """
         ops, p = self.ops, self.parameters
-        y, saved = self._forward(batch, backward=True)
+        saved: list[tuple[Any, ...]] = []
+
+        def attend(_: int, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+            return flashkit.attention_vjp(q, k, v, cu_seqlens=batch.cu_seqlens, causal=True)
+
+        y = self._forward(batch.ids, batch.positions, attend, saved)
         loss, dy = self._head(y, batch, scale)
 
         def norm(dy: Array, x: Array, stats: Array, name: str, dx: Array | None) -> Array:
@@ -183,32 +202,8 @@ class GPT:
             dx = norm(linear(df, b, h + "mlp.c_fc"), x, stats, h + "ln_2", dx)
             x, a, stats, out, vjp = saved.pop()
             dout = linear(dx, out, h + "attn.c_proj")
-            dqkv = ops.xp.empty((len(x), 3, self.config.heads, self.config.width // self.config.heads), x.dtype)
-            for axis, gradient in enumerate(vjp(dout.reshape(len(x), self.config.heads, -1))):
-                dqkv[:, axis] = gradient
+            dqkv = ops.xp.stack(vjp(dout.reshape(len(x), self.config.heads, -1)), axis=1)
             dx = norm(linear(dqkv.reshape(len(x), -1), a, h + "attn.c_attn"), x, stats, h + "ln_1", dx)
         ops.add_rows(p.gradient("wte.weight"), batch.ids, dx)
         ops.add_rows(p.gradient("wpe.weight"), batch.positions, dx)
         return loss
-
-    # --- one token after the other ------------------------------------------------------------------------------------
-
-    def next_logits(self, ids: np.ndarray, cache: flashkit.KVCache) -> Array:
-        """Logits (V,), float32, behind new tokens of the one sequence of a cache, which takes their keys."""
-        ops, p = self.ops, self.parameters
-        begin = int(cache.lengths[0])
-        x = ops.embed(ids, np.arange(begin, begin + len(ids)), p["wte.weight"], p["wpe.weight"])
-        added, bias = None, None
-        for i, layer in enumerate(cache):
-            h = f"h.{i}."
-            x, a, _ = ops.add_norm(x, added, bias, p[h + "ln_1.weight"], p[h + "ln_1.bias"])
-            qkv = ops.add_bias(ops.product(a, p[h + "attn.c_attn.weight"]), p[h + "attn.c_attn.bias"])
-            q, k, v = qkv.reshape(len(x), 3, self.config.heads, -1).transpose(1, 0, 2, 3)
-            layer.append(k, v, [0, len(x)])
-            out = layer.attend(q, causal=True).reshape(x.shape)
-            added = ops.product(out, p[h + "attn.c_proj.weight"])
-            x, b, _ = ops.add_norm(x, added, p[h + "attn.c_proj.bias"], p[h + "ln_2.weight"], p[h + "ln_2.bias"])
-            g = ops.gelu(ops.product(b, p[h + "mlp.c_fc.weight"]), p[h + "mlp.c_fc.bias"])
-            added, bias = ops.product(g, p[h + "mlp.c_proj.weight"]), p[h + "mlp.c_proj.bias"]
-        _, y, _ = ops.add_norm(x[-1:], added[-1:], bias, p["ln_f.weight"], p["ln_f.bias"])
-        return ops.product(y, p["wte.weight"].T)[0].astype(np.float32)

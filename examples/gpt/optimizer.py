@@ -34,8 +34,8 @@ class AdamW:
     def update(self, parameters: Parameters, step: int, ops: Any) -> None:
         """One step with the gradients, which are 0 afterwards."""
         p = parameters
-        norm = ops.xp.sqrt(ops.square_sum(p.gradients))
-        factor = ops.xp.minimum(self.clip / (norm + 1e-6), 1).astype(p.gradients.dtype)
+        norm = ops.xp.sqrt(ops.xp.dot(p.gradients, p.gradients))
+        factor = ops.xp.minimum(self.clip / (norm + 1e-6), 1)
         corrections = 1 - self.betas[0] ** (step + 1), 1 - self.betas[1] ** (step + 1)
         for part, decay in ((slice(0, p.decayed), self.decay), (slice(p.decayed, None), 0.0)):
             arrays = (flat[part] for flat in (p.masters, p.values, p.gradients, p.mean, p.variance))

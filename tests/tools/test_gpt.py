@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples.gpt import checkpoint, command
+from examples.gpt import command
 from examples.gpt.data import END, Text, batch_of, decode, encode
 from examples.gpt.model import GPT, Batch, Config
 from examples.gpt.optimizer import AdamW
@@ -186,10 +186,10 @@ def test_thirty_steps_learn_and_a_resumed_run_has_the_same_bits(tmp_path, docume
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     pytest.importorskip("safetensors")
     cpu = ops_of("cpu")
-    checkpoint.save(tmp_path / "a.safetensors", GPT(SMALL, cpu), 3)
-    assert checkpoint.load(tmp_path / "a.safetensors", GPT(SMALL, cpu)) == 3
+    command.save(tmp_path / "a.safetensors", GPT(SMALL, cpu), 3)
+    assert command.load(tmp_path / "a.safetensors", GPT(SMALL, cpu)) == 3
     with pytest.raises(ValueError, match=r"wte.weight: expected shape \(20, 32\), got \(20, 16\)"):
-        checkpoint.load(tmp_path / "a.safetensors", GPT(Config(20, 12, 2, 2, 32), cpu))
+        command.load(tmp_path / "a.safetensors", GPT(Config(20, 12, 2, 2, 32), cpu))
 
 
 @pytest.mark.parametrize(
