@@ -121,7 +121,8 @@ class Call:
         if fp8 or Quantized in (type(self.q), type(self.k), type(self.v)):
             self.require_arrays()
             self.quantised = Dequantised(self.q, self.k, self.v, fp8, self.described)
-            self._enter(self.quantised.scope())
+            if arrays.kind_of(self.q) != "numpy":
+                self._enter(self.quantised.scope())
 
     def _enter(self, scope: Any) -> None:
         scope.__enter__()
