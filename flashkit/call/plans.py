@@ -67,7 +67,7 @@ def _on_codes(call: Call, backend: str | None, return_lse: bool) -> Planned | On
     """The plan of a call on the codes of its arrays, as `plan_of`; None if they have to be dequantised."""
     quantised, *given = call.quantised, call.q, call.k, call.v
     assert quantised is not None
-    q, k, v = tensors = [quantised.quantise(name, x) for name, x in zip("qkv", given)]
+    q, k, v = tensors = [quantised.quantise(name, x) for name, x in zip("qkv", given)] if quantised.fp8 else given
     signatures = [x.signature if type(x) is Quantized else None for x in tensors]
     call.q, call.k, call.v = (x.data if type(x) is Quantized else x for x in tensors)
     key = key_of(call, backend, return_lse)
@@ -86,8 +86,7 @@ def _on_codes(call: Call, backend: str | None, return_lse: bool) -> Planned | On
         return None
     call.quantised = None
     if isinstance(planned, Planned):
-        pairs, *rest = call.per_call
-        call.per_call = PerCall(pairs, *rest[:-1], scales_of(planned.scales, tensors))
+        call.scales = scales_of(planned.scales, tensors)
     return planned  # type: ignore[no-any-return]
 
 
