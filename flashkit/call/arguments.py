@@ -190,7 +190,7 @@ def prepare(
         seqs.page_table, None if k_pe is None else shape.keys_to_four(k_pe),
         tuple(map(shape.four_axes, fp8.scales)) if fp8 else None,
         *(None if x is None else shape.keys_to_four(per_token(x, y)) for x, y in zip(memory.scales, (k, v))),
-        queries if o.q_offset is None else None,
+        follows=queries if o.q_offset is None else None,
     )  # fmt: skip
     return Prepared(problem, operands, shape)
 
