@@ -21,7 +21,7 @@ from ..call.planned import Planned
 from ..options import OPTIONS
 from .pages import PageTable
 from .pools import Pools
-from .step_plans import MAX_TOKENS, StepPlans
+from .step_plans import MAX_TOKENS, Rest, StepPlans
 
 MIN_BYTES, MIN_TOKENS = 12 << 20, 1024
 """Where it pays on the CPU: bytes of keys and values of a layer that are not read again, beside which the second call
@@ -46,18 +46,6 @@ class Prefix(NamedTuple):
     sequences: np.ndarray
     pages: np.ndarray  # int64 (columns,)
     tokens: int
-
-
-class Rest:
-    """The sequences without their prefixes: what `StepPlans` reads of a PageTable."""
-
-    def __init__(self, pages: PageTable, prefixes: list[Prefix]) -> None:
-        self.page, self.lengths, self.table = pages.page, pages.lengths.copy(), pages.table.copy()
-        for at, shared, tokens in prefixes:
-            columns = len(shared)
-            self.lengths[at] -= tokens
-            self.table[at, : self.table.shape[1] - columns] = pages.table[at, columns:]
-        self.longest = int(self.lengths.max())
 
 
 class Cascade:
