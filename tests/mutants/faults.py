@@ -37,7 +37,7 @@ ROWS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     ),
     # what a call checks
     "tests/unit/test_bad_input.py -k lengths": (
-        ("lengths", "call.positions:_counts", "counts.view(np.uint64).max() > most", "counts.max() > most"),
+        ("lengths", "call.sequences:_counts", "counts.view(np.uint64).max() > most", "counts.max() > most"),
     ),
     f"{SAFETY} -k exchanged_values": (("bounds", "call.compose:check_indices", "high >= n", "high > n"),),
     f"{SAFETY} -k integers": (
@@ -135,7 +135,7 @@ ROWS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("ragged tile", "sm80/softmax.cuh", "? at.n_k : 0;", "? at.n_k + 1 : 0;"),
         ("gradient", "common/bwd_preprocess.cu", "sum -= *q_row<const fk_float>(p, p.dlse",
          "sum += *q_row<const fk_float>(p, p.dlse"),
-        ("order", "sm80/backward.cu", "if (ORDERED) semaphore_wait(semaphore, bits, add_after, add_end);", ";"),
+        ("order", "sm80/backward.cu", "semaphore_wait(semaphore, bits, add_after, add_end);", ";"),
     ),
     f"{EMULATED} -k 'test_features and cupy_raw-sm90'": (
         ("rescale", "sm90/mainloop.cuh", "acc.o[i] *= IS_FLOAT32 ? block.rescale[i / 2 % 2] * terms.change_factor : "

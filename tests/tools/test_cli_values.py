@@ -22,8 +22,27 @@ from flashkit.tools.cli import examples
 
 Run = Callable[..., tuple[int, str, str]]
 
-NUMBERS = ["", " ", "x", "-1", "0", "1.5", "1e23", "nan", "inf", "-inf", "9" * 30, "9" * 5000, "é", "٣", "²", "½",
-    "1,2", "0x1", "\0"]
+NUMBERS = [
+    "",
+    " ",
+    "x",
+    "-1",
+    "0",
+    "1.5",
+    "1e23",
+    "nan",
+    "inf",
+    "-inf",
+    "9" * 30,
+    "9" * 5000,
+    "é",
+    "٣",
+    "²",
+    "½",
+    "1,2",
+    "0x1",
+    "\0",
+]
 NAMES = ["", " ", "x", "-1", ",", "é", "no such", "CPU", "float32 ", "a" * 5000, "\udcff", "\n", "\0"]
 LISTS = [*NUMBERS, ",", ",,", "1,", ",1", "none", "1,none", "1,2,3,4,5", "1;2"]
 FILES = ["/proc/no/such/file", "/dev/null/x", "/", "é" * 300, "\0", "/etc/passwd/x"]
