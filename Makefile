@@ -3,7 +3,7 @@
 # make test    environment, install, and all the tests
 # make pythons the README and the tests of modules on each other Python that is supported and installed
 # make fast    the quick tests of attention itself; none of a device, a library, the system or a tool
-# make matrix  conformance of the CPU backend with each vector width, on each threading layer, from four threads at once
+# make matrix  conformance of the CPU backend with each vector width, from four threads at once
 # make mutants MODULE=flashkit/call/shape.py  which small changes of a module no test finds (cosmic-ray; hours)
 # make lint    ruff and mypy
 # make docs    the documentation site, in build/docs/html; fails on any warning
@@ -45,13 +45,10 @@ pythons: $(VENV)/.stamp-env
 fast: $(VENV)/.stamp-test
 	$(PYTEST) -m "not slow and not gpu" $(addprefix tests/,unit conformance cuda emulator) $(PYTEST_ARGS)
 
-# Each width and each threading layer once. Numba finds TBB by the loader's path; $(PIP) tbb brings it.
 matrix: $(VENV)/.stamp-test
-	$(PIP) tbb
-	set -e; for setting in "4 workqueue" "8 tbb" "16 omp"; do \
-	  set -- $$setting; echo "== $$1 lanes, $$2"; \
-	  LD_LIBRARY_PATH=$(abspath $(VENV))/lib:$$LD_LIBRARY_PATH FLASHKIT_CPU_LANES=$$1 NUMBA_THREADING_LAYER=$$2 \
-	  FLASHKIT_TEST_THREADS=4 NUMBA_NUM_THREADS=2 \
+	set -e; for lanes in 4 8 16; do \
+	  echo "== $$lanes lanes"; \
+	  FLASHKIT_CPU_LANES=$$lanes FLASHKIT_TEST_THREADS=4 NUMBA_NUM_THREADS=2 \
 	  $(PYTEST) tests/conformance/test_conformance.py -k "cpu" $(PYTEST_ARGS); \
 	done
 

@@ -905,7 +905,7 @@ BESIDE_A_CAP = [
     ],
 )
 def test_soft_capping_beside_another_feature(factor: str, level: str, d: int, generation: str) -> None:
-    """In bfloat16, where kernels may sum and bound weights in a way of their own (sm90's sums_rows_by_mma)."""
+    """In bfloat16, whose tanh is approximate."""
     capped = {"softcap": "yes", "dtype": "bfloat16", "sizes": "130x200", "heads": "4:2", "out": "poisoned"}
     check(with_(**{**capped, "dims": f"{d}", factor: level}))
 

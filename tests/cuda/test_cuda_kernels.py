@@ -338,10 +338,10 @@ def test_sm90_products_run_beside_the_softmax(d: int, causal: bool) -> None:
 @pytest.mark.parametrize(
     ("d", "tokens", "scores", "buffers"),
     [(128, 4096, [], 3), (96, 2048, [], 3), (96, 4096, [], 2), (64, 512, [], 3), (64, 4096, [], 2),
-     (128, 4096, ["alibi"], 3), (128, 4096, ["softcap"], 2), (192, 4096, [], 2), (256, 4096, [], 1)],
+     (128, 4096, ["alibi"], 3), (128, 4096, ["softcap"], 3), (192, 4096, [], 2), (256, 4096, [], 1)],
 )  # fmt: skip
 def test_sm90_rows_have_one_more_buffer(d: int, tokens: int, scores: list[str], buffers: int) -> None:
-    """Not beside the columns of ones that sum weights, nor in tiles of 192 rows."""
+    """Not in tiles of 192 rows."""
     spec = spec_of([SCORES[score] for score in scores], [mods.causal()], d, "bfloat16")
     tile = tile_of(Problem(spec, 4, 16, tokens, tokens), "sm90")
     assert tile.q_buffers == buffers
@@ -369,21 +369,6 @@ def test_sm90_latent_keys_are_values(what: str) -> None:
     of_registers = re.findall(rf"HGMMA\.64x{half}x16\S* R\d+, R\d+, gdesc\[\S+\.tnspB", sass)
     of_memory = re.findall(rf"HGMMA\.64x{half}x16\S* R\d+, gdesc\[\S+\.tnspB", sass)
     assert len(of_registers) == 2 * 4 and len(of_memory) == 3 * 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "d"), [("bfloat16", 128), ("bfloat16", 64), ("bfloat16", 96), ("float16", 128)])
-@pytest.mark.one_in(5)
-def test_sm90_sums_capped_weights_with_the_values(dtype: str, d: int) -> None:
-    """By eight columns more of a product with values, where these fill their chunks and weights may be of any size."""
-    spec = spec_of([SCORES["softcap"]], [MASKS["causal"]], d, dtype)
-    sass = disassembled(sm90_binary(spec).path)
-    tile = tile_of(long(spec), "sm90")
-    summed = dtype == "bfloat16" and d % 64 == 0
-    assert sm90.sums_rows_by_mma(spec, tile) == summed
-    with_values = re.findall(rf"HGMMA\.64x{d + 8 * summed}x16\.F32(?:\.BF16)? R\d+, R\d+", sass)
-    assert len(with_values) == 3 * tile.block_k // 16
-    assert not sm90.sums_rows_by_mma(replace(spec, dropout=True), tile)
 
 
 @pytest.mark.slow
@@ -732,14 +717,7 @@ def test_sm90_fuses_the_preprocess_into_long_work_tiles() -> None:
     assert not fused(4096, 4096, 192) and not fused(4096, 4096, 64, 128)
 
 
-def test_sms_are_reserved_for_the_postprocess_where_that_costs_little() -> None:
-    reserved = sm90_bwd_launch.reserved_sms
-    assert [reserved("full", 4096, work_tiles, 132) for work_tiles in (100, 132, 140, 2048, 4096)] == [0, 0, 0, 4, 0]
-    assert [reserved("causal", n, 2048, 132) for n in (1, 512, 1024, 2048, 4096, 8192, 16384)] == [8, 8, 7, 3, 2, 1, 0]
-    assert reserved("other", 1024, 2048, 132) == reserved("blocks", 1024, 2048, 132) == 0  # work tiles differ in length
-    kinds: tuple[sm90_bwd_launch.MaskKind, ...] = "full", "causal"
-    for kind, n, sms in itertools.product(kinds, (1, 99, 4096), range(1, 40)):
-        assert 0 <= reserved(kind, n, 7, sms) < sms
+def test_what_is_known_of_a_mask() -> None:
     causal, windowed = (spec_of([], [mods.causal(), *more]) for more in ([], [mods.sliding_window(100, None)]))
     assert [sm90_bwd_launch.mask_kind(spec) for spec in (causal, windowed)] == ["causal", "other"]
     assert sm90_bwd_launch.mask_kind(replace(causal, mask=None, kv_lengths=True)) == "other"
@@ -860,10 +838,10 @@ def test_products_name_every_sum_once() -> None:
 
 def test_integers_of_small_score_modifications() -> None:
     """ALiBi's distances fit 32 bits where positions do; products of positions, or what numbers hold, may not."""
-    assert modification.is_small(spec_of([mods.alibi(np.ones((2, 4), np.float32))], []))
-    assert modification.is_small(AttentionSpec("float16", 64, 64))
-    assert not modification.is_small(spec_of([mods.score(lambda s, b, h, q, k: s - q * k)], []))
-    assert not modification.is_small(spec_of([mods.score(lambda s, b, h, q, k, *, n=7: s - (q + n))], []))
+    assert modification.positions(spec_of([mods.alibi(np.ones((2, 4), np.float32))], [])) == "floats"
+    assert modification.positions(AttentionSpec("float16", 64, 64)) == "integers"
+    assert modification.positions(spec_of([mods.score(lambda s, b, h, q, k: s - q * k)], [])) == "any"
+    assert modification.positions(spec_of([mods.score(lambda s, b, h, q, k, *, n=7: s - (q + n))], [])) == "any"
 
 
 @pytest.mark.slow

@@ -33,7 +33,6 @@ AMPERE = {
     "red.relaxed.gpu.global.add.f32": "red_add(l, x[0])",
     "red.relaxed.gpu.global.or": "red_or(l, i[0])",
     "red.release.gpu.global.or": "red_or_release(l, i[0])",
-    "red.release.gpu.global.add": "red_add_release(l, i[0])",
     "ld.relaxed.gpu.global": "i[0] = load_relaxed(l)",
     "ld.global.nc.b32": "x[0] = load_from('global', float32, True)(l)",
     "ld.shared.b32": "i[0] = load_word(shared_address() + 4)",
@@ -56,13 +55,6 @@ HOPPER = {
     "fence.mbarrier_init": "fence_mbarrier_init()",
     "mbarrier.arrive.shared": "mbarrier_arrive(shared_address()); mbarrier_arrive_once(shared_address())",
     "mbarrier.arrive.expect_tx": "mbarrier_arrive_expect_tx(shared_address(), 128)",
-    "@p mbarrier.arrive.expect_tx": "arrive_and_expect_once(shared_address(), 128)",
-    "%cluster_ctarank": "i[0] = cluster_ctarank()",
-    "mapa.shared::cluster": "i[0] = mapa(shared_address(), 1)",
-    "barrier.cluster.wait.acquire": "cluster_sync()",
-    "mbarrier.arrive.shared::cluster": "dsmem_arrive(mapa(shared_address(), 1))",
-    "st.async.weak.shared::cluster": "dsmem_store(mapa(shared_address(), 1), 7, mapa(shared_address() + 8, 1))",
-    "cp.async.bulk.shared::cluster.shared::cta": "dsmem_copy(i[0], shared_address(), 256, i[1])",
     "mbarrier.try_wait.parity": (
         "mbarrier_wait_spin(shared_address(), 0)\n    while not mbarrier_try_wait(0, 1): nap(1000)"
     ),
@@ -74,13 +66,11 @@ HOPPER = {
     "cp.async.bulk.commit_group": "bulk_commit()",
     "cp.async.bulk.wait_group.read 1": "bulk_wait_read(1)",
     "cp.async.bulk.wait_group 0": "bulk_wait()",
-    "fence.proxy.async;": "fence_proxies()",
     "cp.async.bulk.shared::cluster.global.mbarrier": "load_bulk(shared_address(), l, 256, shared_address())",
     "@p cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32": (
         "add_bulk_once(l, shared_address(), 1024); bulk_commit()"
     ),
     "st.shared.v4.f32": "store_four(shared_address(), filled(x[0], 4))",
-    "ld.acquire.gpu.global.b32": "i[0] = load_acquire(l)",
     "stmatrix.sync.aligned.m8n8.x4.shared": "stmatrix_x4(shared_address(), i[0], i[1], i[2], i[3])",
     "stmatrix.sync.aligned.m8n8.x4.trans": "stmatrix_x4_trans(shared_address(), i[0], i[1], i[2], i[3])",
     "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16": (
@@ -136,18 +126,6 @@ def test_an_instruction_is_what_it_says(instruction, body, capability):
     assert instruction in text
     code, _ = assemble.machine_code("instruction", [text], "sm_" + "".join(map(str, capability)))
     assert code.startswith(b"\x7fELF")
-
-
-def test_a_kernel_says_how_many_blocks_make_a_cluster():
-    from flashkit.backends.numba_cuda import assemble
-    from flashkit.backends.numba_cuda import compile as ours
-
-    text = ptx_of("cluster_sync()", (9, 0, "a"))
-    name = re.search(r"\.visible \.entry (\S+)\(", text)[1]
-    text = ours.one_structure(text, "kernel", (), 2)
-    assert name not in text
-    assert ".explicitcluster\n.reqnctapercluster 2, 1, 1" in text
-    assert assemble.machine_code("cluster", [text], "sm_90a")[0].startswith(b"\x7fELF")
 
 
 def test_sums_of_products_stay_where_they_are():

@@ -66,7 +66,7 @@ def test_gemm(method: str) -> None:
         c = surrounding[:, 2 : n + 2]
         want = a[:, :k].astype(np.float64) @ b.astype(np.float64)
         tolerance = 4 * (k + 1) * 2.0**-24 * max(1, np.abs(want).max(initial=0))
-        for name, times in (("gemm_bf16_pairs", 1), ("gemm_add_bf16_pairs", 2)):
+        for name, times in (("gemm", 1), ("gemm_add", 2)):
             run(
                 block(method), name, at(a), a.strides[0], 4, at(packed), packed.strides[0], at(c), c.strides[0],
                 m, n, even // 2,
@@ -88,7 +88,7 @@ def test_packing(lanes: int) -> None:
         half_m, half_n = -(-m // 2), -(-n // 2)
         by_columns = np.full((up(half_n), up(m) + 2), 7, np.uint32)
         run(
-            block("emulate", lanes), "pack_columns", at(source), source.strides[0], at(by_columns),
+            block("emulate", lanes), "pack_transposed", at(source), source.strides[0], at(by_columns),
             by_columns.strides[0], m, n, bits(-0.25),
         )  # fmt: skip
         even = np.zeros((m, 2 * half_n), np.float32)
@@ -292,14 +292,14 @@ def test_amx_code_is_tile_instructions() -> None:
         assert set(counts) == {(1, 2, 0), (2, 3, 0), (4, 4, 0)} | of_four
         assert all("(%rsp" not in code for code in loops if code.count("tdpbf16ps") == 4)
         assert region.count("ldtilecfg") == configurations and "tilezero" in region
-    for name in ("gemm_bf16_pairs", "gemm_add_bf16_pairs"):
+    for name in ("gemm", "gemm_add"):
         assert code_of(name).count("ldtilecfg") == 1 and "tilerelease" not in code_of(name)
     assert "ldtilecfg" in code_of("begin_products") and "tilerelease" in code_of("end_products")
 
 
 def test_dot_products_fill_the_registers_and_do_not_spill() -> None:
     text = assembly("avx512bf16", "znver4", "+avx512f,+avx512dq,+avx512bw,+avx512vl,+avx512bf16")
-    body = text[text.index("gemm_add_bf16_pairs:") :]
+    body = text[text.index("gemm_add:") :]
     widest = max(innermost_loops(body), key=lambda code: code.count("vdpbf16ps"))
     assert widest.count("vdpbf16ps") == 24 and "zmm" not in "".join(re.findall(r".*\(%rsp.*", widest))
 
@@ -411,7 +411,7 @@ def test_rows_of_head_dims_are_whole_tiles(methods: pytest.MonkeyPatch, method: 
 
     def recorded(registers: RegisterBlock) -> dict[str, int]:
         found = dict(original(registers))
-        for name, arguments, at_word in (("gemm_bf16_pairs", 10, 9), ("attend_bf16_pairs", 17, 14)):
+        for name, arguments, at_word in (("gemm", 10, 9), ("attend_bf16_pairs", 17, 14)):
             kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * arguments)
             alive.append(kind(partial(call, kind(found[name]), at_word)))
             found[name] = ctypes.cast(alive[-1], ctypes.c_void_p).value or 0

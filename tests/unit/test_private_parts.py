@@ -126,24 +126,18 @@ def test_llvmlite() -> None:
 
 
 def test_numbas_threads() -> None:
-    """What threads.py reads from Numba's extensions without importing Numba."""
-    from numba.core import config
+    """What threads.py reads where a program uses Numba's threads, and objects.py without importing Numba."""
+    from numba.np.ufunc import parallel
 
-    loaded = 0
-    for name in ("tbbpool", "omppool", "workqueue"):
-        try:
-            module = importlib.import_module(f"numba.np.ufunc.{name}")
-        except ImportError:
-            continue
-        loaded += 1
-        for entry in ("launch_threads", "set_num_threads", "get_num_threads", "parallel_for"):
-            assert isinstance(getattr(module, entry), int), (name, entry)
-    assert loaded
-    assert config.NUMBA_NUM_THREADS >= 1
-    assert set(config.THREADING_LAYER_PRIORITY) == {"tbb", "omp", "workqueue"}
-    assert isinstance(config.THREADING_LAYER, str)
+    assert isinstance(parallel._is_initialized, bool) and callable(parallel.get_num_threads)
     places = importlib.util.find_spec("numba").submodule_search_locations
     assert (Path(places[0]) / "_version.py").is_file()
+
+
+def test_pythons_locks_and_threads() -> None:
+    """What the workers of the pool are made of; all but the first are in the stable ABI."""
+    for name in ("start_new_thread", "allocate_lock", "acquire_lock", "release_lock"):
+        assert getattr(ctypes.pythonapi, f"PyThread_{name}")
 
 
 def test_numpys_array_objects() -> None:
@@ -163,8 +157,14 @@ def test_numba_cuda() -> None:
     assert "launch_bounds" in inspect.signature(cuda.compile_ptx).parameters or any(
         p.kind is p.VAR_KEYWORD for p in inspect.signature(cuda.compile_ptx).parameters.values()
     )
-    for name in ("int_as_float", "float_as_int", "longlong_as_double", "double_as_longlong", "half2float",
-    "float2half_rn"):
+    for name in (
+        "int_as_float",
+        "float_as_int",
+        "longlong_as_double",
+        "double_as_longlong",
+        "half2float",
+        "float2half_rn",
+    ):
         assert hasattr(libdevice, name), name
 
 

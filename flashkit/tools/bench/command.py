@@ -131,11 +131,6 @@ def run(
     """Measure every case in its directions; on_start gets the label of each."""
     from ...backends.cpu import threads
 
-    # Baselines are imported before flashkit starts its threads: Numba's OpenMP layer enables nested parallelism in the
-    # whole process, and a PyTorch that is imported later shares its OpenMP runtime and becomes far slower.
-    for name in baselines:
-        for package in platform.requires.get(name, ()):
-            import_module(package)
     started, count = now(), threads.count()
     for case in cases:
         for direction in directions(case):
