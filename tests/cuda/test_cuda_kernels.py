@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from tiles import tables, tile_of
 
-from flashkit import BlockMask, mods
+from flashkit import BlockMask, errors, mods
 from flashkit.backends.cuda_common import (
     compiler,
     launch,
@@ -113,7 +113,7 @@ def test_a_profiles_row_decides_where_it_fits() -> None:
     tile, row, why = chosen(64, threads_x=8, threads_y=16)
     assert (tile.block_q, tile.threads, why) == (64, 128, "measured") and row is not None
     for wrong in ((65, {"threads_x": 8, "threads_y": 16}), (64, {"threads_x": 7, "threads_y": 16}), (64, {})):
-        schema.forget_warnings()
+        errors.forget_warnings()
         with pytest.warns(schema.ProfileWarning, match="no tile of SimtTile"):
             tile, row, why = chosen(wrong[0], **wrong[1])
         assert tile == simt.choose("forward", problem.spec, HOPPER) and row is None

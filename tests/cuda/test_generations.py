@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flashkit import mods
+from flashkit import errors, mods
 from flashkit.backends.cuda_common import backend, generation
 from flashkit.backends.cuda_common.backend import CudaBackend
 from flashkit.backends.cuda_common.compiler import CompileError
@@ -179,7 +179,7 @@ def test_the_shipped_rows_choose_what_was_fastest(profile: str, backend: str) ->
 )
 def test_a_row_that_is_no_tile_is_not_followed(fields: dict[str, Any], complaint: str) -> None:
     row = TileRow(**{"block_q": 128, "block_k": 64, "options": {"warps": 4}, **fields})
-    schema.forget_warnings()
+    errors.forget_warnings()
     with pytest.warns(schema.ProfileWarning, match=f"no tile of Sm80Tile.*{complaint}"):
         assert sm80.Sm80().tile(LONG, row, HOPPER, "forward") is None
 
@@ -241,7 +241,7 @@ def test_a_row_whose_kernels_do_not_compile_is_left_with_a_warning(monkeypatch: 
     monkeypatch.setattr(CupyRawBackend, "generations", (Compiles("sm80"),))
     verified: list[object] = []
     monkeypatch.setattr(backend.verify, "check", lambda made, *_: verified.append(made))
-    schema.forget_warnings()
+    errors.forget_warnings()
     plan = backend.CudaPlan(CupyRawBackend(), LONG, rows(("sm80", 10)))
     with pytest.warns(schema.ProfileWarning, match="<text>:5: not followed.*128 is not a multiple of 8"):
         assert plan.on(HOPPER, "forward") == "its own tile"

@@ -18,7 +18,7 @@ import pytest
 from llvmlite import binding
 
 import flashkit
-from flashkit import BlockMask, mods, settings
+from flashkit import BlockMask, errors, mods, settings
 from flashkit.backends.cpu import modify, objects, plan, specialise, target
 from flashkit.backends.cpu.micro import compile as micro
 from flashkit.backends.cpu.micro.register_block import RegisterBlock
@@ -38,7 +38,7 @@ def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv(settings.PREBUILT.name, "1")
     monkeypatch.setattr(prebuilt, "PACKAGE", tmp_path / "package")
-    monkeypatch.setattr(prebuilt, "_warned", set())
+    monkeypatch.setattr(errors, "_said", set())
     monkeypatch.setattr(objects, "_loaded", {})
     prebuilt.path().mkdir(parents=True)
     return prebuilt.path()

@@ -516,6 +516,6 @@ def test_amx_has_tables_and_candidates_of_its_own(method: str, monkeypatch: pyte
             memory = io_model.cpu_memory(runner.profile)
             assert (runner.candidates(target) == io_model.amx_candidates(64, 64, direction, **memory)) == by_amx
     outcome = Outcome(Target("forward", "bfloat16", 64), IN_USE, IN_USE, 1.0, 100.0, 1, 0, True)
-    assert list(command.profile.profile_of([outcome], PEAKS, cpu.TunableCpu())["tiles"]) == [
+    assert list(command.profile_of([outcome], PEAKS, cpu.TunableCpu())["tiles"]) == [
         "cpu_amx.forward" if method == "amx" else "cpu.forward"
     ]

@@ -50,7 +50,7 @@ def test_info(run: Any) -> None:
 def test_info_prints_brackets_as_they_are(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [{"name": "gpu", "ok": False, "reason": 'pip install "package[extra]"', "arrays": []}]
     monkeypatch.setitem(doctor.PROBES, "backends", lambda: found)
-    assert 'gpu: not available, pip install "package[extra]"' in run("info")[1]
+    assert 'gpu  not available: pip install "package[extra]"' in run("info")[1]
 
 
 def test_version_and_module_entry(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
