@@ -22,7 +22,9 @@ LOOP = """
         return time.process_time() - start
 """
 
-IMPORT = LOOP + """
+IMPORT = (
+    LOOP
+    + """
     import json, sys
     import numpy
     before, start = set(sys.modules), time.process_time()
@@ -31,8 +33,11 @@ IMPORT = LOOP + """
     loops = seconds / min(loop() for _ in range(3))
     print(json.dumps({"loops": loops, "new": sorted(set(sys.modules) - before), "all": sorted(sys.modules)}))
 """
+)
 
-CALLS = LOOP + """
+CALLS = (
+    LOOP
+    + """
     import json
     from pathlib import Path
     import numpy as np
@@ -56,6 +61,7 @@ CALLS = LOOP + """
     total = float(out.sum())
     print(json.dumps({"first": first, "loops": loops, "compiled": compiled, "files": files, "sum": total}))
 """
+)
 
 
 FIRST_COMPILED = 160
@@ -113,38 +119,6 @@ def test_the_second_process_compiles_nothing(program: Callable[..., str], tmp_pa
         assert run["files"] == first["files"]  # nothing new, nothing written again
         assert run["sum"] == first["sum"]
     assert min(run["loops"] for run in runs) < 6
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_numba_beside_works_as_ever(program: Callable[..., str], tmp_path: Path) -> None:
-    """Parts of kernels are not finished each alone; what they share with other compiled functions is."""
-    text = """
-        import numpy as np, numba, flashkit
-
-        @numba.njit
-        def before(x, y):
-            return min(x, y) + max(x, y)
-
-        assert before(1, 2) == 3
-        q = np.ones((1, 1, 20, 8), np.float32)
-        flashkit.attention(q, q, q, causal=True)
-
-        @numba.njit
-        def after(x, y):
-            a = np.full(x, y)
-            if min(x, y) < 0:
-                raise ValueError("below", x, y)
-            return a[1:].sum() + max(x, y), [i for i in range(x)]
-
-        print(after(3, 4), before(1.0, 2.0))
-        try:
-            after(3, -4)
-        except ValueError as error:
-            print(error)
-    """
-    said = program(text, FLASHKIT_CACHE_DIR=tmp_path).splitlines()
-    assert said == ["(12, [0, 1, 2]) 3.0", "('below', 3, -4)"]
 
 
 def test_a_later_process_does_without_numba(program: Callable[..., str]) -> None:
