@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
+from collections.abc import Iterator
 
 import cases
 import ml_dtypes
@@ -17,13 +14,12 @@ from test_cpu_kernels import at, bits, run
 
 import flashkit
 from flashkit import dispatch
-from flashkit.backends.cpu import argument_block, bf16, plan
+from flashkit.backends.cpu import bf16
 from flashkit.backends.cpu.micro import amx
 from flashkit.backends.cpu.micro import compile as micro
 from flashkit.backends.cpu.micro.register_block import RegisterBlock
 from flashkit.backends.cpu.target import Target
 from flashkit.devices import host
-from flashkit.devices.io_model import CpuTile
 from flashkit.tools.doctor import probes
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -50,70 +46,6 @@ def interleaved(x: np.ndarray) -> np.ndarray:
     halves = np.zeros((x.shape[0] + 1, x.shape[1]), np.uint32)[: -(-x.shape[0] // 2) * 2]
     halves[: x.shape[0]] = np.ascontiguousarray(x).view(np.uint16)
     return halves[::2] | halves[1::2] << 16
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_gemm(method: str) -> None:
-    rng = np.random.default_rng(0)
-    for m, k, n in SHAPES:
-        even = -(-k // 2) * 2
-        a = np.full((m, even + 6), np.nan, BF16)[:, :even]  # memory outside the rows is not read
-        a[:, :k], a[:, k:] = draw(rng, m, k), 0
-        b = draw(rng, k, n)
-        packed = np.full((even // 2, n + 3), 0x7FC07FC0, np.uint32)[:, :n]
-        packed[...] = interleaved(b)
-        surrounding = np.full((m, n + 21), 7, np.float32)
-        c = surrounding[:, 2 : n + 2]
-        want = a[:, :k].astype(np.float64) @ b.astype(np.float64)
-        tolerance = 4 * (k + 1) * 2.0**-24 * max(1, np.abs(want).max(initial=0))
-        for name, times in (("gemm_bf16_pairs", 1), ("gemm_add_bf16_pairs", 2)):
-            run(
-                block(method), name, at(a), a.strides[0], 4, at(packed), packed.strides[0], at(c), c.strides[0],
-                m, n, even // 2,
-            )  # fmt: skip
-            assert np.abs(c - times * want).max(initial=0) <= tolerance, (m, k, n, name)
-        assert (np.delete(surrounding, np.s_[2 : n + 2], 1) == 7).all()  # nothing outside c is touched
-
-
-@pytest.mark.parametrize("lanes", [4, pytest.param(8, marks=pytest.mark.exhaustive), 16])
-def test_packing(lanes: int) -> None:
-    rng = np.random.default_rng(1)
-    for m, n in ((16, 32), (48, 64), (96, 80), (1, 1), (13, 7), (50, 41), (33, 95), (5, 0), (0, 5)):
-        source = np.full((m, n + 5), np.nan, BF16)[:, :n]
-        source[...] = draw(rng, m, n)
-
-        def up(x: int, to: int = lanes) -> int:
-            return -(-x // to) * to
-
-        half_m, half_n = -(-m // 2), -(-n // 2)
-        by_columns = np.full((up(half_n), up(m) + 2), 7, np.uint32)
-        run(
-            block("emulate", lanes), "pack_columns", at(source), source.strides[0], at(by_columns),
-            by_columns.strides[0], m, n, bits(-0.25),
-        )  # fmt: skip
-        even = np.zeros((m, 2 * half_n), np.float32)
-        even[:, :n] = source
-        want = interleaved((even * -0.25).astype(BF16).T)  # a rest of zero becomes minus zero
-        assert np.array_equal(by_columns[:half_n, :m], want)
-        assert m == 0 or (by_columns[half_n:, :m] & 0x7FFF7FFF == 0).all()
-        assert n == 0 or (by_columns[:, m : up(m)] & 0x7FFF7FFF == 0).all()
-        assert (by_columns[:, up(m) :] == 7).all()
-
-        by_rows = np.full((half_m, up(n) + 2), 7, np.uint32)
-        run(block("emulate", lanes), "pack_rows", at(source), source.strides[0], at(by_rows), by_rows.strides[0], m, n)
-        assert np.array_equal(by_rows[:, :n], interleaved(source))
-        assert (by_rows[:, n : up(n)] == 0).all() and (by_rows[:, up(n) :] == 7).all()
-
-        padded = np.full((m, up(n, 2 * lanes) + 2), 7, np.uint16)
-        run(block("emulate", lanes), "pad_rows", at(source), source.strides[0], at(padded), padded.strides[0], m, n)
-        assert np.array_equal(padded[:, :n], source.view(np.uint16))
-        assert (padded[:, n:-2] == 0).all() and (padded[:, -2:] == 7).all()
-
-        packed_t = np.full((up(n), up(half_m) + 2), 7, np.uint32)
-        call = (at(source), source.strides[0], at(packed_t), packed_t.strides[0], m, n)
-        run(block("emulate", lanes), "pack_rows_t", *call)
-        assert np.array_equal(packed_t[:n, :half_m], interleaved(source).T)
-        assert (packed_t[:n, half_m : up(half_m)] == 0).all() and (packed_t[:, up(half_m) :] == 7).all()
 
 
 @pytest.mark.parametrize(("method", "lanes"), [("emulate", 4), ("emulate", 8), ("emulate", 16), NATIVE])
@@ -153,31 +85,6 @@ def test_online_softmax_bf16_pairs_keeps_nan_in_the_sum() -> None:
     s, m, l = np.full((3, 16), np.nan, np.float32), np.zeros(16, np.float32), np.zeros(16, np.float32)
     run(block("emulate"), "online_softmax_bf16_pairs", at(s), 64, 3, 16, at(m), at(l), at(l), 64, 0, bits(1.0))
     assert np.isnan(l).all()
-
-
-@pytest.mark.parametrize(("method", "lanes"), [("emulate", 4), ("emulate", 8), ("emulate", 16), NATIVE])
-def test_softmax_backward_bf16_pairs(method: str, lanes: int) -> None:
-    rng = np.random.default_rng(4)
-    for rows, columns in ((1, 16), (50, 64), (7, 48), (0, 16)):
-        s, dp = (3 * rng.standard_normal((2, rows, columns))).astype(np.float32)
-        lse, delta = (2 + rng.standard_normal((2, rows))).astype(np.float32)
-        s[:, 3], dp[:, 3] = -np.inf, np.nan  # a masked key
-        lse[2:3] = np.inf  # a row that sees nothing
-        lines = np.full((rows, columns + 2), 7, np.uint16)
-        p = np.exp(1.25 * s.astype(np.float64) - lse[:, None])
-        ds = np.where(p == 0, 0, 0.3 * p * (dp - delta[:, None].astype(np.float64)))
-        run(
-            block(method, lanes), "softmax_backward_bf16_pairs", at(s), s.strides[0], rows, columns, at(dp), at(lse),
-            at(delta), bits(0.3), at(lines), lines.strides[0], at(s), at(dp), s.strides[0], bits(1.25),
-        )  # fmt: skip
-        for words, want in ((s, p), (dp, ds)):
-            got = words[: -(-rows // 2)].view(BF16).astype(np.float64).reshape(-(-rows // 2), columns, 2)
-            got = got.transpose(0, 2, 1).reshape(-1, columns)
-            assert (got[rows:] == 0).all() and np.array_equal(got[:rows] == 0, want == 0)
-            assert np.abs(got[:rows] - want).max(initial=0) <= 2.0**-8 * np.abs(want).max(initial=0)
-            assert np.abs(got[:rows] / np.where(want == 0, 1, want) - (want != 0)).max(initial=0) < 2.0**-8
-        assert np.array_equal(lines[:, :columns].view(BF16), got[:rows].astype(BF16))
-        assert (lines[:, columns:] == 7).all()
 
 
 def two_rows(
@@ -229,24 +136,6 @@ def test_a_masked_pair_of_a_nan_row_has_no_weight(method: str, lanes: int) -> No
     for first, second in two_rows(block(method, lanes), s, dp, [np.nan, 1]):
         assert np.isnan(np.delete(first, 3)).all() and np.isfinite(second).all()
         assert first[3] == second[3] == 0
-
-
-@pytest.mark.parametrize(("method", "lanes"), [("emulate", 4), ("emulate", 8), ("emulate", 16), NATIVE])
-def test_round_bf16_pairs(method: str, lanes: int) -> None:
-    rng = np.random.default_rng(3)
-    for rows, columns in ((1, 16), (50, 64), (7, 48), (0, 16)):
-        s = (rng.standard_normal((rows, columns)) * 10.0 ** rng.integers(-30, 30, (rows, columns))).astype(np.float32)
-        s[:1, 1:4] = np.inf, -np.inf, 0
-        target = np.full((-(-rows // 2), columns + 4), 7, np.uint32)
-        lines = np.full((rows, columns + 2), 7, np.uint16)
-        call = (at(s), s.strides[0], rows, columns, at(target), target.strides[0])
-        run(block(method, lanes), "round_bf16_pairs", *call, at(lines), lines.strides[0])
-        assert np.array_equal(target[:, :columns], interleaved(s.astype(BF16)))
-        assert np.array_equal(lines[:, :columns].view(BF16), s.astype(BF16))
-        assert (target[:, columns:] == 7).all() and (lines[:, columns:] == 7).all()
-        target[...] = 0
-        run(block(method, lanes), "round_bf16_pairs", *call, 0, 0)
-        assert np.array_equal(target[:, :columns], interleaved(s.astype(BF16)))
 
 
 def innermost_loops(text: str) -> list[str]:
@@ -396,36 +285,6 @@ def test_masked_keys_may_hold_anything(methods: pytest.MonkeyPatch, method: str)
     assert np.allclose(clean[0].astype(np.float32), spoilt[0].astype(np.float32), rtol=2**-7, atol=1e-6)
     for a, b in zip(clean[1](dout), spoilt[1](dout), strict=True):
         assert np.allclose(a.astype(np.float32), b.astype(np.float32), rtol=2**-6, atol=1e-3)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_rows_of_head_dims_are_whole_tiles(methods: pytest.MonkeyPatch, method: str) -> None:
-    """AMX multiplies by whole tiles along the head dim, also where it is no multiple of 32; vectors need no zeros."""
-    methods.setenv(bf16.VARIABLE, method)
-    words: set[int] = set()
-    original = argument_block.addresses
-
-    def call(real: Callable[..., None], at_word: int, *values: int) -> None:
-        words.add(values[at_word])
-        real(*values)
-
-    def recorded(registers: RegisterBlock) -> dict[str, int]:
-        found = dict(original(registers))
-        for name, arguments, at_word in (("gemm_bf16_pairs", 10, 9), ("attend_bf16_pairs", 17, 14)):
-            kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * arguments)
-            alive.append(kind(partial(call, kind(found[name]), at_word)))
-            found[name] = ctypes.cast(alive[-1], ctypes.c_void_p).value or 0
-        return found
-
-    alive: list[Any] = []
-    methods.setattr(argument_block, "addresses", recorded)
-    methods.setattr(plan, "choose_tile", lambda *_, **__: (CpuTile(64, 64, 16, 6, 4), None, "on any CPU"))
-    for d, of_tiles, of_vectors in ((80, 48, 40), (8, 16, 4), (33, 32, 17), (64, 32, 32)):
-        words.clear()
-        q, k, v, dout = (draw(np.random.default_rng(i), 1, 1, 40, d) for i in range(4))
-        for causal in (False, True):
-            flashkit.attention_vjp(q, k, v, causal=causal, backend="cpu")[1](dout)
-        assert words == {of_vectors if method == "avx512bf16" else of_tiles}
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1.0, 1e30, 1e-30])

@@ -405,27 +405,6 @@ def test_earlier_lengths_stay_what_they_were() -> None:
     assert cache.lengths.tolist() == [6] and cache.positions.tolist() == [5] and (cache.page_table < 3).all()
 
 
-def test_the_table_of_pages_grows_with_the_longest_sequence() -> None:
-    cache = flashkit.KVCache(2, 1, 8, pages=100, page=1)
-    k = numbers(70, 1, 8)
-    cache.append(k[:3], k[:3], cu_seqlens=[0, 3, 3])
-    assert cache.page_table.shape == (2, 8)
-    cache.append(k, k, cu_seqlens=[0, 0, 70])
-    assert cache.page_table.shape == (2, 128)
-    assert np.array_equal(stored(cache, 1)[0], k) and np.array_equal(stored(cache, 0)[0], k[:3])
-
-
-def test_pages_go_back_and_are_used_again() -> None:
-    table = PageTable.empty(2, 4, 2)
-    for counts in ([5, 0], [0, 2]):
-        table = table.append(np.array(counts)).pages
-    assert len(table.free) == 0
-    table = table.trim(0, 3)
-    assert len(table.free) == 2
-    table = table.append(np.array([0, 3])).pages
-    assert len(table.free) == 0 and table.lengths.tolist() == [2, 5]
-
-
 @pytest.mark.parametrize("pages", [12, 40])
 def test_an_append_writes_to_no_page_of_the_table_that_holds_meanwhile(pages: int) -> None:
     """That is the table of before, as long as there are free pages but those behind the window."""
