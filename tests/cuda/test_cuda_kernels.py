@@ -674,6 +674,14 @@ def test_a_binary_depends_on_the_headers_that_it_includes() -> None:
     assert same != made_from(a='  #include "b.cuh"', b="int d;", c="int c;")
 
 
+def test_integers_of_small_score_modifications() -> None:
+    """ALiBi's distances fit 32 bits where positions do; products of positions, or what numbers hold, may not."""
+    assert modification.is_small(spec_of([mods.alibi(np.ones((2, 4), np.float32))], []))
+    assert modification.is_small(AttentionSpec("float16", 64, 64))
+    assert not modification.is_small(spec_of([mods.score(lambda s, b, h, q, k: s - q * k)], []))
+    assert not modification.is_small(spec_of([mods.score(lambda s, b, h, q, k, *, n=7: s - (q + n))], []))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("direction", "mask", "tile"),
