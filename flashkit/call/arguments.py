@@ -31,8 +31,16 @@ from .checks import (
     window_of,
 )
 from .compose import check_indices, compose
-from .positions import are_read, check_default_offset, q_offset_range, q_offsets_of, queries_of
-from .sequences import Sequences, queries_within, sequences_of
+from .sequences import (
+    Sequences,
+    are_read,
+    check_default_offset,
+    q_offset_range,
+    q_offsets_of,
+    queries_of,
+    queries_within,
+    sequences_of,
+)
 from .shape import Shape, pairwise
 
 PRECISIONS = (None, "highest", "tf32", "fp8")
@@ -177,6 +185,7 @@ def prepare(
         seqs.page_table, None if k_pe is None else shape.keys_to_four(k_pe),
         tuple(map(shape.four_axes, fp8.scales)) if fp8 else None,
         *(None if x is None else shape.keys_to_four(x) for x in memory.scales),
+        queries if o.q_offset is None else None,
     )  # fmt: skip
     return Prepared(problem, operands, shape)
 

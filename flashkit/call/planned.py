@@ -22,8 +22,16 @@ from .arguments import Prepared, prepare
 from .call import Call
 from .checks import check_out
 from .compose import check_indices
-from .positions import are_read, check_default_offset, kv_lengths_of, q_offset_range, q_offsets_of, queries_of
-from .sequences import check_pages, table_of
+from .sequences import (
+    are_read,
+    check_default_offset,
+    check_pages,
+    kv_lengths_of,
+    q_offset_range,
+    q_offsets_of,
+    queries_of,
+    table_of,
+)
 from .shape import Shape
 from .views import View
 
@@ -68,8 +76,7 @@ class Planned:
 
     def __init__(
         self, prepared: Prepared, given: tuple[Any, Any, Any], backend: str | None, return_lse: bool,
-        per_call: tuple[str, ...] = (), varies: bool = False, follows: Any = None, room: int | None = None,
-        fp8: bool = False,
+        per_call: tuple[str, ...] = (), varies: bool = False, room: int | None = None, fp8: bool = False,
     ) -> None:  # fmt: skip
         """
         Parameters
@@ -80,8 +87,6 @@ class Planned:
             Names of the operands' arrays that each call passes.
         varies
             Whether calls may pass lengths; see `with_lengths`.
-        follows
-            Queries of each batch entry where the offsets of such calls follow their lengths, None where they stay.
         room
             The most keys of such calls; by default those of k or of its pages.
         fp8
@@ -118,7 +123,7 @@ class Planned:
         else:
             self._run = _forward(chosen, plan, operands, shape, per_call)
         self._varies = varies
-        self._follows = follows if are_read(problem.spec.score, problem.spec.mask) else None
+        self._follows = operands.follows if varies and are_read(problem.spec.score, problem.spec.mask) else None
         self.takes_lengths = getattr(chosen, "takes_lengths", False) and not self._copies
         if varies:
             n_k, pages = operands.k.shape[2], operands.page_table.shape[1] if problem.spec.paged else 1
@@ -467,15 +472,12 @@ def _unpickled(
         raise ValueError(f"no pickled plan: {shown(tensors)}")
     like = tuple(_laid_out(*each) for each in tensors)
     prepared = prepare(*like, **options)
-    problem, _, shape = prepared
+    problem, operands, shape = prepared
     if follows is not None:
         n_q, queries = problem.n_q, None if isinstance(follows, int) else follows
-        follows = queries_of(queries, problem.array_kind, shape, problem.batch, n_q, n_q)
+        operands.follows = queries_of(queries, problem.array_kind, shape, problem.batch, n_q, n_q)
     varies = problem.spec.kv_lengths and not problem.spec.packed
-    return Planned(
-        prepared, (like[0], like[1], like[2]), backend, return_lse is True, varies=varies, follows=follows,
-        fp8=fp8 is True,
-    )  # fmt: skip
+    return Planned(prepared, (like[0], like[1], like[2]), backend, return_lse is True, varies=varies, fp8=fp8 is True)
 
 
 def _laid_out(kind: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, place: Any) -> Any:

@@ -68,7 +68,6 @@ def _made(key: Any, call: Call, prepared: Prepared, backend: str | None, return_
     axis, varies = per_call.keys_axis, per_call.keys_axis < 0 or per_call.lengths is not None
     planned = Planned(
         prepared, (call.q, call.k, call.v), backend, return_lse, names, varies,
-        follows=prepared.problem.n_q if varies and per_call.follows else None,
         room=_room(call.k.shape[axis]) if axis < 0 else None,
     )  # fmt: skip
     if not varies or planned.takes_lengths:

@@ -142,7 +142,7 @@ _HELPERS = "F", "I", "load_min", "load_max"
 
 
 def evaluate(expr: Expr, env: Mapping[str, Any], dtype: Any = np.float64) -> Any:
-    """Compute the expression with NumPy.
+    """Compute the expression with NumPy, or with CuPy if values are its arrays.
 
     Parameters
     ----------
@@ -166,13 +166,17 @@ def evaluate(expr: Expr, env: Mapping[str, Any], dtype: Any = np.float64) -> Any
     missing = [name for name in kinds if name not in env]
     if missing:
         raise KeyError(f"no value given for {', '.join(missing)}")
+
+    def cast(x: Any, to: Any) -> Any:
+        return x.astype(to, copy=False) if hasattr(x, "__cuda_array_interface__") else np.asarray(x, to)[()]
+
     helpers: tuple[Callable[..., Any], ...] = (
-        lambda x: np.asarray(x, dtype)[()], lambda x: np.asarray(x, np.int64)[()],
+        lambda x: cast(x, dtype), lambda x: cast(x, np.int64),
         lambda a, *corners: a.bounds(0, corners), lambda a, *corners: a.bounds(1, corners),
     )  # fmt: skip
     # NumPy's 64-bit scalars: plain Python numbers raise on division by zero, and int32 positions wrap too early.
     scalars: dict[Any, Callable[..., Any]] = {
-        "float": helpers[0], "int": helpers[1], "bool": lambda x: np.asarray(x, bool)[()],
+        "float": helpers[0], "int": helpers[1], "bool": lambda x: cast(x, bool),
         False: lambda array: array,
     }  # fmt: skip
     values = [scalars[kind](env[name]) for name, kind in kinds.items()]

@@ -83,7 +83,7 @@ APART = [
         ("exit status", "not an error"),
     ),
     Fault(
-        "unsigned integers of the other order of bytes wrap", "call/positions.py",
+        "unsigned integers of the other order of bytes wrap", "call/sequences.py",
         'array.dtype.kind == "u" and array.itemsize == 8', "array.dtype == np.uint64",
         ALONE | {"sequences": "batch", "causal": "yes", "hostile": "numbers"}, ("not an error",),
     ),

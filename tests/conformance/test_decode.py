@@ -15,7 +15,7 @@ import pytest
 import flashkit
 from flashkit import dispatch, mods, reference
 from flashkit.backends.cpu import launch, plan, threads
-from flashkit.backends.cpu.arguments import PARALLEL_FOR
+from flashkit.backends.cpu.arguments import FREE, NUM_WORKERS, PREVIOUS, STATE, WORKER_WORDS, WORKERS
 from flashkit.backends.cpu.backend import CpuBackend
 from flashkit.backends.cpu.micro import compile as micro
 from flashkit.backends.cpu.micro.register_block import RegisterBlock
@@ -260,26 +260,23 @@ def test_a_sink_outweighs_infinite_values() -> None:
 
 
 def test_few_keys_stay_on_the_thread_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan for any lengths does not know how few a call has. The pool's loop does nothing here."""
-    calls = []
-    nothing = ctypes.CFUNCTYPE(None)(lambda: calls.append(1))
-    address = ctypes.cast(nothing, ctypes.c_void_p).value
+    """A plan for any lengths does not know how few a call has."""
+    worker = np.full((1, int(WORKER_WORDS)), -1)  # free, with no thread: it keeps a trace of an offer
+    worker[0, STATE] = FREE
     monkeypatch.setattr(threads, "SERIAL_FLOPS", 2e5)
     monkeypatch.setattr(threads, "count", lambda: 4)
-    set_pool = threads.set_pool
 
-    def set_other_loop(block: np.ndarray) -> None:
-        set_pool(block)
-        block[PARALLEL_FOR] = address
+    def set_pool(block: np.ndarray) -> None:
+        block[WORKERS], block[NUM_WORKERS] = worker.ctypes.data, 1
 
-    monkeypatch.setattr(threads, "set_pool", set_other_loop)
+    monkeypatch.setattr(threads, "set_pool", set_pool)
     q, k, v = tensors(4, 2, 1, 4000, 8)
     planned = flashkit.plan(q, k, v, kv_lengths=[4000], return_lse=True, backend="cpu")
     got = planned(q, k, v, kv_lengths=[100])
-    assert not calls
+    assert worker[0, PREVIOUS] == -1
     assert_near(got, exact(q, k, v, kv_lengths=[100]))
     planned(q, k, v)
-    assert calls
+    assert worker[0, PREVIOUS] == 0 and worker[0, STATE] == FREE
 
 
 def test_two_runs_give_the_same_bits_on_any_thread() -> None:

@@ -310,21 +310,6 @@ def test_sm90_latent_keys_are_values(what: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "d"), [("bfloat16", 128), ("bfloat16", 64), ("bfloat16", 96), ("float16", 128)])
-@pytest.mark.one_in(5)
-def test_sm90_sums_capped_weights_with_the_values(dtype: str, d: int) -> None:
-    """By eight columns more of a product with values, where these fill their chunks and weights may be of any size."""
-    spec = spec_of([SCORES["softcap"]], [MASKS["causal"]], d, dtype)
-    sass = disassembled(sm90_binary(spec).path)
-    tile = tile_of(long(spec), "sm90")
-    summed = dtype == "bfloat16" and d % 64 == 0
-    assert sm90.sums_rows_by_mma(spec, tile) == summed
-    with_values = re.findall(rf"HGMMA\.64x{d + 8 * summed}x16\.F32(?:\.BF16)? R\d+, R\d+", sass)
-    assert len(with_values) == 3 * tile.block_k // 16
-    assert not sm90.sums_rows_by_mma(replace(spec, dropout=True), tile)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("precision", [None, "tf32"])
 @pytest.mark.parametrize("d", [64, 96, 128])
@@ -611,6 +596,12 @@ def test_sm90_compiles_with_every_modification(what: str, dims: str, direction: 
     sm90_binary(spec) if direction == "forward" else sm90_backward_binary(spec)
 
 
+def test_what_is_known_of_a_mask() -> None:
+    causal, windowed = (spec_of([], [mods.causal(), *more]) for more in ([], [mods.sliding_window(100, None)]))
+    assert [sm90_bwd_launch.mask_kind(spec) for spec in (causal, windowed)] == ["causal", "other"]
+    assert sm90_bwd_launch.mask_kind(replace(causal, mask=None, kv_lengths=True)) == "other"
+
+
 def test_sm90_backward_tiles_of_all_head_dims_fit() -> None:
     dims = range(8, 257, 8)
     specs = [AttentionSpec("bfloat16", d, dv) for d in dims for dv in dims]
@@ -676,10 +667,10 @@ def test_a_binary_depends_on_the_headers_that_it_includes() -> None:
 
 def test_integers_of_small_score_modifications() -> None:
     """ALiBi's distances fit 32 bits where positions do; products of positions, or what numbers hold, may not."""
-    assert modification.is_small(spec_of([mods.alibi(np.ones((2, 4), np.float32))], []))
-    assert modification.is_small(AttentionSpec("float16", 64, 64))
-    assert not modification.is_small(spec_of([mods.score(lambda s, b, h, q, k: s - q * k)], []))
-    assert not modification.is_small(spec_of([mods.score(lambda s, b, h, q, k, *, n=7: s - (q + n))], []))
+    assert modification.positions(spec_of([mods.alibi(np.ones((2, 4), np.float32))], [])) == "floats"
+    assert modification.positions(AttentionSpec("float16", 64, 64)) == "integers"
+    assert modification.positions(spec_of([mods.score(lambda s, b, h, q, k: s - q * k)], [])) == "any"
+    assert modification.positions(spec_of([mods.score(lambda s, b, h, q, k, *, n=7: s - (q + n))], [])) == "any"
 
 
 @pytest.mark.slow

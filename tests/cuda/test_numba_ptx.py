@@ -12,7 +12,6 @@ PRODUCTS = """
     wgmma_wait(0); o = fence_operand(o); w = fence_operand(w); x[0] = o[0] + o[31]
 """
 HEAD = """
-from numba.cuda.types import float32, int32
 from flashkit.backends.numba_cuda.fragments import *
 from flashkit.backends.numba_cuda.ptx import *
 fresh = wgmma("bfloat16", 128, (0, 2), (0, 4), fresh=True)
@@ -40,18 +39,6 @@ def ptx_of(body: str, capability: tuple) -> str:
     arguments = types.float32[::1], types.uint32[::1], types.int64
     with ours._for_capability(capability[:2]):
         return cuda.compile_ptx(names["kernel"], arguments, cc=capability)[0]
-
-
-def test_a_kernel_says_how_many_blocks_make_a_cluster():
-    from flashkit.backends.numba_cuda import assemble
-    from flashkit.backends.numba_cuda import compile as ours
-
-    text = ptx_of("cluster_sync()", (9, 0, "a"))
-    name = re.search(r"\.visible \.entry (\S+)\(", text)[1]
-    text = ours.one_structure(text, "kernel", (), 2)
-    assert name not in text
-    assert ".explicitcluster\n.reqnctapercluster 2, 1, 1" in text
-    assert assemble.machine_code("cluster", [text], "sm_90a")[0].startswith(b"\x7fELF")
 
 
 def test_sums_of_products_stay_where_they_are():

@@ -123,7 +123,7 @@ def test_the_second_process_compiles_nothing(program: Callable[..., str], tmp_pa
 
 
 def test_a_later_process_does_without_numba(program: Callable[..., str]) -> None:
-    """Its import takes longer than all else before the first result; the pool's extension module is loaded alone."""
+    """Its import takes longer than all else before the first result."""
     text = """
         import sys
         import numpy as np, flashkit
@@ -135,8 +135,8 @@ def test_a_later_process_does_without_numba(program: Callable[..., str]) -> None
         import numba
         numba.set_num_threads(1)
         from flashkit.backends.cpu import threads
-        print(threads.count(), threads.layer() == numba.threading_layer())
+        print(threads.count())
         np.testing.assert_array_equal(flashkit.attention(q, q, q, **options), out)
     """
     program(text, NUMBA_NUM_THREADS=2)  # compiles
-    assert program(text, NUMBA_NUM_THREADS=2).split() == ["False", "1", "True"]
+    assert program(text, NUMBA_NUM_THREADS=2).split() == ["False", "1"]

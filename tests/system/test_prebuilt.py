@@ -19,7 +19,6 @@ from llvmlite import binding
 
 import flashkit
 from flashkit import BlockMask, mods, settings
-from flashkit.backends import elf
 from flashkit.backends.cpu import modify, objects, plan, specialise, target
 from flashkit.backends.cpu.micro import compile as micro
 from flashkit.backends.cpu.micro.register_block import RegisterBlock
@@ -237,7 +236,7 @@ def f(x):
         made = each.make(wanted)
         if made.code.startswith(b"\x7fELF"):
             assert int.from_bytes(made.code[18:20], "little") == number
-        assert elf.is_consistent(made.code, made.functions) and set(made.calls) <= calls
+        assert set(made.calls) <= calls
         assert objects.build(each._replace(make=lambda _, made=made: made), wanted)[0].startswith(f"{name}/")
     module, machine = micro.assemble(block, wanted)
     assert re.search(product, machine.emit_assembly(module))

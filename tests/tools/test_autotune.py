@@ -55,7 +55,7 @@ class Machine:
 
     def candidates(self, target: Target) -> list[CpuTile]:
         d = target.head_dim
-        return io_model.candidates("cpu", MEMORY, target.dtype, d, d, target.direction, lanes=16)
+        return io_model.candidates(target.dtype, d, d, target.direction, lanes=16, **MEMORY)
 
     def flops(self, target: Target) -> float:
         return 1e12
@@ -404,12 +404,17 @@ def test_tiles_on_this_cpu_are_verified_and_timed(direction: Any, monkeypatch: p
     assert all(t.best > 0 for t in timings.values())
     assert runner.flops(target) > 0
 
-    def spoilt(self: Any, plan: Any, *arguments: Any) -> None:
-        arguments[-1].lse[...] = 0 if direction == "forward" else arguments[-1].lse
+    forward = type(runner.backend).forward
 
-    monkeypatch.setattr(type(runner.backend), "forward", spoilt)
+    def spoilt(self: Any, plan: Any, operands: Any) -> None:
+        forward(self, plan, operands)
+        operands.lse[...] = 0
+
     if direction == "forward":
+        monkeypatch.setattr(type(runner.backend), "forward", spoilt)
         assert runner.verify(target, tile).startswith("lse is off by ")
+        monkeypatch.setattr(type(runner.backend), "forward", lambda *_: None)
+        assert runner.verify(target, tile).startswith("out is off by nan")
 
 
 def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,7 +451,7 @@ def test_amx_has_tables_and_candidates_of_its_own(method: str, monkeypatch: pyte
             target, by_amx = Target(direction, dtype, 64), (dtype, method) == ("bfloat16", "amx")
             assert cpu.TunableCpu().table(target) == f"{'cpu_amx' if by_amx else 'cpu'}.{direction}"
             memory = io_model.cpu_memory(runner.profile)
-            assert (runner.candidates(target) == io_model.amx_candidates(memory, 64, 64, direction)) == by_amx
+            assert (runner.candidates(target) == io_model.amx_candidates(64, 64, direction, **memory)) == by_amx
     outcome = Outcome(Target("forward", "bfloat16", 64), IN_USE, IN_USE, 1.0, 100.0, 1, 0, True)
     assert list(command.profile.profile_of([outcome], PEAKS, cpu.TunableCpu())["tiles"]) == [
         "cpu_amx.forward" if method == "amx" else "cpu.forward"

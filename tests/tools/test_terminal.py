@@ -54,7 +54,7 @@ def test_digits() -> None:
 SHOW_BENCH = """
 from dataclasses import replace
 import msgspec
-from flashkit.tools.bench.table import show
+from flashkit.tools.bench.command import show
 from flashkit.tools.console import stdout
 from simulated_bench import SMALL, measured
 found = measured(replace(SMALL, n_q=512, causal=True))

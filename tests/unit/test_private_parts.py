@@ -6,6 +6,7 @@ pyproject.toml bounds these packages by the newest versions that this file passe
 from __future__ import annotations
 
 import ast
+import ctypes
 import re
 from importlib import metadata
 from pathlib import Path
@@ -72,6 +73,12 @@ def test_every_undocumented_module_is_listed() -> None:
                     found.add(f"{module}.{name}")
     assert found <= MODULES | {"numba.core"}, found - MODULES
     assert "numba.core.compiler_lock" in found
+
+
+def test_pythons_locks_and_threads() -> None:
+    """What the workers of the pool are made of; all but the first are in the stable ABI."""
+    for name in ("start_new_thread", "allocate_lock", "acquire_lock", "release_lock"):
+        assert getattr(ctypes.pythonapi, f"PyThread_{name}")
 
 
 def bounds(package: str) -> list[str]:

@@ -80,8 +80,7 @@ def test_shipped_profile(file: Path, folders: dict[str, Path]) -> None:
     if not file.stem.startswith("generic"):
         assert device.match or device.features, "would speak for every device of its kind"
     if device.match:
-        described = {name: getattr(device, name) for name in ("name", "compute_capability", "cores")}
-        assert profiles._rank(device, {**described, "features": device.features or ()}), "does not match its own name"
+        assert profiles._rank(device, device), "does not match its own name"
     for dotted, rate in {**profile.peak_tflops, "bandwidth": profile.memory.bandwidth_gbs}.items():
         if rate and rate.datasheet:
             assert rate.source, f"{dotted}: a datasheet number needs its source"

@@ -21,7 +21,8 @@ from .objects import Source
 
 MAX_NDIM = 4
 TRANSPOSED_SIZES = (1, 4, 8)
-"""Element sizes with a transposing micro-kernel; their addresses follow the slots in VALUES."""
+TRANSPOSERS = tuple(f"transpose{size}" for size in TRANSPOSED_SIZES)
+"""Micro-kernels that transpose elements of these sizes; their addresses follow the slots in VALUES."""
 _VIEWS = {0: "vector", 1: "vector", 2: "matrix", 3: "tensor3", 4: "tensor4"}
 _STORED = {"bool": "uint8", "uint64": "int64", "bfloat16": "float32", "float16": "float32"}
 """The dtypes that arrays of other dtypes are passed as. Modifications compute with int64, so uint64 wraps."""

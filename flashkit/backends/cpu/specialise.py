@@ -122,7 +122,7 @@ def compiled(kind: str, text: str, wanted: Target) -> Object:
 
     module: dict[str, Any] = {"__name__": f"flashkit_kernels.{kind}"}
     exec(compile(text, f"<flashkit {kind}>", "exec"), module)
-    entries = {name: f for name, f in module.items() if hasattr(f, "signature")}
+    entries = {name: f for name, f in module.items() if getattr(f, "signature", None) is not None}  # not NumPy's
     flags = compiler.Flags()
     flags.nrt = flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
     flags.error_model = options["error_model"]

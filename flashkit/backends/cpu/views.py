@@ -140,3 +140,36 @@ def atomic_increment(typing: Any, address: Any) -> Any:
 def atomic_arrive(typing: Any, address: Any) -> Any:
     """Count an arrival; returns how many came before. The caller sees what the earlier arrivals have written."""
     return _INT64(_INT64), partial(_count_one, "acq_rel")
+
+
+@intrinsic
+def atomic_read(typing: Any, address: Any) -> Any:
+    """The 64-bit integer at an address; the caller sees what its writer wrote before it."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+        return builder.load_atomic(builder.inttoptr(values[0], ir.IntType(64).as_pointer()), "acquire", 8)
+
+    return _INT64(_INT64), codegen
+
+
+@intrinsic
+def atomic_exchange(typing: Any, address: Any, new: Any) -> Any:
+    """Write the integer at an address; returns its previous value."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+        pointer = builder.inttoptr(values[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("xchg", pointer, values[1], "seq_cst")
+
+    return _INT64(_INT64, _INT64), codegen
+
+
+@intrinsic
+def atomic_replace(typing: Any, address: Any, old: Any, new: Any) -> Any:
+    """Write the integer at an address if it is `old`; returns whether it was."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+        pointer = builder.inttoptr(values[0], ir.IntType(64).as_pointer())
+        found = builder.cmpxchg(pointer, values[1], values[2], "seq_cst", "seq_cst")
+        return builder.extract_value(found, 1)
+
+    return types.boolean(_INT64, _INT64, _INT64), codegen

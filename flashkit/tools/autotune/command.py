@@ -24,7 +24,8 @@ from .cpu import TunableCpu
 from .cuda import TunableCuda
 from .log import Disturbance, Log
 from .search import Outcome, Search
-from .targets import Effort, Target, TileRunner, TunableBackend
+from .targets import Effort, Target
+from .trials import TunableBackend
 
 BACKENDS = "cpu", "cupy_raw", "numba_cuda"
 DEFAULT_BACKENDS = BACKENDS[:2]
@@ -147,7 +148,7 @@ def _search(
     clock: Callable[[], float],
 ) -> Iterator[Outcome]:  # fmt: skip
     """Search target by target, each with an equal share of the time that is left, but no less than MIN_TIME."""
-    runner: TileRunner = tunable.runner(effort, targets)
+    runner = tunable.runner(effort, targets)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     steps = 2 * effort.blocks + effort.shapes + 5
     # Without auto_refresh: its thread would take a core from the timed calls ten times a second.

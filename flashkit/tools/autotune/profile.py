@@ -10,7 +10,7 @@ from ...devices import profiles, trust
 from ..bench.environment import now
 from .log import MeasuredPeaks, four_digits
 from .search import Outcome
-from .targets import TunableBackend
+from .trials import TunableBackend
 
 
 def profile_of(outcomes: Sequence[Outcome], peaks: MeasuredPeaks | None, tunable: TunableBackend) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from ...devices.timing import Timing
 from ...spec import Direction
 from . import environment, memory
 from .cases import Arrays, Case
-from .contender import Entry
+from .contender import Entry, with_flashkit
 from .platforms import Platform, cpu
 from .results import Result
 
@@ -105,10 +105,9 @@ def verified(
     case: Case, direction: Direction, baselines: Sequence[str], arrays: Arrays, threads: int, platform: Platform
 ) -> tuple[dict[str, Entry], dict[str, str], dict[str, dict[str, float]]]:
     """flashkit and the baselines that compute the same; the reasons for the others; the errors of those."""
-    entry = platform.flashkit(case, arrays, direction, threads)
-    assert entry is not None
-    entries, skipped = {"flashkit": entry}, {}
-    ours, exact = entry.result(), expected(case, arrays, direction)
+    flashkit = with_flashkit(case, arrays, direction, threads)
+    entries, skipped = {"flashkit": flashkit}, {}
+    ours, exact = flashkit.result(), expected(case, arrays, direction)
     by_name = {"flashkit": errors(ours, exact)} if exact else {}
     for name in baselines:
         try:

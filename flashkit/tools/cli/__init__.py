@@ -1,8 +1,8 @@
 """The command line. Each command is a thin layer over a function that a program can call as well.
 
 With --json a command prints one JSON value on stdout and nothing else there; progress, warnings and errors go to
-stderr. Exit status: 0 done, 1 the answer is no (a malformed profile, an unsupported problem, a missing package),
-2 wrong usage, 130 interrupted.
+stderr. Exit status: 0 done, 1 the answer is no (a malformed profile, an unsupported problem, a missing package, an
+invalid variable, a file that cannot be used), 2 wrong usage, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Annotated
 import typer
 
 from ... import __version__
+from ...errors import ProfileError
+from ...settings import SettingError
 from . import cache, config, examples, explain, measuring, profiles, status
 from .common import fail
 
@@ -61,7 +63,7 @@ def run(arguments: list[str]) -> int:
         app(arguments, prog_name="flashkit")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except (OSError, MemoryError) as error:  # of files, of devices and of sizes: not of this program
+    except (OSError, MemoryError, ProfileError, SettingError) as error:  # of what the user has: not of this program
         fail(str(error) or type(error).__name__)
         return 1
     return 0

@@ -68,8 +68,7 @@ def _cpu_rows(cpu: Report) -> Rows:
 
 
 def _threading_rows(threading: Report) -> Rows:
-    layers = [(name, "loads" if answer is True else answer) for name, answer in threading["layers"].items()]
-    return [*layers, ("chosen", f"{threading['chosen']}, {threading['threads']} threads")]
+    return [("threads", threading["threads"]), ("workers", threading["workers"])]
 
 
 def _cache_rows(cache: Report) -> Rows:

@@ -22,8 +22,7 @@ from .register_block import RegisterBlock, module
 KERNELS: dict[str, tuple[int, Callable[..., None]]] = {
     "gemm": (10, partial(gemm.emit_gemm, accumulate=False)),
     "gemm_add": (10, partial(gemm.emit_gemm, accumulate=True)),
-    "column_max": (5, softmax.emit_column_max),
-    "exp_sum": (6, softmax.emit_exp_sum),
+    "online_softmax": (9, softmax.emit_online_softmax),
     "pack_transposed": (7, transpose.emit_pack_transposed),
     "unpack_transposed": (8, transpose.emit_unpack_transposed),
     "softmax_backward": (8, softmax.emit_softmax_backward),
