@@ -21,6 +21,7 @@ from flashkit.backends.cpu.micro import compile as micro
 from flashkit.backends.cpu.micro.register_block import RegisterBlock
 from flashkit.backends.cpu.micro.vector import E4M3_UNIT
 from flashkit.call.arguments import prepare
+from flashkit.devices import host
 from flashkit.devices.io_model import CpuTile
 
 BLOCKS = [
@@ -28,8 +29,23 @@ BLOCKS = [
 ] + [RegisterBlock("double", 1, 1, lanes) for lanes in (2, 4, 8)]  # fmt: skip
 EIGHT_BITS = [RegisterBlock("float", 1, 1, lanes, storage) for lanes in (8, 16) for storage in ("e4m3", "int8")]
 EIGHT_BITS += [RegisterBlock("double", 1, 1, 8, storage) for storage in ("e4m3", "int8")]
+BF16_PAIRS = pytest.param(
+    RegisterBlock("float", 1, 1, 16, "bfloat16", "avx512bf16"),
+    marks=pytest.mark.skipif("avx512_bf16" not in host.cpu_features(), reason="this CPU has no AVX512-BF16"),
+)
+
+
 ROWS = (1, 2, 3, 4, 7, 13)
+ROWS = (1, 2, 3, 4, 7, 13)
+
+
 KEYS = (0, 1, 5, 8, 37)
+KEYS = (0, 1, 5, 8, 37)
+
+
+DIMS = (1, 7, 40, 64, 100, 128, 193)
+
+
 DIMS = (1, 7, 40, 64, 100, 128, 193)
 
 
@@ -62,10 +78,58 @@ def sizes(seed: int) -> list[tuple[int, int, int]]:
     return [every[i] for i in np.random.default_rng(seed).permutation(len(every))[:60]]
 
 
+def with_gaps(rng: np.random.Generator, rows: int, columns: int, dtype: Any) -> np.ndarray:
+    """Rows with NaN between them."""
+    whole = dtype is np.int8
+    memory = np.full((rows + 1, columns + 5), 99 if whole else np.nan, dtype)
+    memory[:rows, 2 : columns + 2] = (40 if whole else 1) * rng.standard_normal((rows, columns)).clip(-3, 3)
+    return memory[:rows, 2 : columns + 2]
+
+
 def near(got: np.ndarray, want: np.ndarray, magnitude: np.ndarray, terms: int) -> bool:
     """Within what rounding after each term comes to, of the magnitude of the terms."""
     unit = np.finfo(got.dtype).eps
     return bool((np.abs(got - want) <= (4 + np.sqrt(terms)) * unit * magnitude).all())
+
+
+@pytest.mark.parametrize("block", [*BLOCKS, *EIGHT_BITS, BF16_PAIRS], ids=str)
+def test_gemv_qk(block: RegisterBlock) -> None:
+    rng, dtype = np.random.default_rng(0), computed(block)
+    queries, elements = (ml_dtypes.bfloat16, 2 * block.lanes) if block.bf16_pairs else (dtype, block.lanes)
+    scale = -0.3
+    for m, n, d in sizes(1):
+        k = with_gaps(rng, n, d, stored(block))
+        q = np.zeros((m, -(-d // elements) * elements), queries)
+        q[:, :d] = rng.standard_normal((m, d))
+        s = np.full((m, n + 3), 7, dtype)
+        run(
+            block, "gemv_qk", at(q), q.strides[0], at(k), k.strides[0], at(s), s.strides[0], m, n, d,
+            int(np.float64(scale).view(np.int64)),
+        )  # fmt: skip
+        exact, wide = scale * q[:, :d].astype(np.float64), k.astype(np.float64) * unit(block)
+        assert near(s[:, :n], exact @ wide.T, np.abs(exact) @ np.abs(wide).T, d), (m, n, d)
+        assert (s[:, n:] == 7).all()
+
+
+@pytest.mark.parametrize("block", [*BLOCKS, *EIGHT_BITS, BF16_PAIRS], ids=str)
+def test_gemv_pv(block: RegisterBlock) -> None:
+    rng, dtype = np.random.default_rng(1), computed(block)
+    for m, n, d in sizes(2):
+        v = with_gaps(rng, n, d, stored(block))
+        p = rng.random((m, n + 2)).astype(dtype)
+        rescale = rng.random(m).astype(dtype)
+        around = rng.standard_normal((m, d + 9)).astype(dtype)
+        before, o = around.copy(), around[:, 4 : d + 4]
+        rounded = p[:, :n].astype(ml_dtypes.bfloat16) if block.bf16_pairs else p[:, :n]
+        wide = v.astype(np.float64) * unit(block)
+        want = o.astype(np.float64) * rescale[:, None] + rounded.astype(np.float64) @ wide
+        size = np.abs(o) * rescale[:, None] + p[:, :n] @ np.abs(wide.astype(dtype))
+        run(
+            block, "gemv_pv", at(p), p.strides[0], at(v), v.strides[0], at(o), o.strides[0], at(rescale),
+            m, n, d,
+        )  # fmt: skip
+        assert near(o, want, size, n), (m, n, d)
+        assert np.array_equal(around[:, :4], before[:, :4]) and np.array_equal(around[:, d + 4 :], before[:, d + 4 :])
 
 
 @pytest.mark.parametrize("block", EIGHT_BITS, ids=str)

@@ -172,6 +172,43 @@ def stored(x: np.ndarray, block: RegisterBlock) -> np.ndarray:
     return x.astype({"": FLOATS[block.element], "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[block.storage])
 
 
+ALL_ONES = np.uint32(0x7FFFFFFF).view(np.float32)
+
+
+STORED = [(block, "") for block in BLOCKS] + [
+    (RegisterBlock("float", 4, 2, lanes, storage), storage)
+    for lanes in (4, 8, 16)
+    for storage in ("float16", "bfloat16")
+]
+
+
+@pytest.mark.parametrize(("block", "storage"), STORED, ids=str)
+def test_pack_and_unpack_transposed(block: RegisterBlock, storage: str) -> None:
+    rng, dtype, lanes = np.random.default_rng(3), FLOATS[block.element], block.lanes
+    for m, n in ((lanes, lanes), (48, 64), (1, 1), (13, 7), (50, 40), (17, 33), (0, 5), (5, 0)):
+        source = stored(rng.standard_normal((m, n + 3)), block)[:, :n]
+        width = -(-m // lanes) * lanes
+        target = np.full((n, width + 5), 7, dtype)
+        run(block, "pack_transposed", at(source), source.strides[0], at(target), target.strides[0], m, n, bits(0.3))
+        assert np.array_equal(target[:, :m], source.T.astype(dtype) * dtype(0.3))
+        assert (target[:, m:width] == 0).all() and (target[:, width:] == 7).all()
+
+        tile = rng.standard_normal((n, width)).astype(dtype)
+        factor, check = rng.standard_normal(width).astype(dtype), np.zeros(lanes, dtype)
+        back = np.full((m, n + 3), 7, source.dtype)
+        call = (at(tile), tile.strides[0], at(back), back.strides[0], m, n, at(factor), at(check))
+        run(block, "unpack_transposed", *call)
+        assert np.array_equal(back[:, :n], stored((tile * factor).T[:m], block)) and (check == 0).all()
+        assert (back[:, n:] == 7).all()
+        if m and n:
+            for value, where in ((np.nan, (0, 0)), (ALL_ONES, (n // 2, 0)), (np.inf, (n - 1, m - 1))):
+                tile[where] = value
+                run(block, "unpack_transposed", *call)
+                assert np.isnan(check).any()
+                assert np.array_equal(back[:, :n], stored((tile * factor).T[:m], block), equal_nan=True)
+                tile[where], check[:] = 1, 0
+
+
 @pytest.mark.parametrize("name", ["exp", "tanh"])
 def test_functions_of_single_precision(name: str) -> None:
     """Within two units in the last place everywhere, denormals and infinities included."""
