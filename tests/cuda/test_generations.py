@@ -282,17 +282,6 @@ def test_every_target_is_of_a_generation_that_supports_it(monkeypatch: pytest.Mo
     assert {t.dtype for t in tunable.targets(tune_cuda.QUICK, ["float16"])} == {"float16"}
 
 
-def test_what_is_timed_fills_a_device() -> None:
-    Target = tune_cuda.Target
-    for target in (Target("backward", "float32", 64, causal=True), Target("forward", "float16", 96)):
-        problem = tune_cuda.problem_of(target, 2048)
-        assert problem.batch * problem.n_q == tune_cuda.TOKENS
-        assert (problem.spec.mask is not None) == target.causal
-        assert (problem.array_kind, problem.spec.dtype) == ("cupy", target.dtype)
-    decoding = tune_cuda.problem_of(Target("forward", "float16", 128, few=True), 2048)
-    assert (decoding.n_q, decoding.n_k, decoding.spec.group) == (1, tune_cuda.DECODED_KEYS, 4)
-
-
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("subject", [CupyRawBackend(), NumbaCudaBackend()], ids=lambda one: one.name)
 def test_every_candidate_can_stand_in_a_profile(subject: backend.CudaBackend, direction: Direction) -> None:
