@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 from .call import arrays
 from .call.arguments import Prepared, prepare
 from .call.call import Call
-from .call.codes import on_codes
+from .call.codes import codes_of, on_codes
 from .call.planned import Planned
 from .call.plans import plan_of
 from .call.quantized import Quantized
@@ -325,9 +325,13 @@ def explain(
 
     with Call("explain", q, k, v, {**options}, out, described=not measure) as call:
         call.require_arrays()
-        quantised, why = call.quantised, on_codes(call, backend) if call.quantised is not None else ""
-        if isinstance(why, Prepared):
-            return explain_problem(why.problem, why.operands, backend, measure)
+        quantised, why = call.quantised, ""
+        if quantised is not None:
+            codes = codes_of(quantised, call.q, call.k, call.v, call.options)
+            found = codes if isinstance(codes, str) else on_codes(codes, call.out, call.described, backend)
+            if isinstance(found, Prepared):
+                return explain_problem(found.problem, found.operands, backend, measure)
+            why = found
         call.dequantise()
         problem, operands, _ = prepare(call.q, call.k, call.v, out=call.out, described=not measure, **call.options)
         explanation = explain_problem(problem, operands, backend, measure)

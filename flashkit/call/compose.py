@@ -135,7 +135,7 @@ def modified(spec: AttentionSpec, operands: Operands, b: int, s: Any) -> tuple[A
     heads, n_q, n_k = s.shape
     row, keys = xp.arange(n_q)[:, None], xp.arange(n_k)
     env = {"s": s, "b": b, "h": xp.arange(heads)[:, None, None], "row": row, "q": row + operands.q_offset[b], "k": keys}
-    visible = xp.broadcast_to(keys < operands.kv_lengths[b], s.shape)
+    visible = xp.ones(s.shape, bool) & (keys < operands.kv_lengths[b])
     env |= operands.params | operands.arrays
     if spec.mask is not None:
         visible = visible & codegen.evaluate(spec.mask, env, s.dtype)

@@ -38,11 +38,12 @@ DQ_BYTES_A_THREAD = 2**23
 _MAX_FORMS = 16  # of out, dout and dlse, that a bound backward pass keeps
 
 LENGTHS = "kv_lengths", "q_offset", "page_table"
-"""What a bound call may get with each call, in this order: none, the first two, or all."""
+"""What a bound call may get with each call, in this order: none, the first two, or all; and scales of k and v."""
 
 
 def bind_forward(plan: CpuPlan, operands: Operands, per_call: Sequence[str] = ()) -> Bound:
-    """The forward pass with all that does not depend on contents done: f(q, k, v, out, lse, *lengths)."""
+    """The forward pass with all that does not depend on contents done: f(q, k, v, out, lse, *lengths, *scales)."""
+    scaled, per_call = "k_scale" in per_call, [name for name in per_call if name in LENGTHS]
     block = ArgumentBlock(plan, operands, plan.tile, plan.modify_forward, scores_whole=False)
     block.args[at.PER_CALL] = (0, 0, 1, 2)[len(per_call)]
     absent = (block.args,) * (len(LENGTHS) - len(per_call))  # an array, which the kernel does not read
@@ -57,9 +58,16 @@ def bind_forward(plan: CpuPlan, operands: Operands, per_call: Sequence[str] = ()
         count = count or (threads.count() if parallel else 1)
         if (launch := launches.get(count)) is None:
             launch = launches[count] = make_launch(plan, block, count)
-        memory = scratch_pool.acquire(launch.memory)
+        args, template, size = launch
+        if scaled:
+            *lengths, k_scale, v_scale = lengths  # type: ignore[assignment]
+            args = args.copy()  # alive until the call has read it
+            args[at.K_SCALE] = address_of(k_scale) - address_of(k)
+            args[at.V_SCALE] = address_of(v_scale) - address_of(v)
+            template = address_of(args)
+        memory = scratch_pool.acquire(size)
         try:
-            call(launch.address, memory.address, count, stop, q, k, v, out, lse, *lengths, *absent)
+            call(template, memory.address, count, stop, q, k, v, out, lse, *lengths, *absent)
         finally:
             scratch_pool.release(memory)
 

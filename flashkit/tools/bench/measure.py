@@ -41,31 +41,12 @@ def measure(
     time: Callable[..., dict[str, Timing]] = timing.interleaved,
     growth: Callable[[Case, Direction, str], int | None] = memory.memory_growth,
 ) -> Result:  # fmt: skip
-    """Measure one case in one direction.
+    """Measure one case in one direction. A baseline that fails, or whose results differ, is not timed; the result says
+    why.
 
-    Parameters
-    ----------
-    case, direction
-        What is computed.
-    baselines
-        Names of the platform's baselines. One that fails, or whose results differ, is not timed.
-    run
-        When the run began.
-    rounds, budget
-        The most rounds, and the seconds for all of them.
-    threads
-        Threads of flashkit and of the baselines that can be limited.
-    with_memory
-        Whether to measure the growth of resident memory, in a process for each contender.
-    platform
-        By default the CPU.
-    time, growth
-        For tests: what times the calls, and what measures memory.
-
-    Returns
-    -------
-    Result
-        With `skipped` for baselines that were not timed.
+    run: when the run began. rounds, budget: the most rounds, and the seconds for all of them. threads: of flashkit and
+    of the baselines that can be limited. with_memory: measure the growth of resident memory, in a process for each
+    contender. time, growth: for tests, what times the calls and what measures memory.
     """
     platform = platform or cpu()
     arrays = platform.arrays(case)
