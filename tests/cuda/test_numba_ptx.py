@@ -34,7 +34,6 @@ AMPERE = {
     "red.relaxed.gpu.global.or": "red_or(l, i[0])",
     "red.release.gpu.global.or": "red_or_release(l, i[0])",
     "ld.relaxed.gpu.global": "i[0] = load_relaxed(l)",
-    "ld.global.nc.b32": "x[0] = load_from('global', float32, True)(l)",
     "ld.shared.b32": "i[0] = load_word(shared_address() + 4)",
     "st.shared.b32": "store_word(shared_address(), i[0])",
     "st.shared.v4.b32": "store_zeros(shared_address(), 0)",
@@ -80,12 +79,9 @@ HOPPER = {
     ),
 }  # fmt: skip
 HEAD = """
-from numba.cuda.types import float32, int32
 from flashkit.backends.numba_cuda.fragments import *
 from flashkit.backends.numba_cuda.ptx import *
 mma_bf16, mma_f16 = mma("bfloat16"), mma("float16")
-load_word, store_word = load_from("shared", int32), store_to("shared", int32)
-load_constant = load_from("global", float32, True)
 fresh = wgmma("bfloat16", 128, (0, 2), (0, 4), fresh=True)
 more = wgmma("bfloat16", 128, (0, 2), (0, 4), trans_a=True, trans_b=True)
 weigh = wgmma_registers("bfloat16", 64, tuple(range(0, 1024, 128)), trans_b=True)
@@ -107,7 +103,6 @@ def ptx_of(body: str, capability: tuple) -> str:
     from flashkit.backends.numba_cuda import compile as ours
 
     names: dict = {}
-    body = body.replace("load_from('global', float32, True)", "load_constant")
     exec(f"{HEAD}\ndef kernel(x, i, l):\n    {body}\n", names)
     arguments = types.float32[::1], types.uint32[::1], types.int64
     with ours._for_capability(capability[:2]):
