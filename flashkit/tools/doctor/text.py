@@ -11,7 +11,7 @@ Rows = list[tuple[str, Any]]
 
 
 def render(report: Report) -> str:
-    """The report as text, a section for each topic. A topic of unexpected form still gets a section."""
+    """The report as text, a section for each of its topics. A topic of unexpected form still gets a section."""
     lines: list[str] = []
 
     def section(title: str, rows: Rows) -> None:
@@ -21,7 +21,9 @@ def render(report: Report) -> str:
         lines.append("")
 
     for name, rows in _ROWS.items():
-        content = report.get(name)
+        if name not in report:
+            continue
+        content = report[name]
         if isinstance(content, dict) and set(content) == {"error"}:
             section(name, [("could not be read", content["error"])])
             continue
@@ -68,8 +70,7 @@ def _cpu_rows(cpu: Report) -> Rows:
 
 
 def _threading_rows(threading: Report) -> Rows:
-    layers = [(name, "loads" if answer is True else answer) for name, answer in threading["layers"].items()]
-    return [*layers, ("chosen", f"{threading['chosen']}, {threading['threads']} threads")]
+    return [("threads", threading["threads"]), ("workers", threading["workers"])]
 
 
 def _cache_rows(cache: Report) -> Rows:
