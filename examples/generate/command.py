@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 import time
@@ -27,6 +28,10 @@ class Answers:
         self._tokenizer, self._questions, self._silent = tokenizer, questions, silent
         self._complete = [False] * len(questions)
         self._at, self._printed = 0, ""
+        self._live: Any = None
+        if not silent and len(questions) > 1 and sys.stdout.isatty():
+            self._live = importlib.import_module("rich.live").Live(auto_refresh=False)
+            self._live.start()
         self._heading()
 
     def add(self, i: int, token: int) -> None:
@@ -39,11 +44,17 @@ class Answers:
     def finish(self) -> None:
         self._complete = [True] * len(self._complete)
         self._print()
+        if self._live is not None:
+            self._live.stop()
 
     def text(self, i: int) -> str:
         return self._tokenizer.decode(self.tokens[i])
 
     def _print(self) -> None:
+        if self._live is not None:  # all of them
+            texts = (f"> {question}\n{self.text(i)}\n" for i, question in enumerate(self._questions))
+            self._live.update(importlib.import_module("rich.text").Text("\n".join(texts)), refresh=True)
+            return
         while self._at < len(self._questions):
             text, complete = self.text(self._at), self._complete[self._at]
             # The bytes of a character may come with several tokens.
@@ -58,7 +69,7 @@ class Answers:
             self._heading()
 
     def _heading(self) -> None:
-        if not self._silent and len(self._questions) > 1 and self._at < len(self._questions):
+        if not self._silent and self._live is None and len(self._questions) > 1 and self._at < len(self._questions):
             print(f"> {self._questions[self._at]}", flush=True)
 
 
