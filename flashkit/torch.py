@@ -20,7 +20,7 @@ from .call.torch_autograd import call, check_differentiable, recorded_call
 from .call.torch_mods import Mods
 from .call.torch_passes import ARRAYS, OPTION_NAMES, Tensors
 from .numeric import number
-from .options import DEFAULTS, Options, check_tensors, closed, documented, unknown, unknown_of
+from .options import DEFAULTS, NUMBERS, Options, check_tensors, closed, documented, unknown, unknown_of
 
 __all__ = ["Mods", "attention", "flex_attention", "scaled_dot_product_attention"]
 
@@ -61,8 +61,8 @@ def attention(
     TypeError, ValueError
         An argument is invalid. The message names it and says what was expected.
     NotImplementedError
-        No backend can compute it, or a gradient is requested that does not exist: that of `alibi_slopes`, `softcap`,
-        `dropout_p` or a tensor that a modification uses, and that of a bias beside modifications.
+        No backend can compute it, or a gradient is requested that does not exist: that of `alibi_slopes`, a
+        number other than `scale` or a tensor that a modification uses, and that of a bias beside modifications.
 
     Examples
     --------
@@ -106,7 +106,7 @@ def attention(
                 x = None
             elif isinstance(x, torch.Tensor):
                 x = _number(name, x)
-            elif name in _NUMBERS and type(x) not in _PLAIN:
+            elif name in NUMBERS and type(x) not in _PLAIN:
                 x = number(name, x)
             scalars[name] = x
     scalars["deterministic"] = scalars["deterministic"] or torch.are_deterministic_algorithms_enabled()
@@ -165,7 +165,7 @@ def _scaled(q: Any, scale: Any) -> Any:
     return (q * scale.reshape(())).to(q.dtype)
 
 
-_NUMBERS, _PLAIN = ("scale", "softcap", "dropout_p"), (float, int, type(None), torch.SymFloat, torch.SymInt)
+_PLAIN = (float, int, type(None), torch.SymFloat, torch.SymInt)
 _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8})
 
 

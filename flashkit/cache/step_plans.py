@@ -15,7 +15,7 @@ from .. import dispatch
 from ..call import arrays, plans
 from ..call.arguments import Prepared, prepare
 from ..call.planned import Planned
-from ..call.positions import are_read
+from ..call.sequences import are_read
 from ..errors import UnsupportedError
 from ..options import OPTIONS, Role
 from .pools import Pools

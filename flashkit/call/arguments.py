@@ -31,8 +31,16 @@ from .checks import (
     window_of,
 )
 from .compose import check_indices, compose
-from .positions import are_read, check_default_offset, q_offset_range, q_offsets_of, queries_of
-from .sequences import Sequences, queries_within, sequences_of
+from .sequences import (
+    Sequences,
+    are_read,
+    check_default_offset,
+    q_offset_range,
+    q_offsets_of,
+    queries_of,
+    queries_within,
+    sequences_of,
+)
 from .shape import Shape, pairwise
 
 PRECISIONS = (None, "highest", "tf32", "fp8")
@@ -60,7 +68,7 @@ class Memory(NamedTuple):
     kv_format : str
         k and v are numbers of 8 bits of this format,
     scales : (array, array)
-        with these scales of k and v, of the same axes, which have been checked.
+        with these scales of k and v, which broadcast to one for each token, and have been checked.
     """
 
     k_pe: Any = None
@@ -70,6 +78,11 @@ class Memory(NamedTuple):
 
 
 PLAIN = Memory()
+
+
+def per_token(scale: Any, x: Any) -> Any:
+    """Scales of an array, one for each token, as a view."""
+    return np.broadcast_to(scale, (*x.shape[:-1], 1)) if isinstance(scale, np.ndarray) else scale
 
 
 class Prepared(NamedTuple):
@@ -176,7 +189,8 @@ def prepare(
         empty((entries, heads, n_q), spec.lse_dtype), o.block_mask if len(masks) == 1 else None, seqs.cu_seqlens,
         seqs.page_table, None if k_pe is None else shape.keys_to_four(k_pe),
         tuple(map(shape.four_axes, fp8.scales)) if fp8 else None,
-        *(None if x is None else shape.keys_to_four(x) for x in memory.scales),
+        *(None if x is None else shape.keys_to_four(per_token(x, y)) for x, y in zip(memory.scales, (k, v))),
+        queries if o.q_offset is None else None,
     )  # fmt: skip
     return Prepared(problem, operands, shape)
 

@@ -15,7 +15,7 @@ import numpy as np
 from .. import options as table
 from ..options import OPTIONS
 from . import arrays, interop
-from .dequantised import Dequantised
+from .codes import Dequantised
 from .interop import Foreign
 from .quantized import Quantized
 from .views import View
@@ -36,6 +36,7 @@ class PerCall(NamedTuple):
     offsets: tuple[Any, ...] = ()  # cu_seqlens of q and of k, on a device
     tokens: tuple[int, int] = (0, 0)  # of q and of k, where there are such offsets
     follows: bool = True  # whether positions follow lengths and offsets
+    scales: tuple[Any, ...] = ()  # of codes
 
 
 ONLY_TENSORS = PerCall()

@@ -1,83 +1,252 @@
-"""Calls on quantised arrays whose backend reads the codes themselves, and why others are dequantised."""
+"""Calls with quantised arrays: on their codes where a backend reads these, and dequantised otherwise.
+
+`Codes` is what a plan of such a call depends on: its key leaves out the scales, which each call passes like an array of
+a modification. `Dequantised` is the adapter between quantised and float arrays. A quantised array is dequantised to the
+computing dtype, float32 or float64, as a number of e4m3 times its scale is not representable in bfloat16. Of pages only
+those that the table names are dequantised.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import dispatch, settings
+from ..spec import DTYPES
 from . import arrays
 from .arguments import Fp8Arrays, Memory, Prepared, prepare
-from .call import Call
-from .quantized import Quantized, token_scales
+from .checks import check_out
+from .quantized import Per, Quantized, check_shape, quantize, scale_shape, token_scales
+
+FP8_DTYPES = ("float16", "bfloat16")
+"""What precision="fp8" quantises."""
+
+FP8_PER: Per = "token"
+"""Its scales."""
+
+
+class Dequantised:
+    """The arrays of a call with quantised ones among them, in the computing dtype.
+
+    Raises
+    ------
+    TypeError
+        q, k and v, or what they were quantised from, are not of one library and one dtype, or not of one that
+        precision="fp8" takes.
+    """
+
+    def __init__(self, q: Any, k: Any, v: Any, fp8: bool, described: bool = False) -> None:
+        self.fp8, self._described, self._q = fp8, described, q
+        self._quantised: dict[str, Quantized] = {}
+        named = {"q": q, "k": k, "v": v}
+        self.kind = arrays.require("q", _memory(q))
+        self.dtype = arrays.dtype_name("q", q)
+        for name, x in named.items():
+            arrays.require(name, _memory(x), self.kind)
+            if (dtype := arrays.dtype_name(name, x)) != self.dtype:
+                raise TypeError(f"{name}: expected dtype {self.dtype} (q's, before quantisation), got {dtype}")
+            if fp8 and not isinstance(x, Quantized) and dtype not in FP8_DTYPES:
+                raise TypeError(
+                    f"{name}: expected dtype {' or '.join(FP8_DTYPES)} with precision='fp8', got {dtype}; pass "
+                    f"flashkit.quantize({name}, ...) or another precision"
+                )
+        self._dtype = DTYPES[self.dtype].accumulator
+        self._named = named
+
+    @property
+    def rounds(self) -> bool:
+        """Whether results are rounded to the caller's dtype."""
+        return self.dtype != self._dtype
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Where to compute: on q's device."""
+        return arrays.scope(_memory(self._q))
+
+    def to_native(self, **arguments: Any) -> dict[str, Any]:
+        """Arguments with arrays of the computing dtype. An `out` of another dtype is left to `from_native`."""
+        arguments = self._pages_in_use(arguments)
+        return {name: self._wide(name, value) for name, value in arguments.items()}
+
+    def _pages_in_use(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments with the pages that a table on the host names, if that are fewer than there are."""
+        k, v, table = (arguments.get(name) for name in ("k", "v", "page_table"))
+        if not (isinstance(k, Quantized) and isinstance(v, Quantized) and k.shape[:1] == v.shape[:1]):
+            return arguments
+        if self._described or not isinstance(table, np.ndarray) or table.dtype.kind not in "iu":
+            return arguments
+        count = k.shape[0]
+        known = (table >= 0) & (table < count)
+        pages = np.unique(table[known])
+        if not 0 < len(pages) < count:
+            return arguments
+        renumbered = np.where(known, np.searchsorted(pages, table), np.where(table < 0, table, len(pages)))
+        return arguments | {"k": k.pages(pages), "v": v.pages(pages), "page_table": renumbered}
+
+    def _wide(self, name: str, value: Any) -> Any:
+        if name in ("q", "k", "v"):
+            if self._described:
+                return arrays.stand_in(arrays.namespace(self.kind).zeros((), self._dtype), value.shape)
+            value = self.quantise(name, value)
+            self._quantised.pop(name, None)
+            return self._widened(value) if not isinstance(value, Quantized) else value.dequantize(self._dtype)
+        if name == "precision":
+            return None if self.fp8 else value
+        if name == "out":
+            return None if self.rounds else value
+        if name == "dout":
+            arrays.require(name, value, self.kind)
+            if arrays.dtype_name(name, value) != self.dtype:
+                raise TypeError(f"dout: expected dtype {self.dtype}, got {value.dtype}")
+            return self._widened(value)
+        return value
+
+    def quantise(self, name: str, value: Any) -> Any:
+        """q, k or v as precision="fp8" makes it, until it is dequantised; the array itself without it."""
+        if not self.fp8 or isinstance(value, Quantized):
+            return value
+        check_shape(name, value.shape)
+        if self._described:
+            xp = arrays.namespace(self.kind)
+            codes = "float8_e4m3fn" if self.kind == "numpy" else "uint8"
+            scale = arrays.stand_in(xp.ones((), np.float32), scale_shape(value.shape, FP8_PER, 1, "bhnd"))
+            data = arrays.stand_in(xp.zeros((), codes), value.shape)
+            return Quantized(data, scale, value.dtype, FP8_PER, seed=0 if name != "v" else None)
+        if name not in self._quantised:
+            self._quantised[name] = quantize(value, "e4m3", FP8_PER, rotate=name != "v")
+        return self._quantised[name]
+
+    def _widened(self, value: Any) -> Any:
+        return value.astype(self._dtype, copy=False)
+
+    def from_native(self, name: str, result: Any, out: Any = None) -> Any:
+        """A result ("out", "lse", "dq", ...) in the caller's dtype; in `out`, if that is given and of another dtype."""
+        if name in ("lse", "dsinks"):
+            return result
+        result = self._rounded(result)
+        if out is None or not self.rounds:
+            return result
+        check_out(out, self.kind, self.dtype, result.shape)
+        out[...] = result
+        return out
+
+    def _rounded(self, result: Any) -> Any:
+        dtype = self._q.dtype
+        if result.dtype == dtype:
+            return result
+        with np.errstate(over="ignore"):  # to infinity, as kernels round
+            return result.astype(dtype)
+
+    def described(self, problem: str, why: str) -> str:
+        """The description of the call that runs, with what comes before it, and why."""
+        rest = f"e4m3 per {FP8_PER}" if self.fp8 else self.dtype
+        described = (
+            f"{name} {f'{x.format} per {x.per}' if isinstance(x, Quantized) else rest}"
+            for name, x in self._named.items()
+        )
+        return f"{problem}; dequantised before: {', '.join(described)} ({why})"
+
+
+def _memory(x: Any) -> Any:
+    """The array that holds the numbers."""
+    return x.data if isinstance(x, Quantized) else x
+
+
+# --- codes ------------------------------------------------------------------------------------------------------------
 
 ALIGNMENT = 16
 """Bytes, of addresses and strides: what Hopper's copy engine (TMA) needs."""
 
 
-def on_codes(call: Call, backend: str | None) -> Prepared | str:
-    """The call on the codes of its arrays, for which `dispatch.plan` has a backend, or a sentence that says why they
-    are dequantised.
+class Codes(NamedTuple):
+    """A call on the codes of its arrays.
+
+    Attributes
+    ----------
+    q, k, v : array
+        Codes, or floats.
+    memory : Memory
+        What `prepare` has to know of them.
+    scales : dict
+        Scales of these arrays, by the names of operands; they broadcast to one for each token.
+    key : tuple
+        What a plan depends on beside q, k, v and the options.
+    options : dict
+        Of the call.
     """
-    on_host = call.quantised is not None and call.quantised.kind == "numpy"
-    prepared = _keys_of_8_bits(call) if on_host else _e4m3(call)
-    if isinstance(prepared, str):
-        return prepared
-    ranked = dispatch.candidates(prepared.problem, only=dispatch.forced(backend))
-    if not any(candidate.verdict for candidate in ranked):
-        of_fp8 = prepared.problem.spec.fp8 is not None
-        asked = [c for c in ranked if not of_fp8 or getattr(dispatch.registry()[c.name], "takes_fp8", False)]
-        return "; ".join(f"{c.name}: {c.verdict.reason}" for c in asked) or "this backend has no kernels for e4m3"
-    return prepared
+
+    q: Any
+    k: Any
+    v: Any
+    memory: Memory
+    scales: dict[str, Any]
+    key: tuple[Any, ...]
+    options: dict[str, Any]
 
 
-def _keys_of_8_bits(call: Call) -> Prepared | str:
-    """Keys and values of 8 bits beside float queries. Scales are factors of scores and weights then: they belong to
-    tokens, or to more than a token, and there is no rotation and no mean.
-    """
-    q, k, v, options = call.q, call.k, call.v, call.options
-    if isinstance(q, Quantized) or call.quantised is None or call.quantised.fp8:
+def codes_of(quantised: Dequantised, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Codes | str:
+    """The codes of a call's arrays, or a sentence that says why they are dequantised. `on_codes` asks backends."""
+    packed_or_paged = options.get("cu_seqlens") is not None or options.get("page_table") is not None
+    if quantised.kind != "numpy":
+        return _e4m3(quantised, q, k, v, options, packed_or_paged)
+    # Scales are factors of scores and weights: they belong to tokens, or to more, without a rotation or a mean.
+    if isinstance(q, Quantized) or quantised.fp8:
         return "queries are quantised, and the CPU has kernels for quantised keys and values alone"
     if not (isinstance(k, Quantized) and isinstance(v, Quantized) and k.format == v.format):
         return "k and v are not both quantised to one format"
-    packed_or_paged = options.get("cu_seqlens") is not None or options.get("page_table") is not None
     layout = "bnhd" if packed_or_paged else options.get("layout", "bhnd")
-    if any(x.seed is not None or x.mean is not None or x.per == "block" for x in (k, v)):
-        return "k or v is rotated, smoothed or has scales per block"
-    if not all(x.per == "tensor" or x.ndim == 2 or x.layout == layout for x in (k, v)):
-        return "scales of k or v are of another layout"
-    scales = np.broadcast_to(k.scale, (*k.shape[:-1], 1)), np.broadcast_to(v.scale, (*v.shape[:-1], 1))
-    memory = Memory(kv_format=k.format, scales=scales)
-    return prepare(q, k.data, v.data, out=call.out, described=call.described, memory=memory, **options)
+    for x in (k, v):
+        if x.seed is not None or x.mean is not None or x.per == "block":
+            return "k or v is rotated, smoothed or has scales per block"
+        if not (x.per == "tensor" or x.ndim == 2 or x.layout == layout):
+            return "scales of k or v are of another layout"
+    scales, key = {"k_scale": k.scale, "v_scale": v.scale}, (k.format, *_form(k), *_form(v))
+    return Codes(q, k.data, v.data, Memory(kv_format=k.format, scales=(k.scale, v.scale)), scales, key, options)
 
 
-def _e4m3(call: Call) -> Prepared | str:
+def _form(x: Quantized) -> tuple[Any, ...]:
+    return x.per, x.scale.strides, x.scale.flags.aligned
+
+
+def _e4m3(
+    quantised: Dequantised, q: Any, k: Any, v: Any, options: dict[str, Any], packed_or_paged: bool
+) -> Codes | str:  # fmt: skip
     """Codes of e4m3 of q, k and v."""
-    quantised: Any = call.quantised
-    options = call.options
     if options.get("precision") == "highest":
         return "precision='highest' is float32"
     if not settings.FP8_KERNELS.read():
         return "e4m3 kernels are opt-in: set FLASHKIT_FP8_KERNELS=1"
-    if options.get("cu_seqlens") is not None or options.get("page_table") is not None:
+    if packed_or_paged:
         return "packed sequences and keys in pages have no kernels for e4m3"
-    tensors = [quantised.quantise(name, x) for name, x in (("q", call.q), ("k", call.k), ("v", call.v))]
+    tensors = [quantised.quantise(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
     if refused := _refused(tensors):
         return refused
     layout = options.get("layout", "bhnd")
     per_head = all(x.per == "tensor" or (x.per == "head" and x.layout == layout) for x in tensors[1:])
-    codes = Fp8Arrays(tensors[0].dtype, "head" if per_head else "token", tuple(map(token_scales, tensors)))
+    scales = dict(zip(("q_scale", "k_scale", "v_scale"), map(token_scales, tensors), strict=True))
+    codes = Fp8Arrays(tensors[0].dtype, "head" if per_head else "token", tuple(scales.values()))
     options = {**options, "precision": None if quantised.fp8 else options.get("precision")}
-    q, k, v = (x.data for x in tensors)
-    prepared = prepare(q, k, v, out=call.out, described=call.described, memory=Memory(fp8=codes), **options)
-    operands = prepared.operands
-    if not operands.k.shape[2]:
+    key = codes.dtype, codes.per, *(x.strides for x in codes.scales)
+    return Codes(*(x.data for x in tensors), Memory(fp8=codes), scales, key, options)
+
+
+def on_codes(codes: Codes, out: Any, described: bool, backend: str | None) -> Prepared | str:
+    """The call, for which `dispatch.plan` has a backend, or a sentence that says why its arrays are dequantised."""
+    prepared = prepare(
+        codes.q, codes.k, codes.v, out=out, described=described, memory=codes.memory, **codes.options
+    )  # fmt: skip
+    operands, of_fp8 = prepared.operands, prepared.problem.spec.fp8 is not None
+    if of_fp8 and not operands.k.shape[2]:
         return "there are no keys"
-    if not operands.scale > 1e-30:
+    if of_fp8 and not operands.scale > 1e-30:
         return f"scale is {operands.scale:g}, and kernels for e4m3 mask scores before they multiply by it"
-    if not call.described:
+    if of_fp8 and not described:
         operands.q, operands.k, operands.v = map(_addressable, (operands.q, operands.k, operands.v))
+    ranked = dispatch.candidates(prepared.problem, only=dispatch.forced(backend))
+    if not any(candidate.verdict for candidate in ranked):
+        asked = [c for c in ranked if not of_fp8 or getattr(dispatch.registry()[c.name], "takes_fp8", False)]
+        return "; ".join(f"{c.name}: {c.verdict.reason}" for c in asked) or "this backend has no kernels for e4m3"
     return prepared
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ..options import with_axes
 from . import views
 from .views import View, bfloat16, cupy_for
 
@@ -304,7 +305,7 @@ def is_dual(array: Any) -> bool:
     return forward.unpack_dual(array).tangent is not None
 
 
-HOST_INTEGERS = ("kv_lengths", "q_offset", "q_lengths", "cu_seqlens", "page_table")
+HOST_INTEGERS = with_axes("entries", "memory")
 """Arguments that may lie on the host beside arrays on a device."""
 
 _PLAIN = frozenset({type(None), bool, int, float, str})

@@ -18,12 +18,20 @@ from ..mods import Mod
 from ..mods.tracing import values_of
 from ..spec import Gradients, Operands, Problem
 from . import arrays
-from .arguments import Prepared, prepare
+from .arguments import Prepared, per_token, prepare
 from .call import Call
 from .checks import check_out
 from .compose import check_indices
-from .positions import are_read, check_default_offset, kv_lengths_of, q_offset_range, q_offsets_of, queries_of
-from .sequences import check_pages, table_of
+from .sequences import (
+    are_read,
+    check_default_offset,
+    check_pages,
+    kv_lengths_of,
+    q_offset_range,
+    q_offsets_of,
+    queries_of,
+    table_of,
+)
 from .shape import Shape
 from .views import View
 
@@ -68,8 +76,8 @@ class Planned:
 
     def __init__(
         self, prepared: Prepared, given: tuple[Any, Any, Any], backend: str | None, return_lse: bool,
-        per_call: tuple[str, ...] = (), varies: bool = False, follows: Any = None, room: int | None = None,
-        fp8: bool = False,
+        per_call: tuple[str, ...] = (), varies: bool = False, room: int | None = None, fp8: bool = False,
+        scales: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         """
         Parameters
@@ -80,26 +88,31 @@ class Planned:
             Names of the operands' arrays that each call passes.
         varies
             Whether calls may pass lengths; see `with_lengths`.
-        follows
-            Queries of each batch entry where the offsets of such calls follow their lengths, None where they stay.
         room
             The most keys of such calls; by default those of k or of its pages.
         fp8
             Whether calls quantise their arrays first.
+        scales
+            Names of the operands' scales, which each call passes behind all else.
         """
         problem, operands, shape = prepared
         self._fp8 = fp8
         chosen, plan = dispatch.plan(problem, backend)
         self.problem, self.backend, self.tile = problem, chosen.name, plan.tile
         self._return_lse, self._shape, self._chosen, self._per_call = return_lse, shape, (chosen, plan), per_call
+        self._scales = scales
         self._run_backward: BoundBackward | None = None
         self._asked, self.last_use = backend, 0
         fixed = {name: array for name, array in operands.arrays.items() if name not in per_call}
         self._values = tuple(fixed.values())
-        self._operands = replace(operands, q=None, k=None, v=None, out=None, lse=None, arrays=fixed)  # for pickles
+        # Of these a pickle is made.
+        self._operands = replace(operands, q=None, k=None, v=None, out=None, lse=None, arrays=fixed)
+        if scales:
+            self._operands.scales = self._operands.k_scale = self._operands.v_scale = None
         self._layouts = arrays.layouts(*given)
         fours = operands.q, operands.k, operands.v
         binds = hasattr(chosen, "bind") and (not per_call or getattr(chosen, "takes_arrays", False))
+        binds = binds and (not scales or getattr(chosen, "takes_scales", False))
         # A bound call reads addresses, so each call copies arrays that are not addressable, as attention() does.
         self._copied = not all(map(arrays.same_address, given, fours))
         self._copies = binds and self._copied
@@ -114,12 +127,12 @@ class Planned:
             self._run = _nothing
         elif binds:
             bind: Any = chosen.bind  # type: ignore[attr-defined]
-            self._run = bind(plan, operands, per_call) if per_call else bind(plan, operands)
+            self._run = bind(plan, operands, per_call + scales) if per_call or scales else bind(plan, operands)
         else:
-            self._run = _forward(chosen, plan, operands, shape, per_call)
+            self._run = _forward(chosen, plan, operands, shape, per_call, (), scales)
         self._varies = varies
-        self._follows = follows if are_read(problem.spec.score, problem.spec.mask) else None
-        self.takes_lengths = getattr(chosen, "takes_lengths", False) and not self._copies
+        self._follows = operands.follows if varies and are_read(problem.spec.score, problem.spec.mask) else None
+        self.takes_lengths = binds and getattr(chosen, "takes_lengths", False) and not self._copies
         if varies:
             n_k, pages = operands.k.shape[2], operands.page_table.shape[1] if problem.spec.paged else 1
             self._room = n_k * pages if room is None else room
@@ -147,12 +160,12 @@ class Planned:
         if 0 in operands.q.shape[:3]:
             return _nothing
         if not self.takes_lengths:
-            return _forward(chosen, plan, operands, self._shape, (), names)
+            return _forward(chosen, plan, operands, self._shape, (), names, self._scales)
         if not paged:  # only its strides count
             k = np.lib.stride_tricks.as_strided(k, (*k.shape[:2], self._room, k.shape[3]), k.strides)
         most: Any = np.full(self.problem.batch, self._room, np.int64)
         bind: Any = chosen.bind  # type: ignore[attr-defined]
-        bound: Bound = bind(plan, replace(operands, k=k, kv_lengths=most), names)
+        bound: Bound = bind(plan, replace(operands, k=k, kv_lengths=most), names + self._scales)
         return bound
 
     def __repr__(self) -> str:
@@ -246,29 +259,30 @@ class Planned:
     def run(self, call: Call) -> Any:
         """The call by this plan, whose key it has."""
         q, k, v, out = call.q, call.k, call.v, call.out
-        pairs, axis, lengths, offsets, tokens, follows = call.per_call
+        pairs, axis, lengths, offsets, tokens, follows, scales = call.per_call
         if lengths is not None:
-            return self.with_lengths(q, k, v, out, lengths)
+            return self.with_lengths(q, k, v, out, lengths, scales=scales)
         if axis < 0:
-            return self.with_keys(q, k, v, out, axis)
+            return self.with_keys(q, k, v, out, axis, scales)
         if offsets:
             from ..backends.cuda_common.cu_seqlens import derive
 
             derived = derive(offsets[0], tokens[0], offsets[1], tokens[1])
             pairs += derived if follows else derived[:-1]
-        return self.run_on(q, k, v, out, *pairs)
+        return self.run_on(q, k, v, out, *pairs, *scales)
 
-    def with_keys(self, q: Any, k: Any, v: Any, out: Any, axis: int) -> Any:
+    def with_keys(self, q: Any, k: Any, v: Any, out: Any, axis: int, scales: tuple[Any, ...]) -> Any:
         """The call for as many keys as k has along this axis; for arrays that are otherwise as planned."""
         n, batch = k.shape[axis], self.problem.batch
         lengths = np.array([n] * batch, np.int64)  # faster than `full`
         offsets = self._operands.q_offset
         if self._follows is not None:
             offsets = np.array([n - self._follows] * batch, np.int64)
-        return self._run_on(self._run_at, q, k, v, out, lengths, offsets)
+        return self._run_on(self._run_at, q, k, v, out, lengths, offsets, *scales)
 
     def with_lengths(
-        self, q: Any, k: Any, v: Any, out: Any, lengths: Any, offset: Any = None, table: Any = None
+        self, q: Any, k: Any, v: Any, out: Any, lengths: Any, offset: Any = None, table: Any = None,
+        scales: tuple[Any, ...] = (),
     ) -> Any:  # fmt: skip
         """The call with other lengths, offsets and pages, or with the plan's where they are None; for arrays that are
         known to be valid.
@@ -292,7 +306,7 @@ class Planned:
         if not self.problem.spec.paged:
             if table is not None:
                 raise TypeError("page_table: expected None, since the plan was made without one")
-            return self._run_on(self._run_at, q, k, v, out, lengths, offsets)
+            return self._run_on(self._run_at, q, k, v, out, lengths, offsets, *scales)
         if table is None:
             table = own.page_table
         else:
@@ -407,7 +421,7 @@ def _nothing(*tensors: Any) -> None:
 
 def _forward(
     backend: Backend, plan: Any, operands: Operands, shape: Shape, per_call: tuple[str, ...],
-    lengths: tuple[str, ...] = (),
+    lengths: tuple[str, ...], scales: tuple[str, ...],
 ) -> Bound:  # fmt: skip
     """The forward pass of a backend that cannot bind, or not with the arrays and lengths that each call passes."""
     rows = operands.lse.shape
@@ -415,10 +429,12 @@ def _forward(
     rest = replace(operands, q=None, k=None, v=None, out=None, lse=None, arrays=fixed)
 
     def forward(q: Any, k: Any, v: Any, out: Any, lse: Any, *arrays: Any) -> None:
+        scaled = zip(scales, arrays[len(arrays) - len(scales) :], (k, v))
+        scales_of_tokens = {name: shape.keys_to_four(per_token(scale, x)) for name, scale, x in scaled}
         q, out = map(shape.to_four, (q, out))
         k, v = map(shape.keys_to_four, (k, v))
         named = fixed | dict(zip(per_call, arrays[: len(per_call)], strict=True))
-        own = dict(zip(lengths, arrays[len(per_call) :], strict=True))
+        own = dict(zip(lengths + scales, arrays[len(per_call) :], strict=True)) | scales_of_tokens
         backend.forward(plan, replace(rest, q=q, k=k, v=v, out=out, lse=lse.reshape(rows), arrays=named, **own))
 
     return forward
@@ -467,15 +483,12 @@ def _unpickled(
         raise ValueError(f"no pickled plan: {shown(tensors)}")
     like = tuple(_laid_out(*each) for each in tensors)
     prepared = prepare(*like, **options)
-    problem, _, shape = prepared
+    problem, operands, shape = prepared
     if follows is not None:
         n_q, queries = problem.n_q, None if isinstance(follows, int) else follows
-        follows = queries_of(queries, problem.array_kind, shape, problem.batch, n_q, n_q)
+        operands.follows = queries_of(queries, problem.array_kind, shape, problem.batch, n_q, n_q)
     varies = problem.spec.kv_lengths and not problem.spec.packed
-    return Planned(
-        prepared, (like[0], like[1], like[2]), backend, return_lse is True, varies=varies, follows=follows,
-        fp8=fp8 is True,
-    )  # fmt: skip
+    return Planned(prepared, (like[0], like[1], like[2]), backend, return_lse is True, varies=varies, fp8=fp8 is True)
 
 
 def _laid_out(kind: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, place: Any) -> Any:

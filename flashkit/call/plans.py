@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import dispatch
+from .. import dispatch, settings
 from ..devices.forking import inner_lock
 from ..mods.block_mask import BlockMask
 from ..options import OPTIONS, Role
@@ -21,7 +21,7 @@ from ..spec import Operands
 from . import arrays
 from .arguments import Prepared, prepare
 from .call import ONLY_TENSORS, Call, PerCall
-from .codes import on_codes
+from .codes import codes_of, on_codes
 from .planned import Once, Planned
 from .shape import LAYOUTS
 from .views import View
@@ -44,9 +44,8 @@ def plan_of(call: Call, backend: str | None, return_lse: bool, recorded: bool = 
     recorded: a backward pass follows, so lengths are those of the plan.
     """
     if call.quantised is not None:
-        if not recorded and isinstance(prepared := on_codes(call, backend), Prepared):
-            call.quantised = None
-            return Once(prepared, backend, return_lse)
+        if not recorded and (of_codes := _on_codes(call, backend, return_lse)) is not None:
+            return of_codes
         call.dequantise()
     key = key_of(call, backend, return_lse, recorded)
     planned: Planned | None = get(key)
@@ -57,7 +56,42 @@ def plan_of(call: Call, backend: str | None, return_lse: bool, recorded: bool = 
     return _made(key, call, prepared, backend, return_lse) or Once(prepared, backend, return_lse)
 
 
-def _made(key: Any, call: Call, prepared: Prepared, backend: str | None, return_lse: bool) -> Planned | None:
+class Refused:
+    """Codes for which no backend has a plan."""
+
+    last_use = 0
+
+
+def _on_codes(call: Call, backend: str | None, return_lse: bool) -> Planned | Once | None:
+    """The plan of a call on the codes of its arrays, as `plan_of`; None if they have to be dequantised."""
+    given = call.quantised, call.q, call.k, call.v, call.options
+    assert call.quantised is not None
+    codes = codes_of(*given)  # type: ignore[arg-type]
+    if isinstance(codes, str):
+        return None
+    call.quantised, call.q, call.k, call.v, call.options = None, codes.q, codes.k, codes.v, codes.options
+    key = key_of(call, backend, return_lse)
+    key = None if key is None else (*key, codes.key, settings.FP8_KERNELS.raw())
+    call.per_call = call.per_call._replace(scales=tuple(codes.scales.values()))
+    planned: Any = get(key)
+    if planned is None:
+        prepared = on_codes(codes, call.out, False, backend)
+        if isinstance(prepared, str):
+            put(key, planned := Refused())
+        else:
+            read = (prepared.operands.q, call.q), (prepared.operands.k, call.k), (prepared.operands.v, call.v)
+            copied = prepared.problem.spec.fp8 and not all(arrays.same_address(*pair) for pair in read)
+            planned = None if copied else _made(key, call, prepared, backend, return_lse, tuple(codes.scales))
+            planned = planned or Once(prepared, backend, return_lse)
+    if not isinstance(planned, Refused):
+        return planned  # type: ignore[no-any-return]
+    call.quantised, call.q, call.k, call.v, call.options = given
+    return None
+
+
+def _made(
+    key: Any, call: Call, prepared: Prepared, backend: str | None, return_lse: bool, scales: tuple[str, ...] = ()
+) -> Planned | None:
     """The plan of a prepared call, put into the cache; None if it cannot serve other calls."""
     per_call, operands = call.per_call, prepared.operands
     names = names_of(per_call.arrays, operands)
@@ -67,8 +101,7 @@ def _made(key: Any, call: Call, prepared: Prepared, backend: str | None, return_
         names += tuple(name for name in operands.sequences() if per_call.follows or name != "q_offset")
     axis, varies = per_call.keys_axis, per_call.keys_axis < 0 or per_call.lengths is not None
     planned = Planned(
-        prepared, (call.q, call.k, call.v), backend, return_lse, names, varies,
-        follows=prepared.problem.n_q if varies and per_call.follows else None,
+        prepared, (call.q, call.k, call.v), backend, return_lse, names, varies, scales=scales,
         room=_room(call.k.shape[axis]) if axis < 0 else None,
     )  # fmt: skip
     if not varies or planned.takes_lengths:
@@ -206,7 +239,9 @@ def get(key: Any) -> Any:
 
 
 def put(key: Any, planned: Any) -> None:
-    """Cache a plan, or what else has a `last_use`; the least recently used ones are dropped."""
+    """Cache a plan, or what else has a `last_use`, by a key other than None; the least recently used are dropped."""
+    if key is None:
+        return
     with _lock, suppress(TypeError):
         _plans[key] = planned
         planned.last_use = next(_ticks)

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
-from .torch_passes import LAYOUT, OPTION_NAMES
+from .torch_passes import LAYOUT, OPTION_NAMES, TENSORS
 
 Batched = dict[str, tuple[Any, int | None]]
 """Tensors by name, and the axis of each along which it is batched."""
 
-_TOKENS, _ROWS, _PAIRS = ("q", "k", "v", "out", "dout"), ("lse", "dlse"), ("bias", "mask")
-_OF_ENTRIES = "kv_lengths", "q_lengths", "q_offsets"
+_AXES = TENSORS | dict.fromkeys(("q", "k", "v", "out", "dout"), "tokens") | dict.fromkeys(("lse", "dlse"), "rows")
 _DROPOUT = OPTION_NAMES.index("dropout_p")
 
 
@@ -50,28 +49,26 @@ def results(
 
 def _fits_one_call(given: Batched, options: tuple[Any, ...]) -> bool:
     """Whether a further batch axis changes no result: entries are not numbered, and all arguments have batch axes."""
-    of_heads = [given[name] for name in ("alibi_slopes", "sinks") if name in given]
-    return (
-        not options[_DROPOUT]
-        and not {"cu_seqlens_q", "page_table"} & given.keys()
-        and all(axis is None and x.dim() == 1 for x, axis in of_heads)
-    )
+    alike = all(
+        axes != "memory" and (axes != "heads" or (given[name][1] is None and given[name][0].dim() == 1))
+        for name, axes in TENSORS.items() if name in given
+    )  # fmt: skip
+    return alike and not options[_DROPOUT]
 
 
 def _as_batch(name: str, x: Any, axis: int | None, size: int, shape: list[int], head: int, of_bias: bool) -> Any:
     """An argument of all entries; shape: of q in one of them."""
-    if name in _PAIRS and axis is None and not (of_bias and name == "bias"):
-        return x
-    if name not in (*_TOKENS, *_ROWS, *_PAIRS, *_OF_ENTRIES):
+    axes = _AXES.get(name, "")
+    if axes in ("", "heads", "memory") or (axes == "pairs" and axis is None and not (of_bias and name == "bias")):
         return x
     x = x.expand(size, *x.shape) if axis is None else x.movedim(axis, 0)
-    if name in _PAIRS:
+    if axes == "pairs":
         return x.reshape(size, *[1] * (max(len(shape), 3) + 1 - x.dim()), *x.shape[1:])
-    if name in _OF_ENTRIES:
+    if axes == "entries":
         batch = shape[:-3]
         return x.reshape(size, -1).expand(size, math.prod(batch)).reshape(size, *batch)
     if len(shape) == 2:  # without heads, which q, k and v may lack if they have no batch axis
-        return x.unsqueeze(1 if name in _ROWS else head)
+        return x.unsqueeze(1 if axes == "rows" else head)
     return x
 
 

@@ -116,7 +116,7 @@ def _batched(rest: tuple[Any, ...], axes: tuple[Any, ...]) -> tuple[Any, ...]:
     tensors, options, (text, values) = _given(rest)
     of_values = axes[-1] if values and axes[-1] is not None else [None] * len(values)
     names = torch_batching.value_names(values)
-    given = {name: (x, axes[TENSORS.index(name)]) for name, x in tensors.items()}
+    given = {name: (x, axes[list(TENSORS).index(name)]) for name, x in tensors.items()}
     return given | dict(zip(names, zip(values, of_values), strict=True)), options, text, names
 
 

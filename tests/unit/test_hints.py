@@ -157,7 +157,9 @@ def test_prefixes_of_batch_entries(backend: str) -> None:
 @pytest.mark.parametrize(
     ("n", "error", "words"),
     [
-        (2.5, TypeError, "2.5"), ("two", TypeError, "'two'"), ([[1]], ValueError, r"\(1, 1\)"),
+        (2.5, TypeError, "2.5"),
+        ("two", TypeError, "'two'"),
+        ([[1]], ValueError, r"\(1, 1\)"),
         ([1, [2]], TypeError, "different lengths"),
     ],
 )

@@ -77,7 +77,9 @@ LEFT_WORDS = word()  # bf16 pairs: rows of left operands are padded to a multipl
 TILE_COUNTER = word()  # next work tile, shared by the threads
 SPLITS_DONE = word()  # split-KV: work tiles that are complete
 WORK_TILES = word()
+ROW_WORK_TILES = word()  # of bwd_preprocess and bwd_postprocess
 Q_TILES = word()  # query tiles per head; of all sequences, some of them empty, where these are packed
+ROW_TILES = word()  # likewise, of ROW_BLOCK rows
 NUM_SPLITS = word()  # split-KV in decoding; dQ accumulators per head in the backward pass
 SPLIT_KEYS = word()  # decoding: keys per split, whole tiles; 0 where launch.py computes it for each call
 HEADS_PER_TILE = word()  # decoding: key/value heads of a work tile, where each has one split
@@ -121,12 +123,11 @@ SEED = word()
 NONFINITE = word()  # backward: 1 in the second pass, whose products skip factors of 0
 IS_NONFINITE = word()  # backward: set by the kernel where a gradient is not finite
 
-# --- addresses of micro-kernels (micro/) ------------------------------------------------------------------------------
+# --- addresses of micro-kernels (micro/), by their names in capitals --------------------------------------------------
 
 GEMM = word()
 GEMM_ADD = word()
-COLUMN_MAX = word()
-EXP_SUM = word()
+ONLINE_SOFTMAX = word()
 ONLINE_SOFTMAX_BF16_PAIRS = word()
 SOFTMAX_BACKWARD = word()
 SOFTMAX_BACKWARD_BF16_PAIRS = word()
@@ -136,7 +137,6 @@ PAD_ROWS = word()
 PACK_ROWS = word()
 PACK_ROWS_T = word()
 ROUND_BF16_PAIRS = word()
-ATTEND_BF16_PAIRS = word()
 ATTEND_BACKWARD_BF16_PAIRS = word()
 BEGIN_PRODUCTS = word()
 END_PRODUCTS = word()
@@ -147,6 +147,8 @@ GEMV_PV = word()
 # --- the launch (kernels/launch.py) ---------------------------------------------------------------------------
 
 KERNEL = word()  # address of the kernel
+BWD_PREPROCESS = word()  # of those before and after it in the backward pass
+BWD_POSTPROCESS = word()
 STOP = word()  # address of an integer, or 0: where it is not 0, kernels end early and leave results undefined
 WORKERS = word()  # address of the pool's workers, each of WORKER_WORDS words, and their number
 NUM_WORKERS = word()
@@ -178,6 +180,9 @@ STRIP = np.int64(16)
 
 CHUNK_ROWS, CHUNK_KEYS = map(np.int64, (32, 128))
 """Rows and keys of which the backward pass of bf16 pairs has S and dP at a time. Both stay in L1."""
+
+ROW_BLOCK = np.int64(256)
+"""Rows of a work tile of bwd_preprocess and bwd_postprocess."""
 
 PREFETCHED_LINES = np.int64(16)
 """Cache lines of a page that are read ahead; the hardware follows from there."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -41,23 +41,17 @@ def kernel(name: str, dtype: str, *, bf16_pairs: bool = False, kv_format: str = 
     """Entries of kernels/<name>.py for a dtype. bf16_pairs: bfloat16 operands are multiplied in pairs, not widened.
     kv_format: of keys and values of 8 bits, which decoding reads.
     """
-    return _loaded(kernel_source, (name, dtype, bf16_pairs, kv_format), target.target())
+    return objects.kept(kernel_source, name, dtype, bf16_pairs, kv_format)
 
 
 def rotary(dtype: str) -> Functions:
     """kernels/rotary.py for a dtype."""
-    return _loaded(rotary_source, (dtype,), target.target())
+    return objects.kept(rotary_source, dtype)
 
 
 def launcher() -> Functions:
     """kernels/launch.py for this Python."""
-    return _loaded(launcher_source, (), target.target())
-
-
-@cache
-def _loaded(make: Callable[..., Source], arguments: tuple[Any, ...], _: Target) -> Functions:
-    """Kernels of this package stay loaded."""
-    return objects.functions(make(*arguments))
+    return objects.kept(launcher_source)
 
 
 def kernel_source(name: str, dtype: str, bf16_pairs: bool = False, kv_format: str = "") -> Source:
@@ -127,7 +121,7 @@ def _compiled(kind: str, text: str, wanted: Target) -> Object:
 
     module: dict[str, Any] = {"__name__": f"flashkit_kernels.{kind}"}
     exec(compile(text, f"<flashkit {kind}>", "exec"), module)
-    entries = {name: f for name, f in module.items() if hasattr(f, "signature")}
+    entries = {name: f for name, f in module.items() if getattr(f, "signature", None) is not None}  # not NumPy's
     flags = compiler.Flags()
     flags.nrt = flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
     flags.error_model = options["error_model"]

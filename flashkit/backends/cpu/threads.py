@@ -74,15 +74,6 @@ def most() -> int:
     return int(wanted) if wanted.isdecimal() and int(wanted) else host.cpu_count()
 
 
-def run(kernel: int, arguments: np.ndarray, work_tiles: int, threads: int) -> None:
-    """Run `kernel`, the address of a C function of the argument block and a thread number, on all work tiles."""
-    threads = max(1, min(threads, work_tiles))
-    arguments[at.KERNEL], arguments[at.WORK_TILES] = kernel, work_tiles
-    if threads > 1:
-        set_pool(arguments)
-    entry("launch")(arguments.__array_interface__["data"][0], threads)
-
-
 def is_long(flops: float, threads: int) -> bool:
     """Whether the call takes so long that signals are looked for."""
     return flops >= LONG_FLOPS * threads
@@ -135,8 +126,6 @@ _NO_THREAD = ctypes.c_ulong(-1).value  # PYTHREAD_INVALID_THREAD_ID
 @cache
 def entry(name: str) -> Callable[..., Any]:
     """A function of kernels/launch.py, of integers and then NumPy arrays; it releases the GIL."""
-    result, integers, arrays = {
-        "launch": (None, 2, 0), "call": (None, 4, 8), "pull_back": (ctypes.c_int64, 12, 10)
-    }[name]  # fmt: skip
-    kind = ctypes.CFUNCTYPE(result, *[ctypes.c_int64] * integers, *[ctypes.py_object] * arrays)
+    integers, arrays = {"launch": (2, 0), "call": (4, 8), "pull_back": (5, 10)}[name]
+    kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * integers, *[ctypes.py_object] * arrays)
     return kind(specialise.launcher()[name])

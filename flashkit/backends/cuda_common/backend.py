@@ -63,7 +63,7 @@ class CudaBackend:
     """Of k in the forward pass."""
 
     efficiency = 0.5
-    spares_lse = takes_arrays = True
+    spares_lse = takes_arrays = takes_scales = True
 
     @property
     def takes_fp8(self) -> bool:
@@ -158,7 +158,7 @@ class CudaBackend:
         on, current = _device_of(operands), cupy.cuda.runtime.getDevice
         run, template = plan.on(on, "forward").run, Arguments(plan.problem.spec, operands)
         own = operands.arrays | operands.sequences()
-        arrays_at = [(template.release(name, operands), _layout(own[name])) for name in per_call]
+        arrays_at = [(template.release(name, operands), _layout(own.get(name))) for name in per_call]
         templates = template, template.copy()  # with and without an LSE
         templates[1].discard_lse(on.ordinal)
         pools: tuple[deque[Arguments], ...] = deque(maxlen=8), deque(maxlen=8)
@@ -306,8 +306,9 @@ def _absent(name: str) -> bool:
         return True
 
 
-def _layout(array: Any) -> tuple[Any, ...]:
-    return array.shape, array.strides, array.dtype
+def _layout(array: Any) -> tuple[Any, ...] | None:
+    """None for scales, which have other axes in the operands than in the call."""
+    return None if array is None else (array.shape, array.strides, array.dtype)
 
 
 def _pull_back(
@@ -326,9 +327,9 @@ def _end_of_keys(operands: Operands) -> Any:
     return None if operands.cu_seqlens is None else operands.cu_seqlens[1]
 
 
-def _address(array: Any, layout: tuple[Any, ...]) -> int:
-    """The address of an array of a modification, which a kernel reads in this layout."""
-    if _layout(array) != layout:
+def _address(array: Any, layout: tuple[Any, ...] | None) -> int:
+    """The address of an array of a modification, which a kernel reads in this layout, or of scales."""
+    if layout is not None and _layout(array) != layout:
         raise ValueError(f"array of a modification: expected the layout {layout}, got {_layout(array)}")
     return int(array.data.ptr)
 

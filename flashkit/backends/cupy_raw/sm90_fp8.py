@@ -66,7 +66,7 @@ class Sm90Fp8Tile(ForwardTile):
         """Constants and generated functions of the kernel."""
         columns, (consumer, producer) = padded(spec.head_dim_v), self.registers_of(spec)
         constants = {
-            **self.common(spec, pack, True), "ROW_SUM_BY_MMA": False, "FAST_MATH": True, "NUM_TERMS": 1, "FP8": True,
+            **self.common(spec, pack, True), "FAST_MATH": True, "NUM_TERMS": 1, "FP8": True,
             "SCALES_PER_TOKEN": spec.fp8 == "token", "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer,
             **modification.forward_constants(spec),
         }  # fmt: skip

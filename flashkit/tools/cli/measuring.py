@@ -35,10 +35,9 @@ def autotune(
     Raises
     ------
     typer.Exit
-        Status 1 if other processes disturbed the measurements, so that no profile was written, or if another user
-        can write the log or the profiles; 2 for an unknown dtype or backend, 130 if interrupted.
+        Status 1 if other processes disturbed the measurements, so that no profile was written; 2 for an unknown dtype
+        or backend, 130 if interrupted.
     """
-    from ...devices.trust import UntrustedError
     from ..autotune import command
 
     writable(output)
@@ -53,8 +52,6 @@ def autotune(
         raise typer.Exit(130) from None
     except ValueError as error:
         raise fail(error, 2) from None
-    except UntrustedError as error:  # the directory of the log or of the profiles
-        raise fail(error) from None
     if not all(outcome.saved for outcome in outcomes):
         raise fail("no profile was written; the reason is above")
 

@@ -13,7 +13,7 @@ Rows = list[tuple[str, Any]]
 
 
 def render(report: Report) -> str:
-    """The report as text, a section for each topic. A topic of unexpected form still gets a section."""
+    """The report as text, a section for each of its topics. A topic of unexpected form still gets a section."""
     lines: list[str] = []
     columns, _ = shutil.get_terminal_size((1000, 24))  # in a file lines stay whole
 
@@ -31,7 +31,9 @@ def render(report: Report) -> str:
         lines.append("")
 
     for name, rows in _ROWS.items():
-        content = report.get(name)
+        if name not in report:
+            continue
+        content = report[name]
         if isinstance(content, dict) and set(content) == {"error"}:
             section(name, [("could not be read", content["error"])])
             continue

@@ -52,7 +52,7 @@ def work(worker):
             spins += 1
             atomic_increment(worker + 8 * SPUN)  # takes time, and nothing that another core needs
         elif atomic_replace(state, FREE, ASLEEP) or atomic_replace(state, DONE, DONE_ASLEEP):
-            call_acquire(integer_at(worker + 8 * ACQUIRE), integer_at(worker + 8 * WAKE))
+            call_acquire(integer_at(worker + 8 * ACQUIRE), integer_at(worker + 8 * WAKE), 1)
             spins = np.int64(0)
 
 
@@ -79,7 +79,7 @@ def finish(worker, block):
         spins += 1
         atomic_increment(worker + 8 * SPUN)
     if atomic_replace(state, RUNNING, AWAITED):
-        call_acquire(integer_at(worker + 8 * ACQUIRE), integer_at(worker + 8 * ENDED))
+        call_acquire(integer_at(worker + 8 * ACQUIRE), integer_at(worker + 8 * ENDED), 1)
     if not atomic_replace(state, DONE, FREE):
         atomic_exchange(state, ASLEEP)
 
@@ -158,48 +158,21 @@ def copy_block(template, block):
 
 
 @njit(**options)
-def is_finite(address, numbers, size):
-    """Whether all float32 or float64 from `address` on are: the bits of their exponents are not all 1."""
-    odd = np.int64(0)
-    if size == 4:
-        singles = vector(address, numbers, 4, np.int32)
-        for i in range(numbers):
-            odd |= (singles[i] & 0x7F800000) == 0x7F800000
-    else:
-        doubles = vector(address, numbers, 8, np.int64)
-        for i in range(numbers):
-            odd |= (doubles[i] & 0x7FF0000000000000) == 0x7FF0000000000000
-    return odd == 0
+def start_on_rows(args, block, threads, kernel):
+    """Run bwd_preprocess or bwd_postprocess."""
+    usual = args[KERNEL], args[BLOCK_Q], args[Q_TILES], args[WORK_TILES]
+    args[KERNEL], args[BLOCK_Q], args[Q_TILES], args[WORK_TILES] = (
+        kernel, ROW_BLOCK, args[ROW_TILES], args[ROW_WORK_TILES]
+    )  # fmt: skip
+    start(args, block, max(min(threads, args[WORK_TILES]), 1))
+    args[KERNEL], args[BLOCK_Q], args[Q_TILES], args[WORK_TILES] = usual
 
 
-@entry(types.int64(*[types.int64] * 22))
-def pull_back(
-    template,
-    block,
-    preprocess,
-    row_block,
-    row_tiles,
-    row_work,
-    kernel,
-    block_q,
-    q_tiles,
-    work,
-    numbers,
-    size,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    dout,
-    dlse,
-    dq,
-    dk,
-    dv,
-):
-    """Run the backward pass on one thread, with a copy of the template and these NumPy arrays. dQ is summed in place:
-    `numbers` of `size` bytes. `block`: memory for the copy, followed by bwd_lse, delta and scratch memory; in the
-    template these addresses are distances from it. Returns whether a gradient is not finite.
+@entry(types.void(*[types.int64] * 15))
+def pull_back(template, block, threads, stop, dq_accum, q, k, v, out, lse, dout, dlse, dq, dk, dv):
+    """Run the backward pass with a copy of the template and these NumPy arrays. dq_accum: its address, or 0 where dQ is
+    summed in place. `block`: memory for the copy, followed by bwd_lse, delta and scratch memory; in the template these
+    addresses are distances from it.
     """
     args = copy_block(template, block)
     args[Q], args[K], args[V] = integer_at(q + ADDRESS), integer_at(k + ADDRESS), integer_at(v + ADDRESS)
@@ -207,15 +180,20 @@ def pull_back(
     if args[DLSE] != 0:
         args[DLSE] = integer_at(dlse + ADDRESS)
     args[DQ], args[DK], args[DV] = integer_at(dq + ADDRESS), integer_at(dk + ADDRESS), integer_at(dv + ADDRESS)
-    args[DQ_ACCUM] = args[DQ]
+    args[DQ_ACCUM] = dq_accum if dq_accum != 0 else args[DQ]
     args[BWD_LSE] += block
     args[DELTA] += block
     args[SCRATCH] += block
-    args[KERNEL], args[BLOCK_Q], args[Q_TILES], args[WORK_TILES] = preprocess, row_block, row_tiles, row_work
-    start(args, block, 1)
-    args[KERNEL], args[BLOCK_Q], args[Q_TILES], args[WORK_TILES] = kernel, block_q, q_tiles, work
-    start(args, block, 1)
-    return args[IS_NONFINITE] != 0 or not is_finite(args[DQ], numbers, size)
+    args[STOP] = stop
+    start_on_rows(args, block, threads, args[BWD_PREPROCESS])
+    for nonfinite in range(2):
+        # P = 0 times an infinity that the mask hides is NaN. Then, rarely, all is computed again by the non-finite
+        # fallback, which skips such terms.
+        args[NONFINITE], args[IS_NONFINITE] = nonfinite, 0
+        start(args, block, max(min(threads, args[WORK_TILES]), 1))
+        start_on_rows(args, block, threads, args[BWD_POSTPROCESS])
+        if args[IS_NONFINITE] == 0:
+            break
 
 
 @entry(types.void(*[types.int64] * 12))

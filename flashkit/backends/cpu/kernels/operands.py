@@ -6,7 +6,7 @@ from numba import njit
 
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import options
-from flashkit.backends.cpu.micro_calls import call_gemm, call_softmax_backward
+from flashkit.backends.cpu.micro_calls import call_gemm, call_online_softmax, call_softmax_backward
 from flashkit.backends.cpu.tile_ops import nonfinite_gemm, nonfinite_gemm_t
 
 K_PACK = 1
@@ -63,20 +63,11 @@ def load_query(source, target):
 
 
 @njit(**options)
-def attends_at_once(args):
-    """Whether attend_at_once does all that unmodified tiles need."""
-    return False
-
-
-@njit(**options)
-def attend_at_once(args, count, q, q_panel, k, v_t, scores, m, l, o, o_panel):
-    """All panels of queries against a tile of keys, of which each query sees all, by one micro-kernel."""
-
-
-@njit(**options)
-def softmax_at_once(args, s_t, m, l, o_acc):
-    """The online softmax by one micro-kernel. Returns False where there is none."""
-    return False
+def online_softmax(args, s_t, m, l, o_acc):
+    """S^T to P^T = e^(S^T - m). m follows the running maximum, and l and o_acc are rescaled with it, only when a score
+    exceeds m by a threshold: almost never after the first tiles.
+    """
+    call_online_softmax(args[ONLINE_SOFTMAX], s_t, m, l, o_acc)
 
 
 @njit(**options)

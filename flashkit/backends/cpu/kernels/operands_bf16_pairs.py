@@ -11,8 +11,8 @@ from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import options
 from flashkit.backends.cpu.micro_calls import (
     call_attend_backward_bf16_pairs,
-    call_attend_bf16_pairs,
     call_gemm,
+    call_online_softmax,
     call_online_softmax_bf16_pairs,
     call_pack_rows,
     call_round_bf16_pairs,
@@ -85,31 +85,12 @@ def load_query(source, target):
 
 
 @njit(**options)
-def attends_at_once(args):
-    """Whether attend_at_once does all that unmodified tiles need."""
-    return args[DROPOUT] == 0 and args[HAS_SCORE] == 0
-
-
-@njit(**options)
-def attend_at_once(args, count, q, q_panel, k, v_t, scores, m, l, o, o_panel):
-    """All panels of queries against a tile of keys, of which each query sees all, by one micro-kernel. Arguments from q
-    on are addresses and bytes, but for the views k and v_t.
-    """
-    columns = (count + args[LANES] - 1) // args[LANES] * args[LANES]
-    call_attend_bf16_pairs(
-        args[ATTEND_BF16_PAIRS], columns, args[PANEL], q, q_panel, k, v_t, scores, m, l, o, o_panel, k.shape[1],
-        args[SOFTMAX_SCALE_LOG2],
-    )  # fmt: skip
-
-
-@njit(**options)
-def softmax_at_once(args, s_t, m, l, o_acc):
-    """The online softmax by one micro-kernel, with P^T as bf16 pairs. Returns False where dropout follows, which P^T is
-    rounded after.
-    """
+def online_softmax(args, s_t, m, l, o_acc):
+    """S^T to P^T as bf16 pairs, or in float32 where dropout follows, which P^T is rounded after."""
     if args[DROPOUT] == 0:
         call_online_softmax_bf16_pairs(args[ONLINE_SOFTMAX_BF16_PAIRS], s_t, m, l, o_acc, args[SOFTMAX_SCALE_LOG2])
-    return args[DROPOUT] == 0
+    else:
+        call_online_softmax(args[ONLINE_SOFTMAX], s_t, m, l, o_acc)
 
 
 @njit(**options)

@@ -11,9 +11,9 @@ from .asm import NOTHING, instruction
 
 __all__ = [
     "across", "all_lanes", "any_lane", "block", "blocks", "clock", "count_if", "elect_one", "exp2_fast",
-    "fetch_add", "fma", "from_lane", "from_lane_float", "greater", "lanes_sync", "load_acquire", "load_from",
+    "fetch_add", "fma", "from_lane", "from_lane_float", "greater", "lanes_sync", "load_from",
     "load_relaxed", "log2_fast", "lowest_set_bit", "ones", "opaque", "or_lanes", "pack_bfloat16", "pack_float16",
-    "reciprocal", "red_add", "red_add_four", "red_add_release", "red_or", "red_or_release", "store_to",
+    "reciprocal", "red_add", "red_add_four", "red_or", "red_or_release", "store_to",
     "store_zeros", "thread", "times_rounded", "vote",
 ]  # fmt: skip
 
@@ -76,12 +76,8 @@ red_add_four = instruction(f"{_ADD}.v4.f32 [$0], {{$1, $2, $3, $4}};", NOTHING, 
 red_or = instruction("red.relaxed.gpu.global.or.b32 [$0], $1;", NOTHING, uint64, uint32)
 red_or_release = instruction("red.release.gpu.global.or.b32 [$0], $1;", NOTHING, uint64, uint32)
 """red_or(address, bits): atomic or on a word of global memory. red_or_release orders earlier writes before it."""
-red_add_release = instruction("red.release.gpu.global.add.u32 [$0], $1;", NOTHING, uint64, uint32)
-"""red_add_release(address, n): atomic addition that orders earlier writes before it."""
 load_relaxed = instruction("ld.relaxed.gpu.global.b32 $0, [$1];", uint32, uint64)
 """Relaxed load of a word that other CTAs change."""
-load_acquire = instruction("ld.acquire.gpu.global.b32 $0, [$1];", uint32, uint64)
-"""Acquire load: later reads see what was written before the matching release."""
 
 # --- lanes ------------------------------------------------------------------------------------------------------------
 

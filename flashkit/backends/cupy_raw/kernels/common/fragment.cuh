@@ -2,6 +2,16 @@
 // lane holds two neighbouring columns of every eight.
 #pragma once
 
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+
+constexpr int up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+constexpr int larger(int a, int b) { return a > b ? a : b; }
+
+template <bool FIRST, typename A, typename B> struct Select { using type = A; };
+template <typename A, typename B> struct Select<false, A, B> { using type = B; };
+
+DEVICE bool is_finite(float x) { return fabsf(x) < INFINITE; }
+
 // Two float32 as 16-bit elements, the first in the low half; float16 where the tensors are float32.
 DEVICE unsigned pack(float low, float high) {
     unsigned r;
@@ -32,6 +42,15 @@ DEVICE float across_lanes(float x, F join) {
     return x;
 }
 
+// A head's sink, one more logit without a value: the row reference in base 2 and the row sum with it, the factor on O.
+DEVICE void add_sink(const Params& p, int h, float& reference, float& sum, float& factor) {
+    const float sink = static_cast<const float*>(p.sinks)[h] * LOG2E, before = reference;
+    if (sink == HIDDEN) return;
+    reference = fmaxf(reference, sink);
+    factor = exp2_fast(before - reference);
+    sum = sum * factor + exp2_fast(sink - reference);
+}
+
 // --- the order of tiles ----------------------------------------------------------------------------------------------
 //
 // The order in which a persistent grid takes the tiles of all heads: L2 swizzle and longest-processing-time-first
@@ -55,3 +74,40 @@ DEVICE TileCoord tile_coord(int index, int before_tail, int heads, int heads_at_
 // How many of a head's tiles come before the LPT tail: three quarters under a mask whose tiles shrink along the order.
 // A mask that is read from arrays says nothing of their sizes, and a tail would only lose L2 hits.
 DEVICE int tiles_before_lpt_tail(int tiles) { return HAS_MASK && !MASK_READS_ARRAYS ? tiles - tiles / 4 : tiles; }
+
+// --- the tiles that a mask leaves ------------------------------------------------------------------------------------
+
+// Appends the next of `tiles` tiles that exist; returns how many and advances `next`. `seen` is the union of their
+// states.
+//
+// states_of(index, count) gives the states of tiles index ... index + count - 1 together, 0 if all are EMPTY. The warp
+// asks for 32 tiles at a time, after 32 groups of 32 where a query may span so many. only_first: stop at the first
+// tiles found, where the pipeline is still empty.
+template <typename List, typename States>
+DEVICE int fill(List& list, int& next, int tiles, unsigned& seen, States states_of, bool only_first = false) {
+    constexpr int CAPACITY = sizeof(list.entry) / sizeof(int);
+    const int lane = threadIdx.x % 32;
+    int count = 0;
+    seen = 0;
+    __syncwarp();
+#pragma unroll 1
+    while (next < tiles && count + 32 <= CAPACITY && !(only_first && count > 0)) {
+        if (HAS_MASK && !MASK_READS_ARRAYS && tiles - next > 32) {
+            const int first = next + 32 * lane, many = tiles - first < 32 ? tiles - first : 32;
+            const unsigned groups = __ballot_sync(~0u, many > 0 && states_of(first, many) != 0);
+            if (groups == 0) {
+                next += 1024;
+                continue;
+            }
+            next += 32 * (__ffs(groups) - 1);
+        }
+        const int index = next + lane;
+        const unsigned states = index < tiles ? states_of(index, 1) : 0, live = __ballot_sync(~0u, states != 0);
+        if (states != 0) list.entry[count + __popc(live & ((1u << lane) - 1))] = index << 8 | states;
+        seen |= __reduce_or_sync(~0u, states);
+        count += __popc(live);
+        next += 32;
+    }
+    __syncwarp();
+    return count;
+}

@@ -65,14 +65,7 @@ DEVICE void epilogue(const Params& p, const WorkTile& at, int split, const float
         for (int half = 0; half < 2; ++half) {
             const int index = at.row(i, half), row = index / PACK_GQA, h = at.h + index % PACK_GQA;
             float row_max = m[i][half], row_sum = l[i][half], factor = 1;
-            if (HAS_SINKS && !SPLIT_KV) {  // one more logit in the row sum, without a value
-                const float sink = static_cast<const float*>(p.sinks)[h] * LOG2E;
-                if (sink != HIDDEN) {
-                    row_max = fmaxf(row_max, sink);
-                    factor = exp2_fast(m[i][half] - row_max);
-                    row_sum = row_sum * factor + exp2_fast(sink - row_max);
-                }
-            }
+            if (HAS_SINKS && !SPLIT_KV) add_sink(p, h, row_max, row_sum, factor);
             const bool empty = row_sum == 0;  // no visible key
             // For 16-bit elements approximations of the logarithm and the reciprocal are accurate enough.
             const float lse = empty        ? HIDDEN

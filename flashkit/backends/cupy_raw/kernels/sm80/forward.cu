@@ -123,10 +123,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
             if (!(HAS_MASK ? fill<BLOCK_K, true, PACK_GQA>(list, p, b, h, from, to, first, last, at.n_k) : first_pass))
                 break;
             const int count = HAS_MASK ? list.count : last - first;
-            const auto entry_of = [&](int i) { return HAS_MASK ? list.entry[i] : 2 * (first + i) + 1; };
-            const auto key_of = [&](int i) { return entry_of(i) / 2 * BLOCK_K; };
+            const auto tile_of = [&](int i) { return HAS_MASK ? TileList::tile(list.entry[i]) : first + i; };
+            const auto key_of = [&](int i) { return tile_of(i) * BLOCK_K; };
             const auto stage_of = [&](int i) { return i % STAGES * STAGE_BYTES; };
-            const auto tile_to_look_up = [&](int i) { return entry_of(i < count ? i : count - 1) / 2; };
+            const auto tile_to_look_up = [&](int i) { return tile_of(i < count ? i : count - 1); };
             if constexpr (IS_PAGED) {
 #pragma unroll 1
                 for (int i = 0; i <= PREFETCH; ++i) kv.keep(kv.look_up(tile_to_look_up(i)), tile_to_look_up(i), i);
@@ -134,9 +134,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
             }
 #pragma unroll
             for (int i = 0; i < PREFETCH; ++i) {
-                if (i == 0 && speculative_load && entry_of(0) / 2 != first)
+                if (i == 0 && speculative_load && tile_of(0) != first)
                     cp_async_wait_all(), speculative_load = false;
-                if (i < count && !(i == 0 && speculative_load)) load_kv(entry_of(i) / 2, i);
+                if (i < count && !(i == 0 && speculative_load)) load_kv(tile_of(i), i);
                 cp_async_commit();
             }
             speculative_load = false;
@@ -145,7 +145,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
                 cp_async_wait<PREFETCH - 1>();
                 __syncthreads();  // all threads see tile i and have finished tile i - 1
                 const int k0 = key_of(i), at_stage = stage_of(i);
-                const bool full = entry_of(i) & 1, more = i + PREFETCH < count, more_v = STAGES_AHEAD == 0 || more;
+                const bool full = !HAS_MASK || TileList::full(list.entry[i]), more = i + PREFETCH < count;
+                const bool more_v = STAGES_AHEAD == 0 || more;
                 const int next_k0 = more ? key_of(i + PREFETCH) : 0, next_v0 = STAGES_AHEAD == 0 ? k0 : next_k0;
                 const unsigned stage = stages + at_stage, to = stages + stage_of(i + STAGES_AHEAD);
                 const int to_look_up = IS_PAGED ? tile_to_look_up(i + PREFETCH + 1) : 0;

@@ -1,13 +1,12 @@
 // Tile shape, registers and shared memory of Hopper's forward pass.
 //
-// From the head: BLOCK_K, MMA_WARPGROUPS, STAGES, Q_BUFFERS, PACK_GQA, PING_PONG, ROW_SUM_BY_MMA, NUM_TERMS,
+// From the head: BLOCK_K, MMA_WARPGROUPS, STAGES, Q_BUFFERS, PACK_GQA, PING_PONG, NUM_TERMS,
 // CONSUMER_REGISTERS, PRODUCER_REGISTERS, WATCHDOG, READS_ARRAYS, POSITIONS, FAR, SHARED_BYTES,
 // LIST_HEADER, LIST_CAPACITY and the offsets AT_* of the parts of shared memory, which ForwardTile.smem lays out
 // (cuda_common/sm90_launch.py):
 //
 //     AT_Q                  [Q_BUFFERS][MMA_WARPGROUPS][64][..]; O on its way out lies there, too
 //     AT_K, AT_V            [STAGES][BLOCK_K][..]
-//     AT_ONES               a chunk of ones behind every V, where ROW_SUM_BY_MMA
 //     AT_Q_PIPE, AT_K_PIPE, AT_V_PIPE, AT_LIST_PIPE     full and empty barriers
 //     AT_CLAIM              barrier: the work tile is near its end, so the scheduler may claim the next one
 //     AT_OUT_READY          barriers, for each buffer of Q and warp group: O is in the buffer
@@ -22,7 +21,6 @@
 #pragma once
 #include "common/positions.cuh"
 #include "sm90/pipeline.cuh"
-#include "sm90/packed_tiles.cuh"
 #include "sm90/fp16x2_terms.cuh"
 
 // --- elements of e4m3 ------------------------------------------------------------------------------------------------
@@ -76,8 +74,7 @@ constexpr int CHUNK_BYTES = BLOCK_K * CHUNK_ROW;  // of K or V
 constexpr int BYTES_Q = 64 * CHUNK_ROW * larger(CHUNKS_K, CHUNKS_OUT);  // of a warp group; also O's
 constexpr int BYTES_K = CHUNK_BYTES * CHUNKS_K, BYTES_V = CHUNK_BYTES * CHUNKS_V;
 
-// Registers of a lane. Where ROW_SUM_BY_MMA the last four of O are sums of P.
-constexpr int O_REGS = COLUMNS / 2 + 4 * ROW_SUM_BY_MMA, S_REGS = BLOCK_K / 2, P_REGS = BLOCK_K / 4;
+constexpr int O_REGS = COLUMNS / 2, S_REGS = BLOCK_K / 2, P_REGS = BLOCK_K / 4;  // of a lane
 
 constexpr int AFFINE_BYTES = 24;  // of AT_AFFINE, for a warp
 
@@ -85,19 +82,8 @@ constexpr int AFFINE_BYTES = 24;  // of AT_AFFINE, for a warp
 // END has the bit FIRST_TILE, too. NO_DESC equals no descriptor.
 constexpr int FIRST_TILE = 64, END = -1, NO_DESC = -2;
 
-// ROW_SUM_BY_MMA: one chunk of ones follows the chunks of V of every stage, as the last column block of the second
-// product. A descriptor has a single chunk stride, so the stages of V have different strides, and with two chunks of V
-// a stage of K lies in between.
-static_assert(!ROW_SUM_BY_MMA || CHUNKS_V == 1 || (CHUNKS_V == 2 && CHUNKS_K == 2 && STAGES == 2), "no room for ones");
-DEVICE constexpr int at_k(int stage) {
-    return ROW_SUM_BY_MMA && CHUNKS_V == 2 ? AT_ONES - (5 + 3 * stage) * CHUNK_BYTES : AT_K + stage * BYTES_K;
-}
-DEVICE constexpr int chunk_stride_v(int stage) {
-    return ROW_SUM_BY_MMA ? (1 + CHUNKS_V * stage) * CHUNK_BYTES : CHUNK_BYTES;
-}
-DEVICE constexpr int at_v(int stage) {
-    return ROW_SUM_BY_MMA ? AT_ONES - CHUNKS_V * chunk_stride_v(stage) : AT_V + stage * BYTES_V;
-}
+DEVICE constexpr int at_k(int stage) { return AT_K + stage * BYTES_K; }
+DEVICE constexpr int at_v(int stage) { return AT_V + stage * BYTES_V; }
 
 // For each warp group.
 enum NamedBarrier { PING_PONG_BARRIER = 1, WARPGROUP_BARRIER = PING_PONG_BARRIER + MMA_WARPGROUPS };
@@ -132,9 +118,6 @@ DEVICE WorkTile read_work_tile(const Params& p, unsigned base, int number, int w
         row0 = uniform(load_word(slot + 8)) + 64 * wg;
     return {b, h, row0, (start)seq_of(p, b, slot).q_position(), slot};
 }
-
-// A lane's row among the 64 of its warp group.
-DEVICE int row_of_lane(int half) { return threadIdx.x % 128 / 32 * 16 + 8 * half + threadIdx.x % 32 / 4; }
 
 // Head and token of a packed row; rows past the end stand for the last one.
 struct HeadRow { int h, row; };
