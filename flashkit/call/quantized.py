@@ -145,6 +145,9 @@ class Quantized:
             f"{self.nbytes} bytes>"
         )
 
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("a Quantized is 8-bit numbers with scales, not an array; pass x.dequantize()")
+
     def pages(self, pages: Any) -> Quantized:
         """Of pages (pages, page, H, D) those with these numbers: a copy."""
         given = {"scale": self.scale, "mean": self.mean}
@@ -194,6 +197,7 @@ class Quantized:
             return values.astype(wanted, copy=False)
 
 
+@interop.takes_every_library(0, "x")
 def quantize(
     x: Any, dtype: Format = "e4m3", per: Per = "tensor", *, rotate: bool = False, smooth: bool = False,
     block: int = 128, seed: int = 0, layout: str = "bhnd",
@@ -206,7 +210,7 @@ def quantize(
     Parameters
     ----------
     x
-        Array of NumPy or CuPy: float64, float32, float16 or bfloat16, (..., H, N, D) by layout, or (N, D). Packed
+        Array of any library: float64, float32, float16 or bfloat16, (..., H, N, D) by layout, or (N, D). Packed
         sequences (T, H, D) and pages (pages, page, H, D) have layout="bnhd".
     dtype
         "e4m3" (float8_e4m3fn: 3 bits of mantissa, up to 448) or "int8" (-127 to 127).

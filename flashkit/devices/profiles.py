@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -30,7 +29,7 @@ import msgspec
 import yaml
 
 from .. import settings
-from ..errors import ProfileError
+from ..errors import ProfileError, forget_warnings, warn, warn_once
 from . import host, trust
 from .forking import outer_lock
 from .schema import (
@@ -42,14 +41,12 @@ from .schema import (
     Rate,
     SchemaError,
     TileRow,
-    forget_warnings,
     known_fields,
     leaves,
     load_file,
     parse,
     suggest,
     text_of,
-    warn_once,
 )
 
 __all__ = [
@@ -146,7 +143,8 @@ def files(directory: Path) -> list[Path]:
     except OSError:
         return []
     if len(found) > MAX_FILES:
-        warn_once(f"device profiles skipped: {directory} has {len(found)}, the first {MAX_FILES} are read")
+        problem = f"{directory} has {len(found)}, the first {MAX_FILES} are read"
+        warn_once(f"device profiles skipped: {problem}", category=ProfileWarning)
     return found[:MAX_FILES]
 
 
@@ -168,7 +166,7 @@ def read(file: Path) -> Profile:
 def _skip(problem: object, file: Path | None = None) -> None:
     """Warn that a file is skipped, or a whole directory."""
     named = file is None or str(file) in str(problem)
-    warn_once(f"device profile skipped: {problem if named else f'{file}: {problem}'}")
+    warn_once(f"device profile skipped: {problem if named else f'{file}: {problem}'}", category=ProfileWarning)
 
 
 def _candidates(directory: Path, kind: str) -> Iterator[tuple[Path, Profile]]:
@@ -390,7 +388,7 @@ def write_user_profile(profile: dict[str, Any]) -> Path:
                 layers.append(("old", known_fields(old), old.tiles))
             except (ProfileError, OSError, RecursionError) as error:  # keep a malformed file under another name
                 target.replace(target.with_suffix(".yaml.bad"))
-                warnings.warn(f"moved to {target.name}.bad: {error}", ProfileWarning, stacklevel=2)
+                warn(f"moved to {target.name}.bad: {error}", ProfileWarning)
         merged = _merge(layers)
         text = "# Written by flashkit for this machine's device. Fields left out come from the shipped profiles.\n"
         text += dump(_plain(merged))

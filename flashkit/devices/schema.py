@@ -6,8 +6,6 @@ import difflib
 import math
 import os
 import re
-import threading
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -15,7 +13,7 @@ import msgspec
 import yaml
 from msgspec import Meta, Struct, field
 
-from ..errors import ProfileError
+from ..errors import ProfileError, warn_once
 from . import trust
 from .lazy import cached_property
 
@@ -51,28 +49,9 @@ class ProfileWarning(UserWarning):
     """A profile was skipped, or a row of it not followed."""
 
 
-_warned: set[str] = set()
-_lock = threading.Lock()
-
-
-def warn_once(message: str) -> None:
-    """Give a ProfileWarning, once in a process for each message."""
-    with _lock:
-        if message in _warned:
-            return
-        _warned.add(message)
-    warnings.warn(message, ProfileWarning, stacklevel=3)
-
-
 def not_followed(row: TileRow, why: object) -> None:
     """Warn that a row of a profile is not followed: a bad row must not disable attention."""
-    warn_once(f"{row.origin or 'a row of the profile'}: not followed, {why}")
-
-
-def forget_warnings() -> None:
-    """Give all warnings again."""
-    with _lock:
-        _warned.clear()
+    warn_once(f"{row.origin or 'a row of the profile'}: not followed, {why}", category=ProfileWarning)
 
 
 # ---- the schema ----------------------------------------------------------------------------------------------------

@@ -30,26 +30,10 @@ class UntrustedError(OSError):
 
 
 def resolve(path: str | os.PathLike[str], make: bool = False) -> str:
-    """Resolve the symbolic links of a path, and check that it is trusted.
+    """The absolute path of a file or directory without symbolic links. UntrustedError if another user could have
+    written it, OSError if a component does not exist or cannot be read.
 
-    Parameters
-    ----------
-    path
-        Absolute path of a file or directory.
-    make
-        Create missing directories, for this user alone.
-
-    Returns
-    -------
-    str
-        The path without symbolic links.
-
-    Raises
-    ------
-    UntrustedError
-        Another user could have written it.
-    OSError
-        A component does not exist or cannot be read.
+    make: create missing directories, for this user alone.
 
     Examples
     --------

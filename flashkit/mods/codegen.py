@@ -23,7 +23,8 @@ _CUDA_LITERALS: dict[str, Callable[[Any], str]] = {
 }  # fmt: skip
 
 
-def _load_text(node: Expr, operands: list[str], language: Language) -> str:
+def load_text(node: Expr, operands: list[str], language: Language) -> str:
+    """The text that reads an array, or its least or greatest element, at indices."""
     if node.op != "load":  # load_min, load_max
         text = f"{node.op}{len(operands) // 2 if language == 'numba' else ''}({node.value}, {', '.join(operands)})"
         return f"fk_{text}" if language == "cuda" else f"({text} != 0)" if node.kind == "bool" else text
@@ -101,7 +102,7 @@ def assignments(
             operands = [f"({text})" if text.startswith("-") else text for text in (names[id(a)] for a in node.args)]
             is_load = node.op.startswith("load")
             if is_load:
-                text = load(node, operands) if load else _load_text(node, operands, language)
+                text = load(node, operands) if load else load_text(node, operands, language)
             elif language == "cuda" and (bits := _bits_of_divisor(node)) is not None:
                 text = f"{operands[0]} >> {bits}" if node.op == "floordiv" else f"{operands[0]} & {2**bits - 1}"
             elif node in overflowing:

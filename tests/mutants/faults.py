@@ -141,7 +141,7 @@ ROWS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("rescale", "sm90/mainloop.cuh", "acc.o[i] *= IS_FLOAT32 ? block.rescale[i / 2 % 2] * terms.change_factor : "
          "block.rescale[i / 2 % 2];", ";"),
         ("mask edge", "sm90/softmax.cuh", "if (PARTIAL_TILE && HAS_MASK && n_k - k0 < BLOCK_K)", "if (false)"),
-        ("sink", "sm90/softmax.cuh", "factor = exp2_fast(before - reference);", ";"),
+        ("sink", "common/fragment.cuh", "factor = exp2_fast(before - reference);", ";"),
         ("heads", "sm90/layout.cuh", "n_q * PACK_GQA - 1, index", "n_q - 1, index"),
         ("gradient", "sm90/bwd_preprocess.cuh", "total - given.dlse", "total + given.dlse"),
         ("ragged tile", "sm90/bwd_scheduler_warp.cuh",

@@ -6,8 +6,6 @@ import ctypes
 import errno
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import textwrap
 import time
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kernels import COMPILED, PLANTED, Source, beside, content, file_of, forget, leftovers, returning, run
+from kernels import COMPILED, PLANTED, Source, content, file_of, forget, leftovers, returning, run
 
 from flashkit import settings
 from flashkit.backends import elf
@@ -81,7 +79,7 @@ def full(*_: object, **__: object) -> Any:
 
 def fill(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     """From now on the disk is full for this operation."""
-    fdopen, open_ = os.fdopen, os.open
+    fdopen = os.fdopen
     if when in ("write", "flush", "close"):
 
         def opened(descriptor: int, mode: str = "r", *rest: Any, **options: Any) -> Any:
@@ -89,12 +87,6 @@ def fill(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
             return FullFile(file, when) if "w" in mode else file
 
         monkeypatch.setattr(os, "fdopen", opened)
-    elif when == "lock":
-
-        def unlocked(path: Any, *rest: Any, **options: Any) -> int:
-            return full() if str(path).endswith(".lock") else open_(path, *rest, **options)
-
-        monkeypatch.setattr(os, "open", unlocked)
     else:
         owner: Any = tempfile if when == "mkstemp" else os
         monkeypatch.setattr(owner, when, full)
@@ -116,13 +108,6 @@ def test_kernels_are_used_where_the_disk_is_full(tmp_path: Path, monkeypatch: py
     (said,) = (str(warning.message) for warning in caught)
     assert os.strerror(errno.ENOSPC) in said
     assert leftovers(tmp_path) == []
-
-
-@pytest.mark.usefixtures("silent")
-def test_a_lock_that_the_full_disk_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    fill(monkeypatch, "lock")
-    assert run() == COMPILED
-    assert file_of().exists()
 
 
 @pytest.mark.parametrize("when", ["flush", "fsync", "replace"])
@@ -152,28 +137,6 @@ def test_a_log_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     log.add(peaks[3])  # there is room again
     with pytest.warns(UserWarning, match="is no entry"):  # the half of a line
         assert Log(log.path, CpuTile).peaks == peaks[3]
-
-
-def test_a_small_file_system(tmp_path: Path) -> None:
-    """A real one."""
-    place = tmp_path / "mounted"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k,mode=700", "tmpfs", str(place)]
-    try:
-        mounted = subprocess.run(command, capture_output=True).returncode == 0
-    except OSError:
-        mounted = False
-    if not mounted:
-        pytest.skip("file systems cannot be mounted here")
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("FLASHKIT_CACHE_DIR", str(place))
-            with pytest.warns(UserWarning, match="No space") as caught:
-                results = {run(f"kind{i}") for i in range(40)}
-            assert len(caught) == 1 and results == {COMPILED}
-            assert not list(place.rglob("*.tmp"))
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
 
 
 PTX = """.version 7.8
@@ -402,36 +365,6 @@ def test_a_folder_that_vanishes_while_a_kernel_is_written(monkeypatch: pytest.Mo
     assert file_of().exists()
 
 
-MANY = """
-    import random
-    from test_cache_files import *
-    from kernels import *
-    warnings.simplefilter("error")
-    rng = random.Random(int(sys.argv[1]) if sys.argv[1:] else os.getpid())
-    for i in range(150):
-        kind = f"kind{rng.randrange(12)}"
-        objects._loaded.clear()
-        assert run(kind) == COMPILED
-        if i % 40 == 39:
-            kernel_cache.clear()
-    print("done")
-"""
-
-
-def test_processes_that_remove_each_other_s_files(tmp_path: Path) -> None:
-    """Twelve kernels, and room for five."""
-    environment = {**os.environ, "FLASHKIT_CACHE_DIR": str(tmp_path), "FLASHKIT_CACHE_SIZE": "20K"}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
-    command = [sys.executable, "-c", beside(MANY)]
-    running = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
-    for process in running:
-        out, err = process.communicate(timeout=300)
-        assert (out, process.returncode) == ("done\n", 0), err
-
-
 @pytest.mark.parametrize(
     ("text", "size"), [("0", 0), ("12", 12), ("4K", 4096), ("1.5 M", 3 << 19), ("2GiB", 2 << 30), ("1tb", 1 << 40)]
 )
@@ -511,31 +444,6 @@ def test_modifications_are_unloaded(program: Callable[..., str], monkeypatch: py
     """
     monkeypatch.delenv("FLASHKIT_CACHE_DIR")  # the kernels are compiled already
     program(textwrap.dedent(MODIFICATIONS) + textwrap.dedent(text))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
-@pytest.mark.exhaustive
-def test_distinct_modifications_do_not_fill_the_memory(program: Callable[..., str], tmp_path: Path) -> None:
-    """25 of them, in kB for each: compiled, where llvmlite keeps 1.5 kB for each of Numba's twenty pass builders, and
-    loaded, where nothing is kept. Without unloading it is 50 kB more, and with llvmlite's pass managers 400 kB.
-    """
-    text = """
-        for i in range(20):
-            call(i)
-        start = resident()
-        for i in range(20, 45):
-            call(i)
-        compiled = resident()
-        for _ in range(8):
-            for i in range(20, 45):
-                call(i)
-        print((compiled - start) / 25, (resident() - compiled) / 200)
-    """
-    printed = program(textwrap.dedent(MODIFICATIONS) + textwrap.dedent(text), 600, FLASHKIT_CACHE_DIR=tmp_path)
-    compiled, loaded = map(float, printed.split())
-    assert compiled < 45
-    assert loaded < 20
 
 
 @pytest.mark.slow

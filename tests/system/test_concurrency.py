@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from flashkit import attention, attention_vjp, mods
-from flashkit.devices import host
 
 THREADS = 6
 
@@ -68,32 +67,6 @@ def test_calls_share_the_workers(program: Callable[..., str], threads: int) -> N
     """More of them than cores, or fewer than callers."""
     text = PROGRAM.format(tests=os.path.dirname(os.path.dirname(__file__)), rounds=2)
     assert program(text, NUMBA_NUM_THREADS=threads).split()[-1] == "right"
-
-
-CONFORM = """
-    import os, sys
-    sys.path[:0] = [{tests!r}, {tests!r} + "/conformance"]
-    import cases, test_conformance
-    from flashkit.backends.cpu import threads
-    from flashkit.devices import host, profiles
-    threads.SERIAL_FLOPS = 0  # small calls run on threads, too
-    choices = [row for row in test_conformance.DESIGN if row["sizes"] != "130x200"][::16]
-    for choice in choices:
-        test_conformance.check("cpu", choice)
-    print(len(choices) > 3, host.lanes_of(profiles.for_device("cpu").device.features))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lanes", [4, 8, 16])
-@pytest.mark.exhaustive
-def test_each_width_conforms(program: Callable[..., str], lanes: int) -> None:
-    """A sample of the conformance suite from four threads at once; `make matrix` runs all of it."""
-    if lanes > host.lanes_of(host.cpu_features()):
-        pytest.skip(f"the vectors of this CPU have fewer than {lanes} lanes")
-    text = CONFORM.format(tests=os.path.dirname(os.path.dirname(__file__)))
-    said = program(text, FLASHKIT_CPU_LANES=lanes, NUMBA_NUM_THREADS=2, FLASHKIT_TEST_THREADS=4)
-    assert said.split() == ["True", str(lanes)]
 
 
 @pytest.mark.slow
@@ -160,124 +133,7 @@ def test_a_forked_child_computes(program: Callable[..., str]) -> None:
     assert program(FORK, timeout=120, NUMBA_NUM_THREADS=2).split() == ["right"]
 
 
-COMPILING_FORK = """
-    import itertools, os, signal, sys, threading, time
-    import numpy as np, flashkit
-    q = np.random.default_rng(0).standard_normal((1, 2, 40, 16)).astype(np.float32)
-    constants = itertools.count({constant})
-
-    def call(c):
-        mask = lambda b, h, q, k: (q * 3 + c) % 7 != k % 5
-        return [flashkit.attention(q, q, q, mask_mod=mask, backend=name) for name in ("cpu", "reference")]
-
-    call(next(constants))
-    stop = False
-
-    def work():
-        while not stop:
-            call(next(constants))
-
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads: thread.start()
-    failed = []
-    for i in range(12):
-        time.sleep(0.03 * (i % 4))
-        c = next(constants)
-        child = os.fork()
-        if child == 0:
-            try:
-                np.testing.assert_allclose(*call(c), rtol=1e-4, atol=1e-5)
-                os._exit(0)
-            except BaseException as error:
-                print(repr(error), file=sys.stderr)
-                os._exit(1)
-        for _ in range({seconds} * 20):
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                break
-            time.sleep(0.05)
-        else:
-            os.kill(child, signal.SIGKILL)
-            status = os.waitpid(child, 0)[1]
-        if status:
-            failed.append(os.waitstatus_to_exitcode(status))
-            break
-    stop = True
-    for thread in threads: thread.join()
-    print("failed", *failed)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-@pytest.mark.exhaustive
-def test_a_child_forked_while_threads_compile(program: Callable[..., str]) -> None:
-    """It compiles a kernel of its own: no lock is left to a thread that the child does not have."""
-    constant = int.from_bytes(os.urandom(5), "big")  # kernels that no cache has
-    assert program(COMPILING_FORK.format(constant=constant, seconds=120), timeout=600).split() == ["failed"]
-
-
-def work_of_a_child(i: int) -> float:
-    """For pools of processes, which import it."""
-    q = np.random.default_rng(i).standard_normal((1, 4, 200, 16)).astype(np.float32)
-    return float(attention(q, q, q, causal=True, backend="cpu").sum())
-
-
-POOLS = """
-    import multiprocessing, sys
-    from concurrent.futures import ProcessPoolExecutor
-    sys.path[:0] = [{tests!r}, {tests!r} + "/system"]
-    import numpy as np
-    from test_concurrency import work_of_a_child
-
-    if __name__ == "__main__":
-        expected = [work_of_a_child(i) for i in range(4)]
-        context = multiprocessing.get_context({method!r})
-        if {futures}:
-            with ProcessPoolExecutor(2, mp_context=context) as pool:
-                found = list(pool.map(work_of_a_child, range(4)))
-        else:
-            with context.Pool(2) as pool:
-                found = pool.map(work_of_a_child, range(4))
-        np.testing.assert_allclose(found, expected, rtol=1e-4)
-        print("right")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("futures", [False, True], ids=["multiprocessing", "futures"])
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-@pytest.mark.one_in(3)
-def test_pools_of_processes(program: Callable[..., str], method: str, futures: bool) -> None:
-    import multiprocessing
-
-    if method not in multiprocessing.get_all_start_methods():
-        pytest.skip(f"this system does not start processes by {method}")
-    text = POOLS.format(tests=os.path.dirname(os.path.dirname(__file__)), method=method, futures=futures)
-    assert program(text, NUMBA_NUM_THREADS=2).split() == ["right"]
-
-
 # --- how many threads -------------------------------------------------------------------------------------------------
-
-COUNTED = """
-    import os, psutil
-    import numpy as np, flashkit
-    from flashkit.backends.cpu import threads
-    q = np.random.default_rng(0).standard_normal((1, 8, 500, 64)).astype(np.float32)
-    before = psutil.Process().num_threads()
-    out, vjp = flashkit.attention_vjp(q, q, q)
-    vjp(out)
-    print(threads.count(), psutil.Process().num_threads() - before)
-"""
-
-
-@pytest.mark.slow
-def test_the_number_of_threads(program: Callable[..., str]) -> None:
-    """FLASHKIT_NUM_THREADS, at most what Numba was started with; 1 starts none."""
-    for wanted, started, expected in (("1", "4", 1), ("2", "4", 2), ("3", "2", 2), ("", "3", 3)):
-        count, new = map(int, program(COUNTED, FLASHKIT_NUM_THREADS=wanted, NUMBA_NUM_THREADS=started).split())
-        assert count == expected, (wanted, started)
-        assert new == 0 if expected == 1 else new >= 1
 
 
 @pytest.mark.parametrize("wanted", ["0", "-1", "two", "1.5", " "])

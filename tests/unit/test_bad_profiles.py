@@ -31,8 +31,9 @@ def nested(opening: str, closing: str, depth: int) -> str:
     return HEAD + "tiles: " + opening * depth + closing * depth + "\n"
 
 
-BOMB = "a: &a [x, x, x, x]\n" + "".join(f"{n}: &{n} [*{m}, *{m}, *{m}, *{m}]\n" for m,
-    n in itertools.pairwise("abcdefghij"))
+BOMB = "a: &a [x, x, x, x]\n" + "".join(
+    f"{n}: &{n} [*{m}, *{m}, *{m}, *{m}]\n" for m, n in itertools.pairwise("abcdefghij")
+)
 ANCHOR, FINITE, LARGE = "anchors (&) and aliases (*)", "expected a finite number", "within 2\\^53"
 # "nested more than 16 deep", or "exceeded maximum nesting depth" where PyYAML's scanner comes upon it first.
 DEEP = "nest"
@@ -101,8 +102,21 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 NUMBERS = ("memory.l2", "memory.l3", "device.cores", "device.sms", "row.block_q", "row.block_k", "row.head_dim",
            "row.max_rows", "row.rows", "row.vectors", "row.stages", "rate.datasheet", "rate.measured")  # fmt: skip
-NONSENSE = ("0", "-1", "-.inf", ".nan", ".inf", "9" * 40, "2.0e+300", "many", "[1, [2]]", "{a: 1}", "''", "yes",
-    "2026-01-01")
+NONSENSE = (
+    "0",
+    "-1",
+    "-.inf",
+    ".nan",
+    ".inf",
+    "9" * 40,
+    "2.0e+300",
+    "many",
+    "[1, [2]]",
+    "{a: 1}",
+    "''",
+    "yes",
+    "2026-01-01",
+)
 RANDOM = random.Random(0).sample([*itertools.product(NUMBERS, NONSENSE)], 61)
 
 

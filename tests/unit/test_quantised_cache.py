@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from operands import numbers
 
 import flashkit
 from flashkit.call import plans
@@ -17,10 +18,6 @@ from flashkit.call.planned import Planned
 from flashkit.call.quantized import Quantized
 
 HEADS, HEADS_KV, DIM, VALUE_DIM = 4, 2, 20, 8
-
-
-def numbers(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
 def exact(q: Any, k: Any, v: Any, **options: Any) -> np.ndarray:

@@ -6,13 +6,13 @@ micro/*.py and modify.py document the functions and the meaning of their argumen
 from __future__ import annotations
 
 from collections.abc import Sequence
-from inspect import Parameter, Signature
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+
+from .views import with_parameters
 
 _FIELDS = {
     "rows": ("shape", 0), "columns": ("shape", 1), "row": ("strides", 0), "column": ("strides", 1)
@@ -53,9 +53,7 @@ def _call(arguments: str, result: Any = types.void) -> Any:
         value = builder.call(builder.inttoptr(values[0], kind.as_pointer()), passed)
         return context.get_dummy_value() if result is types.void else value
 
-    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("typing", "function", *names)]
-    call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]  # which Numba reads
-    return intrinsic(call)
+    return with_parameters(call, ["function", *names])
 
 
 # Kernels; the locks of Python by which threads of the pool sleep, PyThread_acquire_lock and PyThread_release_lock.
@@ -84,9 +82,6 @@ call_gemv_pv = _call("p p.row v v.row o o.row rescale p.rows p.columns o.columns
 # Micro-kernels for bf16 pairs.
 call_round_bf16_pairs = _call("s s.row s.rows s.columns target target.row rows rows_row")
 call_online_softmax_bf16_pairs = _call("s s.row s.rows s.columns m l o o.row o.rows scale_log2")
-call_attend_bf16_pairs = _call(
-    "columns panel q q_panel k k.row v v.row s m l o o_panel k.rows words v.rows scale_log2"
-)  # fmt: skip
 call_softmax_backward_bf16_pairs = _call(
     "s s.row s.rows s.columns dp lse delta scale rows rows_row p_words ds_words words_row s_scale"
 )

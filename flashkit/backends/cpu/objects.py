@@ -124,6 +124,16 @@ def functions(source: Source) -> Functions:
     return loaded
 
 
+def kept(make: Callable[..., Source], *arguments: Any) -> Functions:
+    """Functions of this package's own: those of make(*arguments), which stay loaded."""
+    return _kept(make, arguments, target.target())
+
+
+@cache
+def _kept(make: Callable[..., Source], arguments: tuple[Any, ...], _: Target) -> Functions:
+    return functions(make(*arguments))
+
+
 def _names(source: Source, wanted: Target) -> _Names:
     key = hashlib.sha256(f"{fingerprint()} {tuple(wanted)} {source.text}".encode()).hexdigest()[:20]
     compiled = hashlib.sha256(f"{compilers()} {key}".encode()).hexdigest()[:20]

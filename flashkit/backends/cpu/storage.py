@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
-from numba.extending import intrinsic
 
 from .micro.vector import narrow, widen
-
-
-def _conversion(given: Any, result: Any, convert: Callable[[ir.IRBuilder, ir.Value, ir.Type], ir.Value]) -> Any:
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-        return convert(builder, values[0], context.get_value_type(result))
-
-    @intrinsic
-    def converted(typing: Any, x: Any) -> Any:
-        return result(given), codegen
-
-    return converted
+from .views import emitted
 
 
 def _widening(storage: str, given: Any, result: Any) -> Any:
-    return _conversion(given, result, lambda b, x, kind: widen(b, x, storage, kind))
+    kind = ir.FloatType() if result is types.float32 else ir.DoubleType()
+    return emitted(result, given)(lambda b, x: widen(b, x, storage, kind))
 
 
 def _narrowing(storage: str) -> Any:
-    return _conversion(types.float32, types.uint16, lambda b, x, _: narrow(b, x, storage))
+    return emitted(types.uint16, types.float32)(lambda b, x: narrow(b, x, storage))
 
 
 float16_to_float32, bfloat16_to_float32 = (

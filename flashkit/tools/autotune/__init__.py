@@ -9,6 +9,5 @@ that attention uses now.
     trials     what a trial is: results against the reference, and timings
     cpu, cuda  tiles of a backend
     search     the search for one target
-    profile    the outcomes as a profile file
-    command    the command: all targets within a budget of time
+    command    the command: all targets within a budget of time, and the outcomes as a profile file
 """

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn
 
-from ...devices.progress import hidden
-from ..console import digits, print_table, stdout
+from ..console import digits, print_table, progress, stdout
 from . import measure
 from .baselines import missing
 from .cases import Case, directions, resized
@@ -77,18 +76,14 @@ def main(
     cases = _cases(platform, quick, sizes, suites)
     rounds, budget = (7, 5.0) if quick else (20, 4.0) if platform.is_cpu else (20, 0.6)
 
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     results: list[Result] = []
-    # Without auto_refresh: its thread would take a core from the timed calls ten times a second.
-    drawn = Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)
-    with hidden(), drawn as progress:
-        task = progress.add_task("", total=sum(len(directions(case)) for case in cases))
-        on_start = lambda label: progress.update(task, description=label, refresh=True)
+    with progress(sum(len(directions(case)) for case in cases), MofNCompleteColumn()) as update:
+        on_start = lambda label: update(description=label)
         for result in run(cases, names, rounds=rounds, budget=budget, on_start=on_start, platform=platform):
             results.append(result)
             if output is not None:
                 append(output, result)
-            progress.advance(task)
+            update(advance=1)
     console = stdout()
     show(console, results, names)
     console.print(describe(results[-1].machine))

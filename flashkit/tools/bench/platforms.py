@@ -40,13 +40,7 @@ def cpu() -> Platform:
 
 
 def cuda() -> Platform:
-    """The current CUDA device.
-
-    Raises
-    ------
-    RuntimeError
-        If the CuPy backend is not available; the message says why.
-    """
+    """The current CUDA device. RuntimeError if the CuPy backend is not available; the message says why."""
     from ... import dispatch
     from . import baselines_cuda
 

@@ -11,7 +11,7 @@ from numba import njit, types
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import entry, options
 from flashkit.backends.cpu.micro_calls import call_acquire, call_kernel, call_release
-from flashkit.backends.cpu.seq_info import keys_of, set_lengths
+from flashkit.backends.cpu.seq_info import keys_of
 from flashkit.backends.cpu.views import (
     atomic_exchange,
     atomic_increment,
@@ -205,7 +205,7 @@ def call(template, block, threads, stop, q, k, v, out, lse, lengths, offsets, ta
     args[Q], args[K], args[V] = integer_at(q + ADDRESS), integer_at(k + ADDRESS), integer_at(v + ADDRESS)
     args[OUT], args[LSE] = integer_at(out + ADDRESS), integer_at(lse + ADDRESS)
     if args[PER_CALL] & 1:
-        set_lengths(args, integer_at(lengths + ADDRESS), integer_at(offsets + ADDRESS))
+        args[KV_LENGTHS], args[Q_OFFSETS] = integer_at(lengths + ADDRESS), integer_at(offsets + ADDRESS)
     if args[PER_CALL] & 2:
         args[PAGE_TABLE] = integer_at(table + ADDRESS)
     if args[PER_CALL] & 4:

@@ -11,7 +11,6 @@ from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import options
 from flashkit.backends.cpu.micro_calls import (
     call_attend_backward_bf16_pairs,
-    call_attend_bf16_pairs,
     call_gemm,
     call_online_softmax,
     call_online_softmax_bf16_pairs,
@@ -86,24 +85,6 @@ def load_query(source, target):
 
 
 @njit(**options)
-def attends_at_once(args):
-    """Whether attend_at_once does all that unmodified tiles need."""
-    return args[DROPOUT] == 0 and args[HAS_SCORE] == 0
-
-
-@njit(**options)
-def attend_at_once(args, count, q, q_panel, k, v_t, scores, m, l, o, o_panel):
-    """All panels of queries against a tile of keys, of which each query sees all, by one micro-kernel. Arguments from q
-    on are addresses and bytes, but for the views k and v_t.
-    """
-    columns = (count + args[LANES] - 1) // args[LANES] * args[LANES]
-    call_attend_bf16_pairs(
-        args[ATTEND_BF16_PAIRS], columns, args[PANEL], q, q_panel, k, v_t, scores, m, l, o, o_panel, k.shape[1],
-        args[SOFTMAX_SCALE_LOG2],
-    )  # fmt: skip
-
-
-@njit(**options)
 def online_softmax(args, s_t, m, l, o_acc):
     """S^T to P^T as bf16 pairs, or in float32 where dropout follows, which P^T is rounded after."""
     if args[DROPOUT] == 0:
@@ -117,13 +98,6 @@ def halves(words):
     """The numbers of words: (rows, columns, 2)."""
     rows, columns = words.shape
     return tensor3(words.ctypes.data, rows, columns, 2, words.strides[0], words.strides[1], STORAGE_SIZE, STORAGE)
-
-
-@njit(**options)
-def halves_t(words):
-    """The numbers of words^T: (columns, rows, 2)."""
-    rows, columns = words.shape
-    return tensor3(words.ctypes.data, columns, rows, 2, words.strides[1], words.strides[0], STORAGE_SIZE, STORAGE)
 
 
 @njit(**options)
@@ -240,6 +214,6 @@ def accumulate_gradients(args, p, ds, q, do, k, dq, dk, dv, address, nonfinite):
     _add_dkv(args, p, do, dv, transposed, nonfinite)
     _add_dkv(args, ds, q, dk, transposed, nonfinite)
     if nonfinite:
-        nonfinite_gemm_pairs(halves_t(k), halves_t(ds_words), dq.T)
+        nonfinite_gemm_pairs(halves(k.T), halves(ds_words.T), dq.T)
     else:
         call_gemm(args[GEMM_ADD], ds_words, k, dq)

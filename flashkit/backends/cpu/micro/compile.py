@@ -7,7 +7,7 @@ one kernel serves all register blocks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from llvmlite import binding
@@ -54,12 +54,7 @@ def assemble(block: RegisterBlock, wanted: Target, gemv_kernels: bool = False) -
 
 def addresses(block: RegisterBlock, gemv_kernels: bool = False) -> Functions:
     """Address of each micro-kernel for the register block on this machine."""
-    return _addresses(block, gemv_kernels, target.target())
-
-
-@cache
-def _addresses(block: RegisterBlock, gemv_kernels: bool, _: Target) -> Functions:
-    return objects.functions(source(block, gemv_kernels))
+    return objects.kept(source, block, gemv_kernels)
 
 
 def source(block: RegisterBlock, gemv_kernels: bool = False) -> Source:
