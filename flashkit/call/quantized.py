@@ -82,6 +82,7 @@ class Quantized:
     seed: int | None = None
     mean: Any = None
     _kind: str = field(init=False)
+    signature: tuple[Any, ...] = field(init=False)  # what a plan depends on beside the layout of data
 
     def __post_init__(self) -> None:
         kind = arrays.require("data", self.data)
@@ -113,6 +114,8 @@ class Quantized:
             raise ValueError(f"mean: expected a shape that broadcasts to {self.shape} by axes, got {self.mean.shape}")
         if self.seed is not None:
             object.__setattr__(self, "seed", integer("seed", self.seed, 0, 2**64 - 1))
+        own = self.format, self.per, self.block, self.layout, self.seed, self.mean is None, self.dtype
+        object.__setattr__(self, "signature", (*own, arrays.layout(self.scale)))
 
     @property
     def format(self) -> Format:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import flashkit
-from flashkit import attention, attention_vjp, mods
+from flashkit import attention, attention_vjp, errors, mods
 from flashkit.options import Options
 
 ENTRIES = [attention, attention_vjp, flashkit.plan, flashkit.explain]
@@ -202,6 +202,20 @@ def test_results_are_typed(tmp_path: Path) -> None:
     assert "| tuple[" in kinds[2] and kinds[4] == "flashkit.call.explanation.Explanation"
     wrong = [line for line in said if line.startswith("error")]
     assert len(wrong) == 2 and "No overload" in wrong[0] and '"attn_mask"' in wrong[1]
+
+
+def test_a_warning_is_given_once_of_each_thing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "_said", set())
+    said = ("a",), ("a",), ("b", "x"), ("c", "x"), ("c",)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for each in said:
+            errors.warn_once(*each)
+        errors.forget_warnings()
+        errors.warn_once("a", category=FutureWarning)
+    found = [(str(w.message), w.category) for w in caught]
+    assert found == [("a", UserWarning), ("b", UserWarning), ("c", UserWarning), ("a", FutureWarning)]
+    assert {w.filename for w in caught} == {__file__}
 
 
 # --- of the adapters --------------------------------------------------------------------------------------------------

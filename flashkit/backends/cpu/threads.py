@@ -126,6 +126,6 @@ _NO_THREAD = ctypes.c_ulong(-1).value  # PYTHREAD_INVALID_THREAD_ID
 @cache
 def entry(name: str) -> Callable[..., Any]:
     """A function of kernels/launch.py, of integers and then NumPy arrays; it releases the GIL."""
-    integers, arrays = {"launch": (2, 0), "call": (4, 8), "pull_back": (5, 10)}[name]
+    integers, arrays = {"launch": (2, 0), "call": (4, 10), "pull_back": (5, 10)}[name]
     kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * integers, *[ctypes.py_object] * arrays)
     return kind(specialise.launcher()[name])

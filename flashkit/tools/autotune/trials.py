@@ -11,7 +11,6 @@ from typing import Any, Literal, Protocol
 import ml_dtypes
 import numpy as np
 
-from ... import reference
 from ...call.arguments import prepare
 from ...call.explanation import visible_pairs
 from ...devices import timing
@@ -19,6 +18,7 @@ from ...devices.schema import Kind, TileRow
 from ...devices.timing import Timing
 from ...spec import Direction, Gradients
 from ..bench.cases import Case
+from ..bench.measure import by_the_reference
 from .log import MeasuredPeaks
 from .targets import DROP, Effort, Target
 
@@ -84,11 +84,8 @@ class Task:
     def _computed(self, dtype: Any) -> dict[str, np.ndarray]:
         spec, names = self.problem.spec, ("q", "k", "v", "out", "lse")
         arrays: dict[str, Any] = {name: self._verified(getattr(self.operands, name)) for name in names}
-        operands = replace(self.operands, **arrays)
-        if self.direction == "forward":
-            return dict(zip(("out", "lse"), reference.standard(spec, operands, dtype)))
-        grads = reference.standard_gradients(spec, operands, self._verified(self.gradients.dout), dtype=dtype)
-        return {"dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
+        operands, dout = replace(self.operands, **arrays), self._verified(self.gradients.dout)
+        return by_the_reference(spec, operands, self.direction, dout, dtype)
 
     def _verified(self, x: Any) -> np.ndarray:
         """The heads that are verified, in NumPy."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from ...call.arguments import prepare
 from ...call.explanation import visible_pairs
 from ...devices import timing
 from ...devices.timing import Timing
-from ...spec import Direction
+from ...spec import AttentionSpec, Direction, Operands
 from . import environment, memory
 from .cases import Arrays, Case
 from .contender import Entry, with_flashkit
@@ -143,9 +144,17 @@ def expected(case: Case, arrays: Arrays, direction: Direction) -> dict[str, np.n
     parts = (x[:1, : case.group if i in (0, 3) else 1] for i, x in enumerate(arrays))
     q, k, v, dout = ((x if isinstance(x, np.ndarray) else x.get()).astype(np.float64) for x in parts)
     problem, operands, _ = prepare(q, k, v, **case.options)
+    exact = by_the_reference(problem.spec, operands, direction, dout)
+    return {name: x for name, x in exact.items() if name != "lse"}
+
+
+def by_the_reference(
+    spec: AttentionSpec, operands: Operands, direction: Direction, dout: np.ndarray, dtype: Any = np.float64
+) -> dict[str, np.ndarray]:
+    """The results of a pass, computed in this dtype, by name: out and lse, or dq, dk and dv."""
     if direction == "forward":
-        return {"out": reference.standard(problem.spec, operands)[0]}
-    grads = reference.standard_gradients(problem.spec, operands, dout)
+        return dict(zip(("out", "lse"), reference.standard(spec, operands, dtype)))
+    grads = reference.standard_gradients(spec, operands, dout, dtype=dtype)
     return {"dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
 
 
