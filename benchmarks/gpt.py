@@ -3,8 +3,9 @@
     python benchmarks/gpt.py [--device cuda] [--layers 12 --heads 12 --width 768] [--context 1024] [--tokens 16384]
         [--steps 300] [--ways arrays sdpa flashkit naive] [--out results.jsonl]
 
-Ways: `arrays` is examples/gpt; the others are PyTorch (compiled and with fused AdamW on a GPU) with its own attention,
-with flashkit.torch's, and by the formula. A turn is `--turn` steps of each. Losses are of the same steps.
+Ways: `arrays` is examples/gpt, and `window1024` with a window of so many tokens; the others are PyTorch (compiled and
+with fused AdamW on a GPU): `sdpa` with its own attention, `flashkit` with flashkit.torch's, `naive` by the formula. A
+turn is `--turn` steps of each. Losses are of the same steps.
 """
 
 from __future__ import annotations
@@ -113,9 +114,10 @@ def torch_steps(
     return step
 
 
-def array_steps(config: Config, device: str, dtype: str, optimizer: AdamW) -> Callable[[Batch, int], Any]:
+def array_steps(config: Config, way: str, device: str, dtype: str, optimizer: AdamW) -> Callable[[Batch, int], Any]:
     ops = importlib.import_module("examples.gpt." + ("gpu" if device == "cuda" else "cpu"))
-    model = GPT(config, ops, dtype)
+    options = {"window": (int(way.removeprefix("window")) - 1, 0)} if way.startswith("window") else {}
+    model = GPT(config, ops, dtype, **options)
 
     def step(batch: Batch, number: int) -> Any:
         with threadpool_limits(1, "blas"):
@@ -146,8 +148,9 @@ def main() -> None:
     dtype = "bfloat16" if cuda else "float32"
     initial = GPT(config, importlib.import_module("examples.gpt.cpu")).parameters.state()
     makers = {
-        way: (lambda: array_steps(config, args.device, dtype, optimizer)) if way == "arrays"
-        else (lambda way=way: torch_steps(config, initial, way, args.device, optimizer))
+        way: (lambda way=way: torch_steps(config, initial, way, args.device, optimizer))
+        if way in ("sdpa", "flashkit", "naive")
+        else (lambda way=way: array_steps(config, way, args.device, dtype, optimizer))
         for way in args.ways
     }  # fmt: skip
     steps = {way: make() for way, make in makers.items()}

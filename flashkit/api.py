@@ -14,7 +14,7 @@ from .call.plans import plan_of
 from .call.quantized import Quantized
 from .call.vjp import Vjp
 from .errors import UnsupportedError
-from .options import Options, documented
+from .options import Options, check_tensors, documented
 from .spec import Operands
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ def attention(
 ) -> A | tuple[A, Any]: ...  # fmt: skip
 @documented()
 def attention(
-    q: Any, k: Any, v: Any, *, return_lse: bool = False, out: Any = None, backend: str | None = None,
-    **options: Unpack[Options],
+    q: Any = None, k: Any = None, v: Any = None, *more: Any, return_lse: bool = False, out: Any = None,
+    backend: str | None = None, **options: Unpack[Options],
 ) -> Any:  # fmt: skip
     """Exact attention, softmax(scale * q k^T, modified and masked) v, in memory linear in the number of tokens.
 
@@ -123,6 +123,8 @@ def attention(
     >>> lse.shape
     (1, 8, 256)
     """
+    if v is None or more:
+        check_tensors("attention", more, options)
     with Call("attention", q, k, v, {**options}, out) as call:
         return call.to_caller(plan_of(call, backend, return_lse).run(call))
 

@@ -20,14 +20,27 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.buffer_callback import buffer_callback
 
-from . import api, mods
+from . import api, dispatch, mods
 from .call.arguments import prepare
 from .call.checks import window_of
 from .call.sequences import check_default_offset
 from .call.vjp import WRT
 from .errors import UnsupportedError, shown
 from .numeric import number
-from .options import DEFAULTS, NUMBERS, OPTIONS, Options, Role, documented, ours, unknown, with_axes
+from .options import (
+    DEFAULTS,
+    NUMBERS,
+    OPTIONS,
+    Options,
+    Role,
+    check_tensors,
+    closed,
+    documented,
+    ours,
+    unknown,
+    unknown_of,
+    with_axes,
+)
 
 __all__ = ["attention", "dot_product_attention"]
 
@@ -48,8 +61,9 @@ ENTRIES, PAIRS, ARRAYS = with_axes("entries"), with_axes("pairs"), with_axes("en
 
 @documented(*NOT_TAKEN)
 def attention(
-    q: Any, k: Any, v: Any, *, return_lse: bool = False, backend: str | None = None, **options: Unpack[Options]
-) -> Any:
+    q: Any = None, k: Any = None, v: Any = None, *more: Any, return_lse: bool = False, backend: str | None = None,
+    **options: Unpack[Options],
+) -> Any:  # fmt: skip
     """`flashkit.attention` on JAX arrays, differentiable by q, k, v and sinks, under jit, grad and vmap.
 
     Parameters
@@ -100,9 +114,14 @@ def attention(
     >>> jax.grad(loss)(q).shape
     (1, 4, 32, 16)
     """
+    if v is None or more:
+        check_tensors("flashkit.jax.attention", more, options)
     if not options.keys() <= DEFAULTS.keys() - {*NOT_TAKEN}:
         known = [name for name in (*DEFAULTS, "return_lse", "backend") if name not in NOT_TAKEN]
         raise unknown("flashkit.jax.attention", [name for name in options if name not in known], known)
+    if (key := options.get("seed")) is not None and jnp.issubdtype(getattr(key, "dtype", int), jax.dtypes.prng_key):
+        options["seed"] = jax.random.bits(key)
+    dispatch.forced(backend)  # which names those that there are
     q, k, v = map(jnp.asarray, (q, k, v))
     arrays = {
         name: jnp.asarray(options[name])  # type: ignore[literal-required]
@@ -123,11 +142,12 @@ def attention(
     return (out, lse[0].reshape(rows)) if return_lse else out
 
 
+@closed
 def dot_product_attention(
     query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, *, scale: float | None = None,
     is_causal: bool = False, query_seq_lengths: Any = None, key_value_seq_lengths: Any = None,
     local_window_size: int | tuple[int, int] | None = None, implementation: str | None = None,
-    return_residual: bool = False,
+    return_residual: bool = False, **others: Any,
 ) -> Any:  # fmt: skip
     """`attention` with the arguments of `jax.nn.dot_product_attention`.
 
@@ -171,6 +191,8 @@ def dot_product_attention(
     >>> bool(abs(dot_product_attention(x, x, x, is_causal=True) - expected).max() < 1e-5)
     True
     """
+    if others:
+        raise unknown_of(dot_product_attention, others)
     if isinstance(local_window_size, int):
         local_window_size = (local_window_size, local_window_size)
     attended = attention(

@@ -240,7 +240,37 @@ def unknown(
     return TypeError(message + (f"did you mean {meant}?" if meant else f"expected one of {', '.join(known)}"))
 
 
+def check_tensors(function: str, more: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    """Refuse positional arguments behind q, k and v, and other names of these."""
+    if more:
+        raise TypeError(f"{function}() takes q, k and v by position: pass others by name, such as mask= or causal=")
+    names = {"query": "q", "key": "k", "value": "v", "queries": "q", "keys": "k", "values": "v"}
+    for name in options:
+        if name in names:
+            raise TypeError(f"{function}() got an unexpected argument {name!r}: did you mean {names[name]}?")
+    raise TypeError(f"{function}() expected q, k and v")
+
+
+def unknown_of(function: Callable[..., Any], names: Iterable[str]) -> TypeError:
+    """As `unknown`, of a function with the arguments of another library."""
+    own, *_ = names
+    known = [*inspect.signature(function).parameters]
+    theirs = next((option.theirs for name, option in OPTIONS.items() if name == own), ())
+    meant = next((name for name in known if name in theirs), None)
+    if meant is None:
+        return unknown(function.__name__, names, known)
+    return TypeError(f"{function.__name__}() got an unexpected argument {shown(own)}: did you mean {meant}?")
+
+
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def closed(function: F) -> F:
+    """Give a function whose **others are refused by `unknown` the signature without them."""
+    own = inspect.signature(function)
+    named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    function.__signature__ = own.replace(parameters=named)  # type: ignore[attr-defined]
+    return function
 
 
 def documented(*left_out: str) -> Callable[[F], F]:
@@ -252,8 +282,8 @@ def documented(*left_out: str) -> Callable[[F], F]:
 
     def document(function: F) -> F:
         own = inspect.signature(function)
-        first = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        positional = [p for p in first if p.kind is not p.KEYWORD_ONLY]
+        first = [p for p in own.parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        positional = [p.replace(default=p.empty) for p in first if p.kind is not p.KEYWORD_ONLY]
         named = [
             inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, default=OPTIONS[name].default,

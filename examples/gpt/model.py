@@ -72,22 +72,22 @@ class Batch:
 
 
 class GPT:
-    """A model with its parameters.
+    """A model of these sizes, with its parameters.
 
     Parameters
     ----------
-    config
-        Its sizes.
-    ops
-        cpu.py or gpu.py.
+    config, ops
+        Sizes; cpu.py or gpu.py.
     dtype
         Of activations: float32, float64, and on a GPU bfloat16.
     seed
         Of the initial parameters: normal, standard deviation 0.02, smaller where a layer adds to the residual stream.
+    **options
+        Of `flashkit.attention`, such as window=(1023, 0).
     """
 
-    def __init__(self, config: Config, ops: Any, dtype: Any = np.float32, seed: int = 0) -> None:
-        self.config, self.ops = config, ops
+    def __init__(self, config: Config, ops: Any, dtype: Any = np.float32, seed: int = 0, **options: Any) -> None:
+        self.config, self.ops, self.options = config, ops, {"causal": True, **options}
         self.parameters = Parameters(config.shapes(), ops, np.dtype(dtype))
         rng, initial = np.random.default_rng(seed), {}
         for name, shape in config.shapes().items():
@@ -134,7 +134,7 @@ class GPT:
         """Mean cross-entropy in nats."""
 
         def attend(_: int, q: Array, k: Array, v: Array) -> tuple[Array, None]:
-            return flashkit.attention(q, k, v, cu_seqlens=batch.cu_seqlens, causal=True), None
+            return flashkit.attention(q, k, v, cu_seqlens=batch.cu_seqlens, **self.options), None
 
         return float(self._head(self._forward(batch.ids, batch.positions, attend), batch, scale=None)[0])
 
@@ -144,7 +144,7 @@ class GPT:
 
         def attend(i: int, q: Array, k: Array, v: Array) -> tuple[Array, None]:
             layers[i].append(k, v, [0, len(k)])
-            return layers[i].attend(q, causal=True), None
+            return layers[i].attend(q, **self.options), None
 
         y = self._forward(ids, np.arange(begin, begin + len(ids)), attend)
         return self.ops.product(y[-1:], self.parameters["wte.weight"].T)[0].astype(np.float32)
@@ -177,7 +177,7 @@ class GPT:
         saved: list[tuple[Any, ...]] = []
 
         def attend(_: int, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-            return flashkit.attention_vjp(q, k, v, cu_seqlens=batch.cu_seqlens, causal=True)
+            return flashkit.attention_vjp(q, k, v, cu_seqlens=batch.cu_seqlens, **self.options)
 
         y = self._forward(batch.ids, batch.positions, attend, saved)
         loss, dy = self._head(y, batch, scale)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..call import arrays
+from ..call import arrays, interop
 from ..call.checks import flag, window_of
 from ..call.sequences import MAX_PAGE
 from ..errors import shown
@@ -125,6 +125,7 @@ class KVCache:
             most = MAX_HEAD_DIM if "dim" in name else MAX_PAGE if name == "page" else 1 << 31
             if not least <= size <= most:
                 raise ValueError(f"{name}: expected an integer from {least} to {most}, got {shown(size)}")
+        like = interop.native("like", like)
         kind = "numpy" if like is None else arrays.require("like", like)
         kv_format = format_of(dtype)
         of_queries = np.empty(0, _dtype(None if kv_format else dtype, like))
@@ -157,6 +158,13 @@ class KVCache:
             Layer(number, self._steps, window, kv_format, dims, of_queries.dtype)
             for number in range(int(sizes["layers"]))
         ]
+
+    def __repr__(self) -> str:
+        pages, layers = self._pages, f"{len(self)} layers, " if self._layered else ""
+        return (
+            f"<KVCache: {int(pages.lengths.sum())} tokens of {len(pages.lengths)} sequences, {layers}"
+            f"{self.free_pages} of {len(pages.references)} pages of {self.page} free, {self.dtype}>"
+        )
 
     def __len__(self) -> int:
         return len(self._layers)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..api import attention
-from ..call import arrays
+from ..call import arrays, interop
 from ..call.checks import choice, window_of
 from ..call.sequences import offsets_of
 from ..call.shape import LAYOUTS
@@ -66,6 +66,10 @@ class Layer:
         self._forms: dict[Any, Form] = {}
         self.k_pages, self.v_pages = pools.as_arrays(dtype)
 
+    def __repr__(self) -> str:
+        return f"<Layer {self.number}: k_pages {self.k_pages.shape}, v_pages {self.v_pages.shape}, {self._dtype}>"
+
+    @interop.takes_every_library(1, "k")
     @one_at_a_time
     def append(
         self, k: Any, v: Any = None, cu_seqlens: Any = None, *, rotary: tuple[Any, Any] | None = None,
@@ -102,6 +106,7 @@ class Layer:
                 self._write("v", v, self._v, self._pools.v_scale, layout, step, None)
         steps.wrote(state, self.number)
 
+    @interop.takes_every_library(1, "q")
     @one_at_a_time
     def attend(
         self, q: Any, *, rotary: tuple[Any, Any] | None = None, rotary_interleaved: bool = False, **options: Any

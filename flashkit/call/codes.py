@@ -8,12 +8,14 @@ those that the table names are dequantised.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import dispatch, settings
+from ..devices.lazy import cached_property
 from ..spec import DTYPES
 from . import arrays
 from .arguments import Fp8Arrays, Memory, Prepared, prepare
@@ -38,22 +40,36 @@ class Dequantised:
     """
 
     def __init__(self, q: Any, k: Any, v: Any, fp8: bool, described: bool = False) -> None:
-        self.fp8, self._described, self._q = fp8, described, q
+        self.fp8, self._described, self._named = fp8, described, {"q": q, "k": k, "v": v}
         self._quantised: dict[str, Quantized] = {}
-        named = {"q": q, "k": k, "v": v}
-        self.kind = arrays.require("q", _memory(q))
-        self.dtype = arrays.dtype_name("q", q)
-        for name, x in named.items():
+        if fp8:
+            self.check()
+
+    def check(self) -> None:
+        """Raise the errors of the class. A call that finds a plan needs no check."""
+        for name, x in self._named.items():
             arrays.require(name, _memory(x), self.kind)
             if (dtype := arrays.dtype_name(name, x)) != self.dtype:
                 raise TypeError(f"{name}: expected dtype {self.dtype} (q's, before quantisation), got {dtype}")
-            if fp8 and not isinstance(x, Quantized) and dtype not in FP8_DTYPES:
+            if self.fp8 and not isinstance(x, Quantized) and dtype not in FP8_DTYPES:
                 raise TypeError(
                     f"{name}: expected dtype {' or '.join(FP8_DTYPES)} with precision='fp8', got {dtype}; pass "
                     f"flashkit.quantize({name}, ...) or another precision"
                 )
-        self._dtype = DTYPES[self.dtype].accumulator
-        self._named = named
+
+    @cached_property
+    def kind(self) -> str:
+        """The library of the arrays."""
+        return arrays.require("q", _memory(self._named["q"]))
+
+    @cached_property
+    def dtype(self) -> str:
+        """The name of q's dtype before quantisation."""
+        return arrays.dtype_name("q", self._named["q"])
+
+    @property
+    def _dtype(self) -> str:
+        return DTYPES[self.dtype].accumulator
 
     @property
     def rounds(self) -> bool:
@@ -62,10 +78,11 @@ class Dequantised:
 
     def scope(self) -> AbstractContextManager[Any]:
         """Where to compute: on q's device."""
-        return arrays.scope(_memory(self._q))
+        return arrays.scope(_memory(self._named["q"]))
 
     def to_native(self, **arguments: Any) -> dict[str, Any]:
         """Arguments with arrays of the computing dtype. An `out` of another dtype is left to `from_native`."""
+        self.check()
         arguments = self._pages_in_use(arguments)
         return {name: self._wide(name, value) for name, value in arguments.items()}
 
@@ -132,7 +149,7 @@ class Dequantised:
         return out
 
     def _rounded(self, result: Any) -> Any:
-        dtype = self._q.dtype
+        dtype = self._named["q"].dtype
         if result.dtype == dtype:
             return result
         with np.errstate(over="ignore"):  # to infinity, as kernels round
@@ -168,10 +185,8 @@ class Codes(NamedTuple):
         Codes, or floats.
     memory : Memory
         What `prepare` has to know of them.
-    scales : dict
-        Scales of these arrays, by the names of operands; they broadcast to one for each token.
-    key : tuple
-        What a plan depends on beside q, k, v and the options.
+    scales : tuple of str
+        Names of the scales, which `scales_of` gives.
     options : dict
         Of the call.
     """
@@ -180,13 +195,16 @@ class Codes(NamedTuple):
     k: Any
     v: Any
     memory: Memory
-    scales: dict[str, Any]
-    key: tuple[Any, ...]
+    scales: tuple[str, ...]
     options: dict[str, Any]
 
 
 def codes_of(quantised: Dequantised, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Codes | str:
-    """The codes of a call's arrays, or a sentence that says why they are dequantised. `on_codes` asks backends."""
+    """The codes of a call's arrays, or a sentence that says why they are dequantised. `on_codes` asks backends.
+
+    It depends on the signatures of quantised arrays, and on nothing that the key of a plan has not.
+    """
+    quantised.check()
     packed_or_paged = options.get("cu_seqlens") is not None or options.get("page_table") is not None
     if quantised.kind != "numpy":
         return _e4m3(quantised, q, k, v, options, packed_or_paged)
@@ -201,12 +219,13 @@ def codes_of(quantised: Dequantised, q: Any, k: Any, v: Any, options: dict[str, 
             return "k or v is rotated, smoothed or has scales per block"
         if not (x.per == "tensor" or x.ndim == 2 or x.layout == layout):
             return "scales of k or v are of another layout"
-    scales, key = {"k_scale": k.scale, "v_scale": v.scale}, (k.format, *_form(k), *_form(v))
-    return Codes(q, k.data, v.data, Memory(kv_format=k.format, scales=(k.scale, v.scale)), scales, key, options)
+    memory = Memory(kv_format=k.format, scales=(k.scale, v.scale))
+    return Codes(q, k.data, v.data, memory, ("k_scale", "v_scale"), options)
 
 
-def _form(x: Quantized) -> tuple[Any, ...]:
-    return x.per, x.scale.strides, x.scale.flags.aligned
+def scales_of(names: tuple[str, ...], tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """The scales of these names of q, k and v: two as they are, or three with one for each token."""
+    return (tensors[1].scale, tensors[2].scale) if len(names) == 2 else tuple(map(token_scales, tensors))
 
 
 def _e4m3(
@@ -224,11 +243,10 @@ def _e4m3(
         return refused
     layout = options.get("layout", "bhnd")
     per_head = all(x.per == "tensor" or (x.per == "head" and x.layout == layout) for x in tensors[1:])
-    scales = dict(zip(("q_scale", "k_scale", "v_scale"), map(token_scales, tensors), strict=True))
-    codes = Fp8Arrays(tensors[0].dtype, "head" if per_head else "token", tuple(scales.values()))
+    names = "q_scale", "k_scale", "v_scale"
+    codes = Fp8Arrays(tensors[0].dtype, "head" if per_head else "token", scales_of(names, tensors))
     options = {**options, "precision": None if quantised.fp8 else options.get("precision")}
-    key = codes.dtype, codes.per, *(x.strides for x in codes.scales)
-    return Codes(*(x.data for x in tensors), Memory(fp8=codes), scales, key, options)
+    return Codes(*(x.data for x in tensors), Memory(fp8=codes), names, options)
 
 
 def on_codes(codes: Codes, out: Any, described: bool, backend: str | None) -> Prepared | str:

@@ -100,7 +100,7 @@ class Planned:
         chosen, plan = dispatch.plan(problem, backend)
         self.problem, self.backend, self.tile = problem, chosen.name, plan.tile
         self._return_lse, self._shape, self._chosen, self._per_call = return_lse, shape, (chosen, plan), per_call
-        self._scales = scales
+        self.scales = scales
         self._run_backward: BoundBackward | None = None
         self._asked, self.last_use = backend, 0
         fixed = {name: array for name, array in operands.arrays.items() if name not in per_call}
@@ -160,12 +160,12 @@ class Planned:
         if 0 in operands.q.shape[:3]:
             return _nothing
         if not self.takes_lengths:
-            return _forward(chosen, plan, operands, self._shape, (), names, self._scales)
+            return _forward(chosen, plan, operands, self._shape, (), names, self.scales)
         if not paged:  # only its strides count
             k = np.lib.stride_tricks.as_strided(k, (*k.shape[:2], self._room, k.shape[3]), k.strides)
         most: Any = np.full(self.problem.batch, self._room, np.int64)
         bind: Any = chosen.bind  # type: ignore[attr-defined]
-        bound: Bound = bind(plan, replace(operands, k=k, kv_lengths=most), names + self._scales)
+        bound: Bound = bind(plan, replace(operands, k=k, kv_lengths=most), names + self.scales)
         return bound
 
     def __repr__(self) -> str:
@@ -259,7 +259,8 @@ class Planned:
     def run(self, call: Call) -> Any:
         """The call by this plan, whose key it has."""
         q, k, v, out = call.q, call.k, call.v, call.out
-        pairs, axis, lengths, offsets, tokens, follows, scales = call.per_call
+        pairs, axis, lengths, offsets, tokens, follows = call.per_call
+        scales = call.scales
         if lengths is not None:
             return self.with_lengths(q, k, v, out, lengths, scales=scales)
         if axis < 0:

@@ -21,8 +21,9 @@ from ..spec import Operands
 from . import arrays
 from .arguments import Prepared, prepare
 from .call import ONLY_TENSORS, Call, PerCall
-from .codes import codes_of, on_codes
+from .codes import Codes, codes_of, on_codes, scales_of
 from .planned import Once, Planned
+from .quantized import Quantized
 from .shape import LAYOUTS
 from .views import View
 
@@ -64,29 +65,29 @@ class Refused:
 
 def _on_codes(call: Call, backend: str | None, return_lse: bool) -> Planned | Once | None:
     """The plan of a call on the codes of its arrays, as `plan_of`; None if they have to be dequantised."""
-    given = call.quantised, call.q, call.k, call.v, call.options
-    assert call.quantised is not None
-    codes = codes_of(*given)  # type: ignore[arg-type]
-    if isinstance(codes, str):
-        return None
-    call.quantised, call.q, call.k, call.v, call.options = None, codes.q, codes.k, codes.v, codes.options
+    quantised, *given = call.quantised, call.q, call.k, call.v
+    assert quantised is not None
+    q, k, v = tensors = [quantised.quantise(name, x) for name, x in zip("qkv", given)] if quantised.fp8 else given
+    signatures = [x.signature if type(x) is Quantized else None for x in tensors]
+    call.q, call.k, call.v = (x.data if type(x) is Quantized else x for x in tensors)
     key = key_of(call, backend, return_lse)
-    key = None if key is None else (*key, codes.key, settings.FP8_KERNELS.raw())
-    call.per_call = call.per_call._replace(scales=tuple(codes.scales.values()))
+    if key is not None:
+        key = *key, *signatures, None if type(call.q) is np.ndarray else settings.FP8_KERNELS.raw()
     planned: Any = get(key)
     if planned is None:
-        prepared = on_codes(codes, call.out, False, backend)
-        if isinstance(prepared, str):
+        codes = codes_of(quantised, q, k, v, call.options)
+        found = on_codes(codes, call.out, False, backend) if isinstance(codes, Codes) else codes
+        if isinstance(codes, str) or isinstance(found, str):
             put(key, planned := Refused())
         else:
-            read = (prepared.operands.q, call.q), (prepared.operands.k, call.k), (prepared.operands.v, call.v)
-            copied = prepared.problem.spec.fp8 and not all(arrays.same_address(*pair) for pair in read)
-            planned = None if copied else _made(key, call, prepared, backend, return_lse, tuple(codes.scales))
-            planned = planned or Once(prepared, backend, return_lse)
-    if not isinstance(planned, Refused):
-        return planned  # type: ignore[no-any-return]
-    call.quantised, call.q, call.k, call.v, call.options = given
-    return None
+            planned = _made(key, call, found, backend, return_lse, codes.scales) or Once(found, backend, return_lse)
+    if isinstance(planned, Refused):
+        call.q, call.k, call.v = given
+        return None
+    call.quantised = None
+    if isinstance(planned, Planned):
+        call.scales = scales_of(planned.scales, tensors)
+    return planned  # type: ignore[no-any-return]
 
 
 def _made(
@@ -94,6 +95,9 @@ def _made(
 ) -> Planned | None:
     """The plan of a prepared call, put into the cache; None if it cannot serve other calls."""
     per_call, operands = call.per_call, prepared.operands
+    given = call.q, call.k, call.v
+    if prepared.problem.spec.fp8 and not all(map(arrays.same_address, (operands.q, operands.k, operands.v), given)):
+        return None  # copies that Hopper's copy engine reaches
     names = names_of(per_call.arrays, operands)
     if key is None or names is None:
         return None
@@ -101,7 +105,7 @@ def _made(
         names += tuple(name for name in operands.sequences() if per_call.follows or name != "q_offset")
     axis, varies = per_call.keys_axis, per_call.keys_axis < 0 or per_call.lengths is not None
     planned = Planned(
-        prepared, (call.q, call.k, call.v), backend, return_lse, names, varies, scales=scales,
+        prepared, given, backend, return_lse, names, varies, scales=scales,
         room=_room(call.k.shape[axis]) if axis < 0 else None,
     )  # fmt: skip
     if not varies or planned.takes_lengths:

@@ -82,6 +82,7 @@ class Quantized:
     seed: int | None = None
     mean: Any = None
     _kind: str = field(init=False)
+    signature: tuple[Any, ...] = field(init=False)  # what a plan depends on beside the layout of data
 
     def __post_init__(self) -> None:
         kind = arrays.require("data", self.data)
@@ -113,6 +114,8 @@ class Quantized:
             raise ValueError(f"mean: expected a shape that broadcasts to {self.shape} by axes, got {self.mean.shape}")
         if self.seed is not None:
             object.__setattr__(self, "seed", integer("seed", self.seed, 0, 2**64 - 1))
+        own = self.format, self.per, self.block, self.layout, self.seed, self.mean is None, self.dtype
+        object.__setattr__(self, "signature", (*own, arrays.layout(self.scale)))
 
     @property
     def format(self) -> Format:
@@ -141,6 +144,9 @@ class Quantized:
             f"<Quantized: {self.format} per {group}{extra}, shape {self.shape} of {self.dtype.name}, "
             f"{self.nbytes} bytes>"
         )
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("a Quantized is 8-bit numbers with scales, not an array; pass x.dequantize()")
 
     def pages(self, pages: Any) -> Quantized:
         """Of pages (pages, page, H, D) those with these numbers: a copy."""
@@ -191,6 +197,7 @@ class Quantized:
             return values.astype(wanted, copy=False)
 
 
+@interop.takes_every_library(0, "x")
 def quantize(
     x: Any, dtype: Format = "e4m3", per: Per = "tensor", *, rotate: bool = False, smooth: bool = False,
     block: int = 128, seed: int = 0, layout: str = "bhnd",
@@ -203,7 +210,7 @@ def quantize(
     Parameters
     ----------
     x
-        Array of NumPy or CuPy: float64, float32, float16 or bfloat16, (..., H, N, D) by layout, or (N, D). Packed
+        Array of any library: float64, float32, float16 or bfloat16, (..., H, N, D) by layout, or (N, D). Packed
         sequences (T, H, D) and pages (pages, page, H, D) have layout="bnhd".
     dtype
         "e4m3" (float8_e4m3fn: 3 bits of mantissa, up to 448) or "int8" (-127 to 127).

@@ -242,10 +242,10 @@ def test_a_row_whose_kernels_do_not_compile_is_left_with_a_warning(monkeypatch: 
     verified: list[object] = []
     monkeypatch.setattr(backend.verify, "check", lambda made, *_: verified.append(made))
     errors.forget_warnings()
-    plan = backend.CudaPlan(CupyRawBackend(), LONG, rows(("sm80", 10)))
+    plan = backend.CudaPlan(CupyRawBackend(), LONG, rows(("sm80", 10)), HOPPER)
     with pytest.warns(schema.ProfileWarning, match="<text>:5: not followed.*128 is not a multiple of 8"):
-        assert plan.on(HOPPER, "forward") == "its own tile"
-    assert verified == ["its own tile"] and plan.rows == {(0, "forward"): None}
+        assert plan.forward == ("its own tile", None)
+    assert verified == ["its own tile"]
 
 
 def test_what_fails_with_two_tiles_is_not_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +262,7 @@ def test_what_fails_with_two_tiles_is_not_the_tile(monkeypatch: pytest.MonkeyPat
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(CompileError, match="no compiler"):
-            backend.CudaPlan(CupyRawBackend(), LONG, profile).on(HOPPER, "forward")
+            _ = backend.CudaPlan(CupyRawBackend(), LONG, profile, HOPPER).forward
     assert fails.tried == 2
 
 

@@ -41,7 +41,7 @@ def defined(text: str) -> Iterator[str]:
 KERNELS = sorted(
     str(path.relative_to(specialise.FOLDER).with_suffix(""))
     for path in specialise.FOLDER.rglob("*.py")
-    if "\n@kernel(" in path.read_text() or path.stem.startswith("bwd_mainloop")
+    if "\n@kernel(" in path.read_text()
 )
 
 

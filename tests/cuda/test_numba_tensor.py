@@ -78,7 +78,9 @@ def test_hoppers_backward_pass(dtype: str, d: int, options: dict) -> None:
     spec = spec_of(dtype, d, **options)
     tile = tile_of(spec, "sm90", "backward", backend=NUMBA)
     binary = compiler.binary(specialise.source("sm90/backward", spec, tile.constants(spec)), "sm_90a")
-    assert binary.resources["bwd_preprocess"].spills == binary.resources["bwd_postprocess"].spills == 0
+    assert binary.resources["bwd_preprocess"].spills == 0
+    # The rare part, where a hidden pair may have met NaN, makes do with what leaves room for many threads.
+    assert binary.resources["bwd_postprocess"].spills <= (192 if options else 0)
     assert binary.resources["sm90_backward"].spills <= (128 if not options else 640)
     code = disassembled(binary.path)
     code = code[code.index(".text.sm90_backward:") :]

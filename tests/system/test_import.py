@@ -140,3 +140,15 @@ def test_a_later_process_does_without_numba(program: Callable[..., str]) -> None
     """
     program(text, NUMBA_NUM_THREADS=2)  # compiles
     assert program(text, NUMBA_NUM_THREADS=2).split() == ["False", "1"]
+
+
+def test_a_program_whose_own_functions_numba_leaves_alone(program: Callable[..., str], tmp_path: Path) -> None:
+    """NUMBA_DISABLE_JIT=1, for a debugger or to measure coverage: kernels compile all the same."""
+    text = """
+        import numba, numpy as np, flashkit
+        q = np.random.default_rng(0).standard_normal((1, 2, 30, 16)).astype(np.float32)
+        found = flashkit.attention(q, q, q, backend="cpu")
+        np.testing.assert_allclose(found, flashkit.attention(q, q, q, backend="reference"), atol=1e-5)
+        print(numba.njit(lambda: 1).__class__.__name__, numba.config.DISABLE_JIT)
+    """
+    assert program(text, NUMBA_DISABLE_JIT=1, FLASHKIT_CACHE_DIR=tmp_path) == "function 1\n"

@@ -60,6 +60,15 @@ def test_answers_of_unexpected_form_are_shown() -> None:
     assert "could not be shown" in doctor.render(found)
 
 
+def test_lines_fold_between_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = dict.fromkeys(doctor.report("flashkit"), None) | {"threading": {"threads": 2, "workers": "of words " * 20}}
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = doctor.render(found).splitlines()
+    assert max(map(len, lines)) <= 80 and sum("words" in line for line in lines) > 1
+    monkeypatch.delenv("COLUMNS")
+    assert sum("words" in line for line in doctor.render(found).splitlines()) == 1
+
+
 def test_missing_parts_come_with_a_command() -> None:
     found = {
         "flashkit": {"version": "0.1.0"},

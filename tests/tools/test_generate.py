@@ -154,6 +154,52 @@ def test_sampling_draws_from_the_nucleus() -> None:
     assert again[0] == again[1]
 
 
+def test_on_a_terminal_all_answers_grow_together(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Letters:
+        end = 0
+
+        def decode(self, tokens: list[int]) -> str:
+            return bytes(tokens).decode()
+
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    answers = command.Answers(Letters(), ["first", "second"], silent=False)  # type: ignore[arg-type]
+    answers.add(0, 65)
+    answers.add(1, 66)
+    assert {"A", "B"} <= set(capsys.readouterr().out.split())
+    answers.finish()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--seed", "-1"], ["--seed", "x"], ["--top-p", "2"], ["--top-p", "0"], ["--top-p", "nan"], ["--device", "tpu"]],
+)
+def test_arguments_out_of_range_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        command.main(["why?", *arguments])
+    assert caught.value.code == 2 and arguments[0] in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_prompt_beyond_the_context_is_an_error(capsys: pytest.CaptureFixture[str], tokenizer: Any) -> None:
+    assert command.main(["word " * 9000]) == 1
+    err = capsys.readouterr().err
+    assert "the model reads" in err and "Traceback" not in err
+    assert command.main(["why?", "--device", "gpu"]) == 1  # as some write it
+    assert 'pip install "cupy-cuda13x[ctk]"' in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_other_dtypes_of_activations(dtype: str, capsys: pytest.CaptureFixture[str], tokenizer: Any) -> None:
+    arguments = ["What is the capital of France?", "--max-tokens", "12", "--dtype", dtype, "--json"]
+    assert command.main(arguments) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "Paris" in found["answers"][0]["answer"]
+    assert found["prefill_seconds"] < 5  # 14 s where NumPy multiplies float16
+
+
 def test_answers_are_printed_in_the_order_of_questions(capsys: pytest.CaptureFixture[str]) -> None:
     class Letters:
         end = 0

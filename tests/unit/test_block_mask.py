@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flashkit import mods
-from flashkit.mods import Mod, block_mask, expr, quadtree
+from flashkit.mods import Mod, block_mask, expr, tile_lists
 from flashkit.mods.block_mask import EMPTY, FULL, PARTIAL, BlockMask
 from flashkit.mods.ranges import RangeTable
 from flashkit.mods.tile_lists import Runs
@@ -29,12 +29,12 @@ MILLION = 1 << 20
 @contextlib.contextmanager
 def tiny_steps():
     """Make the quadtree start from one square and classify few at a time, so that small masks reach every branch."""
-    first, chunk, pairs = quadtree._FIRST, quadtree._CHUNK, block_mask._PAIRS
-    quadtree._FIRST, quadtree._CHUNK, block_mask._PAIRS = 1, 5, 100
+    first, chunk, pairs = tile_lists._FIRST, tile_lists._CHUNK, block_mask._PAIRS
+    tile_lists._FIRST, tile_lists._CHUNK, block_mask._PAIRS = 1, 5, 100
     try:
         yield
     finally:
-        quadtree._FIRST, quadtree._CHUNK, block_mask._PAIRS = first, chunk, pairs
+        tile_lists._FIRST, tile_lists._CHUNK, block_mask._PAIRS = first, chunk, pairs
 
 
 def tile_states(visible: np.ndarray, block_q: int, block_k: int) -> np.ndarray:

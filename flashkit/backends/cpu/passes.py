@@ -43,10 +43,11 @@ LENGTHS = "kv_lengths", "q_offset", "page_table"
 
 def bind_forward(plan: CpuPlan, operands: Operands, per_call: Sequence[str] = ()) -> Bound:
     """The forward pass with all that does not depend on contents done: f(q, k, v, out, lse, *lengths, *scales)."""
-    scaled, per_call = "k_scale" in per_call, [name for name in per_call if name in LENGTHS]
     block = ArgumentBlock(plan, operands, plan.tile, plan.modify_forward, scores_whole=False)
-    block.args[at.PER_CALL] = (0, 0, 1, 2)[len(per_call)]
-    absent = (block.args,) * (len(LENGTHS) - len(per_call))  # an array, which the kernel does not read
+    scaled, count_lengths = "k_scale" in per_call, sum(name in LENGTHS for name in per_call)
+    block.args[at.PER_CALL] = (0, 0, 1, 3)[count_lengths] | 4 * scaled
+    gap = (block.args,) * (3 - count_lengths)  # an array, which the kernel does not read
+    absent = () if scaled else (*gap, block.args, block.args)
     flops_of_pairs = flops_per_pair(plan) * block.sizes.heads
     most_flops = flops_of_pairs * block.sizes.pairs
     parallel = most_flops >= threads.SERIAL_FLOPS
@@ -58,22 +59,17 @@ def bind_forward(plan: CpuPlan, operands: Operands, per_call: Sequence[str] = ()
         count = count or (threads.count() if parallel else 1)
         if (launch := launches.get(count)) is None:
             launch = launches[count] = make_launch(plan, block, count)
-        args, template, size = launch
         if scaled:
-            *lengths, k_scale, v_scale = lengths  # type: ignore[assignment]
-            args = args.copy()  # alive until the call has read it
-            args[at.K_SCALE] = address_of(k_scale) - address_of(k)
-            args[at.V_SCALE] = address_of(v_scale) - address_of(v)
-            template = address_of(args)
-        memory = scratch_pool.acquire(size)
+            lengths = *lengths[:count_lengths], *gap, *lengths[count_lengths:]
+        memory = scratch_pool.acquire(launch.memory)
         try:
-            call(template, memory.address, count, stop, q, k, v, out, lse, *lengths, *absent)
+            call(launch.address, memory.address, count, stop, q, k, v, out, lse, *lengths, *absent)
         finally:
             scratch_pool.release(memory)
 
     def long(*tensors: Any) -> None:
         count, flops = threads.count(), most_flops
-        if per_call:
+        if count_lengths:
             flops = flops_of_pairs * block.sizes.n_q * int(tensors[5].sum())
         if threads.is_long(flops, count):
             threads.interruptible(lambda stop: bound(*tensors, count=count, stop=stop))

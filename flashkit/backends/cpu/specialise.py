@@ -107,6 +107,11 @@ def _address_offset() -> int:
 
 def compiled(kind: str, text: str, wanted: Target) -> Object:
     """One object with the text's entries, each a C function of its own name, and all that they call."""
+    with _jit():
+        return _compiled(kind, text, wanted)
+
+
+def _compiled(kind: str, text: str, wanted: Target) -> Object:
     from llvmlite import binding, ir
     from numba.core import compiler
     from numba.core.compiler_lock import global_compiler_lock
@@ -148,6 +153,18 @@ def compiled(kind: str, text: str, wanted: Target) -> Object:
         called = {f.name for f in linked.functions if f.is_declaration and not f.name.startswith("llvm.")}
     # LLVM makes calls of its own, such as memset, which the module does not name.
     return Object(code, tuple(entries), tuple(sorted(called | elf.undefined(code))))
+
+
+@contextmanager
+def _jit() -> Iterator[None]:
+    """NUMBA_DISABLE_JIT is for the functions of the program, and kernels have no other form."""
+    from numba import config
+
+    disabled, config.DISABLE_JIT = config.DISABLE_JIT, 0
+    try:
+        yield
+    finally:
+        config.DISABLE_JIT = disabled
 
 
 @cache

@@ -63,7 +63,8 @@ def count() -> int:
     allowed, numba = most(), sys.modules.get("numba.np.ufunc.parallel")
     if getattr(numba, "_is_initialized", False):
         allowed = min(allowed, numba.get_num_threads())  # type: ignore[union-attr]
-    return min(allowed, settings.NUM_THREADS.read()) if settings.NUM_THREADS.raw() else allowed
+    wanted = settings.NUM_THREADS.read() if settings.NUM_THREADS.raw() else None
+    return allowed if wanted is None else min(allowed, wanted)
 
 
 @cache
@@ -107,8 +108,9 @@ def _start(number: int) -> Pool:
     start = ctypes.PYFUNCTYPE(ctypes.c_ulong, ctypes.c_void_p, ctypes.c_void_p)(("PyThread_start_new_thread", python))
     for worker in workers:
         for word in at.WAKE, at.ENDED:
-            worker[word] = lock = allocate()
+            lock = int(allocate() or 0)
             acquire(lock, 1)
+            worker[word] = lock
         for word, name in (at.ACQUIRE, "PyThread_acquire_lock"), (at.RELEASE, "PyThread_release_lock"):
             worker[word] = ctypes.cast(getattr(python, name), ctypes.c_void_p).value
         worker[at.STATE] = at.FREE
@@ -124,6 +126,6 @@ _NO_THREAD = ctypes.c_ulong(-1).value  # PYTHREAD_INVALID_THREAD_ID
 @cache
 def entry(name: str) -> Callable[..., Any]:
     """A function of kernels/launch.py, of integers and then NumPy arrays; it releases the GIL."""
-    integers, arrays = {"launch": (2, 0), "call": (4, 8), "pull_back": (5, 10)}[name]
+    integers, arrays = {"launch": (2, 0), "call": (4, 10), "pull_back": (5, 10)}[name]
     kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * integers, *[ctypes.py_object] * arrays)
     return kind(specialise.launcher()[name])

@@ -118,14 +118,3 @@ def nonfinite_gemm(a: Any, b: Any, c: Any) -> None:
             if x != 0:
                 for j in range(b.shape[1]):
                     c[i, j] += x * b[k, j]
-
-
-@njit(**options)
-def nonfinite_gemm_t(a: Any, b: Any, c: Any) -> None:
-    """c += a @ b; a zero in `b` skips its term."""
-    for k in range(b.shape[0]):
-        for j in range(b.shape[1]):
-            x = b[k, j]
-            if x != 0:
-                for i in range(a.shape[0]):
-                    c[i, j] += a[i, k] * x

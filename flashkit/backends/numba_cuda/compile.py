@@ -152,8 +152,6 @@ def one_structure(text: str, name: str, maps: Sequence[str]) -> str:
     text = re.sub(rf"\[{re.escape(numbas)}_param_(\d+)\]", lambda m: f"[{name}_params+{8 * int(m[1])}]", text)
     # Symbols of Numba's runtime, which would clash between kernels.
     text = re.sub(r"^\.common \.global .*NumbaEnv.*;$", "", text, flags=re.MULTILINE)
-    # Numba aligns dynamic shared memory to its element type; kernels read vectors of 16 bytes.
-    text = re.sub(r"^\.extern \.shared \.align [248] ", ".extern .shared .align 16 ", text, flags=re.MULTILINE)
     return text.replace(numbas, name)
 
 

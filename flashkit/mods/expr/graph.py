@@ -143,6 +143,11 @@ class Expr:
     def __pos__(self) -> Expr: return self
     def __abs__(self) -> Expr: return arithmetic("abs", self)
 
+    def clip(self, min: Any = None, max: Any = None, out: None = None) -> Expr:
+        """What numpy.clip calls."""
+        low = self if min is None else arithmetic("max", self, min)
+        return low if max is None else arithmetic("min", low, max)
+
     # Comparison
     def __lt__(self, other: Any) -> Expr: return comparison("lt", self, other)
     def __le__(self, other: Any) -> Expr: return comparison("le", self, other)

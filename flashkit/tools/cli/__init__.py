@@ -25,6 +25,7 @@ app = typer.Typer(
     help="Exact attention on NumPy and CuPy arrays: what runs here, why, and how fast.",
     no_args_is_help=True,
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,  # help is printed as it is written: rich takes "[...]" for markup
     pretty_exceptions_enable=False,  # a plain traceback can be pasted into a bug report
 )

@@ -39,7 +39,8 @@ def cache(context: typer.Context, as_json: Json = False) -> None:
         package = {"path": str(prebuilt.path()), "enabled": enabled, "stale": stale, "contents": contents}
         print_json({"path": path, **asdict(used), "limit": limit, "cpu": here, "prebuilt": package})
         return
-    print(f"cached    {used.kernels} kernels, {doctor.size(used.bytes)} of at most {doctor.size(limit)}: {path}")
+    print(f"cached    {used.kernels} kernels, {doctor.size(used.bytes)} of at most {doctor.size(limit)}")
+    print(f"path      {path}")
     for name, one in carried.items():
         print(f"prebuilt  {name}: {one.kernels} kernels, {doctor.size(one.bytes)}")
     if not carried:

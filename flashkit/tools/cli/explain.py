@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 from typing import Annotated, Any
@@ -149,8 +148,11 @@ def _stand_in(shape: tuple[int, ...], dtype: str, kind: str) -> Any:
         No array is so large.
     """
     import ml_dtypes
+    import numpy as np
 
-    xp: Any = importlib.import_module(kind)
+    from ...call.views import cupy_for
+
+    xp: Any = np if kind == "numpy" else cupy_for(f"--array {kind}")
     scalar = getattr(ml_dtypes, dtype, dtype)
     if math.prod(shape) >= 2**60:
         raise ValueError(f"an array of shape {shape} has more elements than can be addressed")

@@ -11,7 +11,7 @@ from numba import njit, types
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import entry, options
 from flashkit.backends.cpu.micro_calls import call_acquire, call_kernel, call_release
-from flashkit.backends.cpu.seq_info import keys_of, set_lengths
+from flashkit.backends.cpu.seq_info import keys_of
 from flashkit.backends.cpu.views import (
     atomic_exchange,
     atomic_increment,
@@ -196,17 +196,19 @@ def pull_back(template, block, threads, stop, dq_accum, q, k, v, out, lse, dout,
             break
 
 
-@entry(types.void(*[types.int64] * 12))
-def call(template, block, threads, stop, q, k, v, out, lse, lengths, offsets, table):
+@entry(types.void(*[types.int64] * 14))
+def call(template, block, threads, stop, q, k, v, out, lse, lengths, offsets, table, k_scale, v_scale):
     """Run a copy of the template with these NumPy arrays. `block`: memory for the copy, followed by scratch memory.
-    The last three are read where PER_CALL says so.
+    The last five are read where PER_CALL says so.
     """
     args = copy_block(template, block)
     args[Q], args[K], args[V] = integer_at(q + ADDRESS), integer_at(k + ADDRESS), integer_at(v + ADDRESS)
     args[OUT], args[LSE] = integer_at(out + ADDRESS), integer_at(lse + ADDRESS)
-    if args[PER_CALL] >= 1:
-        set_lengths(args, integer_at(lengths + ADDRESS), integer_at(offsets + ADDRESS))
-    if args[PER_CALL] >= 2:
+    if args[PER_CALL] & 1:
+        args[KV_LENGTHS], args[Q_OFFSETS] = integer_at(lengths + ADDRESS), integer_at(offsets + ADDRESS)
+    if args[PER_CALL] & 2:
         args[PAGE_TABLE] = integer_at(table + ADDRESS)
+    if args[PER_CALL] & 4:
+        args[K_SCALE], args[V_SCALE] = integer_at(k_scale + ADDRESS) - args[K], integer_at(v_scale + ADDRESS) - args[V]
     args[SCRATCH], args[STOP] = block + HEADER, stop
     start(args, block, threads)

@@ -7,7 +7,7 @@ from numba import njit
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import options
 from flashkit.backends.cpu.micro_calls import call_gemm, call_online_softmax, call_softmax_backward
-from flashkit.backends.cpu.tile_ops import nonfinite_gemm, nonfinite_gemm_t
+from flashkit.backends.cpu.tile_ops import nonfinite_gemm
 
 K_PACK = 1
 """Elements along the summed axis in one element of a packed operand."""
@@ -74,7 +74,7 @@ def online_softmax(args, s_t, m, l, o_acc):
 def accumulate(args, v_t, p_t, count, o_acc, nonfinite):
     """O^T += V^T P^T over `count` keys."""
     if nonfinite:
-        nonfinite_gemm_t(v_t, p_t, o_acc)
+        nonfinite_gemm(p_t.T, v_t.T, o_acc.T)
     else:
         call_gemm(args[GEMM_ADD], v_t, p_t, o_acc)
 

@@ -101,13 +101,6 @@ def halves(words):
 
 
 @njit(**options)
-def halves_t(words):
-    """The numbers of words^T: (columns, rows, 2)."""
-    rows, columns = words.shape
-    return tensor3(words.ctypes.data, columns, rows, 2, words.strides[1], words.strides[0], STORAGE_SIZE, STORAGE)
-
-
-@njit(**options)
 def nonfinite_gemm_pairs(a, b, c):
     """c += a @ b over halves of words; a zero in `b` skips its term, so that 0 * NaN and 0 * inf count as 0."""
     for k in range(b.shape[0]):
@@ -221,6 +214,6 @@ def accumulate_gradients(args, p, ds, q, do, k, dq, dk, dv, address, nonfinite):
     _add_dkv(args, p, do, dv, transposed, nonfinite)
     _add_dkv(args, ds, q, dk, transposed, nonfinite)
     if nonfinite:
-        nonfinite_gemm_pairs(halves_t(k), halves_t(ds_words), dq.T)
+        nonfinite_gemm_pairs(halves(k.T), halves(ds_words.T), dq.T)
     else:
         call_gemm(args[GEMM_ADD], ds_words, k, dq)

@@ -123,20 +123,16 @@ static_assert(sizeof(QueryTileList) == LIST_BYTES, "BackwardTile.smem and QueryT
 
 // --- shared memory ---------------------------------------------------------------------------------------------------
 
-DEVICE Pipeline<STAGES> q_pipe(unsigned base) { return {base + AT_Q_PIPE, base + AT_Q_PIPE + 8 * STAGES}; }
-DEVICE Pipeline<DOUT_STAGES> dout_pipe(unsigned base) {
-    return {base + AT_DOUT_PIPE, base + AT_DOUT_PIPE + 8 * DOUT_STAGES};
-}
-DEVICE Pipeline<KEY_BUFFERS> k_pipe(unsigned base) { return {base + AT_K_PIPE, base + AT_K_PIPE + 8 * KEY_BUFFERS}; }
-DEVICE Pipeline<1> v_pipe(unsigned base) { return {base + AT_V_PIPE, base + AT_V_PIPE + 8}; }
-DEVICE Pipeline<1> peer_k_pipe(unsigned base) { return {base + AT_PEER_K_PIPE, base + AT_PEER_K_PIPE + 8}; }
-DEVICE Pipeline<NUM_LISTS> list_pipe(unsigned base) {
-    return {base + AT_LIST_PIPE, base + AT_LIST_PIPE + 8 * NUM_LISTS};
-}
+DEVICE Pipeline<STAGES> q_pipe(unsigned base) { return Pipeline<STAGES>::at(base + AT_Q_PIPE); }
+DEVICE Pipeline<DOUT_STAGES> dout_pipe(unsigned base) { return Pipeline<DOUT_STAGES>::at(base + AT_DOUT_PIPE); }
+DEVICE Pipeline<KEY_BUFFERS> k_pipe(unsigned base) { return Pipeline<KEY_BUFFERS>::at(base + AT_K_PIPE); }
+DEVICE Pipeline<1> v_pipe(unsigned base) { return Pipeline<1>::at(base + AT_V_PIPE); }
+DEVICE Pipeline<1> peer_k_pipe(unsigned base) { return Pipeline<1>::at(base + AT_PEER_K_PIPE); }
+DEVICE Pipeline<NUM_LISTS> list_pipe(unsigned base) { return Pipeline<NUM_LISTS>::at(base + AT_LIST_PIPE); }
 DEVICE Pipeline<CLUSTER_SIZE == 1 ? 2 : 1> ds_pipe(unsigned base) {
     return {base + AT_DS_PIPE, base + AT_DS_PIPE + 16};
 }
-DEVICE Pipeline<1> dsmem_pipe(unsigned base) { return {base + AT_DSMEM_PIPE, base + AT_DSMEM_PIPE + 8}; }
+DEVICE Pipeline<1> dsmem_pipe(unsigned base) { return Pipeline<1>::at(base + AT_DSMEM_PIPE); }
 
 // Of query tile n of the CTA; of work tile `number` of the CTA.
 DEVICE unsigned tile_desc_slot(unsigned base, unsigned n) {

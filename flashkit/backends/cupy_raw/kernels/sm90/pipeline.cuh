@@ -16,8 +16,8 @@ struct Pipeline {
     __device__ __forceinline__ void producer_acquire(unsigned n) const {
         mbarrier_wait(empty_barrier(n), (n / STAGES & 1) ^ 1);
     }
-    __device__ __forceinline__ void producer_acquire_backoff(unsigned n) const {
-        mbarrier_wait_backoff(empty_barrier(n), (n / STAGES & 1) ^ 1);
+    __device__ __forceinline__ void producer_acquire_backoff(unsigned n, int nanoseconds = 100) const {
+        mbarrier_wait_backoff(empty_barrier(n), (n / STAGES & 1) ^ 1, nanoseconds);
     }
     // One arrival for a warp that no longer reads the stage.
     __device__ __forceinline__ void consumer_release(unsigned n, int lane = threadIdx.x % 32) const {
@@ -48,6 +48,24 @@ struct WorkTileCounter {
 // --- lists of tiles --------------------------------------------------------------------------------------------------
 //
 // Lists of the tiles that a mask leaves, made by one warp (fill).
+
+// The scheduler warp's side.
+template <typename List, int LISTS, int NANOSECONDS = 100>
+struct ListWriter {
+    Pipeline<LISTS> pipe;
+    List* lists;
+    unsigned n = 0;  // lists so far
+
+    __device__ __forceinline__ List& acquire() const {
+        pipe.producer_acquire_backoff(n, NANOSECONDS);
+        return lists[n % LISTS];
+    }
+    __device__ __forceinline__ void commit() {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(pipe.full_barrier(n));
+        ++n;
+    }
+};
 
 struct TileList {
     int entry[224];  // index << 8 | states of the warp groups' rows, two bits each

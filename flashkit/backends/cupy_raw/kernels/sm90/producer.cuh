@@ -90,24 +90,6 @@ constexpr int CLAIM_AHEAD = MASK_READS_ARRAYS ? 12 : 4;  // K/V tiles before the
 // For the producer: the entry of a list of `count` before which the next work tile is claimed, -1 for none.
 DEVICE int claim_before(bool late, int count) { return !late ? -1 : count > CLAIM_AHEAD ? count - CLAIM_AHEAD : 0; }
 
-// The scheduler warp's side of the lists.
-template <typename List>
-struct ListWriter {
-    Pipeline<2> pipe;
-    List* lists;
-    unsigned n = 0;  // lists so far
-
-    __device__ __forceinline__ List& acquire() const {
-        pipe.producer_acquire_backoff(n);
-        return lists[n % 2];
-    }
-    __device__ __forceinline__ void commit() {
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(pipe.full_barrier(n));
-        ++n;
-    }
-};
-
 // O and the log-sum-exp of a packed sequence without keys. A modification must not be asked about it: those queries
 // that follow the last sequence are of no batch entry.
 DEVICE void store_without_keys(const Params& p, const WorkTile& at) {
@@ -124,7 +106,7 @@ DEVICE void store_without_keys(const Params& p, const WorkTile& at) {
 // The scheduler warp. It runs ahead of the producer: classifying tiles is a latency-bound chain, and may take as long
 // as the products of a tile.
 DEVICE void scheduler_warp(const Params& p, unsigned base, WorkTileList* lists) {
-    ListWriter<WorkTileList> writer{list_pipe(base), lists};
+    ListWriter<WorkTileList, 2> writer{list_pipe(base), lists};
     TileScheduler scheduler{p};
     const bool leader = threadIdx.x % 32 == 0;
     const int count = scheduler.count();

@@ -129,7 +129,7 @@ def dq_tile(p, shared):
 
 @kernel(THREADS, BLOCKS_PER_SM)
 def simt_backward(p):
-    shared = cuda.shared.array(0, F_TYPE)
+    shared = shared_address()
     if BACKWARD_KEYS:
         dkdv_tile(p, shared)
     else:

@@ -1,8 +1,6 @@
 # parts: common/tiles common/fragment sm80/bwd_layout sm80/mma common/softmax sm80/bwd_mma
 # modify and softmax of the backward pass in registers: S to P, and dP to dS.
 
-load_f32 = load_from("shared", types.float32)
-
 
 @device
 def row_values(j, rest):

@@ -51,22 +51,22 @@ def fragment_coord(p, base, n, number, wg):
 # --- masks ------------------------------------------------------------------------------------------------------------
 
 
-@device
-def mask_score(x, column, key, coord):
-    """An element `column` rows after the lane's first one, or -inf if it is masked."""
-    row = min(i32(coord.first_row + column), coord.last_row)
-    inside = min(key, i32(coord.n_k - 1))  # masks may read what has no element there
-    x = modify(x, PARTIAL, coord.b, coord.h, row, row + coord.q_position, inside, coord)
-    return x if key < coord.n_k else HIDDEN
+def make_mask_score(position):
+    """mask_score(x, column, key, coord): an element `column` rows after the lane's first one, or -inf if it is masked.
+    position: the type of positions.
+    """
+
+    @device
+    def mask_score(x, column, key, coord):
+        row = min(i32(coord.first_row + column), coord.last_row)
+        inside = min(key, i32(coord.n_k - 1))  # masks may read what has no element there
+        x = modify(x, PARTIAL, coord.b, coord.h, row, position(row + coord.q_position), inside, coord)
+        return x if key < coord.n_k else HIDDEN
+
+    return mask_score
 
 
-@device
-def mask_score_near(x, column, key, coord):
-    """The same where positions fit 32 bits."""
-    row = min(i32(coord.first_row + column), coord.last_row)
-    inside = min(key, i32(coord.n_k - 1))
-    x = modify(x, PARTIAL, coord.b, coord.h, row, i32(row + coord.q_position), inside, coord)
-    return x if key < coord.n_k else HIDDEN
+mask_score, mask_score_near = make_mask_score(I), make_mask_score(i32)
 
 
 @device
