@@ -9,7 +9,7 @@
 # make lint    ruff and mypy
 # make docs    the documentation site, in build/docs/html; fails on any warning
 # make wheel   a wheel with prebuilt kernels, in dist; takes six minutes
-# Settings: PYTHON (3.11 or newer), VENV, QUERY, DEMO_ARGS, QUESTION, GENERATE_ARGS, TRAIN_ARGS, PYTEST_ARGS, MODULE, for example  make fast PYTEST_ARGS="-k profiles"
+# Settings: PYTHON (3.11 or newer), VENV, QUERY, DEMO_ARGS, QUESTION, GENERATE_ARGS, TRAIN_ARGS, PYTEST_ARGS, MODULE, WHEEL, for example  make fast PYTEST_ARGS="-k profiles"
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -20,6 +20,9 @@ QUESTION ?= What is the capital of France?
 GENERATE_ARGS ?=
 TRAIN_ARGS ?=
 PYTEST_ARGS ?=
+WHEEL ?=
+CPUS_x86_64 := x86-64-v3 x86-64-v4
+CPUS_aarch64 := aarch64
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
@@ -71,12 +74,13 @@ docs: $(VENV)/.stamp-docs
 	@echo "the site is build/docs/html/index.html"
 
 # An environment of its own, for the versions whose code the wheel holds.
+# WHEEL=x86_64 or aarch64: one for Linux with the CPU kernels of this architecture alone.
 wheel:
 	$(MAKE) VENV=$(VENV)-wheel PYTHON=$(PYTHON) $(VENV)-wheel/.stamp-env
 	$(VENV)-wheel/bin/python -m pip install --quiet -e . "hatchling>=1.26" "twine>=6.1" "nvidia-cuda-nvrtc==13.0.*" "cuda-bindings==13.*"
-	$(VENV)-wheel/bin/flashkit cache prebuild
-	rm -f dist/*.whl
-	$(VENV)-wheel/bin/python -m hatchling build -t wheel -d dist
+	rm -rf flashkit/prebuilt dist/*.whl
+	$(VENV)-wheel/bin/flashkit cache prebuild $(addprefix --cpu ,$(CPUS_$(WHEEL)))
+	FLASHKIT_WHEEL=$(WHEEL) $(VENV)-wheel/bin/python -m hatchling build -t wheel -d dist
 	$(VENV)-wheel/bin/python -m twine check --strict dist/*.whl
 	@test "$$(cat dist/*.whl | wc -c)" -le 20971520 || { echo "the wheel is larger than 20 MiB" >&2; exit 1; }
 

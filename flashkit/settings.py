@@ -158,7 +158,7 @@ CUDA_WATCHDOG = Setting(
 )  # fmt: skip
 FP8_KERNELS = Setting(
     "FLASHKIT_FP8_KERNELS", "1 or 0", _flag, "0",
-    "1: on Hopper, forward passes multiply e4m3 codes without dequantising them (docs/quantized.md)",
+    "1: on Hopper, forward passes of 16-bit arrays in e4m3 multiply the codes (docs/quantized.md)",
 )  # fmt: skip
 
 ALL: tuple[Setting[Any], ...] = tuple(value for value in globals().values() if isinstance(value, Setting))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
 
@@ -22,6 +22,10 @@ GAP, LINE = 0.618, 64
 """Between the heads of a pool on the host: the part of a page, whose multiples lie evenly in a page for any number of
 heads (the golden ratio), and the bytes of a cache line, of which it is a multiple.
 """
+
+
+A = TypeVar("A")
+"""The array type of a call."""
 
 
 class KVCache:
@@ -244,6 +248,21 @@ class KVCache:
             k, v, cu_seqlens, rotary=rotary, rotary_interleaved=rotary_interleaved, layout=layout
         )
 
+    @overload
+    def attend(
+        self, q: A, *, return_lse: Literal[False] = False, rotary: tuple[Any, Any] | None = None,
+        rotary_interleaved: bool = False, **options: Any,
+    ) -> A: ...  # fmt: skip
+    @overload
+    def attend(
+        self, q: A, *, return_lse: Literal[True], rotary: tuple[Any, Any] | None = None,
+        rotary_interleaved: bool = False, **options: Any,
+    ) -> tuple[A, A]: ...  # fmt: skip
+    @overload
+    def attend(
+        self, q: A, *, return_lse: bool, rotary: tuple[Any, Any] | None = None, rotary_interleaved: bool = False,
+        **options: Any,
+    ) -> A | tuple[A, A]: ...  # fmt: skip
     def attend(
         self, q: Any, *, rotary: tuple[Any, Any] | None = None, rotary_interleaved: bool = False, **options: Any
     ) -> Any:

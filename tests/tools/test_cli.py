@@ -274,6 +274,29 @@ def test_autotune_passes_its_options(run: Any, monkeypatch: pytest.MonkeyPatch, 
     assert said == {**defaults, "backend": None, "force": True}
 
 
+@pytest.mark.parametrize("budget", ["0", "-1", "nan", "inf"])
+def test_autotune_takes_a_budget_in_which_it_can_measure(run: Any, budget: str) -> None:
+    status, _, err = run("autotune", "--budget", budget)
+    assert status == 2 and "more than 0" in err
+
+
+def test_an_unknown_backend_in_the_environment_is_an_error(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHKIT_BACKEND", "foo")
+    status, _, err = run("config", "show")
+    assert status == 1 and "FLASHKIT_BACKEND: expected one of" in err and "'foo'" in err
+
+
+@pytest.mark.parametrize("command", [[], ["cache"], ["explain"], ["profile", "show"], ["bench"]])
+def test_a_short_word_for_help(run: Any, command: list[str]) -> None:
+    assert run(*command, "-h")[:2] == run(*command, "--help")[:2]
+
+
+def test_explain_says_how_to_get_cupy(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    status, _, err = run("explain", "--array", "cupy")
+    assert status == 1 and 'pip install "cupy-cuda13x[ctk]"' in err
+
+
 def test_autotune_interrupted(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(**_: Any) -> None:
         raise KeyboardInterrupt

@@ -179,6 +179,9 @@ def call(q: np.ndarray[Any, np.dtype[np.float32]], chosen: bool) -> None:
     (out, lse), vjp = flashkit.attention_vjp(q, q, q, return_lse=True)
     reveal_type(vjp(out)[0].dtype)
     reveal_type(flashkit.explain(q, q, q))
+    cache = flashkit.KVCache(1, 2, 16, pages=4)
+    reveal_type(cache.attend(q, causal=True).dtype)
+    reveal_type(cache.attend(q, return_lse=True)[1].dtype)
     flashkit.attention(q, q, q, layout="hbnd")
     flashkit.plan(q, q, q, attn_mask=None)
 """
@@ -194,8 +197,8 @@ def test_results_are_typed(tmp_path: Path) -> None:
     )  # fmt: skip
     said = [line.partition(": ")[2] for line in done.stdout.splitlines()]
     kinds = [line.rpartition("type is ")[2].strip('"') for line in said if "Revealed type" in line]
-    assert len(kinds) == 5
-    assert all("dtype[" in kinds[i] and "32Bit" in kinds[i] for i in (0, 1, 3))
+    assert len(kinds) == 7
+    assert all("dtype[" in kinds[i] and "32Bit" in kinds[i] for i in (0, 1, 3, 5, 6))
     assert "| tuple[" in kinds[2] and kinds[4] == "flashkit.call.explanation.Explanation"
     wrong = [line for line in said if line.startswith("error")]
     assert len(wrong) == 2 and "No overload" in wrong[0] and '"attn_mask"' in wrong[1]

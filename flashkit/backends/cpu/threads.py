@@ -112,7 +112,7 @@ def _start(number: int) -> Pool:
             acquire(lock, 1)
             worker[word] = lock
         for word, name in (at.ACQUIRE, "PyThread_acquire_lock"), (at.RELEASE, "PyThread_release_lock"):
-            worker[word] = ctypes.cast(getattr(python, name), ctypes.c_void_p).value
+            worker[word] = ctypes.cast(getattr(python, name), ctypes.c_void_p).value or 0
         worker[at.STATE] = at.FREE
         if start(functions["work"], worker.ctypes.data) == _NO_THREAD:  # a limit is reached
             worker[at.STATE] = at.ABSENT

@@ -15,7 +15,7 @@ from .common import fail, numbers, words, writable
 def autotune(
     quick: Annotated[bool, typer.Option("--quick", help="Few candidates, the most used sizes.")] = False,
     dtype: Annotated[list[str] | None, typer.Option(help="Only this dtype; may be repeated.")] = None,
-    budget: Annotated[float | None, typer.Option(help="Stop after this many seconds.", min=0)] = None,
+    budget: Annotated[float | None, typer.Option(help="Stop after this many seconds.")] = None,
     resume: Annotated[bool, typer.Option(help="Resume an interrupted run.")] = True,
     output: Annotated[
         Path | None, typer.Option(help="Write the profile here (default: the user's profile directory).")
@@ -41,8 +41,8 @@ def autotune(
     from ..autotune import command
 
     writable(output)
-    if budget is not None and not math.isfinite(budget):
-        raise typer.BadParameter(f"got {budget}, expected seconds", param_hint="--budget")
+    if budget is not None and not 0 < budget < math.inf:
+        raise typer.BadParameter(f"got {budget:g}, expected seconds, more than 0", param_hint="--budget")
     try:
         outcomes = command.autotune(
             quick=quick, dtypes=dtype, budget=budget, resume=resume, output=output, backend=backend, force=force
