@@ -9,7 +9,7 @@ from .call import arrays
 from .call.arguments import Prepared, prepare
 from .call.call import Call
 from .call.codes import codes_of, on_codes
-from .call.planned import Planned
+from .call.planned import Planned, plan_for
 from .call.plans import plan_of
 from .call.quantized import Quantized
 from .call.vjp import Vjp
@@ -181,13 +181,7 @@ def plan(
         fp8 = call.quantised is not None and call.quantised.fp8
         call.dequantise()
         call.require_arrays()
-        prepared = prepare(call.q, call.k, call.v, **call.options)
-        problem, operands = prepared.problem, prepared.operands
-        if not problem.spec.packed:  # whose lengths are new
-            operands.kv_lengths = operands.kv_lengths.copy()  # on a device they may be the caller's array
-        varies = problem.spec.kv_lengths and not problem.spec.packed
-        given = call.q, call.k, call.v
-        return Planned(prepared, given, backend, return_lse, varies=varies, fp8=fp8)
+        return plan_for((call.q, call.k, call.v), call.options, backend, return_lse, fp8)
 
 
 @overload

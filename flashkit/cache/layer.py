@@ -288,7 +288,12 @@ class Layer:
                 return step.counts
             return self._steps.state.pages.one_each if tokens == 1 else np.full(self._sequences, tokens)
         if cu_seqlens is not None:
-            return _counts(cu_seqlens, self._sequences, tokens)
+            integers = on_host("cu_seqlens", cu_seqlens)
+            usual = self._steps.one_each
+            if integers.shape == usual.shape and tokens == self._sequences and integers.dtype.kind in "iu":
+                if (integers == usual).all():
+                    return self._steps.state.pages.one_each
+            return _counts(integers, self._sequences, tokens)
         if step is not None and tokens == len(step.positions):
             return step.counts
         if tokens != self._sequences:
@@ -350,9 +355,8 @@ class Form(NamedTuple):
     writer: Writer | None  # where they are read in place
 
 
-def _counts(cu_seqlens: Any, sequences: int, tokens: int) -> np.ndarray:
-    """int64 (B,) from offsets (B + 1,); those on a device are read."""
-    integers = on_host("cu_seqlens", cu_seqlens)
+def _counts(integers: np.ndarray, sequences: int, tokens: int) -> np.ndarray:
+    """int64 (B,) from offsets (B + 1,)."""
     if integers.shape != (sequences + 1,):
         raise ValueError(
             f"cu_seqlens: expected integers of shape ({sequences + 1},), one more than there are sequences, got shape "

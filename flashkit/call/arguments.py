@@ -181,6 +181,7 @@ def prepare(
     def empty(shape: tuple[int, ...], dtype: Any) -> Any:
         return arrays.stand_in(xp.zeros((), dtype), shape) if described else xp.empty(shape, dtype)
 
+    scales = [None if x is None else shape.keys_to_four(per_token(x, y)) for x, y in zip(memory.scales, (k, v))]
     operands = Operands(
         q4, k4, v4, 1 / math.sqrt(d) if o.scale is None else number("scale", o.scale),
         seqs.with_extra(offsets), seqs.with_extra(seqs.lengths), params, values,
@@ -189,8 +190,7 @@ def prepare(
         empty((entries, heads, n_q), spec.lse_dtype), o.block_mask if len(masks) == 1 else None, seqs.cu_seqlens,
         seqs.page_table, None if k_pe is None else shape.keys_to_four(k_pe),
         tuple(map(shape.four_axes, fp8.scales)) if fp8 else None,
-        *(None if x is None else shape.keys_to_four(per_token(x, y)) for x, y in zip(memory.scales, (k, v))),
-        queries if o.q_offset is None else None,
+        k_scale=scales[0], v_scale=scales[1], follows=queries if o.q_offset is None else None,
     )  # fmt: skip
     return Prepared(problem, operands, shape)
 

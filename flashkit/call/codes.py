@@ -246,7 +246,8 @@ def _e4m3(
     names = "q_scale", "k_scale", "v_scale"
     codes = Fp8Arrays(tensors[0].dtype, "head" if per_head else "token", scales_of(names, tensors))
     options = {**options, "precision": None if quantised.fp8 else options.get("precision")}
-    return Codes(*(x.data for x in tensors), Memory(fp8=codes), names, options)
+    q, k, v = (x.data for x in tensors)
+    return Codes(q, k, v, Memory(fp8=codes), names, options)
 
 
 def on_codes(codes: Codes, out: Any, described: bool, backend: str | None) -> Prepared | str:

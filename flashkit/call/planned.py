@@ -4,6 +4,7 @@ prepared call whose plan no other call can use.
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -11,11 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import dispatch
+from .. import dispatch, mods
 from ..backends.base import Backend, Bound, BoundBackward
 from ..errors import shown
 from ..mods import Mod
 from ..mods.tracing import values_of
+from ..options import OPTIONS
 from ..spec import Gradients, Operands, Problem
 from . import arrays
 from .arguments import Prepared, per_token, prepare
@@ -29,7 +31,6 @@ from .sequences import (
     kv_lengths_of,
     q_offset_range,
     q_offsets_of,
-    queries_of,
     table_of,
 )
 from .shape import Shape
@@ -103,9 +104,9 @@ class Planned:
         self.scales = scales
         self._run_backward: BoundBackward | None = None
         self._asked, self.last_use = backend, 0
+        self.request: dict[str, Any] = {}
         fixed = {name: array for name, array in operands.arrays.items() if name not in per_call}
         self._values = tuple(fixed.values())
-        # Of these a pickle is made.
         self._operands = replace(operands, q=None, k=None, v=None, out=None, lse=None, arrays=fixed)
         if scales:
             self._operands.scales = self._operands.k_scale = self._operands.v_scale = None
@@ -177,22 +178,8 @@ class Planned:
         """What was asked for, not compiled code. Loading it plans again, on the machine that loads it, with every check
         of `flashkit.plan`.
         """
-        spec, operands = self.problem.spec, self._operands
-        score, mask = self.mods()
-        own = slice(-1 if spec.packed else None)  # without the sequence that a packed call adds
-        of_q, of_k = (None if x is None else x[own] for x in operands.cu_seqlens or (None, None))
-        has_lengths = spec.kv_lengths and (spec.paged or not spec.packed)
-        # Causal masks, windows, biases and lengths of queries are in the joined mods.
-        options = dict(
-            scale=operands.scale, q_offset=operands.q_offset[own],
-            kv_lengths=operands.kv_lengths[own] if has_lengths else None, score_mod=score,
-            mask_mod=mask if operands.blocks is None else None, block_mask=operands.blocks,
-            dropout_p=operands.dropout_p, seed=operands.seed if spec.dropout else None, sinks=operands.sinks,
-            layout=self._shape.layout, deterministic=spec.deterministic, precision=spec.precision,
-            cu_seqlens=of_q if of_k is None else (of_q, of_k), page_table=operands.page_table,
-        )  # fmt: skip
         tensors = [(self.problem.array_kind, *rest) for _, *rest in self._layouts]
-        return _unpickled, (tensors, options, self._asked, self._return_lse, self._follows, self._fp8)
+        return _unpickled, (tensors, self.request, self._asked, self._return_lse, self._fp8)
 
     def __call__(
         self, q: Any, k: Any, v: Any, *, out: Any = None, kv_lengths: Any = None, q_offset: Any = None,
@@ -476,20 +463,37 @@ class Once:
         return Recorded(self.problem, operands, shape, run)
 
 
-def _unpickled(
-    tensors: Any, options: Any, backend: Any, return_lse: Any, follows: Any, fp8: Any
-) -> Planned:  # fmt: skip
+def plan_for(
+    given: tuple[Any, Any, Any], options: dict[str, Any], backend: str | None, return_lse: bool, fp8: bool
+) -> Planned:
+    """The plan of `flashkit.plan`, for arrays of NumPy or CuPy. It keeps what was asked for, of which its pickle is
+    made: functions as they are traced, and copies of what is read here alone.
+    """
+    request = {name: _kept(name, value) for name, value in options.items()}
+    prepared = prepare(*given, **request)
+    spec = prepared.problem.spec
+    varies = spec.kv_lengths and not spec.packed
+    planned = Planned(prepared, given, backend, return_lse, varies=varies, fp8=fp8)
+    planned.request = request | {"deterministic": spec.deterministic}
+    return planned
+
+
+def _kept(name: str, value: Any) -> Any:
+    if value is None:
+        return None
+    if name in ("score_mod", "mask_mod"):
+        return mods.trace(value, "score" if name == "score_mod" else "mask")
+    return copy.deepcopy(value) if OPTIONS[name].is_integers or name == "sinks" else value
+
+
+def _unpickled(tensors: Any, options: Any, backend: Any, return_lse: Any, fp8: Any) -> Planned:
     """The plan whose pickled form this is."""
     if not isinstance(tensors, list) or len(tensors) != 3 or not isinstance(options, dict):
         raise ValueError(f"no pickled plan: {shown(tensors)}")
-    like = tuple(_laid_out(*each) for each in tensors)
-    prepared = prepare(*like, **options)
-    problem, operands, shape = prepared
-    if follows is not None:
-        n_q, queries = problem.n_q, None if isinstance(follows, int) else follows
-        operands.follows = queries_of(queries, problem.array_kind, shape, problem.batch, n_q, n_q)
-    varies = problem.spec.kv_lengths and not problem.spec.packed
-    return Planned(prepared, (like[0], like[1], like[2]), backend, return_lse is True, varies=varies, fp8=fp8 is True)
+    if not OPTIONS.keys() >= options.keys():
+        raise ValueError(f"no options of a plan: {shown(options)}")
+    q, k, v = (_laid_out(*each) for each in tensors)
+    return plan_for((q, k, v), options, backend, return_lse is True, fp8 is True)
 
 
 def _laid_out(kind: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, place: Any) -> Any:

@@ -87,7 +87,7 @@ def _on_codes(call: Call, backend: str | None, return_lse: bool) -> Planned | On
     call.quantised = None
     if isinstance(planned, Planned):
         call.scales = scales_of(planned.scales, tensors)
-    return planned  # type: ignore[no-any-return]
+    return planned
 
 
 def _made(

@@ -743,3 +743,17 @@ def test_tokens_outside_the_pages_and_the_tables_are_dropped() -> None:
     assert np.argwhere(written).tolist() == [[3, 0], [5, 3]]  # not place 5, whose position 4 the table lacks
     Write(x.shape, x.strides, memory[3:6])(x, places)
     assert np.argwhere(memory.any((1, 3))).tolist() == [[3, 0], [4, 1], [5, 3]]
+
+
+@pytest.mark.parametrize("offsets", [[0, 1, 2], np.array([0, 1, 2], np.int32)], ids=["list", "int32"])
+def test_offsets_of_one_token_each_are_the_step_without_offsets(offsets: Any) -> None:
+    """By their contents, whatever array brings them: such a step takes no look at the table."""
+    cache = flashkit.KVCache(2, kv_heads=1, dim=8, pages=4, page=8)
+    x = np.ones((2, 1, 8), np.float32)
+    for _ in range(2):
+        cache.append(x, x, cu_seqlens=offsets)
+        assert cache._steps.last().counts is cache._pages.one_each
+    with pytest.raises(ValueError, match="cu_seqlens: expected 3 at the end"):
+        cache.append(np.ones((3, 1, 8), np.float32), np.ones((3, 1, 8), np.float32), cu_seqlens=offsets)
+    with pytest.raises(TypeError, match="cu_seqlens"):
+        cache.append(x, x, cu_seqlens=np.array([0.0, 1.0, 2.0]))

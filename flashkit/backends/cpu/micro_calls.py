@@ -82,6 +82,9 @@ call_gemv_pv = _call("p p.row v v.row o o.row rescale p.rows p.columns o.columns
 # Micro-kernels for bf16 pairs.
 call_round_bf16_pairs = _call("s s.row s.rows s.columns target target.row rows rows_row")
 call_online_softmax_bf16_pairs = _call("s s.row s.rows s.columns m l o o.row o.rows scale_log2")
+call_attend_bf16_pairs = _call(
+    "columns panel q q_panel k k.row v v.row s m l o o_panel k.rows words v.rows scale_log2"
+)  # fmt: skip
 call_softmax_backward_bf16_pairs = _call(
     "s s.row s.rows s.columns dp lse delta scale rows rows_row p_words ds_words words_row s_scale"
 )

@@ -110,7 +110,13 @@ def forward_work_tile(args, seq, b, h, first, count, scratch, nonfinite):
             n = min(block_k, seq.n_k - k0)
             k = load_k(args, seq, b, head_kv, k0, n, scratch + at.k, scratch + at.k_pages)  # load_tile
             v_t = load_v_t(args, seq, b, head_kv, k0, n, scratch + at.v, scratch + at.v_pages)
-            for p in range(panels):
+            at_once = state == FULL and not nonfinite and attends_at_once(args)
+            if at_once:
+                attend_at_once(
+                    args, count, scratch, q_bytes, k, v_t, scratch + at.scores, scratch + at.m, scratch + at.l,
+                    scratch + at.o_acc, o_bytes,
+                )  # fmt: skip
+            for p in range(0 if at_once else panels):
                 row0 = first + p * panel
                 columns = min(panel, first + count - row0)
                 width = (columns + lanes - 1) // lanes * lanes

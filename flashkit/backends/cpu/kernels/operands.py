@@ -63,6 +63,17 @@ def load_query(source, target):
 
 
 @njit(**options)
+def attends_at_once(args):
+    """Whether attend_at_once does all that unmodified tiles need."""
+    return False
+
+
+@njit(**options)
+def attend_at_once(args, count, q, q_panel, k, v_t, scores, m, l, o, o_panel):
+    """All panels of queries against a tile of keys, of which each query sees all, by one micro-kernel."""
+
+
+@njit(**options)
 def online_softmax(args, s_t, m, l, o_acc):
     """S^T to P^T = e^(S^T - m). m follows the running maximum, and l and o_acc are rescaled with it, only when a score
     exceeds m by a threshold: almost never after the first tiles.

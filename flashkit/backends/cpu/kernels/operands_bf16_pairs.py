@@ -11,6 +11,7 @@ from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import options
 from flashkit.backends.cpu.micro_calls import (
     call_attend_backward_bf16_pairs,
+    call_attend_bf16_pairs,
     call_gemm,
     call_online_softmax,
     call_online_softmax_bf16_pairs,
@@ -82,6 +83,24 @@ def load_query(source, target):
     halves = vector(target.ctypes.data, K_PACK * len(target), STORAGE_SIZE, STORAGE)
     for i in range(len(halves)):
         halves[i] = source[i] if i < len(source) else 0
+
+
+@njit(**options)
+def attends_at_once(args):
+    """Whether attend_at_once does all that unmodified tiles need."""
+    return args[DROPOUT] == 0 and args[HAS_SCORE] == 0
+
+
+@njit(**options)
+def attend_at_once(args, count, q, q_panel, k, v_t, scores, m, l, o, o_panel):
+    """All panels of queries against a tile of keys, of which each query sees all, by one micro-kernel. Arguments from q
+    on are addresses and bytes, but for the views k and v_t.
+    """
+    columns = (count + args[LANES] - 1) // args[LANES] * args[LANES]
+    call_attend_bf16_pairs(
+        args[ATTEND_BF16_PAIRS], columns, args[PANEL], q, q_panel, k, v_t, scores, m, l, o, o_panel, k.shape[1],
+        args[SOFTMAX_SCALE_LOG2],
+    )  # fmt: skip
 
 
 @njit(**options)

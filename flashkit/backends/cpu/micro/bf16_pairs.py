@@ -19,6 +19,10 @@ bfloat16 with contiguous rows, read as words. The right operand has rows 2k and 
     online_softmax_bf16_pairs (s, s_row, rows, columns, m, l, o, o_row, o_rows, scale_log2)
         as online_softmax (softmax.py), but p[i, j] = 2^(scale_log2 * (s[i, j] - m[j])), and word [i][j] of
         s = p[2i, j], p[2i+1, j]
+    attend_bf16_pairs (columns, panel, q, q_panel, k, k_row, v, v_row, s, m, l, o, o_panel, keys, words, o_rows,
+                       scale_log2)
+        a tile of keys of which each query sees all: s = k @ q, online_softmax, o += v @ s, panel by panel. A panel has
+        up to `panel` of the columns; q_panel and o_panel are the bytes of one; s is memory for the scores of one
     softmax_backward_bf16_pairs (s, s_row, rows, columns, dp, lse, delta, scale, ds_rows, ds_rows_row, p_words,
                                  ds_words, words_row, s_scale)
         p[i, j] = exp(s_scale * s[i, j] - lse[i]), ds[i, j] = scale * p * (dp[i, j] - delta[i]);
@@ -315,6 +319,21 @@ def _emit_online_softmax(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.
     )  # fmt: skip
 
 
+def _emit_attend(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
+    columns, panel, q, q_panel, k, k_row, v, v_row, s, m, l, o, o_panel, keys, words, o_rows, scale_log2 = args
+    gemm, online_softmax, gemm_add = (
+        b.module.globals[name] for name in ("gemm", "online_softmax_bf16_pairs", "gemm_add")
+    )
+    row = b.shl(panel, I64(2))
+    with Loop(b, I64(0), columns, panel, [q, o, m, l]) as (first, (q_at, o_at, m_at, l_at), advance):
+        width = at_most(b, b.sub(columns, first), panel)
+        b.call(gemm, [k, k_row, I64(4), q_at, row, s, row, keys, width, words])
+        b.call(online_softmax, [s, row, keys, width, m_at, l_at, o_at, row, o_rows, scale_log2])
+        pairs = b.lshr(b.add(keys, I64(1)), I64(1))
+        b.call(gemm_add, [v, v_row, I64(4), s, row, o_at, row, o_rows, width, pairs])
+        advance([b.add(q_at, q_panel), b.add(o_at, o_panel), b.add(m_at, row), b.add(l_at, row)])
+
+
 def _emit_softmax_backward(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
     s, row, count, columns, dp, lse, delta, scale_bits, ds_rows, ds_rows_row, *words_at, words_row, s_scale_bits = args
     lanes = shape.lanes
@@ -454,5 +473,6 @@ def kernels(method: str) -> dict[str, tuple[int, Callable[..., None]]]:
         "end_products": (0, amx.emit_end if method == "amx" else nothing),
         "gemm": (10, lambda *args: gemm(*args, accumulate=False)),
         "gemm_add": (10, lambda *args: gemm(*args, accumulate=True)),
+        "attend_bf16_pairs": (17, _emit_attend),
         "attend_backward_bf16_pairs": (22, _emit_attend_backward),
     }

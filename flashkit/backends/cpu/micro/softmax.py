@@ -99,10 +99,7 @@ ROWS_PER_SUM = 16
 """Rows that are summed before they are added to l, which rounds less often at the size of l."""
 
 
-def emit_online_softmax(
-    builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock
-) -> None:
-    b = builder
+def emit_online_softmax(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
     s, row, count, _, _, l, *_ = args
     memory = Memory(b, element, shape.lanes)
 
@@ -129,10 +126,7 @@ def emit_online_softmax(
     online_softmax(b, memory, args, shape.vectors, lambda difference: exp(b, difference), store_weights)
 
 
-def emit_softmax_backward(
-    builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock
-) -> None:
-    b = builder
+def emit_softmax_backward(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
     s, row, count, columns, dp, lse, delta, scale_bits = args
     lanes = shape.lanes
     memory = Memory(b, element, lanes)

@@ -51,6 +51,66 @@ DEVICE void add_sink(const Params& p, int h, float& reference, float& sum, float
     sum = sum * factor + exp2_fast(sink - reference);
 }
 
+// --- the non-finite fallback -----------------------------------------------------------------------------------------
+//
+// Rows computed again from global memory, pair by pair, where a masked pair or P = 0 has met infinity or NaN in V, or
+// where products of terms or codes do not stand for those of the elements. No branch differs between the lanes of a
+// warp, as the compiler would take nothing behind it as uniform.
+
+// Sums of P V over keys first ... end - 1 of a row, by a warp, whose lane has columns column, column + 32, ...; and
+// what they are relative to, the row reference in base 2 and the row sum. has_sink: the head's sink is in the sum.
+// scale_of(tensor, b, h, n): what 1 in an element of query or key n stands for.
+struct RowSums { float top, sum; };
+template <typename OPERAND, int OWN, typename F>
+DEVICE RowSums row_nonfinite(const Params& p, int b, int h, int row, int first, int end, bool has_sink, int lane,
+                             int column, float (&sums)[OWN], F scale_of) {
+    const long long position = row + seq_info(p, b).q_position;
+    const OPERAND* q = q_row<const OPERAND>(p, p.q, b, h, row);
+    const float q_scale = scale_of(p.q_scale, b, h, row);
+    const auto existing = [&](int k) { return k < end ? k : end - 1; };
+    const auto score_log2 = [&](int k) {
+        const OPERAND* key = kv_row<const OPERAND>(p, p.k, b, h / GQA_GROUP, existing(k));
+        float s = 0;
+#pragma unroll 1
+        for (int d = 0; d < HEAD_DIM; ++d) s = fmaf(widen(q[d]), widen(key[d]), s);
+        s *= q_scale * scale_of(p.k_scale, b, h / GQA_GROUP, existing(k));
+        if (k >= end) return (float)HIDDEN;
+        s = modify<true>(s * (float)p.softmax_scale, b, h, row, position, k, p);
+        return __fmul_rn(s, LOG2E);  // not fused with the subtraction of a great row reference
+    };
+    float top = HIDDEN, sum = 0;
+#pragma unroll 1
+    for (int k0 = first; k0 < end; k0 += 32) top = fmaxf(top, score_log2(k0 + lane));
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+    const float sink = has_sink ? static_cast<const float*>(p.sinks)[h] * LOG2E : HIDDEN;
+    top = fmaxf(top, sink);
+    const float shift = top == HIDDEN ? 0.0f : top;
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) sums[i] = 0;
+#pragma unroll 1
+    for (int k0 = first; k0 < end; k0 += 32) {
+        float x = exp2_fast(score_log2(k0 + lane) - shift);
+        sum += x;
+        if constexpr (HAS_DROPOUT) x = drop(x, p, b, h, row, k0 + lane);
+#pragma unroll 1
+        for (int other = 0; other < 32; ++other) {
+            const float weight = __shfl_sync(~0u, x, other);  // 0 past the last key
+            const int from = existing(k0 + other);
+            const OPERAND* value = kv_row<const OPERAND>(p, p.v, b, h / GQA_GROUP, from);
+            const float v_scale = scale_of(p.v_scale, b, h / GQA_GROUP, from);
+#pragma unroll
+            for (int i = 0; i < OWN; ++i) {
+                const float v = widen(value[column + 32 * i < HEAD_DIM_V ? column + 32 * i : 0]) * v_scale;
+                sums[i] += weight == 0 ? 0.0f : weight * v;
+            }
+        }
+    }
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    return {shift, sum + exp2_fast(sink - shift)};
+}
+
 // --- the order of tiles ----------------------------------------------------------------------------------------------
 //
 // The order in which a persistent grid takes the tiles of all heads: L2 swizzle and longest-processing-time-first

@@ -21,7 +21,7 @@ constexpr int SIZE = sizeof(storage), PITCH = pitch(HEAD_DIM), PITCH_V = pitch(H
 constexpr int PITCH_S = BLOCK_K * SIZE + 16;
 
 // A masked pair has P = 0 and dS = 0, but 0 times inf or NaN is NaN: non-finite gradients are recomputed
-// (bwd_epilogue.cuh).
+// (common/bwd_fallback.cuh).
 constexpr bool MAY_HIDE = HAS_MASK || HAS_SCORE || HAS_DROPOUT;
 
 // --- the tile scheduler ----------------------------------------------------------------------------------------------

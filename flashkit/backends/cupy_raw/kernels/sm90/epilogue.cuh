@@ -4,64 +4,6 @@
 
 // --- the non-finite fallback -----------------------------------------------------------------------------------------
 //
-// Rows computed again from global memory, pair by pair, where a masked pair or P = 0 has met infinity or NaN in V, or
-// where terms or codes do not stand for the elements. No branch differs between the lanes of a warp, as the compiler
-// would take nothing behind it as uniform.
-
-// Sums of P V over keys first ... end - 1 of a row, by a warp, whose lane has columns column, column + 32, ...; and
-// what they are relative to, the row reference in base 2 and the row sum. has_sink: the head's sink is in the sum.
-struct RowSums { float top, sum; };
-template <int OWN>
-DEVICE RowSums row_nonfinite(const Params& p, int b, int h, int row, int first, int end, bool has_sink, int lane,
-                             int column, float (&sums)[OWN]) {
-    const long long position = row + seq_info(p, b).q_position;
-    const operand* q = q_row<const operand>(p, p.q, b, h, row);
-    const float q_scale = scale_of(p.q_scale, b, h, row);
-    const auto existing = [&](int k) { return k < end ? k : end - 1; };
-    const auto score_log2 = [&](int k) {
-        const operand* key = kv_row<const operand>(p, p.k, b, h / GQA_GROUP, existing(k));
-        float s = 0;
-#pragma unroll 1
-        for (int d = 0; d < HEAD_DIM; ++d) s = fmaf(widen(q[d]), widen(key[d]), s);
-        if (FP8) s *= q_scale * scale_of(p.k_scale, b, h / GQA_GROUP, existing(k));
-        if (k >= end) return (float)HIDDEN;
-        s = modify<true>(s * (float)p.softmax_scale, b, h, row, position, k, p);
-        return __fmul_rn(s, LOG2E);  // not fused with the subtraction of a great row reference
-    };
-    float top = HIDDEN, sum = 0;
-#pragma unroll 1
-    for (int k0 = first; k0 < end; k0 += 32) top = fmaxf(top, score_log2(k0 + lane));
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-    const float sink = has_sink ? static_cast<const float*>(p.sinks)[h] * LOG2E : HIDDEN;
-    top = fmaxf(top, sink);
-    const float shift = top == HIDDEN ? 0.0f : top;
-#pragma unroll
-    for (int i = 0; i < OWN; ++i) sums[i] = 0;
-#pragma unroll 1
-    for (int k0 = first; k0 < end; k0 += 32) {
-        float x = exp2_fast(score_log2(k0 + lane) - shift);
-        sum += x;
-        if constexpr (HAS_DROPOUT) x = drop(x, p, b, h, row, k0 + lane);
-#pragma unroll 1
-        for (int other = 0; other < 32; ++other) {
-            const float weight = __shfl_sync(~0u, x, other);  // 0 past the last key
-            const int from = existing(k0 + other);
-            const operand* value = kv_row<const operand>(p, p.v, b, h / GQA_GROUP, from);
-            const float v_scale = scale_of(p.v_scale, b, h / GQA_GROUP, from);
-#pragma unroll
-            for (int i = 0; i < OWN; ++i) {
-                float v = widen(value[column + 32 * i < HEAD_DIM_V ? column + 32 * i : 0]);
-                if constexpr (FP8) v *= v_scale;
-                sums[i] += weight == 0 ? 0.0f : weight * v;
-            }
-        }
-    }
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    return {shift, sum + exp2_fast(sink - shift)};
-}
-
 // O of a warp's 16 rows to its warp group's rows in shared memory, `staged`; HAS_SCALES: also their log-sum-exps.
 DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, unsigned staged) {
     constexpr int OWN = (HEAD_DIM_V + 31) / 32;  // columns of a lane
@@ -71,7 +13,7 @@ DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, unsigned staged)
     for (int r = row0; r < row0 + 16; ++r) {
         const auto [h, row] = clamped_row(p, at.b, at.h, at.row0 + r);
         float sums[OWN];
-        const RowSums of = row_nonfinite(p, at.b, h, row, 0, n_k, HAS_SINKS, lane, lane, sums);
+        const RowSums of = row_nonfinite<operand>(p, at.b, h, row, 0, n_k, HAS_SINKS, lane, lane, sums, scale_of);
         const bool empty = of.sum == 0;
         if (HAS_SCALES && lane == 0 && at.row0 + r < rows)
             *q_row<float>(p, p.lse, at.b, h, row) = empty ? HIDDEN : fmaf(of.top, LN2, logf(of.sum));
