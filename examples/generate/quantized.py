@@ -60,7 +60,10 @@ class Quantized:
         if rows == 1 and self.bits == 4:
             sums = padded.reshape(-1, BLOCK).sum(axis=1)
             block[at.LSE] = sums.ctypes.data
-        threads.run(multiply.address, block, self.rows // PANEL, threads.count())
+        block[at.KERNEL], count = multiply.address, min(threads.count(), self.rows // PANEL)
+        if count > 1:
+            threads.set_pool(block)
+        threads.entry("launch")(block.ctypes.data, count)
         return out[:t].astype(x.dtype, copy=False)
 
 

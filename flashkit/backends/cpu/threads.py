@@ -27,9 +27,7 @@ from . import arguments as at
 from . import specialise
 
 SERIAL_FLOPS = 1e7
-"""Work of a tenth of a millisecond. Threads would save a part of it, and where other processes take the cores, a call
-waits milliseconds for a thread that is not running.
-"""
+"""Work of a tenth of a millisecond, of which a thread that has to be woken would save little."""
 
 LONG_FLOPS = 3e10
 """Work of one thread that takes two tenths of a second to three seconds; from there on signals are looked for."""

@@ -31,7 +31,7 @@ CALLER_SPINS = 2_000
 
 
 # --- the pool ---------------------------------------------------------------------------------------------------------
-# A call offers its work to free workers, begins itself, and takes the offer back from those that have not begun when
+# A call offers its work to free workers, begins itself, and takes the offer back from those that have not started when
 # all work tiles are taken. So it waits for work tiles, never for a thread that the system has not run yet. No thread
 # spins for long: other processes need the core, and so, perhaps, does the thread that is waited for.
 
@@ -70,7 +70,7 @@ def offer(worker, block):
 
 @njit(**options)
 def finish(worker, block):
-    """Take back what the worker has not begun, or wait for it."""
+    """Take back what the worker has not started, or wait for it."""
     state = worker + 8 * STATE
     if atomic_replace(state, block, FREE):
         return
