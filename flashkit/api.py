@@ -329,7 +329,7 @@ def explain(
 
     with Call("explain", q, k, v, {**options}, out, described=not measure) as call:
         call.require_arrays()
-        quantised, why = call.quantised, on_codes(call, backend) if call.quantised is not None else ""
+        quantised, why = call.quantised, on_codes(call, backend, False) if call.quantised is not None else ""
         if isinstance(why, Prepared):
             return explain_problem(why.problem, why.operands, backend, measure)
         call.dequantise()

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from .. import dispatch, settings
+from .. import dispatch
+from ..spec import Fp8
 from . import arrays
 from .arguments import Fp8Arrays, Memory, Prepared, prepare
 from .call import Call
-from .quantized import Quantized, token_scales
+from .quantized import BLOCK, Quantized, block_scales, token_scales
 
 ALIGNMENT = 16
 """Bytes, of addresses and strides: what Hopper's copy engine (TMA) needs."""
 
 
-def on_codes(call: Call, backend: str | None) -> Prepared | str:
+def on_codes(call: Call, backend: str | None, return_lse: bool) -> Prepared | str:
     """The call on the codes of its arrays, for which `dispatch.plan` has a backend, or a sentence that says why they
     are dequantised.
     """
     on_host = call.quantised is not None and call.quantised.kind == "numpy"
-    prepared = _keys_of_8_bits(call) if on_host else _e4m3(call)
+    prepared = _keys_of_8_bits(call) if on_host else _e4m3(call, return_lse)
     if isinstance(prepared, str):
         return prepared
     ranked = dispatch.candidates(prepared.problem, only=dispatch.forced(backend))
@@ -52,25 +53,28 @@ def _keys_of_8_bits(call: Call) -> Prepared | str:
     return prepare(q, k.data, v.data, out=call.out, described=call.described, memory=memory, **options)
 
 
-def _e4m3(call: Call) -> Prepared | str:
+def _e4m3(call: Call, return_lse: bool) -> Prepared | str:
     """Codes of e4m3 of q, k and v."""
     quantised: Any = call.quantised
     options = call.options
     if options.get("precision") == "highest":
         return "precision='highest' is float32"
-    if not settings.FP8_KERNELS.read():
-        return "e4m3 kernels are opt-in: set FLASHKIT_FP8_KERNELS=1"
-    if options.get("cu_seqlens") is not None or options.get("page_table") is not None:
-        return "packed sequences and keys in pages have no kernels for e4m3"
+    packed, paged = (options.get(name) is not None for name in ("cu_seqlens", "page_table"))
     tensors = [quantised.quantise(name, x) for name, x in (("q", call.q), ("k", call.k), ("v", call.v))]
     if refused := _refused(tensors):
         return refused
-    layout = options.get("layout", "bhnd")
-    per_head = all(x.per == "tensor" or (x.per == "head" and x.layout == layout) for x in tensors[1:])
-    codes = Fp8Arrays(tensors[0].dtype, "head" if per_head else "token", tuple(map(token_scales, tensors)))
+    q, k, v = tensors
+    layout = "bnhd" if packed or paged else options.get("layout", "bhnd")
+    per = _shared_by(tensors, layout, packed or paged)
+    scales = tuple(map(block_scales if per == "block" else token_scales, tensors))
+    transposed = None
+    if not (packed or paged) and options.get("kv_lengths") is None and v.layout == layout and v.ndim > 2:
+        transposed = v.transposed  # lengths: the transpose warps hide what lies behind them
+        transposed = transposed if transposed is None else transposed.reshape((-1, *transposed.shape[-3:]))
+    spec = Fp8(per, transposed is not None, return_lse)
+    memory = Memory(fp8=Fp8Arrays(q.dtype, spec, scales, transposed))
     options = {**options, "precision": None if quantised.fp8 else options.get("precision")}
-    q, k, v = (x.data for x in tensors)
-    prepared = prepare(q, k, v, out=call.out, described=call.described, memory=Memory(fp8=codes), **options)
+    prepared = prepare(q.data, k.data, v.data, out=call.out, described=call.described, memory=memory, **options)
     operands = prepared.operands
     if not operands.k.shape[2]:
         return "there are no keys"
@@ -79,6 +83,19 @@ def _e4m3(call: Call) -> Prepared | str:
     if not call.described:
         operands.q, operands.k, operands.v = map(_addressable, (operands.q, operands.k, operands.v))
     return prepared
+
+
+def _shared_by(tensors: list[Any], layout: str, has_sequences: bool) -> Literal["head", "block", "token"]:
+    """What shares a scale of k and v, as the kernel takes them: the finest of both. Of q rows may have scales of their
+    own beside heads of k and v, as blocks beside blocks.
+    """
+    levels = []
+    for x in tensors:
+        own = x.layout == layout and not (has_sequences or x.ndim == 2)
+        block = own and x.per == "block" and x.block == BLOCK
+        levels.append(0 if x.per == "tensor" or (own and x.per == "head") else 1 if block else 2)
+    of_q, finest = levels[0], max(levels[1:])
+    return "token" if finest == 2 or (finest == 1 and of_q == 2) else "block" if 1 in (of_q, finest) else "head"
 
 
 def _refused(tensors: list[Any]) -> str:

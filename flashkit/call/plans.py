@@ -44,7 +44,7 @@ def plan_of(call: Call, backend: str | None, return_lse: bool, recorded: bool = 
     recorded: a backward pass follows, so lengths are those of the plan.
     """
     if call.quantised is not None:
-        if not recorded and isinstance(prepared := on_codes(call, backend), Prepared):
+        if not recorded and isinstance(prepared := on_codes(call, backend, return_lse), Prepared):
             call.quantised = None
             return Once(prepared, backend, return_lse)
         call.dequantise()

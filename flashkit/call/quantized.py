@@ -24,6 +24,9 @@ LARGEST: dict[str, int] = {"e4m3": 448, "int8": 127}
 
 PER = ("tensor", "head", "block", "token")
 
+BLOCK, PADDING = 128, 32
+"""Tokens of a block by default, which are a tile of Hopper's kernel; keys that V^T has a multiple of."""
+
 MIN_SCALE = float(np.finfo(np.float32).tiny)
 """Below it float32 numbers lose bits. The scale of a group of zeros."""
 
@@ -56,6 +59,8 @@ class Quantized:
         The seed of the rotation; None if the numbers are not rotated.
     mean : array or None
         float32: what was subtracted before the rotation, and is added again. It broadcasts to data.
+    transposed : array or None
+        The numbers of e4m3 once more, as Hopper's kernel reads those of v: see `quantize`.
 
     Raises
     ------
@@ -77,15 +82,16 @@ class Quantized:
     scale: Any
     dtype: Any = "float32"
     per: Per = "tensor"
-    block: int = 128
+    block: int = BLOCK
     layout: str = "bhnd"
     seed: int | None = None
     mean: Any = None
+    transposed: Any = None
     _kind: str = field(init=False)
 
     def __post_init__(self) -> None:
         kind = arrays.require("data", self.data)
-        for name in ("data", "scale", "mean"):  # views, whose forms no other thread changes
+        for name in ("data", "scale", "mean", "transposed"):  # views, whose forms no other thread changes
             if (array := getattr(self, name)) is not None:
                 object.__setattr__(self, name, arrays.own_form(name, array, kind))
         object.__setattr__(self, "_kind", kind)
@@ -111,6 +117,13 @@ class Quantized:
             self.mean.ndim != self.ndim or any(n not in (1, m) for n, m in zip(self.mean.shape, self.shape))
         ):
             raise ValueError(f"mean: expected a shape that broadcasts to {self.shape} by axes, got {self.mean.shape}")
+        if self.transposed is not None:
+            wanted = _transposed_shape(self.shape, self.layout)
+            if self.transposed.shape != wanted or name_of(self.transposed.dtype) != "uint8":
+                raise ValueError(
+                    f"transposed: expected uint8 of shape {wanted}, got {self.transposed.dtype} of "
+                    f"{self.transposed.shape}"
+                )
         if self.seed is not None:
             object.__setattr__(self, "seed", integer("seed", self.seed, 0, 2**64 - 1))
 
@@ -131,8 +144,8 @@ class Quantized:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data, scale and mean."""
-        return int(self.data.nbytes + self.scale.nbytes + (0 if self.mean is None else self.mean.nbytes))
+        """Bytes of all arrays."""
+        return sum(x.nbytes for x in (self.data, self.scale, self.mean, self.transposed) if x is not None)
 
     def __repr__(self) -> str:
         group = f"block of {self.block}" if self.per == "block" else self.per
@@ -146,7 +159,7 @@ class Quantized:
         """Of pages (pages, page, H, D) those with these numbers: a copy."""
         given = {"scale": self.scale, "mean": self.mean}
         taken = {name: x if x is None or len(x) == 1 else x[pages] for name, x in given.items()}
-        return replace(self, data=self.data[pages], **taken)
+        return replace(self, data=self.data[pages], transposed=None, **taken)
 
     def dequantize(self, dtype: Any = None) -> Any:
         """The array that the numbers stand for: what attention computes with.
@@ -193,7 +206,7 @@ class Quantized:
 
 def quantize(
     x: Any, dtype: Format = "e4m3", per: Per = "tensor", *, rotate: bool = False, smooth: bool = False,
-    block: int = 128, seed: int = 0, layout: str = "bhnd",
+    block: int = BLOCK, seed: int = 0, layout: str = "bhnd", transpose: bool = False,
 ) -> Quantized:  # fmt: skip
     """Quantise an array of queries, keys or values to 8 bits.
 
@@ -222,6 +235,9 @@ def quantize(
         An integer from 0 to 2^64 - 1.
     layout
         "bhnd", or "bnhd" for (..., N, H, D).
+    transpose
+        Of e4m3 also keep the numbers with keys innermost, (..., H, D, N up to a multiple of 32), where among 16 keys key
+        8 j + 2 t + c stands at 4 t + 2 j + c. Hopper's kernel is up to a tenth faster where it gets v so.
 
     Returns
     -------
@@ -286,7 +302,8 @@ def quantize(
         scale = xp.maximum(_reduced(xp, rows, per, block, tokens) / np.float32(LARGEST[dtype]), np.float32(MIN_SCALE))
         values /= _of_tokens(xp, scale, x.shape, per, block, layout)
         data = _e4m3(xp, values) if dtype == "e4m3" else _int8(xp, values)
-    return Quantized(data, scale, x.dtype, per, block, layout, seed if rotate else None, mean)
+        transposed = transposed_values(xp, data, layout) if flag("transpose", transpose) and dtype == "e4m3" else None
+    return Quantized(data, scale, x.dtype, per, block, layout, seed if rotate else None, mean, transposed)
 
 
 @lru_cache(maxsize=16)
@@ -314,6 +331,24 @@ def scale_shape(shape: tuple[int, ...], per: str, block: int, layout: str) -> tu
     counts = [*shape[:-1], 1]
     counts[tokens] = {"head": 1, "block": -(-shape[tokens] // block), "token": shape[tokens]}[per]
     return tuple(counts)
+
+
+def _transposed_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
+    tokens = _token_axis(len(shape), layout)
+    heads = () if len(shape) == 2 else (shape[-5 - tokens],)
+    return (*shape[:-3], *heads, shape[-1], -(-shape[tokens] // PADDING) * PADDING)
+
+
+def transposed_values(xp: Any, data: Any, layout: str) -> Any:
+    """Codes of v with keys innermost, in the order of `quantize`; 0 past the last key."""
+    shape = _transposed_shape(data.shape, layout)
+    codes = data.view(np.uint8)
+    codes = codes.swapaxes(-3, -2) if layout == "bnhd" and data.ndim > 2 else codes
+    padded = xp.zeros((*shape[:-2], shape[-1], shape[-2]), np.uint8)
+    padded[..., : codes.shape[-2], :] = codes
+    sixteens = padded.reshape((*shape[:-2], -1, 2, 4, 2, shape[-2]))  # j, t, c
+    n = sixteens.ndim
+    return xp.ascontiguousarray(sixteens.transpose((*range(n - 5), n - 1, n - 5, n - 3, n - 4, n - 2))).reshape(shape)
 
 
 def _token_axis(ndim: int, layout: str) -> int:
@@ -371,6 +406,12 @@ def token_scales(x: Quantized) -> Any:
     xp = arrays.namespace(x._kind)
     scales = _of_tokens(xp, x.scale, x.shape, x.per, x.block, x.layout)
     return xp.broadcast_to(scales, (*x.shape[:-1], 1))
+
+
+def block_scales(x: Quantized) -> Any:
+    """The scale of each block of BLOCK tokens, where blocks or heads have one: a view."""
+    shape = scale_shape(x.shape, "block", BLOCK, x.layout)
+    return arrays.namespace(x._kind).broadcast_to(x.scale, shape)
 
 
 def _times(xp: Any, values: Any, matrix: np.ndarray) -> Any:

@@ -48,13 +48,19 @@ def inputs(
 
 
 def quantised(q: Any, k: Any, v: Any, per: Any, rotate: bool = False, **more: Any) -> list[Quantized]:
-    return [flashkit.quantize(x, "e4m3", per, rotate=rotate and x is not v, **more) for x in (q, k, v)]
+    transpose = more.pop("transpose", True)
+    options = {"per": per, **more}
+    return [
+        flashkit.quantize(x, "e4m3", rotate=rotate and x is not v, transpose=transpose and x is v, **options)
+        for x in (q, k, v)
+    ]
 
 
 def on_device(x: Quantized) -> Quantized:
     import cupy
 
-    return replace(x, data=cupy.asarray(x.data.view(np.uint8)), scale=cupy.asarray(x.scale))
+    transposed = None if x.transposed is None else cupy.asarray(x.transposed)
+    return replace(x, data=cupy.asarray(x.data.view(np.uint8)), scale=cupy.asarray(x.scale), transposed=transposed)
 
 
 def of_group(x: np.ndarray, heads: int) -> np.ndarray:
@@ -114,12 +120,10 @@ def plant(monkeypatch: pytest.MonkeyPatch, file: str, old: str, new: str) -> Non
 def only_sm90(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Without its fallback for rows that are not finite, where they are: it would hide what the main loop makes NaN."""
     monkeypatch.setenv(cuda_backend.VARIABLE, "sm90")
-    monkeypatch.setenv("FLASHKIT_FP8_KERNELS", "1")
     if request.node.originalname not in (
         "test_numbers_that_scales_cannot_carry", "test_a_fresh_kernel_is_checked", "test_equal_scores_of_any_size"
     ):  # fmt: skip
-        plant(monkeypatch, "sm90/epilogue.cuh", "if constexpr (HAS_SCALES) rows_nonfinite(p, at, staged);",
-              "if constexpr (HAS_SCALES) {}")  # fmt: skip
+        plant(monkeypatch, "sm90/fp8_mainloop.cuh", "        rows_nonfinite(p, at, 0);\n", "")
     yield
     launch._shared.clear()
 
@@ -218,8 +222,8 @@ def test_a_needle_and_small_weights(per: str, device: Device, launched: list[str
 @pytest.mark.parametrize(
     ("tile", "dim"),
     [
-        (sm90_fp8.Sm90Fp8Tile(128, 96, q_buffers=1, turns=0), 64),
-        pytest.param(sm90_fp8.Sm90Fp8Tile(192, 96, 3), 64, marks=slow),
+        (sm90_fp8.Sm90Fp8Tile(128, 128, q_buffers=1), 64),
+        pytest.param(sm90_fp8.Sm90Fp8Tile(192, 128, 3), 64, marks=slow),
         pytest.param(sm90_fp8.Sm90Fp8Tile(128, 128, 2), 128, marks=slow),
     ],
 )
@@ -329,16 +333,6 @@ def test_what_is_dequantised_and_why(change: Any, options: dict[str, Any], reaso
     found = flashkit.explain(*given, **{"backend": "cupy_raw", **options})
     assert f"dequantised before: q {given[0].format} per tensor" in found.problem and reason in found.problem
     assert "e4m3 with scales" not in found.problem
-
-
-def test_the_kernel_has_to_be_asked_for(
-    device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import cupy
-
-    monkeypatch.delenv("FLASHKIT_FP8_KERNELS")
-    given = [flashkit.quantize(cupy.asarray(x)) for x in inputs(1, "1:1", 80, 90, 32)]
-    assert "FLASHKIT_FP8_KERNELS=1" in flashkit.explain(*given, backend="cupy_raw").problem
 
 
 def test_what_is_not_dequantised(device: Device, launched: list[str]) -> None:

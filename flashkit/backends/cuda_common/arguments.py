@@ -80,8 +80,7 @@ class Arguments(KernelArguments):
             words[VALUES:] = self._values(operands)
         self._known: dict[Any, Any] = {}
         super().__init__(words)
-        if operands.scales is not None:
-            self.tensors(**dict(zip(("q_scale", "k_scale", "v_scale"), operands.scales, strict=True)))
+        self.tensors(**operands.of_codes())
 
     def known(self, key: Any, find: Callable[[Arguments], Any]) -> Any:
         """The result of `find`, which depends on shapes and strides alone. It is cached by the key, for copies too:

@@ -76,7 +76,7 @@ class Sm90Tile(ForwardTile):
             **self.common(spec, pack, _classifies(spec)),
             "ROW_SUM_BY_MMA": sums_rows_by_mma(spec, self),
             "FAST_MATH": num_terms(spec) == 1, "NUM_TERMS": num_terms(spec),
-            "FP8": False, **modification.forward_constants(spec),
+            "FP8": False, "GETS_VT": False, **modification.forward_constants(spec),
         }  # fmt: skip
 
 

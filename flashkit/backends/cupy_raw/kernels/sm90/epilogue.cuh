@@ -57,7 +57,7 @@ DEVICE void accumulate_nonfinite(const Params& p, const WorkTile& at, const floa
     }
 }
 
-// HAS_SCALES: O and log-sum-exp of a warp's 16 rows on CUDA cores, for any numbers.
+// HAS_SCALES: O and log-sum-exp of a warp's 16 rows on CUDA cores, for any numbers. O of FP8 goes to global memory.
 DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, unsigned staged) {
     constexpr int OWN = (HEAD_DIM_V + 31) / 32;  // columns of a lane
     const int lane = opaque(threadIdx.x % 32), row0 = opaque(uniform(threadIdx.x % 128 / 32)) * 16;
@@ -67,13 +67,13 @@ DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, unsigned staged)
     for (int r = 0; r < 16; ++r) {
         const auto [h, row] = clamped_row(p, at.b, at.h, at.row0 + row0 + r);
         const operand* q = q_row<const operand>(p, p.q, at.b, h, row);
-        const float q_scale = scale_of(p.q_scale, at.b, h, row);
+        const float q_scale = scale_of_query(p, at.b, h, row);
         auto score_log2 = [&, h = h, row = row](int k) {
             const operand* key = kv_row<const operand>(p, p.k, at.b, h / GQA_GROUP, k < n_k ? k : n_k - 1);
             float s = 0;
 #pragma unroll 1
             for (int d = 0; d < HEAD_DIM; ++d) s = fmaf(widen(q[d]), widen(key[d]), s);
-            if (FP8) s *= q_scale * scale_of(p.k_scale, at.b, h / GQA_GROUP, k < n_k ? k : n_k - 1);
+            if (FP8) s *= q_scale * scale_of_key(p, p.k_scale, at.b, h / GQA_GROUP, k < n_k ? k : n_k - 1);
             if (k >= n_k) return (float)HIDDEN;
             s = modify<true>(s * (float)p.softmax_scale, at.b, h, row, row + offset, k, p);
             return __fmul_rn(s, LOG2E);  // not fused with the subtraction of a great row reference
@@ -94,13 +94,12 @@ DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, unsigned staged)
 #pragma unroll 1
             for (int other = 0; other < 32; ++other) {
                 const float weight = __shfl_sync(~0u, x, other);  // 0 past the last key
-                const operand* value = kv_row<const operand>(p, p.v, at.b, h / GQA_GROUP,
-                    k0 + other < n_k ? k0 + other : n_k - 1);
-                const float v_scale =
-                    scale_of(p.v_scale, at.b, h / GQA_GROUP, k0 + other < n_k ? k0 + other : n_k - 1);
+                const int from = k0 + other < n_k ? k0 + other : n_k - 1;
+                const float v_scale = scale_of_key(p, p.v_scale, at.b, h / GQA_GROUP, from);
 #pragma unroll
                 for (int i = 0; i < OWN; ++i) {
-                    float v = widen(value[lane + 32 * i < HEAD_DIM_V ? lane + 32 * i : 0]);
+                    const int column = lane + 32 * i < HEAD_DIM_V ? lane + 32 * i : 0;
+                    float v = widen(value_of(p, at.b, h / GQA_GROUP, from, column));
                     if constexpr (FP8) v *= v_scale;
                     sums[i] += weight == 0 ? 0.0f : weight * v;
                 }
@@ -114,8 +113,10 @@ DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, unsigned staged)
             *q_row<float>(p, p.lse, at.b, h, row) = empty ? HIDDEN : fmaf(shift, LN2, logf(sum));
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {
-            if constexpr (FP8) store_16bit(staged, row0 + r, lane + 32 * i, empty ? 0.0f : sums[i] / sum);
-            else store_float(staged + i * 64 * CHUNK_ROW + swizzled(row0 + r, lane / 4) + lane % 4 * 4,
+            if constexpr (FP8) {
+                if (at.row0 + row0 + r <= last && lane + 32 * i < HEAD_DIM_V)
+                    q_row<storage>(p, p.out, at.b, h, row)[lane + 32 * i] = narrow(empty ? 0.0f : sums[i] / sum);
+            } else store_float(staged + i * 64 * CHUNK_ROW + swizzled(row0 + r, lane / 4) + lane % 4 * 4,
                 empty ? 0.0f : sums[i] / sum);
         }
     }
@@ -222,7 +223,7 @@ DEVICE void store_warp(const Params& p, const TensorMap& out_map, unsigned base)
     const Pipeline<Q_BUFFERS> pipe_q = q_pipe(base);
 #pragma unroll 1
     for (unsigned number = 0;; ++number) {
-        const unsigned buffer = number % Q_BUFFERS, slot = work_tile_slot(base, buffer);
+        const unsigned buffer = number % Q_BUFFERS, slot = work_tile_slot(base, number);
         pipe_q.consumer_wait(number);
         const int b = load_word(slot), h = load_word(slot + 4);
         if (b == END) break;
