@@ -36,6 +36,7 @@ class PerCall(NamedTuple):
     offsets: tuple[Any, ...] = ()  # cu_seqlens of q and of k, on a device
     tokens: tuple[int, int] = (0, 0)  # of q and of k, where there are such offsets
     follows: bool = True  # whether positions follow lengths and offsets
+    scales: tuple[Any, ...] = ()  # of codes of e4m3
 
 
 ONLY_TENSORS = PerCall()

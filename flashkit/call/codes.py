@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ def on_codes(call: Call, backend: str | None, return_lse: bool) -> Prepared | st
     are dequantised.
     """
     on_host = call.quantised is not None and call.quantised.kind == "numpy"
-    prepared = _keys_of_8_bits(call) if on_host else _e4m3(call, return_lse)
+    prepared = _keys_of_8_bits(call) if on_host else prepared_on(codes_of(call, return_lse), call)
     if isinstance(prepared, str):
         return prepared
     ranked = dispatch.candidates(prepared.problem, only=dispatch.forced(backend))
@@ -53,27 +53,56 @@ def _keys_of_8_bits(call: Call) -> Prepared | str:
     return prepare(q, k.data, v.data, out=call.out, described=call.described, memory=memory, **options)
 
 
-def _e4m3(call: Call, return_lse: bool) -> Prepared | str:
-    """Codes of e4m3 of q, k and v."""
+class Codes(NamedTuple):
+    """A call on codes of e4m3.
+
+    Attributes
+    ----------
+    arrays
+        q, k and v; v as V^T where spec.transposed.
+    scales
+        Those of the quantised arrays.
+    dtype, spec
+        Of the output; what the kernel is to know of the codes.
+    """
+
+    tensors: tuple[Any, Any, Any]
+    arrays: tuple[Any, Any, Any]
+    scales: tuple[Any, Any, Any]
+    dtype: np.dtype
+    spec: Fp8
+
+
+def codes_of(call: Call, return_lse: bool) -> Codes | str:
+    """The codes of e4m3 of q, k and v, or why they do not give the result."""
     quantised: Any = call.quantised
     options = call.options
     if options.get("precision") == "highest":
         return "precision='highest' is float32"
-    packed, paged = (options.get(name) is not None for name in ("cu_seqlens", "page_table"))
-    tensors = [quantised.quantise(name, x) for name, x in (("q", call.q), ("k", call.k), ("v", call.v))]
+    tensors: Any = tuple([quantised.quantise(name, x) for name, x in (("q", call.q), ("k", call.k), ("v", call.v))])
     if refused := _refused(tensors):
         return refused
     q, k, v = tensors
-    layout = "bnhd" if packed or paged else options.get("layout", "bhnd")
-    per = _shared_by(tensors, layout, packed or paged)
-    scales = tuple(map(block_scales if per == "block" else token_scales, tensors))
-    transposed = None
-    if not (packed or paged) and options.get("kv_lengths") is None and v.layout == layout and v.ndim > 2:
-        transposed = v.transposed  # lengths: the transpose warps hide what lies behind them
-        transposed = transposed if transposed is None else transposed.reshape((-1, *transposed.shape[-3:]))
-    spec = Fp8(per, transposed is not None, return_lse)
-    memory = Memory(fp8=Fp8Arrays(q.dtype, spec, scales, transposed))
-    options = {**options, "precision": None if quantised.fp8 else options.get("precision")}
+    has_sequences = options.get("cu_seqlens") is not None or options.get("page_table") is not None
+    layout = "bnhd" if has_sequences else options.get("layout", "bhnd")
+    # With lengths the kernel's transpose warps hide what lies behind them.
+    plain = not has_sequences and options.get("kv_lengths") is None and v.layout == layout and v.ndim > 2
+    transposed = v.transposed if plain else None
+    spec = Fp8(_shared_by(tensors, layout, has_sequences), transposed is not None, return_lse)
+    arrays_of = q.data, k.data, v.data if transposed is None else transposed
+    return Codes(tensors, arrays_of, tuple(x.scale for x in tensors), q.dtype, spec)  # type: ignore[arg-type]
+
+
+def prepared_on(codes: Codes | str, call: Call) -> Prepared | str:
+    """The checked call on these codes, or why there is none."""
+    if isinstance(codes, str):
+        return codes
+    quantised: Any = call.quantised
+    q, k, v = codes.tensors
+    scales = tuple(map(block_scales if codes.spec.per == "block" else token_scales, codes.tensors))
+    transposed = codes.arrays[2].reshape((-1, *codes.arrays[2].shape[-3:])) if codes.spec.transposed else None
+    memory = Memory(fp8=Fp8Arrays(codes.dtype, codes.spec, scales, transposed))
+    options = {**call.options, "precision": None if quantised.fp8 else call.options.get("precision")}
     prepared = prepare(q.data, k.data, v.data, out=call.out, described=call.described, memory=memory, **options)
     operands = prepared.operands
     if not operands.k.shape[2]:
@@ -85,7 +114,7 @@ def _e4m3(call: Call, return_lse: bool) -> Prepared | str:
     return prepared
 
 
-def _shared_by(tensors: list[Any], layout: str, has_sequences: bool) -> Literal["head", "block", "token"]:
+def _shared_by(tensors: tuple[Any, ...], layout: str, has_sequences: bool) -> Literal["head", "block", "token"]:
     """What shares a scale of k and v, as the kernel takes them: the finest of both. Of q rows may have scales of their
     own beside heads of k and v, as blocks beside blocks.
     """
@@ -98,7 +127,7 @@ def _shared_by(tensors: list[Any], layout: str, has_sequences: bool) -> Literal[
     return "token" if finest == 2 or (finest == 1 and of_q == 2) else "block" if 1 in (of_q, finest) else "head"
 
 
-def _refused(tensors: list[Any]) -> str:
+def _refused(tensors: tuple[Any, ...]) -> str:
     """Why codes and scales of these arrays do not give the scores, or nothing."""
     for name, x in zip("qkv", tensors, strict=True):
         if not isinstance(x, Quantized):

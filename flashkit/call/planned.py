@@ -246,7 +246,8 @@ class Planned:
     def run(self, call: Call) -> Any:
         """The call by this plan, whose key it has."""
         q, k, v, out = call.q, call.k, call.v, call.out
-        pairs, axis, lengths, offsets, tokens, follows = call.per_call
+        pairs, axis, lengths, offsets, tokens, follows, scales = call.per_call
+        pairs += scales
         if lengths is not None:
             return self.with_lengths(q, k, v, out, lengths)
         if axis < 0:

@@ -21,7 +21,7 @@ from ..spec import Operands
 from . import arrays
 from .arguments import Prepared, prepare
 from .call import ONLY_TENSORS, Call, PerCall
-from .codes import on_codes
+from .codes import Codes, codes_of, on_codes
 from .planned import Once, Planned
 from .shape import LAYOUTS
 from .views import View
@@ -44,9 +44,8 @@ def plan_of(call: Call, backend: str | None, return_lse: bool, recorded: bool = 
     recorded: a backward pass follows, so lengths are those of the plan.
     """
     if call.quantised is not None:
-        if not recorded and isinstance(prepared := on_codes(call, backend, return_lse), Prepared):
-            call.quantised = None
-            return Once(prepared, backend, return_lse)
+        if not recorded and (plan := _on_codes(call, backend, return_lse)):
+            return plan
         call.dequantise()
     key = key_of(call, backend, return_lse, recorded)
     planned: Planned | None = get(key)
@@ -57,12 +56,49 @@ def plan_of(call: Call, backend: str | None, return_lse: bool, recorded: bool = 
     return _made(key, call, prepared, backend, return_lse) or Once(prepared, backend, return_lse)
 
 
+def _on_codes(call: Call, backend: str | None, return_lse: bool) -> Planned | Once | None:
+    """The plan of a call on the codes of quantised arrays; None if they are dequantised."""
+    quantised: Any = call.quantised
+    given = call.q, call.k, call.v, call.options
+    codes = codes_of(call, return_lse) if quantised.kind == "cupy" else None
+    key, planned = None, None
+    if isinstance(codes, Codes):
+        _put_codes(call, codes)
+        if key := key_of(call, backend, return_lse):
+            key = key, codes.spec, codes.dtype, *map(arrays.layout, codes.scales)
+        call.per_call = call.per_call._replace(scales=codes.scales)
+        planned = get(key)
+        if planned is None:
+            call.q, call.k, call.v, call.options = given
+    if planned is None:
+        prepared = on_codes(call, backend, return_lse)
+        if not isinstance(prepared, Prepared):
+            return None
+        planned = Once(prepared, backend, return_lse)
+        if isinstance(codes, Codes):
+            _put_codes(call, codes)
+            op, read = prepared.operands, (*codes.arrays, *codes.scales)
+            if all(map(arrays.same_address, (op.q, op.k, op.v, *op.of_codes().values()), read)):  # nothing was copied
+                planned = _made(key, call, prepared, backend, return_lse) or planned
+    call.quantised = None
+    return planned
+
+
+def _put_codes(call: Call, codes: Codes) -> None:
+    """Codes in place of the quantised arrays of a call."""
+    call.q, call.k, call.v = codes.arrays
+    if call.quantised is not None and call.quantised.fp8:
+        call.options = {name: x for name, x in call.options.items() if name != "precision"}
+
+
 def _made(key: Any, call: Call, prepared: Prepared, backend: str | None, return_lse: bool) -> Planned | None:
     """The plan of a prepared call, put into the cache; None if it cannot serve other calls."""
     per_call, operands = call.per_call, prepared.operands
     names = names_of(per_call.arrays, operands)
     if key is None or names is None:
         return None
+    if per_call.scales:
+        names += tuple(operands.of_codes())
     if per_call.offsets:
         names += tuple(name for name in operands.sequences() if per_call.follows or name != "q_offset")
     axis, varies = per_call.keys_axis, per_call.keys_axis < 0 or per_call.lengths is not None

@@ -202,6 +202,8 @@ class Arguments(KernelArguments):
         """Stop keeping this array of a modification alive. The result is the index of its address, to be replaced. For
         an array of `Operands.sequences` it is the index alone.
         """
+        if name in operands.of_codes():
+            return AT[name]
         if name in operands.sequences():
             return AT["q_offsets" if name == "q_offset" else name]
         self.alive = [each for each in self.alive if each is not operands.arrays[name]]

@@ -158,7 +158,8 @@ class CudaBackend:
         on, current = _device_of(operands), cupy.cuda.runtime.getDevice
         run, template = plan.on(on, "forward").run, Arguments(plan.problem.spec, operands)
         own = operands.arrays | operands.sequences()
-        arrays_at = [(template.release(name, operands), _layout(own[name])) for name in per_call]
+        layouts = {name: _layout(array) for name, array in own.items()}  # the plan's key has those of scales of codes
+        arrays_at = [(template.release(name, operands), layouts.get(name)) for name in per_call]
         templates = template, template.copy()  # with and without an LSE
         templates[1].discard_lse(on.ordinal)
         pools: tuple[deque[Arguments], ...] = deque(maxlen=8), deque(maxlen=8)
@@ -326,9 +327,9 @@ def _end_of_keys(operands: Operands) -> Any:
     return None if operands.cu_seqlens is None else operands.cu_seqlens[1]
 
 
-def _address(array: Any, layout: tuple[Any, ...]) -> int:
-    """The address of an array of a modification, which a kernel reads in this layout."""
-    if _layout(array) != layout:
+def _address(array: Any, layout: tuple[Any, ...] | None) -> int:
+    """The address of an array of a modification, which a kernel reads in this layout, if it is to be checked."""
+    if layout is not None and _layout(array) != layout:
         raise ValueError(f"array of a modification: expected the layout {layout}, got {_layout(array)}")
     return int(array.data.ptr)
 

@@ -14,7 +14,7 @@
 // two per cent by then. Each thread has its own elements of that part, and their reference, so nothing waits.
 //
 // Row sums: eight lines of ones behind V^T make the tensor cores sum the codes, and the rounding of a great weight
-// cancels in O. Every SUM_TILES tiles CUDA cores add them up. The log-sum-exp needs sums of weights that are not rounded
+// cancels in O. Every SUM_TILES tiles, or every tile where it has a scale of its own, CUDA cores add them up. The log-sum-exp needs sums of weights that are not rounded
 // (EXACT_LSE).
 //
 // Rows whose scales are not positive numbers, or too far from 1 for products of scales, and rows that a masked NaN in V
@@ -41,7 +41,7 @@ constexpr int Q_REGS = Q_IN_REGISTERS ? up(HEAD_DIM, 32) / 8 : 4;
 constexpr int BYTES_VT = VT_LINES * CHUNK_ROW, SCALE_BYTES = 4 * 128;
 constexpr int PROMOTED_VECS = SUMS_REGS / 4 + 1, PROMOTED_BYTES = PROMOTED_VECS * 128 * VEC_BYTES;  // of a warp group
 
-constexpr int PROMOTE_TILES = IS_NARROW ? 16 : 32, SUM_TILES = SCALES_OF_BLOCKS ? 1 : 4;
+constexpr int PROMOTE_TILES = IS_NARROW ? 16 : 32, SUM_TILES = 4;
 
 static_assert(BLOCK_K % 32 == 0 && BLOCK_K <= 128, "a line of V^T has up to 128 keys, a wgmma multiplies 32");
 static_assert(!SCALES_OF_BLOCKS || BLOCK_K == 128, "a tile has one scale");
@@ -445,7 +445,8 @@ struct ConsumerFp8 {
     // After a product. A branch with a barrier in it: predicated, ptxas would move it among the wgmmas and serialise
     // them. more: whether the work tile may have tiles behind the one in hand.
     __device__ __forceinline__ void end_product(bool grows, bool more) {
-        const bool promotes = ++tiles >= PROMOTE_TILES && more, adds = SUMS_BY_ONES && tiles % SUM_TILES == 0;
+        const bool promotes = ++tiles >= PROMOTE_TILES && more,
+                   adds = SUMS_BY_ONES && (SCALES_OF_BLOCKS ? tiles > 0 : tiles % SUM_TILES == 0);
         if (__builtin_expect(grows || adds || promotes, 0)) {
             __syncwarp();
 #pragma unroll
