@@ -177,7 +177,7 @@ def plan(
     if options.get("dropout_p") and options.get("seed") is None:
         raise ValueError("seed: expected an integer beside dropout_p for a plan, whose calls drop the same pairs")
     with Call("plan", q, k, v, {**options}) as call:
-        fp8 = call.quantised is not None and call.quantised.fp8
+        fp8 = call.quantised if call.quantised is not None and call.quantised.fp8 else None
         call.dequantise()
         call.require_arrays()
         prepared = problem, operands, shape = prepare(call.q, call.k, call.v, **call.options)
@@ -189,7 +189,7 @@ def plan(
             queries = call.options.get("q_lengths")
             follows = queries_of(queries, problem.array_kind, shape, problem.batch, problem.n_q, problem.n_q)
         given = call.q, call.k, call.v
-        return Planned(prepared, given, backend, return_lse, varies=varies, follows=follows, fp8=fp8)
+        return Planned(prepared, given, backend, return_lse, varies=varies, follows=follows, fp8=fp8 and (fp8.per, fp8.layout))
 
 
 @overload

@@ -15,13 +15,13 @@ import numpy as np
 from ..spec import DTYPES
 from . import arrays
 from .checks import check_out
-from .quantized import Per, Quantized, check_shape, quantize, scale_shape
+from .quantized import BLOCK, Per, Quantized, check_shape, quantize, scale_shape
 
 FP8_DTYPES = ("float16", "bfloat16")
 """What precision="fp8" quantises."""
 
-FP8_PER: Per = "token"
-"""Its scales."""
+SEQUENCES = "kv_lengths", "cu_seqlens", "page_table"
+"""Options with which precision="fp8" takes scales of tokens, which do not depend on what lies behind the keys."""
 
 
 class Dequantised:
@@ -34,8 +34,10 @@ class Dequantised:
         precision="fp8" takes.
     """
 
-    def __init__(self, q: Any, k: Any, v: Any, fp8: bool, described: bool = False) -> None:
+    def __init__(self, q: Any, k: Any, v: Any, options: dict[str, Any], fp8: bool, described: bool = False) -> None:
         self.fp8, self._described, self._q = fp8, described, q
+        self.per: Per = "block" if all(options.get(name) is None for name in SEQUENCES) else "token"
+        self.layout = options.get("layout", "bhnd") if self.per == "block" else "bhnd"
         self._quantised: dict[str, Quantized] = {}
         named = {"q": q, "k": k, "v": v}
         self.kind = arrays.require("q", _memory(q))
@@ -107,11 +109,16 @@ class Dequantised:
         if self._described:
             xp = arrays.namespace(self.kind)
             codes = "float8_e4m3fn" if self.kind == "numpy" else "uint8"
-            scale = arrays.stand_in(xp.ones((), np.float32), scale_shape(value.shape, FP8_PER, 1, "bhnd"))
+            shape = scale_shape(value.shape, self.per, BLOCK, self.layout)
+            scale = arrays.stand_in(xp.ones((), np.float32), shape)
             data = arrays.stand_in(xp.zeros((), codes), value.shape)
-            return Quantized(data, scale, value.dtype, FP8_PER, seed=0 if name != "v" else None)
+            seed = 0 if name != "v" else None
+            return Quantized(data, scale, value.dtype, self.per, layout=self.layout, seed=seed)
         if name not in self._quantised:
-            self._quantised[name] = quantize(value, "e4m3", FP8_PER, rotate=name != "v")
+            transpose = name == "v" and self.kind == "cupy" and self.per == "block"
+            self._quantised[name] = quantize(
+                value, "e4m3", self.per, rotate=name != "v", layout=self.layout, transpose=transpose
+            )
         return self._quantised[name]
 
     def _widened(self, value: Any) -> Any:
@@ -142,7 +149,7 @@ class Dequantised:
     def _describe(self, x: Any) -> str:
         if isinstance(x, Quantized):
             return f"{x.format} per {x.per}"
-        return f"e4m3 per {FP8_PER}" if self.fp8 else self.dtype
+        return f"e4m3 per {self.per}" if self.fp8 else self.dtype
 
 
 def _memory(x: Any) -> Any:

@@ -69,7 +69,7 @@ class Planned:
     def __init__(
         self, prepared: Prepared, given: tuple[Any, Any, Any], backend: str | None, return_lse: bool,
         per_call: tuple[str, ...] = (), varies: bool = False, follows: Any = None, room: int | None = None,
-        fp8: bool = False,
+        fp8: Any = None,
     ) -> None:  # fmt: skip
         """
         Parameters
@@ -85,7 +85,7 @@ class Planned:
         room
             The most keys of such calls; by default those of k or of its pages.
         fp8
-            Whether calls quantise their arrays first.
+            Where calls quantise their arrays first: what shares a scale, and the layout.
         """
         problem, operands, shape = prepared
         self._fp8 = fp8
@@ -233,6 +233,8 @@ class Planned:
         if self._fp8:
             lengths_of_call["precision"] = "fp8"
         with Call("a planned call", q, k, v, lengths_of_call, out) as call:
+            if self._fp8 and call.quantised is not None:
+                call.quantised.per, call.quantised.layout = self._fp8
             call.dequantise()
             lengths = [call.options[name] for name in LENGTHS]
             planned = all(x is None for x in lengths)
@@ -475,7 +477,7 @@ def _unpickled(
     varies = problem.spec.kv_lengths and not problem.spec.packed
     return Planned(
         prepared, (like[0], like[1], like[2]), backend, return_lse is True, varies=varies, follows=follows,
-        fp8=fp8 is True,
+        fp8=None if fp8 is None else (fp8[0], fp8[1]),  # which `quantize` checks
     )  # fmt: skip
 
 

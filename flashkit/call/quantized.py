@@ -210,8 +210,9 @@ def quantize(
 ) -> Quantized:  # fmt: skip
     """Quantise an array of queries, keys or values to 8 bits.
 
-    Each group of numbers shares a scale, its greatest magnitude divided by the greatest number of the format. Numbers
-    are divided by their scale and rounded to the nearest, ties to even. It is computed in float32.
+    Each group of numbers shares a scale, its greatest magnitude divided by the greatest number of the format; for blocks
+    of e4m3 the power of two that is no less, which costs a floating format no accuracy. Numbers are divided by their
+    scale and rounded to the nearest, ties to even. It is computed in float32.
 
     Parameters
     ----------
@@ -285,31 +286,66 @@ def quantize(
     choice("layout", layout, LAYOUTS)
     check_shape("x", x.shape)
     block, seed = integer("block", block, 1, 2**63 - 1), integer("seed", seed, 0, 2**64 - 1)
+    rotate, smooth, transpose = flag("rotate", rotate), flag("smooth", smooth), flag("transpose", transpose)
     xp, tokens, mean = arrays.namespace(kind), _token_axis(x.ndim, layout), None
+    transpose = transpose and dtype == "e4m3"
+    if kind == "cupy" and (dtype, per, block, smooth) == ("e4m3", "block", BLOCK, False) and x.ndim > 2:
+        made = _in_one_pass(x, layout, seed if rotate else None, transpose)
+        if made is not None:
+            return made
     with arrays.scope(x), np.errstate(all="ignore"):
         values = x.astype(np.float32)
-        if flag("smooth", smooth):
+        if smooth:
             finite = xp.isfinite(values)
             count = xp.maximum(finite.sum(tokens, keepdims=True), 1)
             total = xp.where(finite, values, np.float32(0)).sum(tokens, keepdims=True, dtype=np.float64)
             mean = (total / count).astype(np.float32)
             values -= mean
-        if flag("rotate", rotate):
+        if rotate:
             values = _times(xp, values, rotation(x.shape[-1], seed))
         values = xp.where(xp.isfinite(values), values, np.float32(np.nan))
         absent = np.float32(0 if dtype == "e4m3" else np.nan)
         rows = xp.where(xp.isnan(values), absent, abs(values)).max(-1, keepdims=True)
         scale = xp.maximum(_reduced(xp, rows, per, block, tokens) / np.float32(LARGEST[dtype]), np.float32(MIN_SCALE))
+        if (dtype, per) == ("e4m3", "block"):
+            scale = ((scale.view(np.int32) + 0x7FFFFF) & 0x7F800000).view(np.float32)  # a power of two, no less
         values /= _of_tokens(xp, scale, x.shape, per, block, layout)
         data = _e4m3(xp, values) if dtype == "e4m3" else _int8(xp, values)
-        transposed = transposed_values(xp, data, layout) if flag("transpose", transpose) and dtype == "e4m3" else None
+        transposed = transposed_values(xp, data, layout) if transpose else None
     return Quantized(data, scale, x.dtype, per, block, layout, seed if rotate else None, mean, transposed)
+
+
+def _in_one_pass(x: Any, layout: str, seed: int | None, transpose: bool) -> Quantized | None:
+    """`quantize` per block to e4m3 by a kernel, or None where it does not take the array."""
+    from ..backends.cuda_common import quantize
+
+    four = x.swapaxes(-3, -2) if layout == "bnhd" else x
+    four = four if x.ndim == 4 else four.reshape((-1, *four.shape[-3:]))
+    with arrays.scope(x):
+        if not quantize.takes(four):
+            return None
+        xp = arrays.namespace("cupy")
+        data = xp.empty(x.shape, np.uint8)
+        scale = xp.empty(scale_shape(x.shape, "block", BLOCK, layout), np.float32)
+        transposed = xp.empty(_transposed_shape(x.shape, layout), np.uint8) if transpose else None
+        codes, of_blocks = (each.swapaxes(-3, -2) if layout == "bnhd" else each for each in (data, scale))
+        codes, of_blocks = (each.reshape((-1, *each.shape[-3:])) for each in (codes, of_blocks))
+        vt = None if transposed is None else transposed.reshape((-1, *transposed.shape[-3:]))
+        quantize.quantize_blocks(four, codes, of_blocks, vt, None if seed is None else _signs(x.shape[-1], seed))
+    return Quantized(data, scale, x.dtype, "block", BLOCK, layout, seed, None, transposed)
+
+
+@lru_cache(maxsize=16)
+def _signs(d: int, seed: int) -> np.ndarray:
+    """Whether the rotation changes the sign of each column: by flashkit's own generator, as stored data outlives NumPy's
+    versions.
+    """
+    return philox((np.arange(d), 0, 0, 0), seed)[0] & 1 != 0
 
 
 @lru_cache(maxsize=16)
 def rotation(d: int, seed: int) -> np.ndarray:
     """The orthonormal matrix of quantize(rotate=True), (d, d) float32, by which rows are multiplied from the right."""
-    words = philox((np.arange(d), 0, 0, 0), seed)[0]  # flashkit's own generator: stored data outlives NumPy's versions
     if d & (d - 1):
         angles = 2 * np.pi / d * (np.outer(np.arange(d), np.arange(d)) % d)
         transform = np.cos(angles) + np.sin(angles)  # Hartley's
@@ -317,7 +353,7 @@ def rotation(d: int, seed: int) -> np.ndarray:
         transform = np.ones((1, 1))
         while len(transform) < d:
             transform = np.block([[transform, transform], [transform, -transform]])
-    matrix = np.where(words & 1, -1.0, 1.0)[:, None] * transform / d**0.5
+    matrix = np.where(_signs(d, seed), -1.0, 1.0)[:, None] * transform / d**0.5
     single = matrix.astype(np.float32)
     single.flags.writeable = False
     return single

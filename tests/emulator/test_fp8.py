@@ -19,6 +19,7 @@ from flashkit import Quantized
 from flashkit.backends.cuda_common import backend as cuda_backend
 from flashkit.backends.cuda_common import compiler, launch, verify
 from flashkit.backends.cupy_raw import sm90, sm90_fp8, specialise
+from flashkit.call.quantized import transposed_values
 
 if TYPE_CHECKING:
     from .device import Device
@@ -378,3 +379,28 @@ def test_a_weight_of_1_stays_1(per: str, device: Device, launched: list[str]) ->
     value = given[2].dequantize("float64")[:, :, 5:6]
     np.testing.assert_allclose(out.get().astype(np.float64), value + 0 * q.astype(np.float64), rtol=2.0**-8)
     assert launched == [KERNEL]
+
+
+@pytest.mark.parametrize(
+    ("dim", "layout", "rotate", "dtype"),
+    [
+        (64, "bhnd", True, ml_dtypes.bfloat16),
+        (128, "bnhd", False, np.float16),
+        pytest.param(256, "bhnd", True, np.float16, marks=slow),
+    ],
+)
+def test_quantised_in_one_pass(dim: int, layout: Any, rotate: bool, dtype: Any, device: Device) -> None:
+    """By the kernel: the numbers of the host, and V^T as `transposed_values` makes it."""
+    import cupy
+
+    x = normal(2, 3, 300, dim, dtype=np.float32)
+    x[0, 1, 130], x[1, 2, :, 7] = 0, 5
+    x[0, 2, 3, 5], x[0, 2, 4, 6] = np.nan, np.inf
+    x = x.astype(dtype) if layout == "bhnd" else np.ascontiguousarray(x.swapaxes(1, 2)).astype(dtype)
+    options: dict[str, Any] = {"per": "block", "rotate": rotate, "layout": layout, "transpose": True}
+    host, own = (flashkit.quantize(each, **options) for each in (x, cupy.asarray(x)))
+    assert device.launched[-1] == "quantize_blocks"
+    np.testing.assert_array_equal(own.scale.get(), host.scale)
+    differ = np.count_nonzero(own.data.get() != host.data.view(np.uint8))
+    assert differ <= (0 if not rotate else x.size // 500)  # sums in another order, between two codes
+    np.testing.assert_array_equal(own.transposed.get(), transposed_values(np, own.data.get(), layout))

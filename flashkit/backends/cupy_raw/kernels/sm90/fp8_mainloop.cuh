@@ -14,7 +14,7 @@
 // two per cent by then. Each thread has its own elements of that part, and their reference, so nothing waits.
 //
 // Row sums: eight lines of ones behind V^T make the tensor cores sum the codes, and the rounding of a great weight
-// cancels in O. Every SUM_TILES tiles, or every tile where it has a scale of its own, CUDA cores add them up. The log-sum-exp needs sums of weights that are not rounded
+// cancels in O. Every SUM_TILES tiles, and where V's scale changes, CUDA cores add them up. The log-sum-exp needs sums of weights that are not rounded
 // (EXACT_LSE).
 //
 // Rows whose scales are not positive numbers, or too far from 1 for products of scales, and rows that a masked NaN in V
@@ -446,7 +446,7 @@ struct ConsumerFp8 {
     // them. more: whether the work tile may have tiles behind the one in hand.
     __device__ __forceinline__ void end_product(bool grows, bool more) {
         const bool promotes = ++tiles >= PROMOTE_TILES && more,
-                   adds = SUMS_BY_ONES && (SCALES_OF_BLOCKS ? tiles > 0 : tiles % SUM_TILES == 0);
+                   adds = SUMS_BY_ONES && (tiles % SUM_TILES == 0 || (SCALES_OF_BLOCKS && inverse_v != pending_inverse_v));
         if (__builtin_expect(grows || adds || promotes, 0)) {
             __syncwarp();
 #pragma unroll
@@ -568,7 +568,7 @@ struct ConsumerFp8 {
     __device__ __forceinline__ void drain() {
         issue_pv(p);
         wait_pv(p);
-        end_product(false, true);
+        end_product(false, false);
         while (is_pending()) pass_v();
     }
 
