@@ -105,7 +105,7 @@ class Sm90Fp8Tile(ForwardTile):
             return 160, 32
         if self._has_transpose_warps(spec):
             return 224, 32
-        return self.registers(spec.mask is not None or not _gets_vt(spec))
+        return self.registers(classifies=is_narrow(spec))  # O, S and P of wide heads leave others the fewest
 
     def source(self, spec: AttentionSpec, pack: int) -> tuple[dict[str, int], str]:
         """Constants and generated functions of the kernel."""
