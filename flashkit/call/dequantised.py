@@ -39,7 +39,7 @@ class Dequantised:
         self.per: Per = "block" if all(options.get(name) is None for name in SEQUENCES) else "token"
         self.layout = options.get("layout", "bhnd") if self.per == "block" else "bhnd"
         self._quantised: dict[str, Quantized] = {}
-        named = {"q": q, "k": k, "v": v}
+        self._given = named = {"q": q, "k": k, "v": v}
         self.kind = arrays.require("q", _memory(q))
         self.dtype = arrays.dtype_name("q", q)
         for name, x in named.items():
@@ -52,7 +52,6 @@ class Dequantised:
                     f"flashkit.quantize({name}, ...) or another precision"
                 )
         self._dtype = DTYPES[self.dtype].accumulator
-        self._description = ", ".join(f"{name} {self._describe(x)}" for name, x in named.items())
 
     @property
     def rounds(self) -> bool:
@@ -144,7 +143,8 @@ class Dequantised:
 
     def described(self, problem: str, why: str) -> str:
         """The description of the call that runs, with what comes before it, and why."""
-        return f"{problem}; dequantised before: {self._description} ({why})"
+        described = ", ".join(f"{name} {self._describe(x)}" for name, x in self._given.items())
+        return f"{problem}; dequantised before: {described} ({why})"
 
     def _describe(self, x: Any) -> str:
         if isinstance(x, Quantized):

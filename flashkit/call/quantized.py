@@ -331,7 +331,7 @@ def _in_one_pass(x: Any, layout: str, seed: int | None, transpose: bool) -> Quan
         codes, of_blocks = (each.swapaxes(-3, -2) if layout == "bnhd" else each for each in (data, scale))
         codes, of_blocks = (each.reshape((-1, *each.shape[-3:])) for each in (codes, of_blocks))
         vt = None if transposed is None else transposed.reshape((-1, *transposed.shape[-3:]))
-        quantize.quantize_blocks(four, codes, of_blocks, vt, None if seed is None else _signs(x.shape[-1], seed))
+        quantize.quantize_blocks(four, codes, of_blocks, vt, None if seed is None else _sign_words(x.shape[-1], seed))
     return Quantized(data, scale, x.dtype, "block", BLOCK, layout, seed, None, transposed)
 
 
@@ -341,6 +341,13 @@ def _signs(d: int, seed: int) -> np.ndarray:
     versions.
     """
     return philox((np.arange(d), 0, 0, 0), seed)[0] & 1 != 0
+
+
+@lru_cache(maxsize=16)
+def _sign_words(d: int, seed: int) -> tuple[int, ...]:
+    """`_signs` of up to 256 columns as the bits of four words."""
+    words: list[int] = np.packbits(np.resize(_signs(d, seed), 256), bitorder="little").view(np.int64).tolist()
+    return tuple(words)
 
 
 @lru_cache(maxsize=16)

@@ -6,8 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from ...spec import name_of
 from . import compiler, device, launch
 
 BLOCK, DIMS = 128, (64, 128, 256)
@@ -22,26 +21,25 @@ def takes(x: Any) -> bool:
     on, strides = device.current(), x.strides
     return (
         on.capability >= _CAPABILITY and x.data.device_id == on.ordinal and x.shape[3] in DIMS and x.size > 0
-        and x.dtype.name in ("float16", "bfloat16") and strides[3] == 2
+        and name_of(x.dtype) in ("float16", "bfloat16") and strides[3] == 2
         and not (x.data.ptr | strides[0] | strides[1] | strides[2]) % 16
     )  # fmt: skip
 
 
-def quantize_blocks(x: Any, codes: Any, scale: Any, transposed: Any, signs: np.ndarray | None) -> None:
+def quantize_blocks(x: Any, codes: Any, scale: Any, transposed: Any, signs: tuple[int, ...] | None) -> None:
     """Enqueue the quantisation of x (B, H, N, D).
 
     codes: uint8 like x, the last axis contiguous; scale: float32 (B, H, blocks, 1); transposed: V^T, (B, H, D, padded
-    tokens), or None. signs: whether the rotation changes the sign of a column, or None without one.
+    tokens), or None. signs: for each column a bit, whether the rotation changes its sign; None without one.
     """
     batch, heads, tokens, dim = x.shape
     padded = 0 if transposed is None else transposed.shape[3]
-    packed = np.packbits(np.zeros(256, bool) if signs is None else np.resize(signs, 256), bitorder="little")
     words = [x.data.ptr, codes.data.ptr, scale.data.ptr, 0 if transposed is None else transposed.data.ptr]
     for array in (x, codes, scale):
         words += [stride // array.itemsize for stride in array.strides[:3]]
-    words += [heads, tokens, padded, int(signs is not None), *packed.view(np.int64).tolist()]
+    words += [heads, tokens, padded, int(signs is not None), *(signs or (0, 0, 0, 0))]
     stream = launch.stream()
-    kernel = _kernel(dim, x.dtype.name == "bfloat16", x.data.device_id)
+    kernel = _kernel(dim, name_of(x.dtype) == "bfloat16", x.data.device_id)
     kernel.launch(batch * heads * -(-tokens // BLOCK), _THREADS, launch.KernelArguments(words), stream)
     launch.keep(stream, x, codes, scale, transposed)
 

@@ -34,7 +34,7 @@
 constexpr bool IS_NARROW = COLUMNS <= 128;  // O leaves registers for two P
 constexpr bool SUMS_BY_ONES = IS_NARROW && !SCALES_OF_TOKENS, SUMS_OF_FLOATS = !SUMS_BY_ONES || EXACT_LSE;
 constexpr bool IN_PAIRS = SUMS_BY_ONES && !HAS_SCORE;  // FULL tiles
-constexpr bool Q_IN_REGISTERS = IN_PAIRS && MMA_WARPGROUPS == 2 && HEAD_DIM <= 128;
+constexpr bool Q_IN_REGISTERS = IN_PAIRS && MMA_WARPGROUPS == 2 && HEAD_DIM <= 128 && !EXACT_LSE;
 constexpr int ONES = COLUMNS / 2;  // the first row sum in O
 constexpr int SUMS_REGS = ONES + 4 * SUMS_BY_ONES, CODE_REGS = BLOCK_K / 8;
 constexpr int Q_REGS = Q_IN_REGISTERS ? up(HEAD_DIM, 32) / 8 : 4;
@@ -163,7 +163,7 @@ DEVICE void epilogue_fp8(const Params& p, const WorkTile& at, const float (&m)[2
 // e4m3 has no bits for P below 2^-9, and 448 is its greatest number. The greatest weight is FIRST_WEIGHT after a first
 // tile, which leaves room for greater ones, and GREATEST after one that was too great: a power of two, which e4m3 holds.
 // LAZY: by how many octaves the maximum may grow before O is rescaled.
-constexpr float GREATEST = 8, FIRST_WEIGHT = SUMS_BY_ONES ? 4 : SCALES_OF_TOKENS ? 8 : 5, LAZY = IS_NARROW ? 0 : 3;
+constexpr float GREATEST = 8, FIRST_WEIGHT = SUMS_BY_ONES ? 4 : SCALES_OF_TOKENS ? 8 : 5, LAZY = IS_NARROW || SCALES_OF_TOKENS ? 0 : 3;
 constexpr unsigned TO_SIGN = 0x08080808, SIGNS = 0x80808080;  // a code of 2^8 or more plus 8 has its sign set
 constexpr float NO_MAXIMUM = -1e30f;  // m of a row without a visible key so far
 
@@ -195,6 +195,7 @@ struct ConsumerFp8 {
     unsigned p[CODE_REGS], other_p[CODE_REGS], q[Q_REGS];
     int number = -1;           // of the work tile that the current tile belongs to, among this CTA's
     int tiles = 0;             // in O, since it began or was promoted
+    int next_desc;             // tile descriptor, read ahead
     unsigned loads = 0;        // of key scales
     unsigned careful = 0;      // SIGNS: m is great, so that no tile is taken as it is
     bool begins = false;       // the next tile is the warp group's first one of its work tile
@@ -206,6 +207,10 @@ struct ConsumerFp8 {
     // --- pipelines ---------------------------------------------------------------------------------------------------
 
     __device__ __forceinline__ void wait_k() const { k_pipe(base).consumer_wait(tiles_k); }
+    __device__ __forceinline__ void read_ahead() {  // a tile's descriptor comes with its K
+        wait_k();
+        next_desc = load_word(tile_desc_slot(base, tiles_k));
+    }
     __device__ __forceinline__ void wait_v() const { vt_pipe(base).consumer_wait(tiles_v); }
     __device__ __forceinline__ void release_k() { k_pipe(base).consumer_release(tiles_k++); }
     __device__ __forceinline__ void release_v() { vt_pipe(base).consumer_release(tiles_v++); }
@@ -515,6 +520,7 @@ struct ConsumerFp8 {
         wait_s<1>();
         const bool grows = optimistic_softmax(next);
         wait_pv(codes);
+        read_ahead();
         end_product(grows, tile > 0);
         pending_inverse_v = inverse_v;
     }
@@ -546,6 +552,7 @@ struct ConsumerFp8 {
             wait_pv(p);
             while (tiles_v + 1 != tiles_k) pass_v();
         }
+        read_ahead();  // its latency is hidden behind packing P
         if (FIRST) {
             pack_codes();
             end_work_tile(m_before, l_before, exact_before, v_before, promoted_before);
@@ -580,17 +587,17 @@ struct ConsumerFp8 {
         release_k();
         if (!pending) pass_v();
         looks = true;
+        read_ahead();
     }
 
     __device__ __forceinline__ void run() {
+        read_ahead();
 #pragma unroll 1
         while (true) {
-            wait_k();
             const unsigned slot = tile_desc_slot(base, tiles_k);
-            const int tile_desc = uniform(load_word(slot)), tile = tile_desc >> 8, state = tile_desc >> 2 * wg & 3;
+            const int tile_desc = uniform(next_desc), tile = tile_desc >> 8, state = tile_desc >> 2 * wg & 3;
             if (IN_PAIRS && (tile_desc & PAIR) && state == FULL && !looks) {
                 optimistic_step(p, other_p, slot, tile);
-                wait_k();
                 optimistic_step(other_p, p, tile_desc_slot(base, tiles_k), tile - 1);
                 continue;
             }

@@ -227,8 +227,8 @@ struct KvSource {
         const unsigned row = threadIdx.x % 32 * box_rows();
         if (is_leader()) mbarrier_arrive_expect_tx(barrier, BLOCK_K * CHUNK_ROW * CHUNKS);
         if (row < BLOCK_K)
-            load_tile<1, CHUNKS, BLOCK_K>(target + row * CHUNK_ROW, map,
-                                          Box{0, at.row, at.head, (int)existing_page(p, at.page)}, barrier, 0, chunk);
+            load_tile<1, CHUNKS, BLOCK_K, CHUNK_COLUMNS>(
+                target + row * CHUNK_ROW, map, Box{0, at.row, at.head, (int)existing_page(p, at.page)}, barrier, 0, chunk);
         __syncwarp();  // a lane that fell behind would wait for a phase of the pipeline that is over
     }
     __device__ __forceinline__ static bool is_leader() { return !IS_PAGED || threadIdx.x % 32 == 0; }
