@@ -65,7 +65,7 @@ def attention(
         Arrays with a contiguous last axis and aligned elements are read in place, with any strides; others are copied.
         v may be a view of k, such as k[..., :Dv]: then memory is read once. Each may be a flashkit.Quantized instead,
         made from an array of the others' dtype: it counts as that array. It is dequantised for the call, except where a
-        kernel reads 8 bits: decoding on a CPU, and with FLASHKIT_FP8_KERNELS=1 e4m3 on Hopper.
+        kernel reads 8 bits: decoding on a CPU, and e4m3 on Hopper.
     {options}
     return_lse
         Return (out, lse).
@@ -78,8 +78,8 @@ def attention(
     precision
         "tf32" allows TensorFloat-32 products for float32 inputs on GPUs that have them. None or "highest" is full
         float32; of e4m3 arrays None may round weights to e4m3 as well. "fp8" quantises float16 and bfloat16 to e4m3
-        first, each token by itself, q and k rotated: as quantize(x, "e4m3", "token", rotate=True), and for v without
-        rotation.
+        first, q and k rotated: as quantize(x, "e4m3", "block", rotate=True), and for v without rotation; with
+        kv_lengths, cu_seqlens or page_table each token by itself, "token".
     backend
         Name of the backend. By default the fastest one by the profile of the device.
 
@@ -189,7 +189,10 @@ def plan(
             queries = call.options.get("q_lengths")
             follows = queries_of(queries, problem.array_kind, shape, problem.batch, problem.n_q, problem.n_q)
         given = call.q, call.k, call.v
-        return Planned(prepared, given, backend, return_lse, varies=varies, follows=follows, fp8=fp8 and (fp8.per, fp8.layout))
+        return Planned(
+            prepared, given, backend, return_lse, varies=varies, follows=follows,
+            fp8=None if fp8 is None else (fp8.per, fp8.layout),
+        )  # fmt: skip
 
 
 @overload

@@ -50,7 +50,6 @@ class Fp8(NamedTuple):
     exact_lse: bool = True  # the log-sum-exp is that of weights before they are rounded
 
 
-
 @cache
 def name_of(dtype: Any) -> str:
     """The name of a dtype; cached because NumPy computes it for each access."""

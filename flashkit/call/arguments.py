@@ -39,8 +39,8 @@ PRECISIONS = (None, "highest", "tf32", "fp8")
 
 
 class Fp8Arrays(NamedTuple):
-    """What codes of e4m3 stand for: the dtype of the output, and the scales of q, k and v, one for each token or block, in
-    the caller's axes. v_transposed: V^T, four axes, or None.
+    """What codes of e4m3 stand for: the dtype of the output, and the scales of q, k and v, one for each token or block,
+    in the caller's axes. v_transposed: V^T, four axes, or None.
     """
 
     dtype: np.dtype
@@ -169,8 +169,9 @@ def prepare(
     def empty(shape: tuple[int, ...], dtype: Any) -> Any:
         return arrays.stand_in(xp.zeros((), dtype), shape) if described else xp.empty(shape, dtype)
 
+    values4 = v4 if fp8 is None or fp8.v_transposed is None else fp8.v_transposed
     operands = Operands(
-        q4, k4, v4 if fp8 is None or fp8.v_transposed is None else fp8.v_transposed, 1 / math.sqrt(d) if o.scale is None else number("scale", o.scale),
+        q4, k4, values4, 1 / math.sqrt(d) if o.scale is None else number("scale", o.scale),
         seqs.with_extra(offsets), seqs.with_extra(seqs.lengths), params, values,
         sinks_of(o.sinks, kind, heads, o.layout, spec.lse_dtype, not described), dropout_p, seed_of(o.seed, dropout_p),
         shape.to_four(out).view() if direct else shape.empty(empty, entries, heads, n_q, dv, own_dtype),

@@ -90,7 +90,7 @@ def codes_of(call: Call, return_lse: bool) -> Codes | str:
     transposed = v.transposed if plain else None
     spec = Fp8(_shared_by(tensors, layout, has_sequences), transposed is not None, return_lse)
     arrays_of = q.data, k.data, v.data if transposed is None else transposed
-    return Codes(tensors, arrays_of, tuple(x.scale for x in tensors), q.dtype, spec)  # type: ignore[arg-type]
+    return Codes(tensors, arrays_of, (q.scale, k.scale, v.scale), q.dtype, spec)
 
 
 def prepared_on(codes: Codes | str, call: Call) -> Prepared | str:

@@ -210,9 +210,9 @@ def quantize(
 ) -> Quantized:  # fmt: skip
     """Quantise an array of queries, keys or values to 8 bits.
 
-    Each group of numbers shares a scale, its greatest magnitude divided by the greatest number of the format; for blocks
-    of e4m3 the power of two that is no less, which costs a floating format no accuracy. Numbers are divided by their
-    scale and rounded to the nearest, ties to even. It is computed in float32.
+    Each group of numbers shares a scale, its greatest magnitude divided by the greatest number of the format; for
+    blocks of e4m3 the power of two that is no less, which costs a floating format no accuracy. Numbers are divided by
+    their scale and rounded to the nearest, ties to even. It is computed in float32.
 
     Parameters
     ----------
@@ -237,8 +237,8 @@ def quantize(
     layout
         "bhnd", or "bnhd" for (..., N, H, D).
     transpose
-        Of e4m3 also keep the numbers with keys innermost, (..., H, D, N up to a multiple of 32), where among 16 keys key
-        8 j + 2 t + c stands at 4 t + 2 j + c. Hopper's kernel is up to a tenth faster where it gets v so.
+        Of e4m3 also keep the numbers with keys innermost, (..., H, D, N up to a multiple of 32), where among 16 keys
+        key 8 j + 2 t + c stands at 4 t + 2 j + c. Hopper's kernel is up to a tenth faster where it gets v so.
 
     Returns
     -------
@@ -319,26 +319,33 @@ def _in_one_pass(x: Any, layout: str, seed: int | None, transpose: bool) -> Quan
     """`quantize` per block to e4m3 by a kernel, or None where it does not take the array."""
     from ..backends.cuda_common import quantize
 
-    four = x.swapaxes(-3, -2) if layout == "bnhd" else x
-    four = four if x.ndim == 4 else four.reshape((-1, *four.shape[-3:]))
+    def four(array: Any) -> Any:
+        array = array.swapaxes(-3, -2) if layout == "bnhd" else array
+        return array if array.ndim == 4 else array.reshape((-1, *array.shape[-3:]))
+
     with arrays.scope(x):
-        if not quantize.takes(four):
+        given = four(x)
+        if not quantize.takes(given):
             return None
         xp = arrays.namespace("cupy")
         data = xp.empty(x.shape, np.uint8)
         scale = xp.empty(scale_shape(x.shape, "block", BLOCK, layout), np.float32)
         transposed = xp.empty(_transposed_shape(x.shape, layout), np.uint8) if transpose else None
-        codes, of_blocks = (each.swapaxes(-3, -2) if layout == "bnhd" else each for each in (data, scale))
-        codes, of_blocks = (each.reshape((-1, *each.shape[-3:])) for each in (codes, of_blocks))
         vt = None if transposed is None else transposed.reshape((-1, *transposed.shape[-3:]))
-        quantize.quantize_blocks(four, codes, of_blocks, vt, None if seed is None else _sign_words(x.shape[-1], seed))
-    return Quantized(data, scale, x.dtype, "block", BLOCK, layout, seed, None, transposed)
+        signs = None if seed is None else _sign_words(x.shape[-1], seed)
+        quantize.quantize_blocks(given, four(data), four(scale), vt, signs)
+    made = object.__new__(Quantized)  # without checks of what was made here
+    vars(made).update(
+        data=data, scale=scale, dtype=x.dtype, per="block", block=BLOCK, layout=layout, seed=seed, mean=None,
+        transposed=transposed, _kind="cupy",
+    )  # fmt: skip
+    return made
 
 
 @lru_cache(maxsize=16)
 def _signs(d: int, seed: int) -> np.ndarray:
-    """Whether the rotation changes the sign of each column: by flashkit's own generator, as stored data outlives NumPy's
-    versions.
+    """Whether the rotation changes the sign of each column: by flashkit's own generator, as stored data outlives
+    NumPy's versions.
     """
     return philox((np.arange(d), 0, 0, 0), seed)[0] & 1 != 0
 

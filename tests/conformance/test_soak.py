@@ -226,7 +226,6 @@ def test_random_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
     generations = dispatch.registry()[NAME].allowed()  # type: ignore[attr-defined]
     monkeypatch.setenv(cuda_backend.VARIABLE, generations[0].name)
-    monkeypatch.setenv("FLASHKIT_FP8_KERNELS", "1")
     dispatch.forget()
     seed = int(os.environ.get("FLASHKIT_SOAK_SEED") or 0)
     if seed % 2:

@@ -6,6 +6,7 @@ the row, in otherwise exact arithmetic.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -271,6 +272,89 @@ def test_long_sums_are_promoted(device: Device, launched: list[str]) -> None:
     assert launched == [KERNEL] and isinstance(out, cupy.ndarray)
 
 
+@pytest.mark.parametrize("per", ["head", "block"])
+def test_blocks_and_the_log_sum_exp(per: str, device: Device, launched: list[str]) -> None:
+    """Sizes of keys and values change from block to block. With and without the log-sum-exp outputs are the same."""
+    import cupy
+
+    q, k, v = inputs(2, "2:1", 200, 1500, 64)
+    sizes = np.repeat(2.0 ** np.array([0, -3, 2, 5, 0, 0, -6, 1, 3, 0, 0, 2]), 128)[:1500, None]
+    k[...], v[...] = k / (1 + sizes), v * sizes
+    given = quantised(q, k, v, per)
+    check(given, launched)
+    on = [on_device(x) for x in given]
+    alone, (out, _) = (flashkit.attention(*on, return_lse=lse, backend="cupy_raw") for lse in (False, True))
+    np.testing.assert_array_equal(alone.get(), out.get())
+    assert isinstance(alone, cupy.ndarray) and launched == [KERNEL] * 3
+
+
+def test_other_scales_of_blocks(device: Device, launched: list[str]) -> None:
+    """Of another quantiser, no powers of two; and V as it lies, with V^T in no array."""
+    given = quantised(*inputs(1, "2:1", 130, 700, 64), "block", transpose=False)
+    given = [replace(x, scale=x.scale * np.float32(1.3)) for x in given]
+    check(given, launched, causal=True)
+
+
+def test_packed_sequences(device: Device, launched: list[str]) -> None:
+    """One of them without queries; codes of the next sequence are NaN in none."""
+    import cupy
+
+    q, k, v = (np.ascontiguousarray(x[0].swapaxes(0, 1)) for x in inputs(1, "4:2", 300, 300, 64))
+    offsets = np.array([0, 130, 130, 201, 300])
+    given = [flashkit.quantize(x, layout="bnhd") for x in (q, k, v)]
+    options: dict[str, Any] = {"cu_seqlens": offsets, "causal": True}
+    found = flashkit.attention(*map(on_device, given), backend="cupy_raw", **options)
+    parts = [
+        exact_and_rounded([replace(x, data=x.data[None, a:b], scale=x.scale[None]) for x in given], causal=True,
+                          layout="bnhd")
+        for a, b in itertools.pairwise(offsets)
+        if a < b
+    ]  # fmt: skip
+    exact, rounded = (np.concatenate([part[i][0] for part in parts]) for i in (0, 2))
+    assert_close(found.get(), exact, rounded)
+    assert launched == [KERNEL] and isinstance(found, cupy.ndarray)
+
+
+@pytest.mark.parametrize("dim", [64, pytest.param(256, marks=slow)])
+@pytest.mark.parametrize("per", ["tensor", "token"])
+def test_keys_in_pages(dim: int, per: Any, device: Device, launched: list[str]) -> None:
+    q, k, v = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in inputs(2, "4:2", 40, 224, dim))
+    table = np.random.default_rng(3).permutation(28).reshape(2, 14)
+    pools = [np.zeros((28, 16, *x.shape[2:]), x.dtype) for x in (k, v)]
+    for pool, x in zip(pools, (k, v), strict=True):
+        pool[table] = x.reshape(2, 14, 16, *x.shape[2:])
+    q8, *pools8 = (flashkit.quantize(x, per=per, layout="bnhd") for x in (q, *pools))
+    lengths = np.array([220, 77])
+    options: dict[str, Any] = {"kv_lengths": lengths, "causal": True, "layout": "bnhd"}
+    found = flashkit.attention(*map(on_device, (q8, *pools8)), page_table=table, backend="cupy_raw", **options)
+    dense = [
+        replace(x, data=x.data[table].reshape(2, 224, *x.shape[2:]),
+                scale=x.scale[table].reshape(2, 224, *x.scale.shape[2:]) if per == "token" else x.scale)
+        for x in pools8
+    ]  # fmt: skip
+    exact, _, rounded = exact_and_rounded([q8, *dense], **options)
+    assert_close(found.get(), exact, rounded)
+    assert launched == [KERNEL]
+
+
+def test_a_weight_that_outgrows_the_first_tile(device: Device, launched: list[str]) -> None:
+    """Scores grow by more than codes have room for, in tiles that are taken optimistically and in both of a pair."""
+    q, k, v = inputs(1, "1:1", 128, 1152, 64)
+    q[...] = 1
+    k[...] = (np.arange(1152)[::-1] // 128 * 1.5 / 8)[:, None]  # last keys come first
+    check(quantised(q, k, v, "head"), launched)
+
+
+@pytest.mark.parametrize("dim", [64, pytest.param(256, marks=slow)])
+def test_promotion(dim: int, device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every four tiles here, with a maximum that grows meanwhile; no part of O is lost."""
+    monkeypatch.setattr(sm90_fp8, "PROMOTED_KEYS", 512)
+    plant(monkeypatch, "sm90/fp8_mainloop.cuh", "PROMOTE_TILES = IS_NARROW ? 16 : 32", "PROMOTE_TILES = 4")
+    q, k, v = inputs(1, "2:1", 70, 1700, dim)
+    k *= (1 + np.arange(1700)[::-1] // 300).astype(k.dtype)[:, None]
+    check(quantised(q, k, v, "head"), launched)
+
+
 def test_numbers_that_scales_cannot_carry(device: Device, launched: list[str]) -> None:
     """A masked NaN in V; rows of q with a negative scale, 0, or one whose products overflow; a value's scale of 0."""
     import cupy
@@ -307,7 +391,7 @@ def test_precision_fp8(device: Device, launched: list[str]) -> None:
     arrays[2][:, :, 128:] *= np.asarray(1000, arrays[2].dtype)
     other = flashkit.attention(q, k, cupy.asarray(arrays[2]), precision="fp8", backend="cupy_raw", causal=True)
     np.testing.assert_array_equal(found.get()[:, :, :90], other.get()[:, :, :90])
-    assert launched == [KERNEL] * 3
+    assert launched.count(KERNEL) == 3 and set(launched) == {KERNEL, "quantize_blocks"}
 
 
 REFUSED = [

@@ -143,9 +143,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_blocks(const Argu
             words[w] = pack(__fdiv_rn(x[i][4 * w], scale), __fdiv_rn(x[i][4 * w + 1], scale),
                             __fdiv_rn(x[i][4 * w + 2], scale), __fdiv_rn(x[i][4 * w + 3], scale));
         const uint4 vec{words[0], words[1], words[2], words[3]};
-        if (token0 + row < p.tokens)
-            *reinterpret_cast<uint4*>(codes + (token0 + row) * p.of_codes.token) = vec;
-        if (p.transposed != nullptr) *reinterpret_cast<uint4*>(&tile[row][column / 4]) = vec;
+        const bool exists = token0 + row < p.tokens;
+        if (exists) *reinterpret_cast<uint4*>(codes + (token0 + row) * p.of_codes.token) = vec;
+        if (p.transposed != nullptr) *reinterpret_cast<uint4*>(&tile[row][column / 4]) = exists ? vec : uint4{};
     }
     if (p.transposed == nullptr) return;
     __syncthreads();

@@ -11,11 +11,11 @@ from typing import Any
 from ...errors import UnsupportedError
 from ...spec import AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler, modification, sm90_launch
+from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Choice, TileTables
-from ..cuda_common.memory import SmemLayout
-from ..cuda_common.arguments import Arguments
 from ..cuda_common.launch import TensorMap, scratch
+from ..cuda_common.memory import SmemLayout
 from ..cuda_common.params import AT
 from ..cuda_common.sm90_launch import (
     LIST_CAPACITY,
