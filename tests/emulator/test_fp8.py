@@ -92,8 +92,10 @@ def assert_close(got: Any, exact: np.ndarray, rounded: np.ndarray) -> None:
     assert (np.abs(error) <= 2 * np.abs(yardstick).max() + last).all()
 
 
-def check(given: list[Quantized], launched: list[str], on: dict[str, Any] | None = None, **options: Any) -> None:
-    """Output and log-sum-exp of a call; `on`: options on the device."""
+def check(
+    given: list[Quantized], launched: list[str], on: dict[str, Any] | None = None, atol: float = 2e-3, **options: Any
+) -> None:
+    """Output and log-sum-exp of a call; `on`: options on the device. atol: a tensor core rounds scores, too."""
     import cupy
 
     exact, lse, rounded = exact_and_rounded(given, **options)
@@ -105,7 +107,7 @@ def check(given: list[Quantized], launched: list[str], on: dict[str, Any] | None
     assert found is out
     assert_close(out.get(), exact, rounded)
     same = found_lse.get() == lse
-    np.testing.assert_allclose(np.where(same, 0, found_lse.get()), np.where(same, 0, lse), atol=2e-3)
+    np.testing.assert_allclose(np.where(same, 0, found_lse.get()), np.where(same, 0, lse), atol=atol)
     assert launched == [KERNEL]
 
 
@@ -352,7 +354,7 @@ def test_promotion(dim: int, device: Device, launched: list[str], monkeypatch: p
     plant(monkeypatch, "sm90/fp8_mainloop.cuh", "PROMOTE_TILES = IS_NARROW ? 16 : 32", "PROMOTE_TILES = 4")
     q, k, v = inputs(1, "2:1", 70, 1700, dim)
     k *= (1 + np.arange(1700)[::-1] // 300).astype(k.dtype)[:, None] / 4
-    check(quantised(q, k, v, "head"), launched)
+    check(quantised(q, k, v, "head"), launched, atol=1e-2)
 
 
 def test_numbers_that_scales_cannot_carry(device: Device, launched: list[str]) -> None:

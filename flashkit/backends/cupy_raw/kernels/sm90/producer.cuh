@@ -199,6 +199,10 @@ DEVICE float3 tile_scales(const Params& p, int b, int head, int tile) {
     return {valid_scale(k), log2_fast(v), reciprocal(v)};
 }
 
+DEVICE void store_scales(unsigned slot, const float3& x) {  // behind the descriptor
+    store_float(slot + 4, x.x), store_floats(slot + 8, x.y, x.z);
+}
+
 // Where K and V come from: contiguous tensors, or pages.
 struct KvSource {
     const Params& p;
@@ -309,15 +313,17 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
             if (leader && i == claim_at) mbarrier_arrive(base + AT_CLAIM);
             const KvTile at = IS_PAGED && i > 0 ? looked_up : located(entry);
             pipe_k.producer_acquire(n);
-            int desc = at.tile << 8 | first | (entry & 63);
-            const int next = FP8 && i + 1 < count ? work.list.entry[i + 1] : ~entry;
-            if (FP8 && !first && (entry & 63) == (next & 63)) desc |= PAIR;
-            if constexpr (SCALES_OF_BLOCKS) {
-                if (i == 0) scales = tile_scales(p, b, head, at.tile);
-                store_vec(tile_desc_slot(base, n), __int_as_float(desc), scales.x, scales.y, scales.z);
-                if (i + 1 < count) scales = tile_scales(p, b, head, tile_of(next));
+            if constexpr (FP8) {
+                const int next = i + 1 < count ? work.list.entry[i + 1] : ~entry;
+                const int pair = !first && (entry & 63) == (next & 63) ? PAIR : 0;
+                if (leader) store_word(tile_desc_slot(base, n), at.tile << 8 | first | pair | (entry & 63));
+                if (SCALES_OF_BLOCKS) {
+                    if (i == 0) scales = tile_scales(p, b, head, at.tile);
+                    store_scales(tile_desc_slot(base, n), scales);
+                    if (i + 1 < count) scales = tile_scales(p, b, head, tile_of(next));
+                }
             } else if (leader) {
-                store_word(tile_desc_slot(base, n), desc);
+                store_word(tile_desc_slot(base, n), at.tile << 8 | first | (entry & 63));
             }
             kv.load_k(at, base + at_k(n % STAGES), pipe_k.full_barrier(n));
             // The table is far away: the next tile's pages arrive while V's stage is awaited.
