@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -175,7 +174,6 @@ DEVICE_TOKENS, DEVICE_COLUMNS = 16384, 2048
 
 def device(dims: tuple[int, ...] = (128, 64, 256), lengths: tuple[int, ...] = (1024, 4096, 16384)) -> None:
     """Errors of the kernel for e4m3, and times of its tiles beside those of bfloat16, on CuPy arrays."""
-    os.environ["FLASHKIT_FP8_KERNELS"] = "1"
     device_errors()
     device_needle()
     print("\n| head dim | mask | tokens | bfloat16 | scales | " + "tile: TFLOP/s |\n|" + "---|" * 6)
@@ -231,11 +229,11 @@ def device_times(dim: int, causal: bool, n: int, batch: int, heads: int) -> None
     calls: dict[Any, Any] = {("bfloat16", ""): partial(chosen.forward, plan, operands)}
     tables = TileTables("cupy_raw", profiles.for_device("cuda"), device.current(), "forward")
     kept = []  # arguments of kernels hold addresses
-    for per in ("head", "token"):
-        codes = [flashkit.quantize(x, "e4m3", per) for x in given]
+    for per in ("head", "block", "token"):
+        codes = [flashkit.quantize(x, "e4m3", per, transpose=i == 2) for i, x in enumerate(given)]
         with Call("attention", *codes, {"causal": causal}) as call:
             assert call.quantised is not None
-            found = codes_of(call.quantised, call.q, call.k, call.v, call.options)
+            found = codes_of(call.quantised, call.q, call.k, call.v, call.options, False)
             made = found if isinstance(found, str) else on_codes(found, None, False, "cupy_raw")
         assert not isinstance(made, str), made
         kept.append(made)
@@ -243,13 +241,12 @@ def device_times(dim: int, causal: bool, n: int, batch: int, heads: int) -> None
             run = Sm90Fp8Forward(made[0], Choice(tile, None, "tried"), tables).run
             arguments = Arguments(made[0].spec, made[1])
             name = f"{tile.block_q} x {tile.block_k}, {tile.stages} stages, Q {tile.q_buffers}"
-            name += ", in turns" * bool(tile.turns)
             calls[per, name] = partial(run, arguments, launch.stream())
     wait = cupy.cuda.runtime.deviceSynchronize
     taken = timing.interleaved(calls, rounds=7, budget=4.0, min_rounds=3, synchronize=wait)
     flops = problem.flops() * (0.5 if causal else 1)
     rates = {key: flops / found.median / 1e12 for key, found in taken.items()}
-    for per in ("head", "token"):
+    for per in ("head", "block", "token"):
         tiles = "; ".join(f"{tile}: {rate:.0f}" for (of, tile), rate in rates.items() if of == per)
         mask, wide = "causal" if causal else "full", rates["bfloat16", ""]
         print(f"| {dim} | {mask} | {n} | {wide:.0f} | {per} | {tiles} |", flush=True)

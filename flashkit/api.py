@@ -64,7 +64,7 @@ def attention(
         Arrays with a contiguous last axis and aligned elements are read in place, with any strides; others are copied.
         v may be a view of k, such as k[..., :Dv]: then memory is read once. Each may be a flashkit.Quantized instead,
         made from an array of the others' dtype: it counts as that array. It is dequantised for the call, except where a
-        kernel reads 8 bits: decoding on a CPU, and with FLASHKIT_FP8_KERNELS=1 e4m3 on Hopper.
+        kernel reads 8 bits: decoding on a CPU, and e4m3 on Hopper.
     {options}
     return_lse
         Return (out, lse).
@@ -77,8 +77,8 @@ def attention(
     precision
         "tf32" allows TensorFloat-32 products for float32 inputs on GPUs that have them. None or "highest" is full
         float32; of e4m3 arrays None may round weights to e4m3 as well. "fp8" quantises float16 and bfloat16 to e4m3
-        first, each token by itself, q and k rotated: as quantize(x, "e4m3", "token", rotate=True), and for v without
-        rotation.
+        first, q and k rotated: as quantize(x, "e4m3", "block", rotate=True), and for v without rotation; with
+        kv_lengths, cu_seqlens or page_table each token by itself, "token".
     backend
         Name of the backend. By default the fastest one by the profile of the device.
 
@@ -323,7 +323,7 @@ def explain(
         call.require_arrays()
         quantised, why = call.quantised, ""
         if quantised is not None:
-            codes = codes_of(quantised, call.q, call.k, call.v, call.options)
+            codes = codes_of(quantised, call.q, call.k, call.v, call.options, False)
             found = codes if isinstance(codes, str) else on_codes(codes, call.out, call.described, backend)
             if isinstance(found, Prepared):
                 return explain_problem(found.problem, found.operands, backend, measure)

@@ -173,8 +173,8 @@ class Options(TypedDict, total=False):
     precision: Annotated[Precision | None, Option(
         '"tf32" allows TensorFloat-32 products for float32 inputs on GPUs that have them. None or "highest" is full '
         'float32; of e4m3 arrays None may round weights to e4m3 as well. "fp8" quantises float16 and bfloat16 to e4m3 '
-        'first, each token by itself, q and k rotated: as quantize(x, "e4m3", "token", rotate=True), and for v without '
-        "rotation.",
+        'first, q and k rotated: as quantize(x, "e4m3", "block", rotate=True), and for v without rotation; with '
+        'kv_lengths, cu_seqlens or page_table each token by itself, "token".',
     )]  # fmt: skip
 
 

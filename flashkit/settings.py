@@ -156,10 +156,6 @@ CUDA_WATCHDOG = Setting(
     "FLASHKIT_CUDA_WATCHDOG", "1 or 0", _flag, "0",
     "1: where a kernel of `sm90` waits too long for another part of itself it fails instead of hanging",
 )  # fmt: skip
-FP8_KERNELS = Setting(
-    "FLASHKIT_FP8_KERNELS", "1 or 0", _flag, "0",
-    "1: on Hopper, forward passes of 16-bit arrays in e4m3 multiply the codes (docs/quantized.md)",
-)  # fmt: skip
 
 ALL: tuple[Setting[Any], ...] = tuple(value for value in globals().values() if isinstance(value, Setting))
 """In the order of their definition."""

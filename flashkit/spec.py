@@ -41,8 +41,13 @@ DTYPES = {
 
 ITEMSIZE = {name: dtype.size for name, dtype in DTYPES.items()}
 
-Fp8 = Literal["head", "token"]
-"""What shares a scale of keys and values in codes of e4m3."""
+
+class Fp8(NamedTuple):
+    """q, k and v are codes of e4m3 with scales."""
+
+    per: Literal["head", "block", "token"]  # what shares a scale of keys and of values; a block has 128 tokens
+    transposed: bool = False  # there is V^T beside v
+    exact_lse: bool = True  # the log-sum-exp is that of weights before they are rounded
 
 
 @cache
@@ -95,7 +100,7 @@ class AttentionSpec:
     packed: bool = False  # sequences of any length follow each other in one axis of tokens
     paged: bool = False  # keys and values lie in pages that a table names
     pe_dim: int = 0  # last columns of the keys, which lie in an array of their own
-    fp8: Fp8 | None = None  # q, k and v are codes of e4m3 in uint8, with scales; dtype is that of the output
+    fp8: Fp8 | None = None  # q, k and v are codes of e4m3 in uint8; dtype is that of the output
     kv_format: str = ""  # of keys and values of 8 bits, which have scales: "e4m3" or "int8"
     page_run: int = 1  # the largest power of two, up to MAX_PAGE_RUN, that divides the tokens of a page
 
@@ -154,7 +159,7 @@ class AttentionSpec:
             "score modification": self.score is not None, "mask": self.mask is not None, "dropout": self.dropout,
             "sinks": self.sinks, "kv_lengths": self.kv_lengths, "grouped-query": self.group > 1,
             "packed sequences": self.packed, "paged keys": self.paged, "keys in two arrays": self.pe_dim > 0,
-            f"e4m3 with scales per {self.fp8}": self.fp8 is not None,
+            f"e4m3 with scales per {self.fp8 and self.fp8.per}": self.fp8 is not None,
             f"keys and values of {self.kv_format}": self.kv_format != "",
         }  # fmt: skip
         return [name for name, on in flags.items() if on]
@@ -212,7 +217,7 @@ class Problem:
         return {
             "dtype": spec.dtype if spec.fp8 is None else "float8_e4m3",
             "precision": spec.precision,
-            "scales": spec.fp8,  # what shares a scale of codes of e4m3
+            "scales": spec.fp8 and spec.fp8.per,  # what shares a scale of codes of e4m3
             "head_dim": spec.head_dim,
             "head_dim_v": spec.head_dim_v,
             "dim": max(spec.head_dim, spec.head_dim_v),
@@ -276,7 +281,8 @@ class Operands:
 
     Keys in two arrays: k has the first columns of the keys and k_pe the last pe_dim; the other axes are k's.
 
-    Codes of e4m3: q, k and v are uint8. scales: those of q, k and v, float32 (B, heads, tokens, 1), any strides.
+    Codes of e4m3: q, k and v are uint8. scales: those of q, k and v, float32 (B, heads, tokens, 1), any strides; with
+    scales per block one for each block of 128 tokens. spec.fp8.transposed: v is V^T (quantized.transposed_values).
 
     Keys and values of 8 bits: k_scale and v_scale, float32, have one factor for each token of a head; they are as k and
     v but for the last axis, of length 1.

@@ -47,13 +47,14 @@ PRECISIONS = (None, "highest", "tf32", "fp8")
 
 
 class Fp8Arrays(NamedTuple):
-    """What codes of e4m3 stand for: the dtype of the output, what shares a scale of k and v, and the scales of q, k and
-    v, one for each token, in the caller's axes.
+    """What codes of e4m3 stand for: the dtype of the output, and the scales of q, k and v, one for each token or block,
+    in the caller's axes. v_transposed: V^T, four axes, or None.
     """
 
     dtype: np.dtype
-    per: Fp8
+    spec: Fp8
     scales: tuple[Any, ...]
+    v_transposed: Any = None
 
 
 class Memory(NamedTuple):
@@ -171,7 +172,7 @@ def prepare(
         dtype, d, dv, heads // heads_kv if heads_kv else 1, score, hidden, slots, dropout_p > 0, o.sinks is not None,
         o.kv_lengths is not None or o.cu_seqlens is not None, is_deterministic(o.deterministic),
         None if o.precision == "highest" else o.precision, o.cu_seqlens is not None, o.page_table is not None, pe_dim,
-        fp8.per if fp8 else None, memory.kv_format, 1 if o.page_table is None else math.gcd(k.shape[1], MAX_PAGE_RUN),
+        fp8.spec if fp8 else None, memory.kv_format, 1 if o.page_table is None else math.gcd(k.shape[1], MAX_PAGE_RUN),
     )  # fmt: skip
     problem = Problem(spec, batch + seqs.extra, heads, most_q, most_k, kind, seqs.tokens(n_q))
     read = [q, k, v, *values.values(), *([] if k_pe is None else [k_pe])]
@@ -182,14 +183,15 @@ def prepare(
         return arrays.stand_in(xp.zeros((), dtype), shape) if described else xp.empty(shape, dtype)
 
     scales = [None if x is None else shape.keys_to_four(per_token(x, y)) for x, y in zip(memory.scales, (k, v))]
+    values4 = v4 if fp8 is None or fp8.v_transposed is None else fp8.v_transposed
     operands = Operands(
-        q4, k4, v4, 1 / math.sqrt(d) if o.scale is None else number("scale", o.scale),
+        q4, k4, values4, 1 / math.sqrt(d) if o.scale is None else number("scale", o.scale),
         seqs.with_extra(offsets), seqs.with_extra(seqs.lengths), params, values,
         sinks_of(o.sinks, kind, heads, o.layout, spec.lse_dtype, not described), dropout_p, seed_of(o.seed, dropout_p),
         shape.to_four(out).view() if direct else shape.empty(empty, entries, heads, n_q, dv, own_dtype),
         empty((entries, heads, n_q), spec.lse_dtype), o.block_mask if len(masks) == 1 else None, seqs.cu_seqlens,
         seqs.page_table, None if k_pe is None else shape.keys_to_four(k_pe),
-        tuple(map(shape.four_axes, fp8.scales)) if fp8 else None,
+        None if fp8 is None else (shape.four_axes(fp8.scales[0]), *map(shape.keys_to_four, fp8.scales[1:])),
         k_scale=scales[0], v_scale=scales[1], follows=queries if o.q_offset is None else None,
     )  # fmt: skip
     return Prepared(problem, operands, shape)

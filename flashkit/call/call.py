@@ -122,7 +122,7 @@ class Call:
             self.out = None if self.out is None else adapter.to_native(out=self.out)["out"]
         if fp8 or Quantized in (type(self.q), type(self.k), type(self.v)):
             self.require_arrays()
-            self.quantised = Dequantised(self.q, self.k, self.v, fp8, self.described)
+            self.quantised = Dequantised(self.q, self.k, self.v, self.options, fp8, self.described)
             if arrays.kind_of(self.q) != "numpy":
                 self._enter(self.quantised.scope())
 

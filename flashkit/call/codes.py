@@ -10,23 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from .. import dispatch, settings
+from .. import dispatch
 from ..devices.lazy import cached_property
-from ..spec import DTYPES
+from ..spec import DTYPES, Fp8
 from . import arrays
 from .arguments import Fp8Arrays, Memory, Prepared, prepare
 from .checks import check_out
-from .quantized import Per, Quantized, check_shape, quantize, scale_shape, token_scales
+from .quantized import BLOCK, Per, Quantized, block_scales, check_shape, quantize, scale_shape, token_scales
 
 FP8_DTYPES = ("float16", "bfloat16")
 """What precision="fp8" quantises."""
 
-FP8_PER: Per = "token"
-"""Its scales."""
+SEQUENCES = "kv_lengths", "cu_seqlens", "page_table"
+"""Options with which precision="fp8" takes scales of tokens, which do not depend on what lies behind the keys."""
 
 
 class Dequantised:
@@ -39,11 +39,17 @@ class Dequantised:
         precision="fp8" takes.
     """
 
-    def __init__(self, q: Any, k: Any, v: Any, fp8: bool, described: bool = False) -> None:
+    def __init__(self, q: Any, k: Any, v: Any, options: dict[str, Any], fp8: bool, described: bool = False) -> None:
         self.fp8, self._described, self._named = fp8, described, {"q": q, "k": k, "v": v}
         self._quantised: dict[str, Quantized] = {}
+        self.share_scales(options)
         if fp8:
             self.check()
+
+    def share_scales(self, options: dict[str, Any]) -> None:
+        """Choose by the options of a call what shares a scale where float arrays are quantised."""
+        self._per: Per = "block" if all(options.get(name) is None for name in SEQUENCES) else "token"
+        self._layout = options.get("layout", "bhnd") if self._per == "block" else "bhnd"
 
     def check(self) -> None:
         """Raise the errors of the class. A call that finds a plan needs no check."""
@@ -127,11 +133,16 @@ class Dequantised:
         if self._described:
             xp = arrays.namespace(self.kind)
             codes = "float8_e4m3fn" if self.kind == "numpy" else "uint8"
-            scale = arrays.stand_in(xp.ones((), np.float32), scale_shape(value.shape, FP8_PER, 1, "bhnd"))
+            shape = scale_shape(value.shape, self._per, BLOCK, self._layout)
+            scale = arrays.stand_in(xp.ones((), np.float32), shape)
             data = arrays.stand_in(xp.zeros((), codes), value.shape)
-            return Quantized(data, scale, value.dtype, FP8_PER, seed=0 if name != "v" else None)
+            seed = 0 if name != "v" else None
+            return Quantized(data, scale, value.dtype, self._per, layout=self._layout, seed=seed)
         if name not in self._quantised:
-            self._quantised[name] = quantize(value, "e4m3", FP8_PER, rotate=name != "v")
+            transpose = name == "v" and self.kind == "cupy" and self._per == "block"
+            self._quantised[name] = quantize(
+                value, "e4m3", self._per, rotate=name != "v", layout=self._layout, transpose=transpose
+            )
         return self._quantised[name]
 
     def _widened(self, value: Any) -> Any:
@@ -157,7 +168,7 @@ class Dequantised:
 
     def described(self, problem: str, why: str) -> str:
         """The description of the call that runs, with what comes before it, and why."""
-        rest = f"e4m3 per {FP8_PER}" if self.fp8 else self.dtype
+        rest = f"e4m3 per {self._per}" if self.fp8 else self.dtype
         described = (
             f"{name} {f'{x.format} per {x.per}' if isinstance(x, Quantized) else rest}"
             for name, x in self._named.items()
@@ -199,7 +210,9 @@ class Codes(NamedTuple):
     options: dict[str, Any]
 
 
-def codes_of(quantised: Dequantised, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Codes | str:
+def codes_of(
+    quantised: Dequantised, q: Any, k: Any, v: Any, options: dict[str, Any], return_lse: bool
+) -> Codes | str:  # fmt: skip
     """The codes of a call's arrays, or a sentence that says why they are dequantised. `on_codes` asks backends.
 
     It depends on the signatures of quantised arrays, and on nothing that the key of a plan has not.
@@ -207,7 +220,7 @@ def codes_of(quantised: Dequantised, q: Any, k: Any, v: Any, options: dict[str, 
     quantised.check()
     packed_or_paged = options.get("cu_seqlens") is not None or options.get("page_table") is not None
     if quantised.kind != "numpy":
-        return _e4m3(quantised, q, k, v, options, packed_or_paged)
+        return _e4m3(quantised, q, k, v, options, packed_or_paged, return_lse)
     # Scales are factors of scores and weights: they belong to tokens, or to more, without a rotation or a mean.
     if isinstance(q, Quantized) or quantised.fp8:
         return "queries are quantised, and the CPU has kernels for quantised keys and values alone"
@@ -224,30 +237,48 @@ def codes_of(quantised: Dequantised, q: Any, k: Any, v: Any, options: dict[str, 
 
 
 def scales_of(names: tuple[str, ...], tensors: Sequence[Any]) -> tuple[Any, ...]:
-    """The scales of these names of q, k and v: two as they are, or three with one for each token."""
-    return (tensors[1].scale, tensors[2].scale) if len(names) == 2 else tuple(map(token_scales, tensors))
+    """The scales of these names, the last of q, k and v."""
+    return tuple([x.scale for x in tensors[-len(names) :]])
+
+
+def transposed_of(v: Any, options: dict[str, Any]) -> Any:
+    """V^T, where the kernel takes it, or None. What lies behind lengths the kernel hides as it transposes V."""
+    if type(v) is not Quantized or v.transposed is None or any(options.get(name) is not None for name in SEQUENCES):
+        return None
+    return v.transposed if v.ndim > 2 and v.layout == options.get("layout", "bhnd") else None
 
 
 def _e4m3(
-    quantised: Dequantised, q: Any, k: Any, v: Any, options: dict[str, Any], packed_or_paged: bool
+    quantised: Dequantised, q: Any, k: Any, v: Any, options: dict[str, Any], packed_or_paged: bool, return_lse: bool
 ) -> Codes | str:  # fmt: skip
     """Codes of e4m3 of q, k and v."""
     if options.get("precision") == "highest":
         return "precision='highest' is float32"
-    if not settings.FP8_KERNELS.read():
-        return "e4m3 kernels are opt-in: set FLASHKIT_FP8_KERNELS=1"
-    if packed_or_paged:
-        return "packed sequences and keys in pages have no kernels for e4m3"
     tensors = [quantised.quantise(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
     if refused := _refused(tensors):
         return refused
-    layout = options.get("layout", "bhnd")
-    per_head = all(x.per == "tensor" or (x.per == "head" and x.layout == layout) for x in tensors[1:])
-    names = "q_scale", "k_scale", "v_scale"
-    codes = Fp8Arrays(tensors[0].dtype, "head" if per_head else "token", scales_of(names, tensors))
+    layout = "bnhd" if packed_or_paged else options.get("layout", "bhnd")
+    per, transposed = _shared_by(tensors, layout, packed_or_paged), transposed_of(tensors[2], options)
+    if transposed is not None:
+        transposed = transposed.reshape((-1, *transposed.shape[-3:]))
+    scales = tuple(map(block_scales if per == "block" else token_scales, tensors))
+    fp8 = Fp8Arrays(tensors[0].dtype, Fp8(per, transposed is not None, return_lse), scales, transposed)
     options = {**options, "precision": None if quantised.fp8 else options.get("precision")}
     q, k, v = (x.data for x in tensors)
-    return Codes(q, k, v, Memory(fp8=codes), names, options)
+    return Codes(q, k, v, Memory(fp8=fp8), ("q_scale", "k_scale", "v_scale"), options)
+
+
+def _shared_by(tensors: Sequence[Any], layout: str, packed_or_paged: bool) -> Literal["head", "block", "token"]:
+    """What shares a scale of k and v, as the kernel takes them: the finest of both. Of q rows may have scales of their
+    own beside heads of k and v, as blocks beside blocks.
+    """
+    levels = []
+    for x in tensors:
+        own = x.layout == layout and not (packed_or_paged or x.ndim == 2)
+        block = own and x.per == "block" and x.block == BLOCK
+        levels.append(0 if x.per == "tensor" or (own and x.per == "head") else 1 if block else 2)
+    of_q, finest = levels[0], max(levels[1:])
+    return "token" if finest == 2 or (finest == 1 and of_q == 2) else "block" if 1 in (of_q, finest) else "head"
 
 
 def on_codes(codes: Codes, out: Any, described: bool, backend: str | None) -> Prepared | str:

@@ -233,6 +233,8 @@ class Planned:
         if self._fp8:
             lengths_of_call["precision"] = "fp8"
         with Call("a planned call", q, k, v, lengths_of_call, out) as call:
+            if self._fp8 and call.quantised is not None:
+                call.quantised.share_scales(self.request)
             call.dequantise()
             lengths = [call.options[name] for name in LENGTHS]
             planned = all(x is None for x in lengths)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import dispatch, settings
+from .. import dispatch
 from ..devices.forking import inner_lock
 from ..mods.block_mask import BlockMask
 from ..options import OPTIONS, Role
@@ -21,7 +21,7 @@ from ..spec import Operands
 from . import arrays
 from .arguments import Prepared, prepare
 from .call import ONLY_TENSORS, Call, PerCall
-from .codes import Codes, codes_of, on_codes, scales_of
+from .codes import ALIGNMENT, Codes, codes_of, on_codes, scales_of, transposed_of
 from .planned import Once, Planned
 from .quantized import Quantized
 from .shape import LAYOUTS
@@ -70,23 +70,29 @@ def _on_codes(call: Call, backend: str | None, return_lse: bool) -> Planned | On
     q, k, v = tensors = [quantised.quantise(name, x) for name, x in zip("qkv", given)] if quantised.fp8 else given
     signatures = [x.signature if type(x) is Quantized else None for x in tensors]
     call.q, call.k, call.v = (x.data if type(x) is Quantized else x for x in tensors)
+    addresses: tuple[int, ...] = ()
+    if type(call.q) is not np.ndarray:
+        if (transposed := transposed_of(v, call.options)) is not None:
+            call.v = transposed
+        addresses = tuple([x.data.ptr % ALIGNMENT for x in (call.q, call.k, call.v)])
     key = key_of(call, backend, return_lse)
     if key is not None:
-        key = *key, *signatures, None if type(call.q) is np.ndarray else settings.FP8_KERNELS.raw()
+        key = *key, *signatures, addresses
     planned: Any = get(key)
     if planned is None:
-        codes = codes_of(quantised, q, k, v, call.options)
+        codes = codes_of(quantised, q, k, v, call.options, return_lse)
         found = on_codes(codes, call.out, False, backend) if isinstance(codes, Codes) else codes
         if isinstance(codes, str) or isinstance(found, str):
             put(key, planned := Refused())
         else:
+            call.scales = scales_of(codes.scales, tensors)
             planned = _made(key, call, found, backend, return_lse, codes.scales) or Once(found, backend, return_lse)
+    elif isinstance(planned, Planned):
+        call.scales = scales_of(planned.scales, tensors)
     if isinstance(planned, Refused):
         call.q, call.k, call.v = given
         return None
     call.quantised = None
-    if isinstance(planned, Planned):
-        call.scales = scales_of(planned.scales, tensors)
     return planned
 
 
@@ -96,8 +102,10 @@ def _made(
     """The plan of a prepared call, put into the cache; None if it cannot serve other calls."""
     per_call, operands = call.per_call, prepared.operands
     given = call.q, call.k, call.v
-    if prepared.problem.spec.fp8 and not all(map(arrays.same_address, (operands.q, operands.k, operands.v), given)):
-        return None  # copies that Hopper's copy engine reaches
+    if prepared.problem.spec.fp8:
+        read = operands.q, operands.k, operands.v, *(operands.scales or ())
+        if not all(map(arrays.same_address, read, (*given, *call.scales))):
+            return None  # copies: that Hopper's copy engine reaches, or with a scale for each token
     names = names_of(per_call.arrays, operands)
     if key is None or names is None:
         return None

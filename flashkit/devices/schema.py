@@ -162,7 +162,7 @@ class TileRow(_Section, frozen=True, dict=True):  # dict: for what is cached
     generation: str | None = None
     dtype: Dtype | list[Dtype] | None = None
     precision: Literal["tf32"] | None = None
-    scales: Literal["head", "token"] | None = None
+    scales: Literal["head", "block", "token"] | None = None
     head_dim: Count | list[Count] | None = None
     min_head_dim: Count | None = None
     max_head_dim: Count | None = None

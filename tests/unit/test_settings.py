@@ -45,7 +45,6 @@ GOOD: list[tuple[settings.Setting[Any], str, Any]] = [
     (settings.DETERMINISTIC, "0", False), (settings.DETERMINISTIC, "no", False), (settings.PROGRESS, "Off", False),
     (settings.CACHE_SIZE, "1.5K", 1536), (settings.CPU_LANES, "8", "8"), (settings.CPU_BF16, "widen", "widen"),
     (settings.CUDA_GENERATION, "sm80", "sm80"), (settings.CUDA_WATCHDOG, "true", True),
-    (settings.FP8_KERNELS, "1", True),
 ]  # fmt: skip
 BAD: list[tuple[settings.Setting[Any], str]] = [
     (settings.NUM_THREADS, "0"), (settings.NUM_THREADS, "two"), (settings.NUM_THREADS, "9" * 5000),

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ...call.quantized import BLOCK, transposed_values
 from ...spec import AttentionSpec, Direction, Gradients, Operands, Slot
 from .arguments import Arguments
 from .device import Device
@@ -101,11 +102,14 @@ def sample_problem(spec: AttentionSpec, values_in_keys: bool = False) -> Operand
     v = k[..., : spec.head_dim_v] if values_in_keys else v
     scales: Any = None
     if spec.fp8:
-        scales = tuple(_scales(rng, x, spec.fp8 if x is not q else "token") for x in (q, k, v))
-        q, k, v = (_codes(x / 2 / scale) for x, scale in zip((q, k, v), scales, strict=True))
+        per = spec.fp8.per
+        scales = tuple(_scales(rng, x, "token" if x is q and per == "head" else per) for x in (q, k, v))
+        q, k, v = (_codes(x / 2 / _of_tokens(scale, x)) for x, scale in zip((q, k, v), scales, strict=True))
     page_table = None
     if spec.paged:
         k, v = (x.reshape(-1, 1, page, x.shape[3]) for x in (k, v))
+        if spec.fp8 and spec.fp8.per == "token":
+            scales = (scales[0], *(x.reshape(-1, 1, page, 1) for x in scales[1:]))
         page_table = (np.arange(len(k)) * 3 + np.arange(len(keys))[:, None]) % len(k)
         cu_seqlens = None if cu_seqlens is None else (cu_seqlens[0], None)
     return Operands(
@@ -125,9 +129,16 @@ def sample_problem(spec: AttentionSpec, values_in_keys: bool = False) -> Operand
 
 def _scales(rng: np.random.Generator, x: np.ndarray, per: str) -> np.ndarray:
     """Scales of very different sizes."""
-    tokens = x.shape[2] if per == "token" else 1
+    tokens = {"head": 1, "block": -(-x.shape[2] // BLOCK), "token": x.shape[2]}[per]
     drawn = (2.0 ** rng.uniform(-7, -3, (*x.shape[:2], tokens, 1))).astype(np.float32)
-    return np.broadcast_to(drawn, (*x.shape[:3], 1))
+    return drawn if per == "block" else np.broadcast_to(drawn, (*x.shape[:3], 1))
+
+
+def _of_tokens(scale: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """One for each token."""
+    if scale.shape[2] == x.shape[2]:
+        return scale
+    return np.repeat(scale, BLOCK, 2)[:, :, : x.shape[2]]
 
 
 def _codes(x: np.ndarray) -> np.ndarray:
@@ -143,7 +154,7 @@ def _numbers(problem: Operands) -> Operands:
     if problem.scales is None:
         return problem
     given = zip((problem.q, problem.k, problem.v), problem.scales, strict=True)
-    q, k, v = (x.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale for x, scale in given)
+    q, k, v = (x.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * _of_tokens(scale, x) for x, scale in given)
     return replace(problem, q=q, k=k, v=v, scales=None)
 
 
@@ -174,7 +185,9 @@ def _computed(compiled: Pass, spec: AttentionSpec, problem: Operands, direction:
     with cupy.cuda.Stream(non_blocking=True) as stream:
         # One element each, with strides of 0, so that every index reads it.
         arrays = {name: _OneElement(cupy.asarray(x[(0,) * x.ndim]), x.ndim) for name, x in problem.arrays.items()}
-        q, k, v = (cupy.asarray(x) for x in (problem.q, problem.k, problem.v))
+        is_transposed = spec.fp8 is not None and spec.fp8.transposed
+        values = transposed_values(np, problem.v, "bhnd") if is_transposed else problem.v
+        q, k, v = (cupy.asarray(x) for x in (problem.q, problem.k, values))
         if getattr(compiled, "values_in_keys", False):
             v = k[..., : spec.head_dim_v]
         out = cupy.empty((*q.shape[:3], spec.head_dim_v), _numpy_dtype(spec.dtype))

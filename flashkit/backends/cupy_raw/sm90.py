@@ -75,7 +75,7 @@ class Sm90Tile(ForwardTile):
         return {
             **self.common(spec, pack, _classifies(spec)),
             "FAST_MATH": num_terms(spec) == 1, "NUM_TERMS": num_terms(spec),
-            "FP8": False, **modification.forward_constants(spec),
+            "FP8": False, "GETS_VT": False, **modification.forward_constants(spec),
         }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """FP8: attention of codes of e4m3 on Hopper's tensor cores, by kernels/sm90/fp8_forward.cu.
 
-Codes have float32 scales: for each row of q, and for each head or each token of k and v. Results are 16-bit.
+Codes have float32 scales: for each head, block of tokens or token. Results are 16-bit.
 """
 
 from __future__ import annotations
@@ -11,72 +11,139 @@ from typing import Any
 from ...errors import UnsupportedError
 from ...spec import AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler, modification, sm90_launch
+from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Choice, TileTables
+from ..cuda_common.launch import TensorMap, scratch
 from ..cuda_common.memory import SmemLayout
-from ..cuda_common.sm90_launch import ForwardTile, fitted, packed, padded
+from ..cuda_common.params import AT
+from ..cuda_common.sm90_launch import (
+    LIST_CAPACITY,
+    LIST_HEADER,
+    NUM_LISTS,
+    SEQ_SLOT,
+    ForwardTile,
+    LaunchGeometry,
+    fitted,
+    packed,
+    padded,
+)
+from ..cuda_common.tensor_maps import Maps
 from ..cuda_common.verify import Fallback
 from . import specialise
 from .sm90_wgmma import E4M3
 from .sm90_wgmma import text as wgmma_functions
 
 MAX_DIM = 256
-COLUMNS, DEPTH = 16, 32
-"""Of a block that is transposed, columns; of a product, the length of the contracted axis."""
+COLUMNS = 16
+"""Of a block that is transposed."""
+
+PROMOTED_KEYS = 4096
+"""Keys after which the promoted part of wide heads is written: PROMOTE_TILES of fp8_mainloop.cuh."""
 
 _CHUNK = 128  # bytes and columns
 
 
+SCALES = "head", "block", "token"
+"""The kernel's names for what shares a scale are 1, 2, 3."""
+
+
 @dataclass(frozen=True)
 class Sm90Fp8Tile(ForwardTile):
-    """A tile of kernels/sm90/fp8_forward.cu."""
+    """A tile of kernels/sm90/fp8_forward.cu. Its warp groups do not ping-pong."""
+
+    turns: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.block_k % DEPTH or self.block_k > _CHUNK:
-            raise ValueError(f"{self=}: expected block_k a multiple of {DEPTH} up to {_CHUNK}")
+        if self.block_k != _CHUNK or self.turns:
+            raise ValueError(f"{self=}: expected block_k {_CHUNK} and turns 0")
 
-    @property
-    def threads(self) -> int:
-        """V is transposed by a warp group of its own, or by a warp of warp group 0 (fp8_mainloop.cuh)."""
-        return 128 * (self.warpgroups + (2 if self.warpgroups < 3 else 1))
+    def threads_of(self, spec: AttentionSpec) -> int:
+        return 128 * (self.warpgroups + (2 if self._has_transpose_warps(spec) else 1))
+
+    def _has_transpose_warps(self, spec: AttentionSpec) -> bool:
+        """Whether a warp group of its own transposes V (TRANSPOSE_WARPS in fp8_mainloop.cuh)."""
+        return not _gets_vt(spec) and self.warpgroups < 3 and is_narrow(spec)
 
     def smem(self, spec: AttentionSpec) -> SmemLayout:
-        q, v = (-(-dim // _CHUNK) for dim in (spec.head_dim, spec.head_dim_v))
-        smem = self.lay_out(q, v, -(-2 * spec.head_dim_v // _CHUNK), packed=spec.packed)
-        smem.add("VT_PIPE", 16 * self.stages, 8)
-        smem.add("SCALES", 8)
-        smem.add("V_TILES", 8 * self.stages)
-        smem.add("KEY_SCALES", 2 * self.warpgroups * 3 * 4 * _CHUNK if spec.fp8 == "token" else 0, 8)
-        smem.add("VT", _CHUNK * self.stages * padded(spec.head_dim_v), 1024)
+        keys, columns, narrow = -(-spec.head_dim // _CHUNK), padded(spec.head_dim_v), is_narrow(spec)
+        vt = _CHUNK * (columns + 8 * narrow)  # bytes of a stage of V^T
+        gets_vt, barriers, seq = _gets_vt(spec), 16, SEQ_SLOT if spec.packed else 0
+        v_stages = self.stages if gets_vt else 2 if narrow else 1
+        smem = SmemLayout()
+        smem.add("Q", _CHUNK * self.block_q * self.q_buffers * keys)
+        smem.add("K", _CHUNK * self.block_k * self.stages * keys)
+        smem.add("V", v_stages * (vt if gets_vt else _CHUNK * self.block_k * -(-columns // _CHUNK)))
+        smem.add("VT", 0 if gets_vt else self.stages * vt)
+        smem.add("PROMOTED", self.warpgroups * _promoted(spec) if narrow else 0)
+        smem.add("Q_PIPE", barriers * self.q_buffers)
+        smem.add("K_PIPE", barriers * self.stages)
+        smem.add("V_PIPE", barriers * v_stages)
+        smem.add("VT_PIPE", 0 if gets_vt else barriers * self.stages)
+        smem.add("LIST_PIPE", barriers * NUM_LISTS)
+        smem.add("CLAIM", 8)
+        smem.add("TILE_DESCS", 16 * self.stages, 16)
+        smem.add("KEY_SCALES", 2 * self.warpgroups * 3 * 4 * _CHUNK if per(spec) == "token" else 0, 8)
+        smem.add("V_TILES", 8 * v_stages)
+        smem.add("OUT_READY", 0)  # of other kernels
+        smem.add("WORK_TILES", (12 + seq) * (self.q_buffers + 2))
+        smem.add("LISTS", NUM_LISTS * (LIST_HEADER + 4 * LIST_CAPACITY))
+        smem.add("LIST_SEQS", NUM_LISTS * seq)
         return smem
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
-        """Whether it fits shared memory and, as far as O, S and PV tell, registers."""
-        columns, s = padded(spec.head_dim_v), self.block_k // 2
-        # S of a tile is computed beside PV of the one before (OVERLAPS), or takes the registers of PV.
-        needed = columns + s + s // 4 if columns <= 128 else columns // 2 + max(s, columns // 4 + s // 4)
+        """Whether it fits shared memory and, as far as O, S and P tell, registers."""
+        narrow = is_narrow(spec)
+        needed = padded(spec.head_dim_v) // 2 + self.block_k // 2 + self.block_k // 8 * (1 + narrow)
         return self.shared_memory(spec) <= device.shared_per_block and needed <= self.registers_of(spec)[0] - 16
 
     def registers_of(self, spec: AttentionSpec) -> tuple[int, int]:
         """Of a consumer thread, and of a thread of the other warp groups, which classify tiles and transpose V."""
-        return (160, 32) if self.warpgroups == 3 else (224, 32)
+        if self.warpgroups == 3:
+            return 160, 32
+        if self._has_transpose_warps(spec):
+            return 224, 32
+        return self.registers(classifies=is_narrow(spec))  # O, S and P of wide heads leave others the fewest
 
     def source(self, spec: AttentionSpec, pack: int) -> tuple[dict[str, int], str]:
         """Constants and generated functions of the kernel."""
         columns, (consumer, producer) = padded(spec.head_dim_v), self.registers_of(spec)
         constants = {
-            **self.common(spec, pack, True), "FAST_MATH": True, "NUM_TERMS": 1, "FP8": True,
-            "SCALES_PER_TOKEN": spec.fp8 == "token", "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer,
+            **self.common(spec, pack, True), "FAST_MATH": True, "NUM_TERMS": 1,
+            "FP8": 1 + SCALES.index(per(spec)), "GETS_VT": _gets_vt(spec),
+            "EXACT_LSE": spec.fp8 is not None and spec.fp8.exact_lse,
+            "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer,
             **modification.forward_constants(spec),
         }  # fmt: skip
-        return constants, wgmma_functions(E4M3, [self.block_k], [columns if columns <= 128 else columns // 2])
+        lines = columns + 8 * (is_narrow(spec) and per(spec) != "token")  # of V^T, with those of ones
+        return constants, wgmma_functions(E4M3, [self.block_k], [self.block_k, lines])
+
+
+def per(spec: AttentionSpec) -> str:
+    """What shares a scale."""
+    assert spec.fp8 is not None
+    return spec.fp8.per
+
+
+def is_narrow(spec: AttentionSpec) -> bool:
+    """Whether O leaves registers for two P (IS_NARROW in fp8_mainloop.cuh)."""
+    return spec.head_dim_v <= 128
+
+
+def _gets_vt(spec: AttentionSpec) -> bool:
+    return spec.fp8 is not None and spec.fp8.transposed
+
+
+def _promoted(spec: AttentionSpec) -> int:
+    """Bytes of the promoted part of O of a warp group: PROMOTED_BYTES."""
+    registers = padded(spec.head_dim_v) // 2 + 4 * (is_narrow(spec) and per(spec) != "token")
+    return (registers // 4 + 1) * 16 * 128
 
 
 def forward_candidates(problem: Problem, device: Device) -> list[Sm90Fp8Tile]:
     """Tiles worth measuring."""
-    shapes = ((192, 128), (192, 96), (128, 128), (128, 96), (128, 64))
-    tiles = [Sm90Fp8Tile(*shape, stages, turns=turns) for shape in shapes for stages in (3, 2) for turns in (1, 0)]
+    tiles = [Sm90Fp8Tile(rows, 128, stages) for rows in (192, 128) for stages in (3, 2)]
     return [tile for each in tiles if (tile := fitted(each, problem.spec, device))]
 
 
@@ -89,11 +156,8 @@ def supports(problem: Problem, direction: Direction) -> Verdict:
         return Verdict(False, f"the kernel for e4m3 gives float16 or bfloat16, and {spec.dtype} is asked for")
     if spec.head_dim % COLUMNS or spec.head_dim_v % COLUMNS:
         return Verdict(False, f"head dims {spec.head_dim} and {spec.head_dim_v} are not multiples of {COLUMNS}")
-    if spec.head_dim_v > 128 and spec.head_dim_v % 32:
-        return Verdict(False, f"head dim {spec.head_dim_v} of v is over 128 and no multiple of 32")
-    if spec.packed or spec.paged or spec.dropout:
-        what = "packed sequences" if spec.packed else "keys in pages" if spec.paged else "dropout"
-        return Verdict(False, f"{what} have no e4m3 kernel" if not spec.dropout else "the e4m3 kernel has no dropout")
+    if spec.dropout:
+        return Verdict(False, "the e4m3 kernel has no dropout")
     most = max(problem.n_q, problem.n_k, problem.batch, problem.heads)
     if spec.score is not None and most >= modification.NEAR:
         return Verdict(False, f"a score modification of {most} positions needs 64 bits for each pair")
@@ -101,7 +165,7 @@ def supports(problem: Problem, direction: Direction) -> Verdict:
 
 
 class Sm90Fp8Forward(sm90_launch.Forward):
-    """The forward pass. Calls whose arrays TMA cannot address come as copies (call/fp8.py), so none is handed on."""
+    """The forward pass. Calls whose arrays TMA cannot address come as copies (call/codes.py), so none is handed on."""
 
     def __init__(self, problem: Problem, choice: Choice, tables: TileTables) -> None:
         spec, tile, device = problem.spec, choice.tile, tables.device
@@ -110,6 +174,27 @@ class Sm90Fp8Forward(sm90_launch.Forward):
         library = specialise.library("sm90/fp8_forward", spec, tuple(constants.items()), arch, functions)
         fallback = Fallback(_refuse, spec, device, "forward")
         super().__init__(problem, device, tile, choice.why, library, fallback, kernel="sm90_fp8_forward")
+        self._threads = tile.threads_of(spec)
+
+    def boxes(self, arguments: Arguments) -> list[tuple[str, int, int, int]]:
+        q, k, v, _ = super().boxes(arguments)  # consumers store O themselves
+        return [q, k] if _gets_vt(arguments.spec) else [q, k, v]
+
+    def geometry(self, arguments: Arguments) -> LaunchGeometry | None:
+        found = super().geometry(arguments)
+        if found is None or not _gets_vt(arguments.spec):
+            return found
+        dim, words = arguments.spec.head_dim_v, arguments.words[AT["v"] : AT["v"] + 4]  # (B, H, columns, keys)
+        layout = "uint8", *words[1:], words[3], 1, arguments.heads_kv, dim, arguments.entries, dim
+        return found._replace(maps=(*found.maps, (AT["v"], Maps(*layout))))
+
+    def maps(self, arguments: Arguments, geometry: LaunchGeometry, stream: int) -> tuple[list[TensorMap], Any]:
+        maps, held = super().maps(arguments, geometry, stream)
+        spec, words = arguments.spec, arguments.words
+        if not is_narrow(spec) and arguments.n_k > PROMOTED_KEYS:  # a promoted part of O for each CTA, in L2
+            held = scratch(geometry.ctas * self.tile.warpgroups * _promoted(spec), "int8")
+            words[AT["o_partial"]] = held.data.ptr
+        return maps, held
 
 
 def _refuse() -> Any:

@@ -95,7 +95,7 @@ class Sm90MlaTile(ForwardTile):
         classifies = spec.mask is not None
         constants = {
             **self.common(spec, spec.group, classifies), "FAST_MATH": True, "NUM_TERMS": 1,
-            "FP8": False, "CLUSTER_SIZE": cluster, "LIST_BYTES": NUM_LISTS * _LIST_BYTES,
+            "FP8": False, "GETS_VT": False, "CLUSTER_SIZE": cluster, "LIST_BYTES": NUM_LISTS * _LIST_BYTES,
             "SPLIT_TILES": _DETERMINISTIC_TILES if spec.deterministic else 0,
             "MASK_OF_HEADS": spec.mask is not None and expr.uses(spec.mask, expr.H),
             **modification.forward_constants(spec),

@@ -57,23 +57,35 @@ DEVICE void add_sink(const Params& p, int h, float& reference, float& sum, float
 // where products of terms or codes do not stand for those of the elements. No branch differs between the lanes of a
 // warp, as the compiler would take nothing behind it as uniform.
 
+// Elements of Q, K and V: what 1 in one of query or key n stands for, and V of a key.
+template <typename T>
+struct PlainElements {
+    using element = T;
+    __device__ __forceinline__ static float query_scale(const Params&, int, int, int) { return 1; }
+    __device__ __forceinline__ static float key_scale(const Params&, const Tensor&, int, int, int) { return 1; }
+    __device__ __forceinline__ static T value(const Params& p, int b, int h, int key, int column) {
+        return kv_row<const T>(p, p.v, b, h, key)[column];
+    }
+};
+
 // Sums of P V over keys first ... end - 1 of a row, by a warp, whose lane has columns column, column + 32, ...; and
 // what they are relative to, the row reference in base 2 and the row sum. has_sink: the head's sink is in the sum.
-// scale_of(tensor, b, h, n): what 1 in an element of query or key n stands for.
+// OF: of elements, as PlainElements.
 struct RowSums { float top, sum; };
-template <typename OPERAND, int OWN, typename F>
+template <typename OF, int OWN>
 DEVICE RowSums row_nonfinite(const Params& p, int b, int h, int row, int first, int end, bool has_sink, int lane,
-                             int column, float (&sums)[OWN], F scale_of) {
+                             int column, float (&sums)[OWN]) {
     const long long position = row + seq_info(p, b).q_position;
-    const OPERAND* q = q_row<const OPERAND>(p, p.q, b, h, row);
-    const float q_scale = scale_of(p.q_scale, b, h, row);
+    using element = typename OF::element;
+    const element* q = q_row<const element>(p, p.q, b, h, row);
+    const float q_scale = OF::query_scale(p, b, h, row);
     const auto existing = [&](int k) { return k < end ? k : end - 1; };
     const auto score_log2 = [&](int k) {
-        const OPERAND* key = kv_row<const OPERAND>(p, p.k, b, h / GQA_GROUP, existing(k));
+        const element* key = kv_row<const element>(p, p.k, b, h / GQA_GROUP, existing(k));
         float s = 0;
 #pragma unroll 1
         for (int d = 0; d < HEAD_DIM; ++d) s = fmaf(widen(q[d]), widen(key[d]), s);
-        s *= q_scale * scale_of(p.k_scale, b, h / GQA_GROUP, existing(k));
+        s *= q_scale * OF::key_scale(p, p.k_scale, b, h / GQA_GROUP, existing(k));
         if (k >= end) return (float)HIDDEN;
         s = modify<true>(s * (float)p.softmax_scale, b, h, row, position, k, p);
         return __fmul_rn(s, LOG2E);  // not fused with the subtraction of a great row reference
@@ -97,11 +109,11 @@ DEVICE RowSums row_nonfinite(const Params& p, int b, int h, int row, int first, 
         for (int other = 0; other < 32; ++other) {
             const float weight = __shfl_sync(~0u, x, other);  // 0 past the last key
             const int from = existing(k0 + other);
-            const OPERAND* value = kv_row<const OPERAND>(p, p.v, b, h / GQA_GROUP, from);
-            const float v_scale = scale_of(p.v_scale, b, h / GQA_GROUP, from);
+            const float v_scale = OF::key_scale(p, p.v_scale, b, h / GQA_GROUP, from);
 #pragma unroll
             for (int i = 0; i < OWN; ++i) {
-                const float v = widen(value[column + 32 * i < HEAD_DIM_V ? column + 32 * i : 0]) * v_scale;
+                const int own = column + 32 * i < HEAD_DIM_V ? column + 32 * i : 0;
+                const float v = widen(OF::value(p, b, h / GQA_GROUP, from, own)) * v_scale;
                 sums[i] += weight == 0 ? 0.0f : weight * v;
             }
         }

@@ -6,14 +6,13 @@
 DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, int split, int first, int end) {
     constexpr int OWN = (HEAD_DIM_V + 31) / 32;  // columns of a lane
     const int lane = threadIdx.x % 32;
-    const auto unscaled = [](const Tensor&, int, int, int) { return 1.0f; };
 #pragma unroll 1
     for (int r = at.warp_column(); r < 16 * TILES; r += WARPS_K) {
         const int index = at.row0 + at.row_of_warp() + r, row = index / PACK_GQA, h = at.h + index % PACK_GQA;
         if (index >= at.rows) break;
         float sums[OWN];
-        const RowSums of = row_nonfinite<storage>(p, at.b, h, row, first, end, HAS_SINKS && !SPLIT_KV, lane, lane, sums,
-                                                  unscaled);
+        const RowSums of = row_nonfinite<PlainElements<storage>>(p, at.b, h, row, first, end, HAS_SINKS && !SPLIT_KV,
+                                                                 lane, lane, sums);
         const bool empty = of.sum == 0;
         const long long entry = split * p.batch + at.b;
         if (lane == 0) {

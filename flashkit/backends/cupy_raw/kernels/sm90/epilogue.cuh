@@ -4,7 +4,8 @@
 
 // --- the non-finite fallback -----------------------------------------------------------------------------------------
 //
-// O of a warp's 16 rows to its warp group's rows in shared memory, `staged`; HAS_SCALES: also their log-sum-exps.
+// O of a warp's 16 rows to its warp group's rows in shared memory, `staged`, or FP8: to global memory. HAS_SCALES: also
+// their log-sum-exps.
 DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, unsigned staged) {
     constexpr int OWN = (HEAD_DIM_V + 31) / 32;  // columns of a lane
     const int lane = opaque(threadIdx.x % 32), row0 = opaque(uniform(threadIdx.x % 128 / 32)) * 16;
@@ -13,15 +14,17 @@ DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, unsigned staged)
     for (int r = row0; r < row0 + 16; ++r) {
         const auto [h, row] = clamped_row(p, at.b, at.h, at.row0 + r);
         float sums[OWN];
-        const RowSums of = row_nonfinite<operand>(p, at.b, h, row, 0, n_k, HAS_SINKS, lane, lane, sums, scale_of);
-        const bool empty = of.sum == 0;
-        if (HAS_SCALES && lane == 0 && at.row0 + r < rows)
+        const RowSums of = row_nonfinite<Elements>(p, at.b, h, row, 0, n_k, HAS_SINKS, lane, lane, sums);
+        const bool empty = of.sum == 0, exists = at.row0 + r < rows;
+        if (HAS_SCALES && lane == 0 && exists)
             *q_row<float>(p, p.lse, at.b, h, row) = empty ? HIDDEN : fmaf(of.top, LN2, logf(of.sum));
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {
             const int column = lane + 32 * i;
             const float x = empty ? 0.0f : sums[i] / of.sum;
-            if constexpr (IS_FLOAT32) {
+            if constexpr (FP8) {
+                if (exists && column < HEAD_DIM_V) q_row<storage>(p, p.out, at.b, h, row)[column] = narrow(x);
+            } else if constexpr (IS_FLOAT32) {
                 store_float(staged + i * 64 * CHUNK_ROW + swizzled(r, lane / 4) + lane % 4 * 4, x);
             } else {
                 const unsigned chunk = staged + column / 64 * 64 * CHUNK_ROW;
@@ -129,7 +132,7 @@ DEVICE void store_warp(const Params& p, const TensorMap& out_map, unsigned base)
     const Pipeline<Q_BUFFERS> pipe_q = q_pipe(base);
 #pragma unroll 1
     for (unsigned number = 0;; ++number) {
-        const unsigned buffer = number % Q_BUFFERS, slot = work_tile_slot(base, buffer);
+        const unsigned buffer = number % Q_BUFFERS, slot = work_tile_slot(base, number);
         pipe_q.consumer_wait(number);
         const int b = load_word(slot), h = load_word(slot + 4);
         if (b == END) break;

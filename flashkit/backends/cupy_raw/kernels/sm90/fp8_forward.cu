@@ -1,17 +1,16 @@
-// Forward pass for Hopper on FP8: codes of e4m3 with float32 scales for a head, or for each token. docs/quantized.md.
+// Forward pass for Hopper on FP8: codes of e4m3 with float32 scales for a head, a block of keys, or each token.
+// docs/hopper-fp8.md.
 //
-// As in forward.cu the grid is persistent, and one CTA per SM takes work tiles. Beyond it warps transpose V, and
-// consumers add the products of each tile to O by themselves. Results are float16 or bfloat16.
+// As in forward.cu the grid is persistent, and one CTA per SM takes work tiles. Results are float16 or bfloat16.
 //
-//     Q, then O   [Q_BUFFERS][MMA_WARPGROUPS][64][..]   shared memory; O leaves through the buffer that its Q came in
-//     K, V        [STAGES][BLOCK_K][..]                 shared memory, two pipelines
-//     V^T         [STAGES][HEAD_DIM_V][BLOCK_K]         shared memory, a pipeline
+//     Q           [Q_BUFFERS][MMA_WARPGROUPS][64][..]   shared memory
+//     K, V        [STAGES or V_STAGES][BLOCK_K][..]     shared memory, two pipelines
+//     V^T         [STAGES][VT_LINES][BLOCK_K]           shared memory, a pipeline; where it is GETS_VT there is no V
 //
 //     warp group 0     warp 0  producer (producer.cuh)
-//                      warp 1  store warp (epilogue.cuh)
 //                      warp 2  scheduler warp (producer.cuh)
-//     warp groups 1 .. MMA_WARPGROUPS  consumers, 64 rows each (fp8_mainloop.cuh)
-//     the last warp group, or warp 3   transpose warps
+//     warp groups 1 .. MMA_WARPGROUPS  consumers, 64 rows each, which store O themselves (fp8_mainloop.cuh)
+//     the last warp group, or warps 1 and 3   transpose warps
 #include "sm90/fp8_mainloop.cuh"
 #include "sm90/producer.cuh"
 
@@ -38,7 +37,7 @@ DEVICE unsigned existing_keys(int left) {
 // Blocks of 16 columns take turns among the warps. keys: how many of the tile exist. Codes of the others become 0, as
 // P = 0 would not hide a NaN.
 DEVICE void transpose_tile(unsigned v, unsigned vt, int keys, int warp) {
-    constexpr int STEPS = BLOCK_K / 32, BLOCKS = COLUMNS / 16;
+    constexpr int STEPS = BLOCK_K / 32, BLOCKS = COLUMNS / 16, WARPS = larger(TRANSPOSE_WARPS, 1);
     const int lane = threadIdx.x % 32, own = lane % 8 * 2 + (lane / 8 + lane / 4) % 2;  // the line the lane addresses
     const unsigned first = lane < 16 ? 0x6420 : 0x7531, second = first ^ 0x1111;  // bytes of its first word's column
     const unsigned from = v + swizzled(lane, warp), to = vt + swizzled(own, lane / 16) + warp * 16 * CHUNK_ROW;
@@ -47,12 +46,12 @@ DEVICE void transpose_tile(unsigned v, unsigned vt, int keys, int warp) {
         const unsigned column = from ^ block % 8 * VEC_BYTES;
         ldmatrix_x4<true>(r[step], column + block / 8 * CHUNK_BYTES + step * 32 * CHUNK_ROW);
     };
-    auto exists = [&](int block) { return BLOCKS % TRANSPOSE_WARPS == 0 || block + warp < BLOCKS; };
+    auto exists = [&](int block) { return BLOCKS % WARPS == 0 || block + warp < BLOCKS; };
 #pragma unroll
     for (int step = 0; step < STEPS; ++step)
         if (exists(0)) load(0, step);
 #pragma unroll
-    for (int block = 0; block < BLOCKS; block += TRANSPOSE_WARPS) {
+    for (int block = 0; block < BLOCKS; block += WARPS) {
         if (!exists(block)) break;
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
@@ -66,7 +65,7 @@ DEVICE void transpose_tile(unsigned v, unsigned vt, int keys, int warp) {
                     words[2 * half] &= exist, words[2 * half + 1] &= exist;
                 }
             }
-            const int next = block + TRANSPOSE_WARPS;
+            const int next = block + WARPS;
             if (next < BLOCKS && exists(next)) load(next, step);  // its latency is hidden behind the other steps
             stmatrix_x4<false>((to ^ 2 * step * VEC_BYTES) + block * 16 * CHUNK_ROW, words[0], words[1], words[2],
                                words[3]);
@@ -76,7 +75,8 @@ DEVICE void transpose_tile(unsigned v, unsigned vt, int keys, int warp) {
 
 // One of TRANSPOSE_WARPS.
 DEVICE void transpose_warp(const Params& p, unsigned base, int warp) {
-    const Pipeline<STAGES> pipe_v = v_pipe(base), pipe_vt = vt_pipe(base);
+    const Pipeline<V_STAGES> pipe_v = v_pipe(base);
+    const Pipeline<STAGES> pipe_vt = vt_pipe(base);
 #pragma unroll 1
     for (unsigned n = 0;; ++n) {
         pipe_v.consumer_wait(n);
@@ -85,7 +85,7 @@ DEVICE void transpose_warp(const Params& p, unsigned base, int warp) {
         if (b == END) break;
         const int keys = (int)seq_info(p, b).n_k - load_word(slot + 4) * BLOCK_K;
         pipe_vt.producer_acquire(n);
-        transpose_tile(base + at_v(n % STAGES), at_vt(base, n), keys, warp);
+        transpose_tile(base + at_v(n % V_STAGES), at_vt(base, n % STAGES), keys, warp);
         fence_proxy_async();
         __syncwarp();
         mbarrier_arrive_once(pipe_vt.full_barrier(n));
@@ -95,21 +95,30 @@ DEVICE void transpose_warp(const Params& p, unsigned base, int warp) {
 
 // --- the kernel ------------------------------------------------------------------------------------------------------
 
+// Lines of ones behind each V^T, by all threads of the CTA.
+DEVICE void fill_ones(unsigned base) {
+    constexpr int VECS = 8 * CHUNK_ROW / VEC_BYTES;
+    const float ones = __int_as_float(0x38383838);
+    for (int i = threadIdx.x; i < STAGES * VECS; i += 128 * WARPGROUPS)
+        store_vec(at_vt(base, i / VECS) + COLUMNS * CHUNK_ROW + i % VECS * VEC_BYTES, ones, ones, ones, ones);
+    fence_proxy_async();
+}
+
 extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, 1)
 sm90_fp8_forward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
-                 const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map) {
+                 const __grid_constant__ TensorMap v_map) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = uniform(address_of(shared));
     if (threadIdx.x == 0) {
-        q_pipe(base).init(1, 1);
+        q_pipe(base).init(1, 4 * MMA_WARPGROUPS);
         k_pipe(base).init(1, 4 * MMA_WARPGROUPS);
-        v_pipe(base).init(1, TRANSPOSE_WARPS);
-        vt_pipe(base).init(TRANSPOSE_WARPS, 4 * MMA_WARPGROUPS);
+        if (!GETS_VT) v_pipe(base).init(1, TRANSPOSE_WARPS);
+        vt_pipe(base).init(GETS_VT ? 1 : TRANSPOSE_WARPS, 4 * MMA_WARPGROUPS);
         list_pipe(base).init(1, 1);
         mbarrier_init(base + AT_CLAIM, 1);
-        for (int i = 0; i < MMA_WARPGROUPS * Q_BUFFERS; ++i) mbarrier_init(base + AT_OUT_READY + 8 * i, 4);
         fence_mbarrier_init();
     }
+    if (SUMS_BY_ONES) fill_ones(base);
     griddepcontrol_wait(), griddepcontrol_launch_dependents();
     __syncthreads();
     const int role = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32);
@@ -117,12 +126,12 @@ sm90_fp8_forward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const _
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         WorkTileList* lists = reinterpret_cast<WorkTileList*>(shared + AT_LISTS);
         if (warp == 2) scheduler_warp(p, base, lists);
-        else if (warp == 3 && TRANSPOSE_WARPS == 1) transpose_warp(p, base, 0);
-        else if (warp == 0 && elect_one()) producer(p, q_map, k_map, v_map, base, lists);
-        else if (warp == 1 && elect_one()) store_warp(p, out_map, base);
-    } else if (role > MMA_WARPGROUPS) {
+        else if (warp == 0 && (IS_PAGED || elect_one())) producer(p, q_map, k_map, v_map, base, lists);
+        else if constexpr (TRANSPOSE_WARPS == 2)
+            if (warp % 2 == 1) transpose_warp(p, base, warp / 2);
+    } else if (TRANSPOSE_WARPS == 4 && role > MMA_WARPGROUPS) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
-        transpose_warp(p, base, warp % 4);
+        if constexpr (TRANSPOSE_WARPS == 4) transpose_warp(p, base, warp % 4);
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
         ConsumerFp8(p, base, role - 1).run();

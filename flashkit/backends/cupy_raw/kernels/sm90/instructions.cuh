@@ -206,6 +206,9 @@ DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" 
 template <int PENDING = 0>  // the data are in global memory
 DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
+DEVICE void store_vec(unsigned address, float x, float y, float z, float w) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+}
 DEVICE uint4 load_vec(unsigned address) {
     uint4 x;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

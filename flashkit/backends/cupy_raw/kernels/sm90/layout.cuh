@@ -10,14 +10,16 @@
 //     AT_Q_PIPE, AT_K_PIPE, AT_V_PIPE, AT_LIST_PIPE     full and empty barriers
 //     AT_CLAIM              barrier: the work tile is near its end, so the scheduler may claim the next one
 //     AT_OUT_READY          barriers, for each buffer of Q and warp group: O is in the buffer
-//     AT_TILE_DESCS         for each stage of K its tile descriptor
-//     AT_WORK_TILES         for each buffer of Q its work tile: b, h, row0; of packed sequences with a SeqSlot
+//     AT_TILE_DESCS         for each stage of K its tile descriptor; FP8: and the scales of blocks of keys
+//     AT_WORK_TILES         for each buffer of Q its work tile: b, h, row0; of packed sequences with a SeqSlot. FP8: two
+//                           more, as consumers release Q before they are done with it
 //     AT_LISTS              two WorkTileLists
 //     AT_LIST_SEQS          of packed sequences, a SeqSlot for each list
 //     AT_V_TILES            FP8, for each stage of V its tile: b, tile
 //     AT_SCALES, AT_AFFINE  softmax scales; for each consumer warp the row-uniform part of its AffineScore
 //
-// FP8 says whether the kernel is fp8_forward.cu, whose further constants and parts fp8_mainloop.cuh lists.
+// FP8 says what shares a scale of codes in fp8_forward.cu, whose further constants and parts fp8_mainloop.cuh lists, and
+// is 0 in other kernels. GETS_VT: V comes as V^T.
 #pragma once
 #include "common/positions.cuh"
 #include "sm90/pipeline.cuh"
@@ -30,7 +32,7 @@
 
 struct e4m3_t { unsigned char bits; };  // sign, 4 bits of exponent with the bias 7, 3 of mantissa; no infinity
 
-using operand = Select<FP8, e4m3_t, storage>::type;  // an element of Q, K and V
+using operand = Select<FP8 != 0, e4m3_t, storage>::type;  // an element of Q, K and V
 
 DEVICE float widen(e4m3_t x) {
     const int exponent = x.bits >> 3 & 15, mantissa = x.bits & 7;
@@ -49,10 +51,30 @@ DEVICE unsigned pack_e4m3(float x0, float x1, float x2, float x3) {
     return codes;
 }
 
-// The scale of query n or of key n; 1 where elements have none.
-DEVICE float scale_of(const Tensor& scales, int b, int h, int n) {
-    return FP8 ? *row_at<const float>(scales, b, h, n) : 1.0f;
-}
+// What shares a scale: a head, a block of SCALE_BLOCK tokens, or one token. Queries of heads may have scales of their own.
+constexpr bool SCALES_OF_HEADS = FP8 == 1, SCALES_OF_BLOCKS = FP8 == 2, SCALES_OF_TOKENS = FP8 == 3;
+constexpr int SCALE_BLOCK = 128;
+
+// Where a key stands in V^T: among 16 keys key 8 j + 2 t + c stands at 4 t + 2 j + c.
+DEVICE int place_in_vt(int key) { return key & ~15 | (key & 6) << 1 | (key & 8) >> 2 | key & 1; }
+
+// What row_nonfinite() reads.
+struct Elements : PlainElements<operand> {
+    __device__ __forceinline__ static float query_scale(const Params& p, int b, int h, int n) {
+        if constexpr (!FP8) return 1;
+        if constexpr (SCALES_OF_BLOCKS) return *row_at<const float>(p.q_scale, b, h, n / SCALE_BLOCK);
+        return *q_row<const float>(p, p.q_scale, b, h, n);
+    }
+    __device__ __forceinline__ static float key_scale(const Params& p, const Tensor& scales, int b, int h, int n) {
+        if constexpr (!FP8) return 1;
+        if constexpr (SCALES_OF_TOKENS) return *kv_row<const float>(p, scales, b, h, n);
+        return *row_at<const float>(scales, IS_PAGED ? 0 : b, h, SCALES_OF_BLOCKS ? n / SCALE_BLOCK : 0);
+    }
+    __device__ __forceinline__ static operand value(const Params& p, int b, int h, int key, int column) {
+        if constexpr (GETS_VT) return row_at<const operand>(p.v, b, h, column)[place_in_vt(key)];
+        return PlainElements<operand>::value(p, b, h, key, column);
+    }
+};
 
 // --- tiles and shared memory -----------------------------------------------------------------------------------------
 
@@ -62,6 +84,15 @@ constexpr int BLOCK_Q = 64 * MMA_WARPGROUPS, THREADS = 128 * (MMA_WARPGROUPS + 1
 constexpr bool IS_FLOAT32 = STORAGE == FLOAT32, FP16X2 = IS_FLOAT32 && NUM_TERMS == 2;
 // 2^80: scores stay finite; 2^-126: -inf stays -inf.
 constexpr float MAX_SCALE = 1.2089258e24f, MIN_SCALE = 1.1754944e-38f;
+// Scales of values that float32 has room for, beside weights. A group of zeros has float32's least normal number
+// (quantize), whose codes are zeros: it stands for MIN_V_SCALE.
+constexpr float MIN_V_SCALE = 8.271806e-25f, MAX_V_SCALE = 16384.0f;  // 2^-80, 2^14
+
+// NaN for a scale that no product of scales has room for.
+DEVICE float valid_scale(float x) { return x >= 0 && x <= MAX_SCALE ? fmaxf(x, MIN_SCALE) : (float)fk_special(0); }
+DEVICE float valid_v_scale(float x) {
+    return (x >= MIN_V_SCALE || x == MIN_SCALE) && x <= MAX_V_SCALE ? fmaxf(x, MIN_V_SCALE) : (float)fk_special(0);
+}
 
 // The kernel computes from other numbers than the caller's: terms, or codes with scales.
 constexpr bool HAS_SCALES = IS_FLOAT32 || FP8;
@@ -71,8 +102,10 @@ constexpr int chunks_of(int dim) { return NUM_TERMS * (up(dim, CHUNK_COLUMNS) / 
 constexpr int CHUNKS_K = chunks_of(HEAD_DIM), CHUNKS_V = chunks_of(HEAD_DIM_V);  // of Q and K, of V
 constexpr int OUT_COLUMNS = IS_FLOAT32 ? 32 : 64, CHUNKS_OUT = up(HEAD_DIM_V, OUT_COLUMNS) / OUT_COLUMNS;
 constexpr int CHUNK_BYTES = BLOCK_K * CHUNK_ROW;  // of K or V
-constexpr int BYTES_Q = 64 * CHUNK_ROW * larger(CHUNKS_K, CHUNKS_OUT);  // of a warp group; also O's
-constexpr int BYTES_K = CHUNK_BYTES * CHUNKS_K, BYTES_V = CHUNK_BYTES * CHUNKS_V;
+constexpr int BYTES_Q = 64 * CHUNK_ROW * (FP8 ? CHUNKS_K : larger(CHUNKS_K, CHUNKS_OUT));  // of a warp group; also O's
+constexpr int VT_LINES = COLUMNS + 8 * (COLUMNS <= 128);  // FP8, of V^T: columns, and eight lines of ones
+constexpr int BYTES_K = CHUNK_BYTES * CHUNKS_K, BYTES_V = GETS_VT ? VT_LINES * CHUNK_ROW : CHUNK_BYTES * CHUNKS_V;
+constexpr int V_STAGES = FP8 && !GETS_VT ? (COLUMNS <= 128 ? 2 : 1) : STAGES;
 
 constexpr int O_REGS = COLUMNS / 2, S_REGS = BLOCK_K / 2, P_REGS = BLOCK_K / 4;  // of a lane
 
@@ -81,6 +114,8 @@ constexpr int AFFINE_BYTES = 24;  // of AT_AFFINE, for a warp
 // Tile descriptor: tile << 8 | FIRST_TILE if it begins a work tile | a State for each warp group's rows, two bits each.
 // END has the bit FIRST_TILE, too. NO_DESC equals no descriptor.
 constexpr int FIRST_TILE = 64, END = -1, NO_DESC = -2;
+constexpr int PAIR = 128;  // FP8: the next tile of the work tile has the same states
+constexpr int DESC_BYTES = FP8 ? 16 : 4;
 
 DEVICE constexpr int at_k(int stage) { return AT_K + stage * BYTES_K; }
 DEVICE constexpr int at_v(int stage) { return AT_V + stage * BYTES_V; }
@@ -97,7 +132,7 @@ DEVICE SeqSlot seq_of(const Params& p, const WorkTile& at) { return seq_of(p, at
 
 DEVICE Pipeline<Q_BUFFERS> q_pipe(unsigned base) { return Pipeline<Q_BUFFERS>::at(base + AT_Q_PIPE); }
 DEVICE Pipeline<STAGES> k_pipe(unsigned base) { return Pipeline<STAGES>::at(base + AT_K_PIPE); }
-DEVICE Pipeline<STAGES> v_pipe(unsigned base) { return Pipeline<STAGES>::at(base + AT_V_PIPE); }
+DEVICE Pipeline<V_STAGES> v_pipe(unsigned base) { return Pipeline<V_STAGES>::at(base + AT_V_PIPE); }
 DEVICE Pipeline<2> list_pipe(unsigned base) { return Pipeline<2>::at(base + AT_LIST_PIPE); }
 
 // A warp group's rows of Q, later of O, in a buffer; the barrier that says O is there; the buffer's work tile.
@@ -106,14 +141,18 @@ DEVICE unsigned out_ready(unsigned base, int buffer, int wg) {
     return base + AT_OUT_READY + 8 * (buffer * MMA_WARPGROUPS + wg);
 }
 constexpr int WORK_TILE_BYTES = 12 + SeqSlot::BYTES;  // in shared memory
-DEVICE unsigned work_tile_slot(unsigned base, int buffer) { return base + AT_WORK_TILES + WORK_TILE_BYTES * buffer; }
+constexpr int WORK_TILES = Q_BUFFERS + 2 * (FP8 != 0);
+template <typename T>
+DEVICE unsigned work_tile_slot(unsigned base, T number) {
+    return base + AT_WORK_TILES + WORK_TILE_BYTES * (number % WORK_TILES);
+}
 DEVICE unsigned list_seq(unsigned base, unsigned n) { return base + AT_LIST_SEQS + n % 2 * SeqSlot::BYTES; }
-DEVICE unsigned v_tile_slot(unsigned base, unsigned n) { return base + AT_V_TILES + 8 * (n % STAGES); }
-DEVICE unsigned tile_desc_slot(unsigned base, unsigned n) { return base + AT_TILE_DESCS + 4 * (n % STAGES); }
+DEVICE unsigned v_tile_slot(unsigned base, unsigned n) { return base + AT_V_TILES + 8 * (n % V_STAGES); }
+DEVICE unsigned tile_desc_slot(unsigned base, unsigned n) { return base + AT_TILE_DESCS + DESC_BYTES * (n % STAGES); }
 
 // The rows that warp group `wg` has of work tile `number` of this CTA.
 DEVICE WorkTile read_work_tile(const Params& p, unsigned base, int number, int wg) {
-    const unsigned slot = work_tile_slot(base, number % Q_BUFFERS);
+    const unsigned slot = work_tile_slot(base, number);
     const int b = uniform(load_word(slot)), h = uniform(load_word(slot + 4)),
         row0 = uniform(load_word(slot + 8)) + 64 * wg;
     return {b, h, row0, (start)seq_of(p, b, slot).q_position(), slot};

@@ -49,8 +49,8 @@ DEVICE void unit_nonfinite(const Params& p, const Unit& unit, unsigned wanted) {
         const HeadRow of = clamped_row(p, at.b, at.h, at.row0 + row0 + r);
         float sums[OWN];
         const bool has_sink = HAS_SINKS && p.num_splits == 1;
-        const float sum = row_nonfinite<operand>(p, at.b, of.h, of.row, first, end, has_sink, lane, first_column, sums,
-                                                 scale_of).sum;
+        const float sum = row_nonfinite<Elements>(p, at.b, of.h, of.row, first, end, has_sink, lane, first_column,
+                                                  sums).sum;
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {
             const int column = first_column + 32 * i;

@@ -166,6 +166,17 @@ DEVICE void store_v_tile(unsigned slot, const KvTile& at) {
     store_word(slot, at.b), store_word(slot + 4, at.tile);
 }
 
+// FP8 with scales of blocks: a tile's scale of K, log2 and inverse of that of V.
+DEVICE float3 tile_scales(const Params& p, int b, int head, int tile) {
+    const float k = Elements::key_scale(p, p.k_scale, b, head, tile * BLOCK_K),
+        v = valid_v_scale(Elements::key_scale(p, p.v_scale, b, head, tile * BLOCK_K));
+    return {valid_scale(k), log2_fast(v), reciprocal(v)};
+}
+
+DEVICE void store_scales(unsigned slot, const float3& x) {  // behind the descriptor
+    store_float(slot + 4, x.x), store_floats(slot + 8, x.y, x.z);
+}
+
 // Where K and V come from: contiguous tensors, or pages.
 struct KvSource {
     const Params& p;
@@ -194,8 +205,8 @@ struct KvSource {
         const unsigned row = threadIdx.x % 32 * box_rows();
         if (is_leader()) mbarrier_arrive_expect_tx(barrier, BLOCK_K * CHUNK_ROW * CHUNKS);
         if (row < BLOCK_K)
-            load_tile<1, CHUNKS, BLOCK_K>(target + row * CHUNK_ROW, map,
-                                          Box{0, at.row, at.head, (int)existing_page(p, at.page)}, barrier);
+            load_tile<1, CHUNKS, BLOCK_K, CHUNK_COLUMNS>(
+                target + row * CHUNK_ROW, map, Box{0, at.row, at.head, (int)existing_page(p, at.page)}, barrier);
         __syncwarp();  // a lane that fell behind would wait for a phase of the pipeline that is over
     }
     __device__ __forceinline__ static bool is_leader() { return !IS_PAGED || threadIdx.x % 32 == 0; }
@@ -208,6 +219,10 @@ struct KvSource {
     }
     __device__ __forceinline__ void load_v(const KvTile& at, unsigned target, unsigned barrier) const {
         if constexpr (IS_PAGED) return load_pages<CHUNKS_V>(v_map, at, target, barrier);
+        if constexpr (GETS_VT) {  // the keys of each column
+            mbarrier_arrive_expect_tx(barrier, COLUMNS * CHUNK_ROW);
+            return tma_load<1>(target, v_map, Box{at.tile * BLOCK_K, 0, at.head, at.b}, barrier);
+        }
         mbarrier_arrive_expect_tx(barrier, BYTES_V);
         load_tile<1, CHUNKS_V, BLOCK_K, CHUNK_COLUMNS>(target, v_map, kv_box(p, at.b, at.head, at.tile * BLOCK_K),
                                                        barrier);
@@ -220,7 +235,7 @@ DEVICE void load_q(const Params& p, const TensorMap& q_map, unsigned base, unsig
                    unsigned list_seq) {
     const Pipeline<Q_BUFFERS> pipe_q = q_pipe(base);
     pipe_q.producer_acquire(number);
-    const unsigned buffer = number % Q_BUFFERS, slot = work_tile_slot(base, buffer), full = pipe_q.full_barrier(number);
+    const unsigned buffer = number % Q_BUFFERS, slot = work_tile_slot(base, number), full = pipe_q.full_barrier(number);
     store_word(slot, b), store_word(slot + 4, h), store_word(slot + 8, row0);
     if (b == END) {
         mbarrier_arrive(full);
@@ -240,16 +255,18 @@ DEVICE void load_q(const Params& p, const TensorMap& q_map, unsigned base, unsig
 // tile before they release the previous Q, so this order cannot deadlock. Of pages all lanes come, for load_pages().
 DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map,
                      unsigned base, const WorkTileList* lists) {
-    const Pipeline<STAGES> pipe_k = k_pipe(base), pipe_v = v_pipe(base);
+    const Pipeline<STAGES> pipe_k = k_pipe(base);
+    const Pipeline<V_STAGES> pipe_v = v_pipe(base);
     const Pipeline<2> pipe_lists = list_pipe(base);
     const KvSource kv{p, k_map, v_map};
     const bool leader = KvSource::is_leader();
     unsigned n = 0, number = 0;  // K/V tiles, work tiles so far
     KvTile previous{}, looked_up{};
+    float3 scales{};  // FP8, of a tile: looked up while the one before is loaded
     auto load_previous_v = [&]() {
         pipe_v.producer_acquire(n - 1);
-        const unsigned stage = (n - 1) % STAGES;
-        if constexpr (FP8) store_v_tile(v_tile_slot(base, n - 1), previous);
+        const unsigned stage = (n - 1) % V_STAGES;
+        if constexpr (FP8 && !GETS_VT) store_v_tile(v_tile_slot(base, n - 1), previous);
         kv.load_v(previous, base + at_v(stage), pipe_v.full_barrier(n - 1));
     };
 #pragma unroll 1
@@ -269,7 +286,18 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
             if (leader && i == claim_at) mbarrier_arrive(base + AT_CLAIM);
             const KvTile at = IS_PAGED && i > 0 ? looked_up : located(entry);
             pipe_k.producer_acquire(n);
-            if (leader) store_word(tile_desc_slot(base, n), at.tile << 8 | first | (entry & 63));
+            if constexpr (FP8) {
+                const int next = i + 1 < count ? work.list.entry[i + 1] : ~entry;
+                const int pair = !first && (entry & 63) == (next & 63) ? PAIR : 0;
+                if (leader) store_word(tile_desc_slot(base, n), at.tile << 8 | first | pair | (entry & 63));
+                if (SCALES_OF_BLOCKS) {
+                    if (i == 0) scales = tile_scales(p, b, head, at.tile);
+                    store_scales(tile_desc_slot(base, n), scales);
+                    if (i + 1 < count) scales = tile_scales(p, b, head, tile_of(next));
+                }
+            } else if (leader) {
+                store_word(tile_desc_slot(base, n), at.tile << 8 | first | (entry & 63));
+            }
             kv.load_k(at, base + at_k(n % STAGES), pipe_k.full_barrier(n));
             // The table is far away: the next tile's pages arrive while V's stage is awaited.
             if (IS_PAGED && i + 1 < count) looked_up = located(work.list.entry[i + 1]);
@@ -287,7 +315,7 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
     store_word(tile_desc_slot(base, n), END);
     mbarrier_arrive(pipe_k.full_barrier(n));
     load_q(p, q_map, base, number, END, 0, 0, 0);
-    if constexpr (FP8) {
+    if constexpr (FP8 && !GETS_VT) {
         pipe_v.producer_acquire(n);
         store_v_tile(v_tile_slot(base, n), {0, 0, END});
         mbarrier_arrive(pipe_v.full_barrier(n));
