@@ -218,7 +218,7 @@ def device_times(dim: int, causal: bool, n: int, batch: int, heads: int) -> None
     from flashkit.backends.cupy_raw.sm90_fp8 import Sm90Fp8Forward, forward_candidates
     from flashkit.call.arguments import prepare
     from flashkit.call.call import Call
-    from flashkit.call.codes import on_codes
+    from flashkit.call.codes import codes_of, on_codes
     from flashkit.devices import profiles, timing
 
     shape = batch, heads, n, dim
@@ -229,22 +229,25 @@ def device_times(dim: int, causal: bool, n: int, batch: int, heads: int) -> None
     calls: dict[Any, Any] = {("bfloat16", ""): partial(chosen.forward, plan, operands)}
     tables = TileTables("cupy_raw", profiles.for_device("cuda"), device.current(), "forward")
     kept = []  # arguments of kernels hold addresses
-    for per in ("head", "block", "token"):
+    for per in ("head", "token"):
         codes = [flashkit.quantize(x, "e4m3", per, transpose=i == 2) for i, x in enumerate(given)]
         with Call("attention", *codes, {"causal": causal}) as call:
-            made = on_codes(call, "cupy_raw", False)
+            assert call.quantised is not None
+            found = codes_of(call.quantised, call.q, call.k, call.v, call.options)
+            made = found if isinstance(found, str) else on_codes(found, None, False, "cupy_raw")
         assert not isinstance(made, str), made
         kept.append(made)
         for tile in forward_candidates(made[0], device.current()):
             run = Sm90Fp8Forward(made[0], Choice(tile, None, "tried"), tables).run
             arguments = Arguments(made[0].spec, made[1])
             name = f"{tile.block_q} x {tile.block_k}, {tile.stages} stages, Q {tile.q_buffers}"
+            name += ", in turns" * bool(tile.turns)
             calls[per, name] = partial(run, arguments, launch.stream())
     wait = cupy.cuda.runtime.deviceSynchronize
     taken = timing.interleaved(calls, rounds=7, budget=4.0, min_rounds=3, synchronize=wait)
     flops = problem.flops() * (0.5 if causal else 1)
     rates = {key: flops / found.median / 1e12 for key, found in taken.items()}
-    for per in ("head", "block", "token"):
+    for per in ("head", "token"):
         tiles = "; ".join(f"{tile}: {rate:.0f}" for (of, tile), rate in rates.items() if of == per)
         mask, wide = "causal" if causal else "full", rates["bfloat16", ""]
         print(f"| {dim} | {mask} | {n} | {wide:.0f} | {per} | {tiles} |", flush=True)

@@ -3,12 +3,14 @@
     python benchmarks/threads.py scaling [--threads 1,2,4,8,16] [--dtypes bfloat16,float32] [--output FILE]
     python benchmarks/threads.py decode [--output FILE]
     python benchmarks/threads.py tiles "512x128 2" "512x96 4" [--dims 64,128]
+    python benchmarks/threads.py busy [--seconds 1]
 
 All contenders of a case take turns in one process. A line of the output is one case: seconds of each contender, and
 what follows from them: for `scaling` the time of one thread over that of each number of threads, for `decode` the share
 of the rate at which a loop reads as many bytes. `tiles` times tiles of the forward pass in bfloat16, block_q x
-block_k and the vectors of a panel, beside the tile in use. Bind the process to one hardware thread of each core, for
-example by taskset: threads of one core share its units.
+block_k and the vectors of a panel, beside the tile in use. `busy` prints calls a second of attention beside 0, 1 and 4
+busy processes, and their share of those beside none, over that of a loop of NumPy on one thread. Bind the process to
+one hardware thread of each core, for example by taskset: threads of one core share its units.
 """
 
 from __future__ import annotations
@@ -16,7 +18,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,15 +89,16 @@ def tiles(given: argparse.Namespace) -> Iterator[tuple[str, Calls, dict[str, Any
     from flashkit.tools.autotune.cpu import FULL, CpuRunner
     from flashkit.tools.autotune.targets import Target
 
-    runner, count = CpuRunner(FULL), threads.count()
+    count = threads.count()
     for dim in map(int, given.dims.split(",")):
         for tokens in map(int, given.tokens.split(",")):
-            task = runner.task(Target("forward", "bfloat16", dim), tokens)
-            calls = {"in use": task.call(task.plan.tile)}
+            target, runner = Target("forward", "bfloat16", dim), CpuRunner(replace(FULL, tokens=tokens))
+            task = runner.task(target)
+            calls = {"in use": runner.call(target, task.plan.tile, task)}
             for text in given.tiles:
                 block_q, block_k, vectors = map(int, text.replace("x", " ").split())
                 tile = CpuTile(block_q, block_k, 16, 24 // vectors, vectors)
-                calls[text] = task.call(tile)
+                calls[text] = runner.call(target, tile, task)
             yield f"{tokens} tokens, head dim {dim}, {count} threads", calls, {"in use": str(task.plan.tile)}
 
 
@@ -102,9 +109,42 @@ def described(what: str, taken: dict[str, Timing]) -> dict[str, Any]:
     return {"times_as_fast": {name: taken[first].over(timed) for name, timed in taken.items()}}
 
 
+def busy(seconds: float) -> None:
+    """Each state of the machine three times, in turns: medians."""
+    numbers = np.ones(100_000, np.float32)
+    calls: Calls = {"numpy": partial(np.multiply, numbers, numbers, out=numbers)}
+    for n in (256, 1024, 4096):
+        q, k, v, _ = Case(n, 64).arrays()
+        calls[f"{n} tokens"] = partial(flashkit.attention, q, k, v, causal=True, backend="cpu")
+    rates: dict[int, list[list[float]]] = {0: [], 1: [], 4: []}
+    for others in 3 * [*rates]:
+        running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(others)]
+        try:
+            time.sleep(0.3)  # they start
+            rates[others].append([_rate(call, seconds) for call in calls.values()])
+        finally:
+            for one in running:
+                one.kill()
+                one.wait()
+    alone, *_ = medians = [np.median(rows, axis=0) for rows in rates.values()]
+    for others, median in zip(rates, medians, strict=True):
+        shares = median / alone
+        print(others, "busy:", {name: f"{rate:.0f}/s, {share:.2f}" for name, rate, share in
+                                zip(calls, median, shares / shares[0], strict=True)}, flush=True)  # fmt: skip
+
+
+def _rate(call: Callable[[], Any], seconds: float) -> float:
+    call()
+    count, start = 0, time.perf_counter()
+    while (taken := time.perf_counter() - start) < seconds:
+        call()
+        count += 1
+    return count / taken
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("scaling", "decode", "tiles"))
+    parser.add_argument("what", choices=("scaling", "decode", "tiles", "busy"))
     parser.add_argument("tiles", nargs="*")
     parser.add_argument("--threads", default=os.environ.get("NUMBA_NUM_THREADS", str(os.cpu_count())))
     parser.add_argument("--dtypes", default="bfloat16,float32")
@@ -114,6 +154,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="of each case; three rounds at least")
     parser.add_argument("--output", type=Path, help="append a JSON line of each case")
     given = parser.parse_intermixed_args()
+    if given.what == "busy":
+        return busy(given.seconds)
     for label, calls, more in {"scaling": scaling, "decode": decode, "tiles": tiles}[given.what](given):
         taken = timing.interleaved(calls, rounds=given.rounds, budget=given.seconds, min_rounds=3)
         found = described(given.what, taken)

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 from .call import arrays
 from .call.arguments import Prepared, prepare
 from .call.call import Call
-from .call.codes import on_codes
-from .call.planned import Planned
+from .call.codes import codes_of, on_codes
+from .call.planned import Planned, plan_for
 from .call.plans import plan_of
-from .call.positions import queries_of
 from .call.quantized import Quantized
 from .call.vjp import Vjp
 from .errors import UnsupportedError
-from .options import Options, documented
+from .options import Options, check_tensors, documented
 from .spec import Operands
 
 if TYPE_CHECKING:
@@ -47,8 +46,8 @@ def attention(
 ) -> A | tuple[A, Any]: ...  # fmt: skip
 @documented()
 def attention(
-    q: Any, k: Any, v: Any, *, return_lse: bool = False, out: Any = None, backend: str | None = None,
-    **options: Unpack[Options],
+    q: Any = None, k: Any = None, v: Any = None, *more: Any, return_lse: bool = False, out: Any = None,
+    backend: str | None = None, **options: Unpack[Options],
 ) -> Any:  # fmt: skip
     """Exact attention, softmax(scale * q k^T, modified and masked) v, in memory linear in the number of tokens.
 
@@ -124,6 +123,8 @@ def attention(
     >>> lse.shape
     (1, 8, 256)
     """
+    if v is None or more:
+        check_tensors("attention", more, options)
     with Call("attention", q, k, v, {**options}, out) as call:
         return call.to_caller(plan_of(call, backend, return_lse).run(call))
 
@@ -177,22 +178,11 @@ def plan(
     if options.get("dropout_p") and options.get("seed") is None:
         raise ValueError("seed: expected an integer beside dropout_p for a plan, whose calls drop the same pairs")
     with Call("plan", q, k, v, {**options}) as call:
-        fp8 = call.quantised if call.quantised is not None and call.quantised.fp8 else None
+        of_fp8 = call.quantised if call.quantised is not None and call.quantised.fp8 else None
+        fp8 = None if of_fp8 is None else (of_fp8.per, of_fp8.layout)
         call.dequantise()
         call.require_arrays()
-        prepared = problem, operands, shape = prepare(call.q, call.k, call.v, **call.options)
-        if not problem.spec.packed:  # whose lengths are new
-            operands.kv_lengths = operands.kv_lengths.copy()  # on a device they may be the caller's array
-        varies = problem.spec.kv_lengths and not problem.spec.packed
-        follows = None
-        if varies and call.options.get("q_offset") is None:
-            queries = call.options.get("q_lengths")
-            follows = queries_of(queries, problem.array_kind, shape, problem.batch, problem.n_q, problem.n_q)
-        given = call.q, call.k, call.v
-        return Planned(
-            prepared, given, backend, return_lse, varies=varies, follows=follows,
-            fp8=None if fp8 is None else (fp8.per, fp8.layout),
-        )  # fmt: skip
+        return plan_for((call.q, call.k, call.v), call.options, backend, return_lse, fp8)
 
 
 @overload
@@ -332,9 +322,13 @@ def explain(
 
     with Call("explain", q, k, v, {**options}, out, described=not measure) as call:
         call.require_arrays()
-        quantised, why = call.quantised, on_codes(call, backend, False) if call.quantised is not None else ""
-        if isinstance(why, Prepared):
-            return explain_problem(why.problem, why.operands, backend, measure)
+        quantised, why = call.quantised, ""
+        if quantised is not None:
+            codes = codes_of(quantised, call.q, call.k, call.v, call.options)
+            found = codes if isinstance(codes, str) else on_codes(codes, call.out, call.described, backend)
+            if isinstance(found, Prepared):
+                return explain_problem(found.problem, found.operands, backend, measure)
+            why = found
         call.dequantise()
         problem, operands, _ = prepare(call.q, call.k, call.v, out=call.out, described=not measure, **call.options)
         explanation = explain_problem(problem, operands, backend, measure)

@@ -33,19 +33,13 @@ from .call.merge import merge
 from .mods import Mod, codegen, expr
 from .mods.ranges import RangeTable
 from .numeric import integer
-from .options import DEFAULTS, OPTIONS, Options, Role, documented, unknown
+from .options import DEFAULTS, OPTIONS, Options, Role, documented, unknown, with_axes
 
 __all__ = ["attention"]
 
 
-BY_CHUNK = frozenset((
-    "causal", "q_offset", "window", "alibi_slopes", "bias", "mask", "block_mask", "score_mod", "mask_mod", "kv_lengths",
-    "q_lengths", "sinks",
-))  # fmt: skip
-"""Options by position that each chunk gets in its own way."""
-
-NOT_TAKEN = tuple(name for name, option in OPTIONS.items() if option.by_position and name not in BY_CHUNK)
-"""The others, which are refused: pairs are dropped by their numbers within a call."""
+NOT_TAKEN = (*with_axes("memory"), "dropout_p", "seed")
+"""Options that are refused: pairs are dropped by their numbers within a call, and packed sequences have no chunks."""
 
 
 @documented(*NOT_TAKEN)
@@ -112,7 +106,7 @@ def attention(
     o: Any = SimpleNamespace(**DEFAULTS | options)
     q, k, v = (_as_dask(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     bias, mask = (None if x is None else _as_dask(name, x) for name, x in (("bias", o.bias), ("mask", o.mask)))
-    small: Any = {name: x for name, x in options.items() if OPTIONS[name].is_array and name not in ("bias", "mask")}
+    small: Any = {name: x for name, x in options.items() if name in with_axes("entries", "heads")}
     for name, x in small.items():
         if isinstance(x, da.Array):
             raise TypeError(f"{name}: expected numbers, got a Dask array; pass {name}={name}.compute()")
@@ -125,12 +119,14 @@ def attention(
     score_mod, mask_mod, block_mask, layout = o.score_mod, o.mask_mod, o.block_mask, o.layout
     problem, operands, shape = prepare(**tensors, **fixed, **small, **functions, described=True)
     lengths, offsets = operands.kv_lengths, operands.q_offset
-    queries = None if o.q_lengths is None else np.broadcast_to(np.asarray(o.q_lengths).reshape(-1), (problem.batch,))
     for name, x in (("kv_lengths", lengths), ("q_offset", offsets)):
         if not isinstance(x, np.ndarray):
             raise TypeError(f"{name}: expected integers of NumPy, got an array on a device")
 
-    ends = o.kv_lengths is not None
+    counted = {
+        name: np.broadcast_to(np.asarray(x).reshape(-1), (problem.batch,))
+        for name, x in small.items() if OPTIONS[name].counts and x is not None
+    }  # fmt: skip
     score = None if score_mod is None else mods.trace(score_mod, "score")
     listed = None if mask_mod is None else mods.trace(mask_mod, "mask"), block_mask and block_mask.mod
     hidden = _joined(listed)
@@ -158,7 +154,7 @@ def attention(
                 _require_neighbours(inside)
             for h, head in enumerate(heads):
                 visible = _visible(seen, inside, head, row, keys, offsets)
-                if ends:
+                if o.kv_lengths is not None:
                     visible &= np.array([key.start < lengths[inside].max(initial=0) for key in keys], bool)
                 partial: list[Any] = []
                 for j in np.flatnonzero(visible).tolist() or [0]:
@@ -166,11 +162,12 @@ def attention(
                     local = offsets[inside] + (row.start - key.start)
                     of_chunk = fixed | {
                         "q_offset": int(local[0]) if local.size and (local == local[0]).all() else local,
-                        "kv_lengths": None if not ends else np.clip(lengths[inside] - key.start, 0, len(key)),
-                        "q_lengths": None if queries is None else np.clip(queries[inside] - row.start, 0, len(row)),
                         "alibi_slopes": _of_heads(o.alibi_slopes, inside, head),
                         "sinks": None if partial else _of_heads(o.sinks, inside, head),  # they count once
                     }
+                    for name, n in counted.items():
+                        tokens = row if OPTIONS[name].counts == "queries" else key
+                        of_chunk[name] = np.clip(n[inside] - tokens.start, 0, len(tokens))
                     entry = int(inside[0]) if inside.size else 0
                     first = {"b": entry, "h": head.start, "row": row.start, "k": key.start}
                     partial.append(

@@ -7,9 +7,10 @@ does not support the problem, that is an error; there is no fallback.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
@@ -160,6 +161,14 @@ def _profile(backend: Backend) -> Any:
     return profiles.for_device(backend.device_kind)
 
 
+def _device(kind: str) -> int | None:
+    """The number of the current CUDA device, which a plan for arrays of CuPy is for; None without one."""
+    if kind == "cupy":
+        with suppress(Exception):  # a missing driver or device raises different exceptions; backends say so
+            return int(sys.modules["cupy"].cuda.runtime.getDevice())
+    return None
+
+
 def plan(problem: Problem, backend: str | None = None) -> tuple[Backend, Any]:
     """The backend for the problem and its plan, cached by spec and by size to the next power of two."""
     only = forced(backend)
@@ -170,6 +179,7 @@ def plan(problem: Problem, backend: str | None = None) -> tuple[Backend, Any]:
         problem.heads,
         problem.n_q.bit_length(),
         problem.n_k.bit_length(),
+        _device(problem.array_kind),
         only,
     )
     with _plans_lock:

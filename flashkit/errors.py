@@ -70,9 +70,24 @@ def shown(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
-def warn(message: str) -> None:
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn with the line of the caller outside flashkit, so that each such line warns once."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, UserWarning, stacklevel=level)
+    warnings.warn(message, category, stacklevel=level)
+
+
+_said: set[str] = set()
+
+
+def warn_once(message: str, about: str = "", category: type[Warning] = UserWarning) -> None:
+    """Warn once in a process with each message, or of each thing that messages are about."""
+    if (about or message) not in _said:
+        _said.add(about or message)
+        warn(message, category)
+
+
+def forget_warnings() -> None:
+    """`warn_once` gives all warnings again."""
+    _said.clear()

@@ -20,19 +20,32 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.buffer_callback import buffer_callback
 
-from . import api, mods
+from . import api, dispatch, mods
 from .call.arguments import prepare
 from .call.checks import window_of
-from .call.positions import check_default_offset
+from .call.sequences import check_default_offset
 from .call.vjp import WRT
 from .errors import UnsupportedError, shown
 from .numeric import number
-from .options import DEFAULTS, OPTIONS, Options, Role, documented, unknown
+from .options import (
+    DEFAULTS,
+    NUMBERS,
+    OPTIONS,
+    Options,
+    Role,
+    check_tensors,
+    closed,
+    documented,
+    ours,
+    unknown,
+    unknown_of,
+    with_axes,
+)
 
 __all__ = ["attention", "dot_product_attention"]
 
 Arrays = dict[str, Any]
-CONSTANT = "alibi_slopes", "bias", "mask"
+CONSTANT = tuple(name for name, option in OPTIONS.items() if option.role is Role.PAIRS)
 """Floating arguments without a gradient."""
 
 
@@ -40,17 +53,17 @@ Static = tuple[tuple[str, Any], ...]
 """The arguments of a call that JAX compiles for, with their names: they compare by value, functions and block masks by
 identity."""
 
-STATIC = tuple(name for name, option in OPTIONS.items() if not option.is_array)
-TAKEN_APART = "cu_seqlens", "page_table"
+NOT_TAKEN = with_axes("memory")
 """Options of `flashkit.attention` that are not taken here."""
 
-ARRAYS = tuple(name for name, option in OPTIONS.items() if option.is_array and name not in TAKEN_APART)
+ENTRIES, PAIRS, ARRAYS = with_axes("entries"), with_axes("pairs"), with_axes("entries", "heads", "pairs")
 
 
-@documented(*TAKEN_APART)
+@documented(*NOT_TAKEN)
 def attention(
-    q: Any, k: Any, v: Any, *, return_lse: bool = False, backend: str | None = None, **options: Unpack[Options]
-) -> Any:
+    q: Any = None, k: Any = None, v: Any = None, *more: Any, return_lse: bool = False, backend: str | None = None,
+    **options: Unpack[Options],
+) -> Any:  # fmt: skip
     """`flashkit.attention` on JAX arrays, differentiable by q, k, v and sinks, under jit, grad and vmap.
 
     Parameters
@@ -83,8 +96,8 @@ def attention(
     -----
     Arrays among the options may be traced, and so may `seed`. Of these `sinks` has a gradient; asking for that of
     `alibi_slopes`, `bias` or `mask` is an error, which `jax.lax.stop_gradient` avoids. `kv_lengths` needs `q_offset` or
-    `q_lengths` where masks or scores depend on positions and there are several queries. On a GPU a traced seed is
-    copied to the host by each call, which waits for the stream. dropout_p needs a seed.
+    lengths of the queries where masks or scores depend on positions and there are several queries. On a GPU a traced
+    seed is copied to the host by each call, which waits for the stream. dropout_p needs a seed.
 
     The other options are static: a program is compiled for their values, and for each function and block mask by its
     identity, so make these once. Arrays of modifications are constants of the program.
@@ -101,9 +114,14 @@ def attention(
     >>> jax.grad(loss)(q).shape
     (1, 4, 32, 16)
     """
-    if not options.keys() <= DEFAULTS.keys() - {*TAKEN_APART}:
-        known = [name for name in (*DEFAULTS, "return_lse", "backend") if name not in TAKEN_APART]
+    if v is None or more:
+        check_tensors("flashkit.jax.attention", more, options)
+    if not options.keys() <= DEFAULTS.keys() - {*NOT_TAKEN}:
+        known = [name for name in (*DEFAULTS, "return_lse", "backend") if name not in NOT_TAKEN]
         raise unknown("flashkit.jax.attention", [name for name in options if name not in known], known)
+    if (key := options.get("seed")) is not None and jnp.issubdtype(getattr(key, "dtype", int), jax.dtypes.prng_key):
+        options["seed"] = jax.random.bits(key)
+    dispatch.forced(backend)  # which names those that there are
     q, k, v = map(jnp.asarray, (q, k, v))
     arrays = {
         name: jnp.asarray(options[name])  # type: ignore[literal-required]
@@ -124,11 +142,12 @@ def attention(
     return (out, lse[0].reshape(rows)) if return_lse else out
 
 
+@closed
 def dot_product_attention(
     query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, *, scale: float | None = None,
     is_causal: bool = False, query_seq_lengths: Any = None, key_value_seq_lengths: Any = None,
     local_window_size: int | tuple[int, int] | None = None, implementation: str | None = None,
-    return_residual: bool = False,
+    return_residual: bool = False, **others: Any,
 ) -> Any:  # fmt: skip
     """`attention` with the arguments of `jax.nn.dot_product_attention`.
 
@@ -172,12 +191,16 @@ def dot_product_attention(
     >>> bool(abs(dot_product_attention(x, x, x, is_causal=True) - expected).max() < 1e-5)
     True
     """
+    if others:
+        raise unknown_of(dot_product_attention, others)
     if isinstance(local_window_size, int):
         local_window_size = (local_window_size, local_window_size)
     attended = attention(
-        query, key, value, bias=bias, mask=mask, scale=scale, causal=is_causal, q_offset=0,
-        kv_lengths=key_value_seq_lengths, q_lengths=query_seq_lengths, window=local_window_size, layout="bnhd",
-        backend=implementation, return_lse=return_residual,
+        query, key, value, q_offset=0, layout="bnhd", backend=implementation, return_lse=return_residual,
+        **ours(dict(
+            bias=bias, mask=mask, scale=scale, is_causal=is_causal, local_window_size=local_window_size,
+            query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
+        )),
     )  # fmt: skip
     if not return_residual:
         return attended
@@ -192,7 +215,7 @@ def _hashable(name: str, value: Any) -> Any:
     """A static argument as JAX can compare it."""
     if name == "window":
         return window_of(value)
-    return number(name, value) if name in ("scale", "softcap", "dropout_p") else value
+    return number(name, value) if name in NUMBERS else value
 
 
 def _numbers_entries(static: Static) -> bool:
@@ -215,10 +238,10 @@ def _check(static: Static, tensors: tuple[Any, Any, Any], arrays: Arrays) -> Non
     options: Any = named | {name: stand_in(x) for name, x in arrays.items() if name != "seed"}
     del options["backend"]
     own = [mods.trace(named[f"{kind}_mod"], kind) for kind in ("score", "mask") if f"{kind}_mod" in named]
-    if {"kv_lengths", "q_lengths", "q_offset"} & arrays.keys():  # indices are checked by positions, which are unknown
+    if arrays.keys() & ENTRIES:  # indices are checked by positions, which are unknown
         options |= dict(score_mod=None, mask_mod=None)
     problem = prepare(*map(stand_in, tensors), described=True, **options)[0]
-    if "kv_lengths" in arrays and not {"q_lengths", "q_offset"} & (arrays.keys() | named.keys()):
+    if "kv_lengths" in arrays and len({*arrays, *named}.intersection(ENTRIES)) == 1:
         graphs = problem.spec.score, problem.spec.mask, *(mod.expr for mod in own)
         check_default_offset(None, problem.n_q, graphs)
 
@@ -234,9 +257,9 @@ def _form(name: str, x: Any, shape: tuple[int, ...], layout: str) -> Any:
     """An argument of any accepted shape in the one that callbacks get; vmap adds axes before these."""
     batch = shape[:-3]
     entries = math.prod(batch)
-    if name in ("q_offset", "kv_lengths", "q_lengths"):
+    if name in ENTRIES:
         return jnp.broadcast_to(x.reshape(-1) if x.ndim else x, (entries,))
-    if name in ("bias", "mask"):
+    if name in PAIRS:
         if x.ndim > 3 and len(batch) > 1:
             if any(n != 1 for n in x.shape[:-3]):
                 x = jnp.broadcast_to(x, (*batch, *x.shape[-3:]))
@@ -366,8 +389,8 @@ def _each(static: Static, axes: dict[str, int], arrays: Arrays, run: Callable[[A
     """
     extra = next(x.ndim - axes[name] for name, x in arrays.items())
     lead = np.broadcast_shapes(*(x.shape[:extra] for x in arrays.values()))
-    flat = not _numbers_entries(static) and not {"alibi_slopes", "sinks", "seed"} & arrays.keys()
-    if not extra or (flat and all(x.shape[:extra] == lead for n, x in arrays.items() if n not in ("bias", "mask"))):
+    flat = not _numbers_entries(static) and not arrays.keys() & ("seed", *with_axes("heads"))
+    if not extra or (flat and all(x.shape[:extra] == lead for n, x in arrays.items() if n not in PAIRS)):
         run(arrays)
         return
     for index in np.ndindex(lead):

@@ -7,11 +7,12 @@ Nothing of ONNX is imported.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 from . import api
 from .call import arrays
+from .call.arguments import prepare
+from .call.compose import modified
 from .errors import shown
 from .numeric import integer, number
 
@@ -159,7 +160,7 @@ def attention(
     out, lse = api.attention(tensors[0], tensors[1], tensors[2], layout=layout, return_lse=True, **options)
     scores = None
     if qk_matmul_output_mode is not None:
-        scores = _scores(qk_matmul_output_mode, q, present_key, attn_mask, nonpad_kv_seqlen, lse, **options)
+        scores = _scores(qk_matmul_output_mode, q, present_key, lse, **options)
     out = out.reshape((*out.shape[:2], -1)) if Q.ndim == 3 else out
     return Outputs(out.astype(Q.dtype, copy=False), present_key, present_value, scores)
 
@@ -189,41 +190,19 @@ def _appended(name: str, past: Any, new: Any) -> Any:
     return arrays.namespace(kind).concatenate((past, new), axis=2)
 
 
-def _scores(
-    mode: int, q: Any, k: Any, attn_mask: Any, nonpad: Any, lse: Any, *, scale: float | None, causal: bool,
-    q_offset: Any, window: Any, softcap: float | None, **_: Any,
-) -> Any:  # fmt: skip
+def _scores(mode: int, q: Any, k: Any, lse: Any, backend: str | None, **options: Any) -> Any:
     """qk_matmul_output: (batch, heads, queries, keys)."""
-    xp: Any = arrays.namespace(str(arrays.kind_of(q)))
-    group = q.shape[1] // k.shape[1] if k.shape[1] else 1
-    wide = lse.dtype
-    scores = xp.matmul(q.astype(wide), k.astype(wide).repeat(group, axis=1).swapaxes(-1, -2))
-    scores *= 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    if mode >= 1 and softcap:
-        scores = softcap * xp.tanh(scores / softcap)
-    if mode >= 2:
-        n_q, n_k = scores.shape[2:]
-        key = xp.arange(n_k)
-        place = xp.asarray(q_offset).reshape((-1, 1, 1, 1)) + xp.arange(n_q)[:, None]
-        visible = xp.ones(scores.shape, bool)
-        left, right = window or (None, None)
-        if causal:
-            visible &= key <= place
-        if left is not None:
-            visible &= key >= place - left
-        if right is not None:
-            visible &= key <= place + right
-        if nonpad is not None:
-            visible &= key < xp.asarray(nonpad).reshape((-1, 1, 1, 1))
-        if attn_mask is not None:
-            own = slice(attn_mask.shape[-1])
-            visible[..., own.stop :] = False
-            if attn_mask.dtype.kind == "b":
-                visible[..., own] &= attn_mask
-            else:
-                scores[..., own] += attn_mask.astype(wide)
-        scores = xp.where(visible, scores, -xp.inf)
-    if mode == 3:
-        rows = xp.where(lse == -xp.inf, 0, lse)[..., None]
-        scores = xp.where(scores == -xp.inf, 0, xp.exp(scores - rows))
-    return scores.astype(q.dtype, copy=False)
+    masked, wide, n_k = mode >= 2, lse.dtype, k.shape[2]
+    if masked and options["mask"] is not None:
+        n_k = options["mask"].shape[-1]
+    taken = options if masked else {name: options[name] for name in ("scale", "softcap")[: mode + 1]}
+    problem, operands, _ = prepare(q, k[:, :, :n_k], k[:, :, :n_k], **taken)
+    xp: Any = arrays.namespace(problem.array_kind)
+    result = xp.full((*q.shape[:3], k.shape[2]), 0 if mode == 3 else -xp.inf, wide)
+    for b in range(len(q)):
+        keys = k[b, :, :n_k].astype(wide).repeat(problem.spec.group, axis=0).swapaxes(-1, -2)
+        scores, visible = modified(problem.spec, operands, b, operands.scale * xp.matmul(q[b].astype(wide), keys))
+        if mode == 3:
+            scores = xp.exp(scores - xp.where(lse[b] == -xp.inf, 0, lse[b])[..., None])
+        result[b, :, :, :n_k] = xp.where(visible, scores, result[b, :, :, :n_k])
+    return result.astype(q.dtype, copy=False)

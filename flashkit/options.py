@@ -1,8 +1,9 @@
 """The options of attention(), one row each: type, default, kind, meaning, and its names in other libraries.
 
 Everything that lists options derives the list from this table: signatures and docstrings (`documented`), the keys of
-cached plans (`Role`), the schema of PyTorch's operator, the static arguments in JAX, the blocks of Dask, the planned
-steps of a cache, and "did you mean".
+cached plans (`Role`), the schema and the batching rule of PyTorch's operator, the static arguments in JAX, the blocks
+of Dask, what transformers passes, the planned steps of a cache, the flags of `flashkit explain`, the kernels that a
+wheel carries, and "did you mean".
 """
 
 import inspect
@@ -38,102 +39,128 @@ class Option(NamedTuple):
     role : Role
     default : object
     theirs : tuple of str
-        The names of this argument in PyTorch, JAX, FlashAttention, xFormers and cuDNN.
-    is_array : bool
-        Whether it is an array, of the library of q where it is large.
-    by_position : bool
-        Whether its effect on a pair depends on the positions of query and key.
+        The names of this argument in PyTorch, JAX, FlashAttention, xFormers, cuDNN and transformers.
+    axes : str
+        Of an array, else nothing. "entries": integers, one for each batch entry. "heads": (Hq,), or (B, Hq). "pairs":
+        what broadcasts to (..., Hq, Nq, Nk). "memory": integers that say where sequences lie in q, k and v. Integers
+        may be on the host; other arrays are of the library of q.
+    counts : str
+        Whether it is the number of "queries" or "keys" of each batch entry.
+    hides : bool
+        Whether it is a number, flag or name that hides keys by their positions.
+    usual : object
+        A usual value, of kernels that a wheel carries, and of benchmarks.
+    flag : tuple of str
+        Name and help on the command line.
     """
 
     meaning: str
     role: Role = Role.CONSTANT
     default: Any = None
     theirs: tuple[str, ...] = ()
-    is_array: bool = False
-    by_position: bool = False
+    axes: Literal["", "entries", "heads", "pairs", "memory"] = ""
+    counts: Literal["", "queries", "keys"] = ""
+    hides: bool = False
+    usual: Any = None
+    flag: tuple[str, str] | None = None
+
+    @property
+    def by_position(self) -> bool:
+        """Whether its effect on a pair depends on the positions of query and key."""
+        return self.hides or self.role is not Role.CONSTANT
+
+    @property
+    def is_integers(self) -> bool:
+        """Whether it is an array of integers."""
+        return self.axes in ("entries", "memory")
 
 
 class Options(TypedDict, total=False):
     """The keyword arguments that `attention`, `attention_vjp`, `plan`, `explain` and `weights` share."""
 
     scale: Annotated[float | None, Option(
-        "Factor on q k^T; 1 / sqrt(D) by default.", theirs=("softmax_scale", "sm_scale"),
+        "Factor on q k^T; 1 / sqrt(D) by default.", theirs=("softmax_scale", "sm_scale", "scaling"),
     )]  # fmt: skip
     causal: Annotated[bool, Option(
-        "Key j is visible to query i iff j <= i + q_offset.", default=False, theirs=("is_causal",), by_position=True,
+        "Key j is visible to query i iff j <= i + q_offset.", default=False, theirs=("is_causal",),
+        hides=True, flag=("--causal", "Keys up to the query's position."),
     )]  # fmt: skip
     q_offset: Annotated[Any, Option(
         "Position of the first query on the key axis: an integer, or one for each batch entry. By default the number "
         "of keys less that of queries, of each sequence, so that the last query sees every key. 0 is the top-left "
         "alignment of PyTorch and ONNX, for batches that are padded on the right. Masks and scores by position "
         "need it where a length other than 0 is less than Nq, and where lengths are on a device and Nq is above 1.",
-        Role.POSITIONS, is_array=True, by_position=True,
+        Role.POSITIONS, axes="entries", flag=("--q-offset", "Position of the first query."),
     )]  # fmt: skip
     window: Annotated[tuple[int | None, int | None] | None, Option(
         "(left, right): key j is visible to query i iff i + q_offset - left <= j <= i + q_offset + right. None is no "
         "bound.",
-        theirs=("window_size", "local_window_size", "sliding_window"), by_position=True,
+        theirs=("window_size", "local_window_size", "sliding_window"), hides=True, usual=(8, 0),
+        flag=("--window", "left,right; none for no bound: 512,0"),
     )]  # fmt: skip
     softcap: Annotated[float | None, Option(
         "Scores become softcap * tanh(score / softcap).",
-        theirs=("soft_cap", "logits_soft_cap", "attn_logits_soft_cap"),
+        theirs=("soft_cap", "logits_soft_cap", "attn_logits_soft_cap"), usual=30.0,
+        flag=("--softcap", "Cap scores by tanh."),
     )]  # fmt: skip
     alibi_slopes: Annotated[Any, Option(
         "(Hq,) or (B, Hq): slope * |i + q_offset - j| is subtracted from the score.",
-        Role.PAIRS, theirs=("alibi", "slopes"), is_array=True, by_position=True,
+        Role.PAIRS, theirs=("alibi", "slopes"), axes="heads", flag=("--alibi", "ALiBi slopes."),
     )]  # fmt: skip
     bias: Annotated[Any, Option(
         "Floating, broadcasts to (..., Hq, Nq, Nk), added after softcap. -inf masks a pair.",
-        Role.PAIRS, theirs=("attn_bias",), is_array=True, by_position=True,
+        Role.PAIRS, theirs=("attn_bias",), axes="pairs", flag=("--bias", "A bias for every pair."),
     )]  # fmt: skip
     mask: Annotated[Any, Option(
         "Bool, broadcasts to (..., Hq, Nq, Nk), True = attend. A floating mask is added like a bias.",
-        Role.PAIRS, theirs=("attn_mask", "attention_mask"), is_array=True, by_position=True,
+        Role.PAIRS, theirs=("attn_mask", "attention_mask"), axes="pairs",
+        flag=("--mask", "A Boolean mask for every pair."),
     )]  # fmt: skip
     block_mask: Annotated[Any, Option(
-        "A flashkit.BlockMask for Nq queries and Nk keys.", Role.IDENTITY, by_position=True,
+        "A flashkit.BlockMask for Nq queries and Nk keys.", Role.IDENTITY,
     )]  # fmt: skip
     score_mod: Annotated[Callable[..., Any] | Any, Option(
-        "A function (s, b, h, q, k) -> s, or a flashkit.mods.Mod; see flashkit.mods.", Role.PER_CALL, by_position=True,
+        "A function (s, b, h, q, k) -> s, or a flashkit.mods.Mod; see flashkit.mods.", Role.PER_CALL,
     )]  # fmt: skip
     mask_mod: Annotated[Callable[..., Any] | Any, Option(
-        "A function (b, h, q, k) -> bool, or a flashkit.mods.Mod.", Role.PER_CALL, by_position=True,
+        "A function (b, h, q, k) -> bool, or a flashkit.mods.Mod.", Role.PER_CALL,
     )]  # fmt: skip
     kv_lengths: Annotated[Any, Option(
         "(B,) integers: keys at or past the length do not exist, and the memory there never affects the result.",
-        Role.LENGTHS, is_array=True, by_position=True,
+        Role.LENGTHS, axes="entries", counts="keys",
         theirs=("cache_seqlens", "seqused_k", "kv_seqlens", "key_value_seq_lengths", "seqlens_k"),
     )]  # fmt: skip
     q_lengths: Annotated[Any, Option(
         "(B,) integers: queries at or past the length see no key, so their rows are 0. The default q_offset is then "
         "kv_lengths - q_lengths: batches that are padded on the right are right with causal=True.",
-        Role.PER_CALL, is_array=True, by_position=True, theirs=("seqused_q", "query_seq_lengths", "seqlens_q"),
+        Role.PER_CALL, axes="entries", counts="queries", theirs=("seqused_q", "query_seq_lengths", "seqlens_q"),
     )]  # fmt: skip
     cu_seqlens: Annotated[Any, Option(
         "Sequences of any length that follow each other, without padding: q (T, Hq, D), k (Tk, Hkv, D), v (Tk, Hkv, "
         "Dv). Integers (sequences + 1,), from 0 to at most T, where each sequence begins and the last one ends; a pair "
         "(of q, of k) where these differ. Batch entry b of masks, scores and offsets is sequence b, and positions "
         "count within it. lse is (Hq, T). Rows past the last offset are 0. Integers on a GPU are not read by the host.",
-        Role.OFFSETS, is_array=True, by_position=True,
+        Role.OFFSETS, axes="memory",
     )]  # fmt: skip
     page_table: Annotated[Any, Option(
         "Keys and values in pages: k (pages, page, Hkv, D), v (pages, page, Hkv, Dv), any strides. Integers (B, pages "
         "of a sequence): the page that holds keys i * page to (i + 1) * page - 1 of sequence b is page_table[b, i]. It "
         "needs kv_lengths, behind which entries do not matter (-1 is customary). q is (B, Hq, Nq, D) by layout, or (T, "
         "Hq, D) with cu_seqlens.",
-        Role.PER_CALL, is_array=True, by_position=True, theirs=("block_table", "block_tables", "page_indices"),
+        Role.PER_CALL, axes="memory", theirs=("block_table", "block_tables", "page_indices"),
     )]  # fmt: skip
     dropout_p: Annotated[float, Option(
         "Weights are dropped with this probability, the others scaled by 1 / (1 - dropout_p).",
-        Role.PER_CALL, 0.0, ("dropout", "dropout_rate"), by_position=True,
+        Role.PER_CALL, 0.0, ("dropout", "dropout_rate"), flag=("--dropout", "Dropout probability."),
     )]  # fmt: skip
     seed: Annotated[int | None, Option(
         "The same seed drops the same pairs on every backend. Without a seed each call draws one.",
-        theirs=("generator", "rng", "dropout_rng"), by_position=True,
+        Role.PER_CALL, theirs=("generator", "rng", "dropout_rng"),
     )]  # fmt: skip
     sinks: Annotated[Any, Option(
         "(Hq,): one more logit in the softmax of each row, without a value.",
-        Role.PER_CALL, theirs=("s_aux", "attention_sinks"), is_array=True, by_position=True,
+        Role.PER_CALL, theirs=("s_aux", "attention_sinks"), axes="heads",
+        flag=("--sinks", "One attention sink a head."),
     )]  # fmt: skip
     layout: Annotated[Layout, Option(
         '"bhnd", or "bnhd" for (..., N, H, D) arrays.',
@@ -157,6 +184,21 @@ OPTIONS: Mapping[str, Option] = {name: get_args(hint)[1] for name, hint in Optio
 TYPES = {name: get_args(hint)[0] for name, hint in Options.__annotations__.items()}
 
 DEFAULTS = {name: option.default for name, option in OPTIONS.items()}
+
+NUMBERS = tuple(name for name, hint in TYPES.items() if hint in (float, float | None))
+"""Options that are floating numbers."""
+
+
+def with_axes(*axes: str) -> tuple[str, ...]:
+    """Names of the options that are arrays of these axes, in the order of the table."""
+    return tuple(name for name, option in OPTIONS.items() if option.axes in axes)
+
+
+def ours(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """The options among arguments of another library, by our names; without those that are None."""
+    names = {other: name for name, option in OPTIONS.items() for other in (name, *option.theirs)}
+    return {names[name]: value for name, value in theirs.items() if name in names and value is not None}
+
 
 _ELSEWHERE = {
     "mask=~key_padding_mask[:, None, None, :]": ("key_padding_mask",),  # PyTorch's is True where a key is ignored
@@ -198,7 +240,37 @@ def unknown(
     return TypeError(message + (f"did you mean {meant}?" if meant else f"expected one of {', '.join(known)}"))
 
 
+def check_tensors(function: str, more: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    """Refuse positional arguments behind q, k and v, and other names of these."""
+    if more:
+        raise TypeError(f"{function}() takes q, k and v by position: pass others by name, such as mask= or causal=")
+    names = {"query": "q", "key": "k", "value": "v", "queries": "q", "keys": "k", "values": "v"}
+    for name in options:
+        if name in names:
+            raise TypeError(f"{function}() got an unexpected argument {name!r}: did you mean {names[name]}?")
+    raise TypeError(f"{function}() expected q, k and v")
+
+
+def unknown_of(function: Callable[..., Any], names: Iterable[str]) -> TypeError:
+    """As `unknown`, of a function with the arguments of another library."""
+    own, *_ = names
+    known = [*inspect.signature(function).parameters]
+    theirs = next((option.theirs for name, option in OPTIONS.items() if name == own), ())
+    meant = next((name for name in known if name in theirs), None)
+    if meant is None:
+        return unknown(function.__name__, names, known)
+    return TypeError(f"{function.__name__}() got an unexpected argument {shown(own)}: did you mean {meant}?")
+
+
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def closed(function: F) -> F:
+    """Give a function whose **others are refused by `unknown` the signature without them."""
+    own = inspect.signature(function)
+    named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    function.__signature__ = own.replace(parameters=named)  # type: ignore[attr-defined]
+    return function
 
 
 def documented(*left_out: str) -> Callable[[F], F]:
@@ -210,8 +282,8 @@ def documented(*left_out: str) -> Callable[[F], F]:
 
     def document(function: F) -> F:
         own = inspect.signature(function)
-        first = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        positional = [p for p in first if p.kind is not p.KEYWORD_ONLY]
+        first = [p for p in own.parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        positional = [p.replace(default=p.empty) for p in first if p.kind is not p.KEYWORD_ONLY]
         named = [
             inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, default=OPTIONS[name].default,

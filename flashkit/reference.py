@@ -63,6 +63,45 @@ class Grads(NamedTuple):
 quiet = np.errstate(divide="ignore", invalid="ignore", over="ignore", under="ignore")  # log(0) and inf - inf occur
 
 
+# --- the formulas -----------------------------------------------------------------------------------------------------
+
+
+@quiet
+def formulas(q: Any, k: Any, v: Any, visible: Any = None, scale: float | None = None) -> tuple[Any, Any]:
+    """Attention as above, of arrays, in a few lines to read; `standard` is the same with all features.
+
+    Parameters
+    ----------
+    q, k, v
+        (..., Nq, D), (..., Nk, D) and (..., Nk, Dv).
+    visible
+        Bool, broadcasts to (..., Nq, Nk): which keys a query sees. All by default.
+    scale
+        1 / sqrt(D) by default.
+
+    Returns
+    -------
+    out, lse : numpy.ndarray
+        (..., Nq, Dv) and (..., Nq).
+
+    Examples
+    --------
+    >>> import numpy as np, flashkit
+    >>> from flashkit.reference import formulas
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 5, 4))
+    >>> out, lse = formulas(q, k, v, visible=np.tri(5, dtype=bool))
+    >>> bool(np.allclose(out, flashkit.attention(q, k, v, causal=True)))
+    True
+    """
+    s = (1 / np.sqrt(q.shape[-1]) if scale is None else scale) * q @ k.swapaxes(-1, -2)
+    if visible is not None:
+        s = np.where(visible, s, -np.inf)
+    row_max = s.max(axis=-1, keepdims=True, initial=np.finfo(s.dtype).min)
+    p = np.exp(s - row_max)
+    row_sum = p.sum(axis=-1, keepdims=True)
+    return p @ v / np.where(row_sum == 0, 1, row_sum), (row_max + np.log(row_sum))[..., 0]
+
+
 # --- standard attention: the definition -------------------------------------------------------------------------------
 
 

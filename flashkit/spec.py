@@ -286,6 +286,8 @@ class Operands:
 
     Keys and values of 8 bits: k_scale and v_scale, float32, have one factor for each token of a head; they are as k and
     v but for the last axis, of length 1.
+
+    follows: the queries of each batch entry, (B,) or one number, where q_offset is kv_lengths less these, by default.
     """
 
     q: Any
@@ -308,10 +310,7 @@ class Operands:
     scales: tuple[Any, Any, Any] | None = None
     k_scale: Any = None
     v_scale: Any = None
-
-    def of_codes(self) -> dict[str, Any]:
-        """The scales of codes by name."""
-        return dict(zip(("q_scale", "k_scale", "v_scale"), self.scales or (), strict=False))
+    follows: Any = None
 
     def sequences(self) -> dict[str, Any]:
         """The arrays that say where packed sequences lie: the two of cu_seqlens, and two by their own names."""

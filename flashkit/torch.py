@@ -20,7 +20,7 @@ from .call.torch_autograd import call, check_differentiable, recorded_call
 from .call.torch_mods import Mods
 from .call.torch_passes import ARRAYS, OPTION_NAMES, Tensors
 from .numeric import number
-from .options import DEFAULTS, Options, documented, unknown
+from .options import DEFAULTS, NUMBERS, Options, check_tensors, closed, documented, unknown, unknown_of
 
 __all__ = ["Mods", "attention", "flex_attention", "scaled_dot_product_attention"]
 
@@ -30,8 +30,8 @@ __all__ = ["Mods", "attention", "flex_attention", "scaled_dot_product_attention"
 
 @documented()
 def attention(
-    q: Any, k: Any, v: Any, *, mods: Mods | None = None, return_lse: bool = False, backend: str | None = None,
-    **options: Unpack[Options],
+    q: Any = None, k: Any = None, v: Any = None, *more: Any, mods: Mods | None = None, return_lse: bool = False,
+    backend: str | None = None, **options: Unpack[Options],
 ) -> Any:  # fmt: skip
     """`flashkit.attention` of tensors, differentiable by q, k, v, sinks, bias, a floating mask and the scale.
 
@@ -61,8 +61,8 @@ def attention(
     TypeError, ValueError
         An argument is invalid. The message names it and says what was expected.
     NotImplementedError
-        No backend can compute it, or a gradient is requested that does not exist: that of `alibi_slopes`, `softcap`,
-        `dropout_p` or a tensor that a modification uses, and that of a bias beside modifications.
+        No backend can compute it, or a gradient is requested that does not exist: that of `alibi_slopes`, a
+        number other than `scale` or a tensor that a modification uses, and that of a bias beside modifications.
 
     Examples
     --------
@@ -73,6 +73,8 @@ def attention(
     >>> q.grad.shape
     torch.Size([1, 8, 64, 32])
     """
+    if v is None or more:
+        check_tensors("flashkit.torch.attention", more, options)
     o: Any = DEFAULTS | options
     if len(o) > len(DEFAULTS):
         raise unknown("flashkit.torch.attention", [n for n in options if n not in DEFAULTS], (*DEFAULTS, "mods"))
@@ -104,7 +106,7 @@ def attention(
                 x = None
             elif isinstance(x, torch.Tensor):
                 x = _number(name, x)
-            elif name in _NUMBERS and type(x) not in _PLAIN:
+            elif name in NUMBERS and type(x) not in _PLAIN:
                 x = number(name, x)
             scalars[name] = x
     scalars["deterministic"] = scalars["deterministic"] or torch.are_deterministic_algorithms_enabled()
@@ -129,6 +131,8 @@ def attention(
             seed = torch.randint(2**62, ()) if seed is None else torch.tensor(seed)
         tensors["seed"] = seed
     device = "cuda" if q.is_cuda else q.device.type
+    if device not in ("cpu", "cuda"):
+        raise TypeError(f"q: expected a tensor on a CPU or a CUDA device, got one on {q.device}")
     if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -161,7 +165,7 @@ def _scaled(q: Any, scale: Any) -> Any:
     return (q * scale.reshape(())).to(q.dtype)
 
 
-_NUMBERS, _PLAIN = ("scale", "softcap", "dropout_p"), (float, int, type(None), torch.SymFloat, torch.SymInt)
+_PLAIN = (float, int, type(None), torch.SymFloat, torch.SymInt)
 _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8})
 
 
@@ -171,9 +175,10 @@ def _number(name: str, x: Any) -> Any:
     return x.item()
 
 
+@closed
 def scaled_dot_product_attention(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False,
+    scale: float | None = None, enable_gqa: bool = False, **others: Any,
 ) -> Any:  # fmt: skip
     """torch.nn.functional.scaled_dot_product_attention, computed by flashkit.
 
@@ -211,6 +216,8 @@ def scaled_dot_product_attention(
     >>> torch.allclose(scaled_dot_product_attention(q, k, v, is_causal=True), expected, atol=1e-5)
     True
     """
+    if others:
+        raise unknown_of(scaled_dot_product_attention, others)
     if is_causal and attn_mask is not None:
         raise ValueError("expected attn_mask or is_causal=True, not both")
     shape = query.shape
@@ -229,9 +236,10 @@ def scaled_dot_product_attention(
     )  # fmt: skip
 
 
+@closed
 def flex_attention(
     query: Any, key: Any, value: Any, score_mod: Any = None, block_mask: Any = None, scale: float | None = None,
-    enable_gqa: bool = False, return_lse: bool = False, *, mods: Mods | None = None,
+    enable_gqa: bool = False, return_lse: bool = False, *, mods: Mods | None = None, **others: Any,
 ) -> Any:  # fmt: skip
     """torch.nn.attention.flex_attention.flex_attention, computed by flashkit, compiled or not.
 
@@ -279,6 +287,8 @@ def flex_attention(
     >>> flex_attention(q, k, v, lambda score, b, h, q, k: score - slopes[h] * torch.abs(q - k)).shape
     torch.Size([1, 4, 16, 8])
     """
+    if others:
+        raise unknown_of(flex_attention, others)
     if not enable_gqa and query.shape[-3] != key.shape[-3]:
         raise ValueError(
             f"query: expected {key.shape[-3]} heads (key's) or enable_gqa=True, got {query.shape[-3]}"

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 
 from .call import torch_tracing
 from .errors import shown
+from .options import OPTIONS, ours
 from .torch import Mods, attention
 
 __all__ = ["PositionMask", "attention_forward", "mask", "register"]
@@ -223,8 +224,7 @@ def _options_of(
 
 def attention_forward(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any, dropout: float = 0.0,
-    scaling: float | None = None, is_causal: bool | None = None, position_bias: Any = None, s_aux: Any = None,
-    softcap: float | None = None, **others: Any,
+    is_causal: bool | None = None, position_bias: Any = None, s_aux: Any = None, **others: Any,
 ) -> tuple[Any, None]:  # fmt: skip
     """The attention function of transformers' AttentionInterface.
 
@@ -236,8 +236,8 @@ def attention_forward(
         (B, Hq, Nq, D), (B, Hkv, Nk, D) and (B, Hkv, Nk, Dv).
     attention_mask
         PositionMask, tensor or None.
-    dropout, scaling, softcap
-        As dropout_p, scale and softcap of `flashkit.attention`.
+    dropout
+        As dropout_p of `flashkit.attention`.
     is_causal
         In place of `module.is_causal`.
     position_bias
@@ -245,7 +245,8 @@ def attention_forward(
     s_aux
         Sinks (gpt-oss).
     **others
-        What masks have taken into account already, such as `sliding_window`.
+        Options of `flashkit.attention` that do not depend on positions, by any library's names, such as `scaling`; and
+        what masks have taken into account already, such as `sliding_window`.
 
     Returns
     -------
@@ -290,7 +291,6 @@ def attention_forward(
         options = {"causal": True, "q_offset": 0}
     if position_bias is not None:
         options["bias"] = position_bias[..., : key.shape[2]]
-    out = attention(
-        query, key, value, scale=scaling, dropout_p=dropout, softcap=softcap, sinks=s_aux, **options
-    )  # fmt: skip
+    constants = {name: x for name, x in ours(others).items() if not OPTIONS[name].by_position}
+    out = attention(query, key, value, dropout_p=dropout, sinks=s_aux, **constants, **options)
     return out.transpose(1, 2).contiguous(), None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes  # noqa: F401  # makes bfloat16 a dtype
 import numpy as np
 
 from flashkit import mods
@@ -13,6 +14,11 @@ from flashkit.spec import AttentionSpec, Operands, Problem, Slot
 
 Feature = Callable[[np.random.Generator, int, int, int, int], dict[str, Any]]
 """(rng, batch, heads, n_q, n_k) -> keyword arguments of `make`."""
+
+
+def numbers(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
+    """Normally distributed ones."""
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
 def make(

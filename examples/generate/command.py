@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 import time
@@ -27,6 +28,10 @@ class Answers:
         self._tokenizer, self._questions, self._silent = tokenizer, questions, silent
         self._complete = [False] * len(questions)
         self._at, self._printed = 0, ""
+        self._live: Any = None
+        if not silent and len(questions) > 1 and sys.stdout.isatty():
+            self._live = importlib.import_module("rich.live").Live(auto_refresh=False)
+            self._live.start()
         self._heading()
 
     def add(self, i: int, token: int) -> None:
@@ -39,11 +44,17 @@ class Answers:
     def finish(self) -> None:
         self._complete = [True] * len(self._complete)
         self._print()
+        if self._live is not None:
+            self._live.stop()
 
     def text(self, i: int) -> str:
         return self._tokenizer.decode(self.tokens[i])
 
     def _print(self) -> None:
+        if self._live is not None:  # all of them
+            texts = (f"> {question}\n{self.text(i)}\n" for i, question in enumerate(self._questions))
+            self._live.update(importlib.import_module("rich.text").Text("\n".join(texts)), refresh=True)
+            return
         while self._at < len(self._questions):
             text, complete = self.text(self._at), self._complete[self._at]
             # The bytes of a character may come with several tokens.
@@ -58,7 +69,7 @@ class Answers:
             self._heading()
 
     def _heading(self) -> None:
-        if not self._silent and len(self._questions) > 1 and self._at < len(self._questions):
+        if not self._silent and self._live is None and len(self._questions) > 1 and self._at < len(self._questions):
             print(f"> {self._questions[self._at]}", flush=True)
 
 
@@ -75,7 +86,13 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     prompts = [tokenizer.chat(question, options.system) for question in questions]
-    list(generate(model, prompts[:1], 2, None))  # compiles what is not yet compiled
+    if (longest := max(map(len, prompts)) + options.max_tokens) > model.context:
+        print(
+            f"error: the longest prompt and --max-tokens are {longest} tokens; the model reads {model.context}",
+            file=sys.stderr,
+        )
+        return 1
+    list(generate(model, [prompts[0][:8]], 2, None))  # compiles what is not yet compiled
     loaded = time.perf_counter()
 
     answers = Answers(tokenizer, questions, options.json)
@@ -125,7 +142,7 @@ def _library(device: str) -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise ValueError(f"--device gpu needs CuPy ({error}); pip install 'flashkit[cuda13]'") from error
+        raise ValueError(f'--device cuda needs CuPy ({error}); pip install "cupy-cuda13x[ctk]"') from error
     return cupy
 
 
@@ -141,20 +158,34 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("questions", nargs="*", metavar="QUESTION", help=f"default: {QUESTION}")
     parser.add_argument("--max-tokens", type=_positive, default=256, metavar="N", help=tokens_help)
     parser.add_argument("--temperature", type=_number, default=0.0, metavar="T", help=temperature_help)
-    parser.add_argument("--top-p", type=_number, default=0.9, metavar="P", help=nucleus_help)
-    parser.add_argument("--seed", type=int, help="of the draws (default: other ones each time)")
+    parser.add_argument("--top-p", type=_probability, default=0.9, metavar="P", help=nucleus_help)
+    parser.add_argument("--seed", type=_whole, metavar="N", help="of the draws (default: other ones each time)")
     parser.add_argument("--system", default=SYSTEM, metavar="TEXT", help="what the model is told first")
-    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="default: %(default)s")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s", type=_device)
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32", help="of activations")
     parser.add_argument("--model", metavar="FILE", help="a GGUF file (default: the installed package's)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
-def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) <= 9) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+def _device(text: str) -> str:
+    return "cuda" if text == "gpu" else text
+
+
+def _whole(text: str, least: int = 0) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= 9) or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, got {text!r}")
     return int(text)
+
+
+def _positive(text: str) -> int:
+    return _whole(text, 1)
+
+
+def _probability(text: str) -> float:
+    if not 0 < (number := _number(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"expected a probability above 0 and at most 1, got {text!r}")
+    return number
 
 
 def _number(text: str) -> float:

@@ -41,14 +41,14 @@ class Dense:
         self._transposed = weight.T
 
     def __call__(self, x: Array) -> Array:
-        return x @ self._transposed
+        return (x @ self._transposed).astype(x.dtype, copy=False)  # the product of bfloat16 is float32
 
 
 class Llama:
     """The model of a checkpoint.
 
-    `xp` is numpy or cupy. On a CPU weights stay in their 4 and 8 bits, unless `quantized` is False; on a GPU they are
-    dense, in `dtype`.
+    `xp` is numpy or cupy; activations are in `dtype`. On a CPU weights stay in their 4 and 8 bits and products are in
+    float32, unless `quantized` is False; on a GPU weights are dense, in `dtype`.
     """
 
     def __init__(self, checkpoint: Checkpoint, xp: Any = np, dtype: str = "float32", quantized: bool = True) -> None:
@@ -61,7 +61,7 @@ class Llama:
         self.kv_heads: int = checkpoint.field("llama.attention.head_count_kv")
         self.dim: int = checkpoint.field("llama.rope.dimension_count")
         self.eps: float = checkpoint.field("llama.attention.layer_norm_rms_epsilon")
-        if quantized and xp is np and dtype == "float32":
+        if quantized and xp is np:
             linear: Callable[[Codes], Linear] = importlib.import_module(".quantized", __package__).Quantized
         else:
             linear = lambda codes: Dense(self.array(codes.dense()))

@@ -120,7 +120,7 @@ class Encoder:
             from tokenizers import Tokenizer
         except ImportError as error:
             raise ModelNotFoundError(f"the packages safetensors and tokenizers ({error})") from error
-        path = find_model() if directory is None else Path(directory)
+        self.path = path = find_model() if directory is None else Path(directory)
         for name in ("config.json", "sentence_bert_config.json", "tokenizer.json", "model.safetensors"):
             if not (path / name).is_file():
                 raise ModelNotFoundError(f"{name}, which is not in {path}")

@@ -1,20 +1,30 @@
-"""The command: embed a corpus, embed the queries, print what lies nearest."""
+"""The command: embed a corpus, embed the queries, print what lies nearest.
+
+Passages and vectors stay on disk, so that only the first answer waits for them.
+"""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import os
 import shutil
 import sys
 import textwrap
 import time
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import platformdirs
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
+
+from flashkit import settings
 
 from . import corpus
 from .encoder import Encoder, Floats, ModelNotFoundError
@@ -52,6 +62,41 @@ def embed_corpus(encoder: Encoder, passages: Sequence[corpus.Passage], batch_siz
         return encoder.encode(texts, batch_size, progress=lambda done: progress.advance(task, done))
 
 
+def stored_index(model: Path, limit: int) -> Path:
+    """The file of the corpus and its vectors; its name depends on all that they are made of."""
+    files = [*corpus.ROOT.glob("README.md"), *corpus.ROOT.glob("docs/**/*.md"), *Path(__file__).parent.glob("*.py")]
+    files = sorted([*files, *model.iterdir()])
+    state = [(str(file), (found := file.stat()).st_size, found.st_mtime_ns) for file in files]
+    digest = hashlib.sha256(repr((sys.version, str(corpus.LIBRARY), limit, state)).encode()).hexdigest()[:20]
+    return Path(settings.CACHE_DIR.read() or platformdirs.user_cache_dir()) / "flashkit-demo" / f"{digest}.npz"
+
+
+def read_index(path: Path) -> tuple[list[corpus.Passage], Floats] | None:
+    """Passages and vectors, if the file has them whole."""
+    try:
+        with np.load(path) as stored:
+            passages = [corpus.Passage(*each) for each in json.loads(stored["passages"].tobytes())]
+            vectors: Floats = stored["vectors"]
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
+        return None
+    return (passages, vectors) if vectors.shape[:1] == (len(passages),) else None
+
+
+def write_index(path: Path, passages: Sequence[corpus.Passage], vectors: Floats) -> None:
+    """Replace all earlier files: they are of other documents. A cache that cannot be written is no error."""
+    text = json.dumps([(passage.source, passage.text) for passage in passages]).encode()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f"{os.getpid()}.npz")
+        np.savez(new, passages=np.frombuffer(text, np.uint8), vectors=vectors)
+        for old in path.parent.glob("*.npz"):
+            if old != new:
+                old.unlink(missing_ok=True)
+        new.replace(path)
+    except OSError as error:
+        print(f"warning: the embedded passages are not kept: {error}", file=sys.stderr)
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the demo with these command-line arguments; returns the exit status, 0 or 1 (something is missing)."""
     options = _parser().parse_args(argv)
@@ -61,7 +106,9 @@ def main(argv: Sequence[str]) -> int:
     except ModelNotFoundError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    passages = corpus.gather(options.limit)
+    path = stored_index(encoder.path, options.limit)
+    index = read_index(path)
+    passages = index[0] if index else corpus.gather(options.limit)
     if not passages:
         print("error: no text to search: this Python has no source files of its standard library", file=sys.stderr)
         return 1
@@ -69,16 +116,20 @@ def main(argv: Sequence[str]) -> int:
     started = time.perf_counter()
     asked = encoder.encode(queries, options.batch_size)  # first, so that the rate below has no kernel compilation in it
     warm = time.perf_counter()
-    vectors = embed_corpus(encoder, passages, options.batch_size)
+    if index is None:
+        vectors = embed_corpus(encoder, passages, options.batch_size)
+        write_index(path, passages, vectors)
+    else:
+        vectors = index[1]
     seconds = time.perf_counter() - warm
     found = [nearest(vector, vectors, passages, options.top) for vector in asked]
 
-    rate = len(passages) / seconds
+    rate = None if index else len(passages) / seconds
     if options.json:
         report = {
             "passages": len(passages),
             "seconds": round(seconds, 3),
-            "sentences_per_second": round(rate, 1),
+            "sentences_per_second": None if rate is None else round(rate, 1),  # None: they were on disk
             "queries": [
                 {"query": query, "matches": [vars(match) for match in matches]}
                 for query, matches in zip(queries, found, strict=True)
@@ -88,7 +139,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     for query, matches in zip(queries, found, strict=True):
         print(_listing(query, matches))
-    print(f"{len(passages)} passages in {seconds:.1f} s: {rate:.0f} sentences/s; queries: {warm - started:.1f} s")
+    embedded = f"in {seconds:.1f} s: {rate:.0f} sentences/s" if rate else f"embedded before, in {path}"
+    print(f"{len(passages)} passages {embedded}; queries: {warm - started:.1f} s")
     return 0
 
 

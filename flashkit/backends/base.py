@@ -76,6 +76,7 @@ class Bindable(Protocol):
 
     spares_lse: bool  # whether f takes None for an lse that the caller did not request
     takes_arrays: bool  # whether `per_call` may name arrays of modifications
+    takes_scales: bool  # whether, behind all else, the scales of codes: those of q ("q_scale"), "k_scale" and "v_scale"
     takes_lengths: bool  # whether it may be ("kv_lengths", "q_offset"), and with pages "page_table" behind them
 
     def bind(self, plan: Any, operands: Operands, per_call: Sequence[str] = ()) -> Bound:

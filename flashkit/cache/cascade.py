@@ -21,7 +21,7 @@ from ..call.planned import Planned
 from ..options import OPTIONS
 from .pages import PageTable
 from .pools import Pools
-from .step_plans import MAX_TOKENS, StepPlans
+from .step_plans import MAX_TOKENS, Rest, StepPlans
 
 MIN_BYTES, MIN_TOKENS = 12 << 20, 1024
 """Where it pays on the CPU: bytes of keys and values of a layer that are not read again, beside which the second call
@@ -48,18 +48,6 @@ class Prefix(NamedTuple):
     tokens: int
 
 
-class Rest:
-    """The sequences without their prefixes: what `StepPlans` reads of a PageTable."""
-
-    def __init__(self, pages: PageTable, prefixes: list[Prefix]) -> None:
-        self.page, self.lengths, self.table = pages.page, pages.lengths.copy(), pages.table.copy()
-        for at, shared, tokens in prefixes:
-            columns = len(shared)
-            self.lengths[at] -= tokens
-            self.table[at, : self.table.shape[1] - columns] = pages.table[at, columns:]
-        self.longest = int(self.lengths.max())
-
-
 class Cascade:
     """Attention of the next step's queries where sequences share pages.
 
@@ -84,7 +72,7 @@ class Cascade:
         self._rest_plans = StepPlans(pages, kind)
         self._owner = object()  # part of the keys of its plans
         self._prefixes_for: tuple[PageTable | None, int] = None, 0  # what prefixes are for: pages, and rows of a head
-        self._unshared: PageTable | None = None  # a table without shared pages
+        self._unshared: Any = None  # references without shared pages, which most appends leave as they are
 
     def attend(
         self, q: Any, pools: Pools, options: dict[str, Any], pages: PageTable, out: Any
@@ -92,7 +80,7 @@ class Cascade:
         """The result of `Layer.attend`; None if these are not few queries at the end of sequences that share pages, or
         if an option depends on positions.
         """
-        if self._unshared is pages or self._off or q.ndim != 4:
+        if self._unshared is pages.references or self._off or q.ndim != 4:
             return None
         if any(options[name] is not None for name in _BY_POSITION & options.keys()):
             return None
@@ -144,7 +132,7 @@ class Cascade:
         """The prefixes of these pages, for `rows` query rows of a key/value head and sequence."""
         self._prefixes_for = None, 0
         if not pages.shares:
-            self._unshared = pages
+            self._unshared = pages.references
         self._prefixes = [*self._shared(pages, rows)] if pages.shares else []
         self._rest = Rest(pages, self._prefixes) if self._prefixes else None
         self._prefixes_for = pages, rows

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
 
-from ..call import arrays
+from ..call import arrays, interop
 from ..call.checks import flag, window_of
 from ..call.sequences import MAX_PAGE
 from ..errors import shown
@@ -22,6 +22,10 @@ GAP, LINE = 0.618, 64
 """Between the heads of a pool on the host: the part of a page, whose multiples lie evenly in a page for any number of
 heads (the golden ratio), and the bytes of a cache line, of which it is a multiple.
 """
+
+
+A = TypeVar("A")
+"""The array type of a call."""
 
 
 class KVCache:
@@ -125,6 +129,7 @@ class KVCache:
             most = MAX_HEAD_DIM if "dim" in name else MAX_PAGE if name == "page" else 1 << 31
             if not least <= size <= most:
                 raise ValueError(f"{name}: expected an integer from {least} to {most}, got {shown(size)}")
+        like = interop.native("like", like)
         kind = "numpy" if like is None else arrays.require("like", like)
         kv_format = format_of(dtype)
         of_queries = np.empty(0, _dtype(None if kv_format else dtype, like))
@@ -157,6 +162,13 @@ class KVCache:
             Layer(number, self._steps, window, kv_format, dims, of_queries.dtype)
             for number in range(int(sizes["layers"]))
         ]
+
+    def __repr__(self) -> str:
+        pages, layers = self._pages, f"{len(self)} layers, " if self._layered else ""
+        return (
+            f"<KVCache: {int(pages.lengths.sum())} tokens of {len(pages.lengths)} sequences, {layers}"
+            f"{self.free_pages} of {len(pages.references)} pages of {self.page} free, {self.dtype}>"
+        )
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -236,6 +248,21 @@ class KVCache:
             k, v, cu_seqlens, rotary=rotary, rotary_interleaved=rotary_interleaved, layout=layout
         )
 
+    @overload
+    def attend(
+        self, q: A, *, return_lse: Literal[False] = False, rotary: tuple[Any, Any] | None = None,
+        rotary_interleaved: bool = False, **options: Any,
+    ) -> A: ...  # fmt: skip
+    @overload
+    def attend(
+        self, q: A, *, return_lse: Literal[True], rotary: tuple[Any, Any] | None = None,
+        rotary_interleaved: bool = False, **options: Any,
+    ) -> tuple[A, A]: ...  # fmt: skip
+    @overload
+    def attend(
+        self, q: A, *, return_lse: bool, rotary: tuple[Any, Any] | None = None, rotary_interleaved: bool = False,
+        **options: Any,
+    ) -> A | tuple[A, A]: ...  # fmt: skip
     def attend(
         self, q: Any, *, rotary: tuple[Any, Any] | None = None, rotary_interleaved: bool = False, **options: Any
     ) -> Any:

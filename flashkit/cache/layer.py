@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..api import attention
-from ..call import arrays
+from ..call import arrays, interop
 from ..call.checks import choice, window_of
 from ..call.sequences import offsets_of
 from ..call.shape import LAYOUTS
@@ -66,6 +66,10 @@ class Layer:
         self._forms: dict[Any, Form] = {}
         self.k_pages, self.v_pages = pools.as_arrays(dtype)
 
+    def __repr__(self) -> str:
+        return f"<Layer {self.number}: k_pages {self.k_pages.shape}, v_pages {self.v_pages.shape}, {self._dtype}>"
+
+    @interop.takes_every_library(1, "k")
     @one_at_a_time
     def append(
         self, k: Any, v: Any = None, cu_seqlens: Any = None, *, rotary: tuple[Any, Any] | None = None,
@@ -102,6 +106,7 @@ class Layer:
                 self._write("v", v, self._v, self._pools.v_scale, layout, step, None)
         steps.wrote(state, self.number)
 
+    @interop.takes_every_library(1, "q")
     @one_at_a_time
     def attend(
         self, q: Any, *, rotary: tuple[Any, Any] | None = None, rotary_interleaved: bool = False, **options: Any
@@ -283,7 +288,12 @@ class Layer:
                 return step.counts
             return self._steps.state.pages.one_each if tokens == 1 else np.full(self._sequences, tokens)
         if cu_seqlens is not None:
-            return _counts(cu_seqlens, self._sequences, tokens)
+            integers = on_host("cu_seqlens", cu_seqlens)
+            usual = self._steps.one_each
+            if integers.shape == usual.shape and tokens == self._sequences and integers.dtype.kind in "iu":
+                if (integers == usual).all():
+                    return self._steps.state.pages.one_each
+            return _counts(integers, self._sequences, tokens)
         if step is not None and tokens == len(step.positions):
             return step.counts
         if tokens != self._sequences:
@@ -345,9 +355,8 @@ class Form(NamedTuple):
     writer: Writer | None  # where they are read in place
 
 
-def _counts(cu_seqlens: Any, sequences: int, tokens: int) -> np.ndarray:
-    """int64 (B,) from offsets (B + 1,); those on a device are read."""
-    integers = on_host("cu_seqlens", cu_seqlens)
+def _counts(integers: np.ndarray, sequences: int, tokens: int) -> np.ndarray:
+    """int64 (B,) from offsets (B + 1,)."""
     if integers.shape != (sequences + 1,):
         raise ValueError(
             f"cu_seqlens: expected integers of shape ({sequences + 1},), one more than there are sequences, got shape "

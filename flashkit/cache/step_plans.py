@@ -6,8 +6,9 @@ once for all layers. Kernels read them when they run.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +16,10 @@ from .. import dispatch
 from ..call import arrays, plans
 from ..call.arguments import Prepared, prepare
 from ..call.planned import Planned
-from ..call.positions import are_read
+from ..call.sequences import are_read
 from ..errors import UnsupportedError
 from ..options import OPTIONS, Role
+from .pages import PageTable
 from .pools import Pools
 
 MAX_TOKENS = 16
@@ -29,17 +31,19 @@ CONSTANT = {"backend", "return_lse"}.union(name for name, option in OPTIONS.item
 _PLAIN = (int, float, bool, str, type(None))
 
 
-class Pages(Protocol):
-    """What of a PageTable is read here. Its arrays are never written."""
+class Rest:
+    """The sequences without their prefixes (sequences, pages, tokens): what `StepPlans` reads of a PageTable."""
 
-    @property
-    def page(self) -> int: ...
-    @property
-    def lengths(self) -> np.ndarray: ...
-    @property
-    def table(self) -> np.ndarray: ...
-    @property
-    def longest(self) -> int: ...
+    def __init__(self, pages: PageTable, prefixes: Iterable[tuple[np.ndarray, np.ndarray, int]]) -> None:
+        self.page, self.lengths, self.table = pages.page, pages.lengths.copy(), pages.table.copy()
+        for at, shared, tokens in prefixes:
+            columns = len(shared)
+            self.lengths[at] -= tokens
+            self.table[at, : self.table.shape[1] - columns] = pages.table[at, columns:]
+        self.longest = int(self.lengths.max())
+
+
+Pages = PageTable | Rest
 
 
 class Entry:

@@ -69,6 +69,8 @@ class Steps:
         Planned calls for queries at the end of all sequences.
     cascade : Cascade
         The same where sequences share pages.
+    one_each : array
+        int64 (B + 1,): the offsets of a step that appends a token to each sequence.
     users : dict
         The call that uses the cache; see `one_at_a_time`.
     """
@@ -78,7 +80,7 @@ class Steps:
         self.state = State(pages, pages.lengths)
         self.plans, self.users = StepPlans(pages, kind), dict[str, object]()
         self._all = (1 << layers) - 1
-        self._one_each = np.arange(len(pages.lengths) + 1)
+        self.one_each = np.arange(len(pages.lengths) + 1)
         self._shown: Any = None  # on a device: lengths, table, and the pages that they are of
         if kind != "numpy":
             self._shown = self.xp.asarray(pages.lengths), self.xp.asarray(pages.table), pages
@@ -127,7 +129,7 @@ class Steps:
         growth = state.pages.append(counts)
         pages = growth.pages
         if counts is pages.one_each:
-            offsets, positions, each, end = self._one_each, before, 1, pages.longest
+            offsets, positions, each, end = self.one_each, before, 1, pages.longest
             on_host = pages.slots
         else:
             offsets = np.zeros(len(counts) + 1, np.int64)

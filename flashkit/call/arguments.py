@@ -31,8 +31,16 @@ from .checks import (
     window_of,
 )
 from .compose import check_indices, compose
-from .positions import are_read, check_default_offset, q_offset_range, q_offsets_of, queries_of
-from .sequences import Sequences, queries_within, sequences_of
+from .sequences import (
+    Sequences,
+    are_read,
+    check_default_offset,
+    q_offset_range,
+    q_offsets_of,
+    queries_of,
+    queries_within,
+    sequences_of,
+)
 from .shape import Shape, pairwise
 
 PRECISIONS = (None, "highest", "tf32", "fp8")
@@ -61,7 +69,7 @@ class Memory(NamedTuple):
     kv_format : str
         k and v are numbers of 8 bits of this format,
     scales : (array, array)
-        with these scales of k and v, of the same axes, which have been checked.
+        with these scales of k and v, which broadcast to one for each token, and have been checked.
     """
 
     k_pe: Any = None
@@ -71,6 +79,11 @@ class Memory(NamedTuple):
 
 
 PLAIN = Memory()
+
+
+def per_token(scale: Any, x: Any) -> Any:
+    """Scales of an array, one for each token, as a view."""
+    return np.broadcast_to(scale, (*x.shape[:-1], 1)) if isinstance(scale, np.ndarray) else scale
 
 
 class Prepared(NamedTuple):
@@ -169,6 +182,7 @@ def prepare(
     def empty(shape: tuple[int, ...], dtype: Any) -> Any:
         return arrays.stand_in(xp.zeros((), dtype), shape) if described else xp.empty(shape, dtype)
 
+    scales = [None if x is None else shape.keys_to_four(per_token(x, y)) for x, y in zip(memory.scales, (k, v))]
     values4 = v4 if fp8 is None or fp8.v_transposed is None else fp8.v_transposed
     operands = Operands(
         q4, k4, values4, 1 / math.sqrt(d) if o.scale is None else number("scale", o.scale),
@@ -178,7 +192,7 @@ def prepare(
         empty((entries, heads, n_q), spec.lse_dtype), o.block_mask if len(masks) == 1 else None, seqs.cu_seqlens,
         seqs.page_table, None if k_pe is None else shape.keys_to_four(k_pe),
         None if fp8 is None else (shape.four_axes(fp8.scales[0]), *map(shape.keys_to_four, fp8.scales[1:])),
-        *(None if x is None else shape.keys_to_four(x) for x in memory.scales),
+        k_scale=scales[0], v_scale=scales[1], follows=queries if o.q_offset is None else None,
     )  # fmt: skip
     return Prepared(problem, operands, shape)
 

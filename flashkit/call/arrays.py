@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ..spec import ITEMSIZE, name_of
+from ..spec import ITEMSIZE, Operands, name_of
 from . import interop
 from .views import View
 
@@ -147,6 +148,21 @@ def describe_place(array: Any) -> str:
     if isinstance(array, np.ndarray):
         return "aligned" if array.flags.aligned else "not aligned"
     return f"on device {array.data.device_id}"
+
+
+def on_host(array: Any) -> Any:
+    """An array of CuPy copied to the host; all else as it is."""
+    return array.get() if hasattr(array, "__cuda_array_interface__") else array
+
+
+def operands_on_host(operands: Operands) -> Operands:
+    """The operands with everything but q, k, v and results copied to the host."""
+    cu_seqlens = operands.cu_seqlens
+    named = {name: on_host(getattr(operands, name)) for name in ("q_offset", "kv_lengths", "sinks", "page_table")}
+    return replace(
+        operands, arrays={name: on_host(x) for name, x in operands.arrays.items()},
+        cu_seqlens=None if cu_seqlens is None else (on_host(cu_seqlens[0]), on_host(cu_seqlens[1])), **named,
+    )  # fmt: skip
 
 
 def contiguous(array: Any) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 from .. import options as table
 from ..options import OPTIONS
 from . import arrays, interop
-from .dequantised import Dequantised
+from .codes import Dequantised
 from .interop import Foreign
 from .quantized import Quantized
 from .views import View
@@ -36,7 +36,6 @@ class PerCall(NamedTuple):
     offsets: tuple[Any, ...] = ()  # cu_seqlens of q and of k, on a device
     tokens: tuple[int, int] = (0, 0)  # of q and of k, where there are such offsets
     follows: bool = True  # whether positions follow lengths and offsets
-    scales: tuple[Any, ...] = ()  # of codes of e4m3
 
 
 ONLY_TENSORS = PerCall()
@@ -68,12 +67,14 @@ class Call:
     offsets : tuple
         The contents of cu_seqlens on the host, as part of a plan's key; else nothing.
     per_call : PerCall
-        What it passes to its plan.
+        What it passes to its plan,
+    scales : tuple of array
+        and the scales of codes.
     """
 
     __slots__ = (
         "_of_caller", "_scopes", "described", "foreign", "k", "offsets", "options", "out", "per_call", "q",
-        "quantised", "v",
+        "quantised", "scales", "v",
     )  # fmt: skip
 
     def __init__(
@@ -88,6 +89,7 @@ class Call:
         self.quantised: Dequantised | None = None
         self.offsets: tuple[Any, ...] = ()
         self.per_call = ONLY_TENSORS
+        self.scales: tuple[Any, ...] = ()
 
     def __enter__(self) -> Self:
         self._scopes: list[Any] = []
@@ -121,7 +123,8 @@ class Call:
         if fp8 or Quantized in (type(self.q), type(self.k), type(self.v)):
             self.require_arrays()
             self.quantised = Dequantised(self.q, self.k, self.v, self.options, fp8, self.described)
-            self._enter(self.quantised.scope())
+            if arrays.kind_of(self.q) != "numpy":
+                self._enter(self.quantised.scope())
 
     def _enter(self, scope: Any) -> None:
         scope.__enter__()

@@ -1,120 +1,273 @@
-"""Calls on quantised arrays whose backend reads the codes themselves, and why others are dequantised."""
+"""Calls with quantised arrays: on their codes where a backend reads these, and dequantised otherwise.
+
+`Codes` is what a plan of such a call depends on: its key leaves out the scales, which each call passes like an array of
+a modification. `Dequantised` is the adapter between quantised and float arrays. A quantised array is dequantised to the
+computing dtype, float32 or float64, as a number of e4m3 times its scale is not representable in bfloat16. Of pages only
+those that the table names are dequantised.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from .. import dispatch
-from ..spec import Fp8
+from ..devices.lazy import cached_property
+from ..spec import DTYPES, Fp8
 from . import arrays
 from .arguments import Fp8Arrays, Memory, Prepared, prepare
-from .call import Call
-from .quantized import BLOCK, Quantized, block_scales, token_scales
+from .checks import check_out
+from .quantized import BLOCK, Per, Quantized, block_scales, check_shape, quantize, scale_shape, token_scales
+
+FP8_DTYPES = ("float16", "bfloat16")
+"""What precision="fp8" quantises."""
+
+SEQUENCES = "kv_lengths", "cu_seqlens", "page_table"
+"""Options with which it takes scales of tokens, which do not depend on what lies behind the keys."""
+
+
+class Dequantised:
+    """The arrays of a call with quantised ones among them, in the computing dtype.
+
+    Raises
+    ------
+    TypeError
+        q, k and v, or what they were quantised from, are not of one library and one dtype, or not of one that
+        precision="fp8" takes.
+    """
+
+    def __init__(
+        self, q: Any, k: Any, v: Any, options: dict[str, Any], fp8: bool, described: bool = False
+    ) -> None:  # fmt: skip
+        self.per: Per = "block" if all(options.get(name) is None for name in SEQUENCES) else "token"
+        self.layout = options.get("layout", "bhnd") if self.per == "block" else "bhnd"
+        self.fp8, self._described, self._named = fp8, described, {"q": q, "k": k, "v": v}
+        self._quantised: dict[str, Quantized] = {}
+        if fp8:
+            self.check()
+
+    def check(self) -> None:
+        """Raise the errors of the class. A call that finds a plan needs no check."""
+        for name, x in self._named.items():
+            arrays.require(name, _memory(x), self.kind)
+            if (dtype := arrays.dtype_name(name, x)) != self.dtype:
+                raise TypeError(f"{name}: expected dtype {self.dtype} (q's, before quantisation), got {dtype}")
+            if self.fp8 and not isinstance(x, Quantized) and dtype not in FP8_DTYPES:
+                raise TypeError(
+                    f"{name}: expected dtype {' or '.join(FP8_DTYPES)} with precision='fp8', got {dtype}; pass "
+                    f"flashkit.quantize({name}, ...) or another precision"
+                )
+
+    @cached_property
+    def kind(self) -> str:
+        """The library of the arrays."""
+        return arrays.require("q", _memory(self._named["q"]))
+
+    @cached_property
+    def dtype(self) -> str:
+        """The name of q's dtype before quantisation."""
+        return arrays.dtype_name("q", self._named["q"])
+
+    @property
+    def _dtype(self) -> str:
+        return DTYPES[self.dtype].accumulator
+
+    @property
+    def rounds(self) -> bool:
+        """Whether results are rounded to the caller's dtype."""
+        return self.dtype != self._dtype
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Where to compute: on q's device."""
+        return arrays.scope(_memory(self._named["q"]))
+
+    def to_native(self, **arguments: Any) -> dict[str, Any]:
+        """Arguments with arrays of the computing dtype. An `out` of another dtype is left to `from_native`."""
+        self.check()
+        arguments = self._pages_in_use(arguments)
+        return {name: self._wide(name, value) for name, value in arguments.items()}
+
+    def _pages_in_use(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments with the pages that a table on the host names, if that are fewer than there are."""
+        k, v, table = (arguments.get(name) for name in ("k", "v", "page_table"))
+        if not (isinstance(k, Quantized) and isinstance(v, Quantized) and k.shape[:1] == v.shape[:1]):
+            return arguments
+        if self._described or not isinstance(table, np.ndarray) or table.dtype.kind not in "iu":
+            return arguments
+        count = k.shape[0]
+        known = (table >= 0) & (table < count)
+        pages = np.unique(table[known])
+        if not 0 < len(pages) < count:
+            return arguments
+        renumbered = np.where(known, np.searchsorted(pages, table), np.where(table < 0, table, len(pages)))
+        return arguments | {"k": k.pages(pages), "v": v.pages(pages), "page_table": renumbered}
+
+    def _wide(self, name: str, value: Any) -> Any:
+        if name in ("q", "k", "v"):
+            if self._described:
+                return arrays.stand_in(arrays.namespace(self.kind).zeros((), self._dtype), value.shape)
+            value = self.quantise(name, value)
+            self._quantised.pop(name, None)
+            return self._widened(value) if not isinstance(value, Quantized) else value.dequantize(self._dtype)
+        if name == "precision":
+            return None if self.fp8 else value
+        if name == "out":
+            return None if self.rounds else value
+        if name == "dout":
+            arrays.require(name, value, self.kind)
+            if arrays.dtype_name(name, value) != self.dtype:
+                raise TypeError(f"dout: expected dtype {self.dtype}, got {value.dtype}")
+            return self._widened(value)
+        return value
+
+    def quantise(self, name: str, value: Any) -> Any:
+        """q, k or v as precision="fp8" makes it, until it is dequantised; the array itself without it."""
+        if not self.fp8 or isinstance(value, Quantized):
+            return value
+        check_shape(name, value.shape)
+        if self._described:
+            xp = arrays.namespace(self.kind)
+            codes = "float8_e4m3fn" if self.kind == "numpy" else "uint8"
+            shape = scale_shape(value.shape, self.per, BLOCK, self.layout)
+            scale = arrays.stand_in(xp.ones((), np.float32), shape)
+            data = arrays.stand_in(xp.zeros((), codes), value.shape)
+            seed = 0 if name != "v" else None
+            return Quantized(data, scale, value.dtype, self.per, layout=self.layout, seed=seed)
+        if name not in self._quantised:
+            transpose = name == "v" and self.kind == "cupy" and self.per == "block"
+            self._quantised[name] = quantize(
+                value, "e4m3", self.per, rotate=name != "v", layout=self.layout, transpose=transpose
+            )
+        return self._quantised[name]
+
+    def _widened(self, value: Any) -> Any:
+        return value.astype(self._dtype, copy=False)
+
+    def from_native(self, name: str, result: Any, out: Any = None) -> Any:
+        """A result ("out", "lse", "dq", ...) in the caller's dtype; in `out`, if that is given and of another dtype."""
+        if name in ("lse", "dsinks"):
+            return result
+        result = self._rounded(result)
+        if out is None or not self.rounds:
+            return result
+        check_out(out, self.kind, self.dtype, result.shape)
+        out[...] = result
+        return out
+
+    def _rounded(self, result: Any) -> Any:
+        dtype = self._named["q"].dtype
+        if result.dtype == dtype:
+            return result
+        with np.errstate(over="ignore"):  # to infinity, as kernels round
+            return result.astype(dtype)
+
+    def described(self, problem: str, why: str) -> str:
+        """The description of the call that runs, with what comes before it, and why."""
+        rest = f"e4m3 per {self.per}" if self.fp8 else self.dtype
+        described = (
+            f"{name} {f'{x.format} per {x.per}' if isinstance(x, Quantized) else rest}"
+            for name, x in self._named.items()
+        )
+        return f"{problem}; dequantised before: {', '.join(described)} ({why})"
+
+
+def _memory(x: Any) -> Any:
+    """The array that holds the numbers."""
+    return x.data if isinstance(x, Quantized) else x
+
+
+# --- codes ------------------------------------------------------------------------------------------------------------
 
 ALIGNMENT = 16
 """Bytes, of addresses and strides: what Hopper's copy engine (TMA) needs."""
 
 
-def on_codes(call: Call, backend: str | None, return_lse: bool) -> Prepared | str:
-    """The call on the codes of its arrays, for which `dispatch.plan` has a backend, or a sentence that says why they
-    are dequantised.
-    """
-    on_host = call.quantised is not None and call.quantised.kind == "numpy"
-    prepared = _keys_of_8_bits(call) if on_host else prepared_on(codes_of(call, return_lse), call)
-    if isinstance(prepared, str):
-        return prepared
-    ranked = dispatch.candidates(prepared.problem, only=dispatch.forced(backend))
-    if not any(candidate.verdict for candidate in ranked):
-        of_fp8 = prepared.problem.spec.fp8 is not None
-        asked = [c for c in ranked if not of_fp8 or getattr(dispatch.registry()[c.name], "takes_fp8", False)]
-        return "; ".join(f"{c.name}: {c.verdict.reason}" for c in asked) or "this backend has no kernels for e4m3"
-    return prepared
-
-
-def _keys_of_8_bits(call: Call) -> Prepared | str:
-    """Keys and values of 8 bits beside float queries. Scales are factors of scores and weights then: they belong to
-    tokens, or to more than a token, and there is no rotation and no mean.
-    """
-    q, k, v, options = call.q, call.k, call.v, call.options
-    if isinstance(q, Quantized) or call.quantised is None or call.quantised.fp8:
-        return "queries are quantised, and the CPU has kernels for quantised keys and values alone"
-    if not (isinstance(k, Quantized) and isinstance(v, Quantized) and k.format == v.format):
-        return "k and v are not both quantised to one format"
-    packed_or_paged = options.get("cu_seqlens") is not None or options.get("page_table") is not None
-    layout = "bnhd" if packed_or_paged else options.get("layout", "bhnd")
-    if any(x.seed is not None or x.mean is not None or x.per == "block" for x in (k, v)):
-        return "k or v is rotated, smoothed or has scales per block"
-    if not all(x.per == "tensor" or x.ndim == 2 or x.layout == layout for x in (k, v)):
-        return "scales of k or v are of another layout"
-    scales = np.broadcast_to(k.scale, (*k.shape[:-1], 1)), np.broadcast_to(v.scale, (*v.shape[:-1], 1))
-    memory = Memory(kv_format=k.format, scales=scales)
-    return prepare(q, k.data, v.data, out=call.out, described=call.described, memory=memory, **options)
-
-
 class Codes(NamedTuple):
-    """A call on codes of e4m3.
+    """A call on the codes of its arrays.
 
     Attributes
     ----------
-    arrays
-        q, k and v; v as V^T where spec.transposed.
-    scales
-        Those of the quantised arrays.
-    dtype, spec
-        Of the output; what the kernel is to know of the codes.
+    q, k, v : array
+        Codes, or floats.
+    memory : Memory
+        What `prepare` has to know of them.
+    scales : tuple of str
+        Names of the scales, which `scales_of` gives.
+    options : dict
+        Of the call.
     """
 
-    tensors: tuple[Any, Any, Any]
-    arrays: tuple[Any, Any, Any]
-    scales: tuple[Any, Any, Any]
-    dtype: np.dtype
-    spec: Fp8
+    q: Any
+    k: Any
+    v: Any
+    memory: Memory
+    scales: tuple[str, ...]
+    options: dict[str, Any]
 
 
-def codes_of(call: Call, return_lse: bool) -> Codes | str:
-    """The codes of e4m3 of q, k and v, or why they do not give the result."""
-    quantised: Any = call.quantised
-    options = call.options
+def codes_of(
+    quantised: Dequantised, q: Any, k: Any, v: Any, options: dict[str, Any], return_lse: bool = False
+) -> Codes | str:  # fmt: skip
+    """The codes of a call's arrays, or a sentence that says why they are dequantised. `on_codes` asks backends.
+
+    It depends on the signatures of quantised arrays, and on nothing that the key of a plan has not.
+    """
+    quantised.check()
+    packed_or_paged = options.get("cu_seqlens") is not None or options.get("page_table") is not None
+    if quantised.kind != "numpy":
+        return _e4m3(quantised, q, k, v, options, packed_or_paged, return_lse)
+    # Scales are factors of scores and weights: they belong to tokens, or to more, without a rotation or a mean.
+    if isinstance(q, Quantized) or quantised.fp8:
+        return "queries are quantised, and the CPU has kernels for quantised keys and values alone"
+    if not (isinstance(k, Quantized) and isinstance(v, Quantized) and k.format == v.format):
+        return "k and v are not both quantised to one format"
+    layout = "bnhd" if packed_or_paged else options.get("layout", "bhnd")
+    for x in (k, v):
+        if x.seed is not None or x.mean is not None or x.per == "block":
+            return "k or v is rotated, smoothed or has scales per block"
+        if not (x.per == "tensor" or x.ndim == 2 or x.layout == layout):
+            return "scales of k or v are of another layout"
+    memory = Memory(kv_format=k.format, scales=(k.scale, v.scale))
+    return Codes(q, k.data, v.data, memory, ("k_scale", "v_scale"), options)
+
+
+def scales_of(names: tuple[str, ...], tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """The scales of these names of q, k and v, as they are."""
+    return tuple([x.scale for x in tensors[-len(names) :]])
+
+
+def values_of(v: Any, options: dict[str, Any]) -> Any:
+    """The codes of quantised values: V^T where the kernel can take it. With lengths it hides what lies behind them as
+    it transposes V.
+    """
+    plain = all(options.get(name) is None for name in SEQUENCES) and v.layout == options.get("layout", "bhnd")
+    return v.transposed if v.transposed is not None and plain and v.ndim > 2 else v.data
+
+
+def _e4m3(
+    quantised: Dequantised, q: Any, k: Any, v: Any, options: dict[str, Any], packed_or_paged: bool, return_lse: bool
+) -> Codes | str:  # fmt: skip
+    """Codes of e4m3 of q, k and v."""
     if options.get("precision") == "highest":
         return "precision='highest' is float32"
-    tensors: Any = tuple([quantised.quantise(name, x) for name, x in (("q", call.q), ("k", call.k), ("v", call.v))])
+    tensors = [quantised.quantise(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
     if refused := _refused(tensors):
         return refused
-    q, k, v = tensors
-    has_sequences = options.get("cu_seqlens") is not None or options.get("page_table") is not None
-    layout = "bnhd" if has_sequences else options.get("layout", "bhnd")
-    # With lengths the kernel's transpose warps hide what lies behind them.
-    plain = not has_sequences and options.get("kv_lengths") is None and v.layout == layout and v.ndim > 2
-    transposed = v.transposed if plain else None
-    spec = Fp8(_shared_by(tensors, layout, has_sequences), transposed is not None, return_lse)
-    arrays_of = q.data, k.data, v.data if transposed is None else transposed
-    return Codes(tensors, arrays_of, (q.scale, k.scale, v.scale), q.dtype, spec)
+    per = _shared_by(tensors, "bnhd" if packed_or_paged else options.get("layout", "bhnd"), packed_or_paged)
+    values = values_of(tensors[2], options)
+    transposed = values.reshape((-1, *values.shape[-3:])) if values is not tensors[2].data else None
+    scales = tuple(map(block_scales if per == "block" else token_scales, tensors))
+    codes = Fp8Arrays(tensors[0].dtype, Fp8(per, transposed is not None, return_lse), scales, transposed)
+    names = "q_scale", "k_scale", "v_scale"
+    options = {**options, "precision": None if quantised.fp8 else options.get("precision")}
+    q, k, v = (x.data for x in tensors)
+    return Codes(q, k, v, Memory(fp8=codes), names, options)
 
 
-def prepared_on(codes: Codes | str, call: Call) -> Prepared | str:
-    """The checked call on these codes, or why there is none."""
-    if isinstance(codes, str):
-        return codes
-    quantised: Any = call.quantised
-    q, k, v = codes.tensors
-    scales = tuple(map(block_scales if codes.spec.per == "block" else token_scales, codes.tensors))
-    transposed = codes.arrays[2].reshape((-1, *codes.arrays[2].shape[-3:])) if codes.spec.transposed else None
-    memory = Memory(fp8=Fp8Arrays(codes.dtype, codes.spec, scales, transposed))
-    options = {**call.options, "precision": None if quantised.fp8 else call.options.get("precision")}
-    prepared = prepare(q.data, k.data, v.data, out=call.out, described=call.described, memory=memory, **options)
-    operands = prepared.operands
-    if not operands.k.shape[2]:
-        return "there are no keys"
-    if not operands.scale > 1e-30:
-        return f"scale is {operands.scale:g}, and kernels for e4m3 mask scores before they multiply by it"
-    if not call.described:
-        operands.q, operands.k, operands.v = map(_addressable, (operands.q, operands.k, operands.v))
-    return prepared
-
-
-def _shared_by(tensors: tuple[Any, ...], layout: str, has_sequences: bool) -> Literal["head", "block", "token"]:
+def _shared_by(tensors: list[Any], layout: str, has_sequences: bool) -> Literal["head", "block", "token"]:
     """What shares a scale of k and v, as the kernel takes them: the finest of both. Of q rows may have scales of their
     own beside heads of k and v, as blocks beside blocks.
     """
@@ -127,7 +280,26 @@ def _shared_by(tensors: tuple[Any, ...], layout: str, has_sequences: bool) -> Li
     return "token" if finest == 2 or (finest == 1 and of_q == 2) else "block" if 1 in (of_q, finest) else "head"
 
 
-def _refused(tensors: tuple[Any, ...]) -> str:
+def on_codes(codes: Codes, out: Any, described: bool, backend: str | None) -> Prepared | str:
+    """The call, for which `dispatch.plan` has a backend, or a sentence that says why its arrays are dequantised."""
+    prepared = prepare(
+        codes.q, codes.k, codes.v, out=out, described=described, memory=codes.memory, **codes.options
+    )  # fmt: skip
+    operands, of_fp8 = prepared.operands, prepared.problem.spec.fp8 is not None
+    if of_fp8 and not operands.k.shape[2]:
+        return "there are no keys"
+    if of_fp8 and not operands.scale > 1e-30:
+        return f"scale is {operands.scale:g}, and kernels for e4m3 mask scores before they multiply by it"
+    if of_fp8 and not described:
+        operands.q, operands.k, operands.v = map(_addressable, (operands.q, operands.k, operands.v))
+    ranked = dispatch.candidates(prepared.problem, only=dispatch.forced(backend))
+    if not any(candidate.verdict for candidate in ranked):
+        asked = [c for c in ranked if not of_fp8 or getattr(dispatch.registry()[c.name], "takes_fp8", False)]
+        return "; ".join(f"{c.name}: {c.verdict.reason}" for c in asked) or "this backend has no kernels for e4m3"
+    return prepared
+
+
+def _refused(tensors: list[Any]) -> str:
     """Why codes and scales of these arrays do not give the scores, or nothing."""
     for name, x in zip("qkv", tensors, strict=True):
         if not isinstance(x, Quantized):

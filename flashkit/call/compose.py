@@ -1,4 +1,4 @@
-"""The modifications of a call as one score graph and one mask graph, and the check of their indices."""
+"""The modifications of a call as one score graph and one mask graph, the check of their indices, and their values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import numpy as np
 from .. import mods
 from ..mods import Mod, codegen, expr
 from ..mods.expr import INT64, Expr
-from ..spec import Slot
+from ..spec import AttentionSpec, Operands, Slot
+from . import arrays
 
 
 def compose(
@@ -124,3 +125,18 @@ def check_indices(
 def _extremes(bounds: tuple[Expr, Expr], env: dict[str, Any]) -> tuple[int, int]:
     low, high = (np.asarray(codegen.evaluate(bound, env)) for bound in bounds)
     return int(low.min()), int(high.max())
+
+
+def modified(spec: AttentionSpec, operands: Operands, b: int, s: Any) -> tuple[Any, Any]:
+    """The scores of a batch entry, modified, and which pairs are visible. s: (Hq, Nq, Nk), scale * q k^T, of NumPy or
+    CuPy; the operands are not packed, nor in pages.
+    """
+    xp: Any = arrays.namespace("numpy" if isinstance(s, np.ndarray) else "cupy")
+    heads, n_q, n_k = s.shape
+    row, keys = xp.arange(n_q)[:, None], xp.arange(n_k)
+    env = {"s": s, "b": b, "h": xp.arange(heads)[:, None, None], "row": row, "q": row + operands.q_offset[b], "k": keys}
+    visible = xp.ones(s.shape, bool) & (keys < operands.kv_lengths[b])
+    env |= operands.params | operands.arrays
+    if spec.mask is not None:
+        visible = visible & codegen.evaluate(spec.mask, env, s.dtype)
+    return s if spec.score is None else codegen.evaluate(spec.score, env, s.dtype), visible

@@ -4,7 +4,7 @@ if asked to measure, how far the call is from the roofline.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from ..mods import Mod, expr
 from ..mods.block_mask import BlockMask
 from ..mods.expr import Expr
 from ..spec import Gradients, Operands, Problem
+from . import arrays
 
 
 @dataclass(frozen=True)
@@ -163,16 +164,6 @@ def _visible_in(problem: Problem, operands: Operands, mask: Expr, length: int, o
     return pairs * (problem.heads if seen.heads == 1 else 1)
 
 
-def _on_host(operands: Operands) -> Operands:
-    """The operands with the arrays that decide visibility copied to the host."""
-
-    def host(x: Any) -> Any:
-        return x.get() if hasattr(x, "__cuda_array_interface__") else x
-
-    named = {name: host(x) for name, x in operands.arrays.items()}
-    return replace(operands, q_offset=host(operands.q_offset), kv_lengths=host(operands.kv_lengths), arrays=named)
-
-
 MEASURED_ROUNDS, MEASURED_SECONDS = 10, 1.0
 """Rounds of a measurement, and the seconds after which no further round starts."""
 
@@ -199,7 +190,7 @@ def _measured(problem: Problem, operands: Operands, backend: str | None) -> dict
 
 def explain_problem(problem: Problem, operands: Operands, backend: str | None, measure: bool = False) -> Explanation:
     """See flashkit.explain."""
-    operands = _on_host(operands)
+    operands = arrays.operands_on_host(operands)
     pairs = visible_pairs(problem, operands)
     flops = {d: problem.flops(d, pairs) for d in ("forward", "backward")}
     moved = {d: problem.bytes(d) for d in ("forward", "backward")}

@@ -8,13 +8,14 @@ it has no way to carry NumPy's bfloat16 and does not know the current stream of 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
-from typing import Any
+from functools import cache, wraps
+from typing import Any, TypeVar
 
 import numpy as np
 
+from ..options import with_axes
 from . import views
 from .views import View, bfloat16, cupy_for
 
@@ -304,7 +305,7 @@ def is_dual(array: Any) -> bool:
     return forward.unpack_dual(array).tangent is not None
 
 
-HOST_INTEGERS = ("kv_lengths", "q_offset", "q_lengths", "cu_seqlens", "page_table")
+HOST_INTEGERS = with_axes("entries", "memory")
 """Arguments that may lie on the host beside arrays on a device."""
 
 _PLAIN = frozenset({type(None), bool, int, float, str})
@@ -380,6 +381,43 @@ class Native:
 
     def from_native(self, name: str, result: Any) -> Any:
         return result
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def takes_every_library(place: int, name: str) -> Callable[[F], F]:
+    """Let a function of NumPy's and CuPy's arrays take those of other libraries, and return arrays in kind.
+
+    place, name: of the argument whose library and device count.
+    """
+
+    def decorate(function: F) -> F:
+        @wraps(function)
+        def taken(*args: Any, **options: Any) -> Any:
+            first = args[place] if len(args) > place else options.get(name)
+            if (library := library_of(first)) is None:
+                return function(*args, **options)
+
+            def own(result: Any) -> Any:
+                if isinstance(result, tuple):
+                    return tuple(map(own, result))
+                return library.own(result, first) if hasattr(result, "__array_interface__") or hasattr(
+                    result, "__cuda_array_interface__") else result  # fmt: skip
+
+            with library.scope(first):
+                given = [native(name, x) if i == place else _natives("argument", x) for i, x in enumerate(args)]
+                result = function(*given, **{name: _natives(name, x) for name, x in options.items()})
+                return options["out"] if options.get("out") is not None else own(result)
+
+        return taken  # type: ignore[return-value]
+
+    return decorate
+
+
+def _natives(name: str, value: Any) -> Any:
+    """As `native`, of pairs of arrays as well."""
+    return tuple(_natives(name, x) for x in value) if isinstance(value, tuple) else native(name, value)
 
 
 def adapter_of(array: Any) -> Foreign | Native:

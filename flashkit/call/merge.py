@@ -68,13 +68,12 @@ def merge(*parts: tuple[Any, Any], layout: str = "bhnd") -> tuple[Any, Any]:
     first = parts[0][0] if parts and isinstance(parts[0], (tuple, list)) and parts[0] else None
     adapter = interop.adapter_of(first)
     with adapter.scope():
-        out, lse = merge_native([_native(adapter, *part) for part in enumerate(parts)], layout)
+        out, lse = _merged([_native(adapter, *part) for part in enumerate(parts)], layout)
         return adapter.from_native("out", out), adapter.from_native("lse", lse)
 
 
-def merge_native(parts: Sequence[Any], layout: str) -> tuple[Any, Any]:
+def _merged(parts: Sequence[Any], layout: str) -> tuple[Any, Any]:
     """`merge` of arrays of NumPy or CuPy."""
-    parts = [_own_forms(part) for part in parts]
     kind = _checked(parts, layout)
     xp: Any = arrays.namespace(kind)
     dtype = parts[0][0].dtype
@@ -98,19 +97,13 @@ def merge_native(parts: Sequence[Any], layout: str) -> tuple[Any, Any]:
     return result.astype(dtype, copy=False), merged
 
 
-def _own_forms(part: Any) -> Any:
-    """A part with views of its arrays, whose forms no other thread changes."""
-    if not isinstance(part, (tuple, list)):
-        return part
-    return tuple(x.view() if arrays.kind_of(x) is not None else x for x in part)
-
-
 def _native(adapter: interop.Foreign | interop.Native, number: int, part: Any) -> Any:
-    """A part with arrays of NumPy or CuPy, if it has arrays."""
+    """A part with arrays of NumPy or CuPy, as views, whose forms no other thread changes."""
     if not isinstance(part, (tuple, list)):
         return part
     names = (f"{name} of part {number}" for name in ("out", "lse", *map(str, range(2, len(part)))))
-    return tuple(adapter.to_native(**dict(zip(names, part))).values())
+    native = adapter.to_native(**dict(zip(names, part)))
+    return tuple(x.view() if arrays.kind_of(x) is not None else x for x in native.values())
 
 
 def _checked(parts: Sequence[Any], layout: str) -> str:

@@ -4,6 +4,7 @@ prepared call whose plan no other call can use.
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -11,19 +12,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import dispatch
+from .. import dispatch, mods
 from ..backends.base import Backend, Bound, BoundBackward
 from ..errors import shown
 from ..mods import Mod
 from ..mods.tracing import values_of
+from ..options import OPTIONS
 from ..spec import Gradients, Operands, Problem
 from . import arrays
-from .arguments import Prepared, prepare
+from .arguments import Prepared, per_token, prepare
 from .call import Call
 from .checks import check_out
 from .compose import check_indices
-from .positions import are_read, check_default_offset, kv_lengths_of, q_offset_range, q_offsets_of, queries_of
-from .sequences import check_pages, table_of
+from .sequences import (
+    are_read,
+    check_default_offset,
+    check_pages,
+    kv_lengths_of,
+    q_offset_range,
+    q_offsets_of,
+    table_of,
+)
 from .shape import Shape
 from .views import View
 
@@ -68,8 +77,8 @@ class Planned:
 
     def __init__(
         self, prepared: Prepared, given: tuple[Any, Any, Any], backend: str | None, return_lse: bool,
-        per_call: tuple[str, ...] = (), varies: bool = False, follows: Any = None, room: int | None = None,
-        fp8: Any = None,
+        per_call: tuple[str, ...] = (), varies: bool = False, room: int | None = None, fp8: Any = None,
+        scales: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         """
         Parameters
@@ -80,26 +89,31 @@ class Planned:
             Names of the operands' arrays that each call passes.
         varies
             Whether calls may pass lengths; see `with_lengths`.
-        follows
-            Queries of each batch entry where the offsets of such calls follow their lengths, None where they stay.
         room
             The most keys of such calls; by default those of k or of its pages.
         fp8
             Where calls quantise their arrays first: what shares a scale, and the layout.
+        scales
+            Names of the operands' scales, which each call passes behind all else.
         """
         problem, operands, shape = prepared
         self._fp8 = fp8
         chosen, plan = dispatch.plan(problem, backend)
         self.problem, self.backend, self.tile = problem, chosen.name, plan.tile
         self._return_lse, self._shape, self._chosen, self._per_call = return_lse, shape, (chosen, plan), per_call
+        self.scales = scales
         self._run_backward: BoundBackward | None = None
         self._asked, self.last_use = backend, 0
+        self.request: dict[str, Any] = {}
         fixed = {name: array for name, array in operands.arrays.items() if name not in per_call}
         self._values = tuple(fixed.values())
-        self._operands = replace(operands, q=None, k=None, v=None, out=None, lse=None, arrays=fixed)  # for pickles
+        self._operands = replace(operands, q=None, k=None, v=None, out=None, lse=None, arrays=fixed)
+        if scales:
+            self._operands.scales = self._operands.k_scale = self._operands.v_scale = None
         self._layouts = arrays.layouts(*given)
         fours = operands.q, operands.k, operands.v
         binds = hasattr(chosen, "bind") and (not per_call or getattr(chosen, "takes_arrays", False))
+        binds = binds and (not scales or getattr(chosen, "takes_scales", False))
         # A bound call reads addresses, so each call copies arrays that are not addressable, as attention() does.
         self._copied = not all(map(arrays.same_address, given, fours))
         self._copies = binds and self._copied
@@ -114,12 +128,12 @@ class Planned:
             self._run = _nothing
         elif binds:
             bind: Any = chosen.bind  # type: ignore[attr-defined]
-            self._run = bind(plan, operands, per_call) if per_call else bind(plan, operands)
+            self._run = bind(plan, operands, per_call + scales) if per_call or scales else bind(plan, operands)
         else:
-            self._run = _forward(chosen, plan, operands, shape, per_call)
+            self._run = _forward(chosen, plan, operands, shape, per_call, (), scales)
         self._varies = varies
-        self._follows = follows if are_read(problem.spec.score, problem.spec.mask) else None
-        self.takes_lengths = getattr(chosen, "takes_lengths", False) and not self._copies
+        self._follows = operands.follows if varies and are_read(problem.spec.score, problem.spec.mask) else None
+        self.takes_lengths = binds and getattr(chosen, "takes_lengths", False) and not self._copies
         if varies:
             n_k, pages = operands.k.shape[2], operands.page_table.shape[1] if problem.spec.paged else 1
             self._room = n_k * pages if room is None else room
@@ -147,12 +161,12 @@ class Planned:
         if 0 in operands.q.shape[:3]:
             return _nothing
         if not self.takes_lengths:
-            return _forward(chosen, plan, operands, self._shape, (), names)
+            return _forward(chosen, plan, operands, self._shape, (), names, self.scales)
         if not paged:  # only its strides count
             k = np.lib.stride_tricks.as_strided(k, (*k.shape[:2], self._room, k.shape[3]), k.strides)
         most: Any = np.full(self.problem.batch, self._room, np.int64)
         bind: Any = chosen.bind  # type: ignore[attr-defined]
-        bound: Bound = bind(plan, replace(operands, k=k, kv_lengths=most), names)
+        bound: Bound = bind(plan, replace(operands, k=k, kv_lengths=most), names + self.scales)
         return bound
 
     def __repr__(self) -> str:
@@ -164,22 +178,8 @@ class Planned:
         """What was asked for, not compiled code. Loading it plans again, on the machine that loads it, with every check
         of `flashkit.plan`.
         """
-        spec, operands = self.problem.spec, self._operands
-        score, mask = self.mods()
-        own = slice(-1 if spec.packed else None)  # without the sequence that a packed call adds
-        of_q, of_k = (None if x is None else x[own] for x in operands.cu_seqlens or (None, None))
-        has_lengths = spec.kv_lengths and (spec.paged or not spec.packed)
-        # Causal masks, windows, biases and lengths of queries are in the joined mods.
-        options = dict(
-            scale=operands.scale, q_offset=operands.q_offset[own],
-            kv_lengths=operands.kv_lengths[own] if has_lengths else None, score_mod=score,
-            mask_mod=mask if operands.blocks is None else None, block_mask=operands.blocks,
-            dropout_p=operands.dropout_p, seed=operands.seed if spec.dropout else None, sinks=operands.sinks,
-            layout=self._shape.layout, deterministic=spec.deterministic, precision=spec.precision,
-            cu_seqlens=of_q if of_k is None else (of_q, of_k), page_table=operands.page_table,
-        )  # fmt: skip
         tensors = [(self.problem.array_kind, *rest) for _, *rest in self._layouts]
-        return _unpickled, (tensors, options, self._asked, self._return_lse, self._follows, self._fp8)
+        return _unpickled, (tensors, self.request, self._asked, self._return_lse, self._fp8)
 
     def __call__(
         self, q: Any, k: Any, v: Any, *, out: Any = None, kv_lengths: Any = None, q_offset: Any = None,
@@ -248,30 +248,31 @@ class Planned:
     def run(self, call: Call) -> Any:
         """The call by this plan, whose key it has."""
         q, k, v, out = call.q, call.k, call.v, call.out
-        pairs, axis, lengths, offsets, tokens, follows, scales = call.per_call
-        pairs += scales
+        pairs, axis, lengths, offsets, tokens, follows = call.per_call
+        scales = call.scales
         if lengths is not None:
-            return self.with_lengths(q, k, v, out, lengths)
+            return self.with_lengths(q, k, v, out, lengths, scales=scales)
         if axis < 0:
-            return self.with_keys(q, k, v, out, axis)
+            return self.with_keys(q, k, v, out, axis, scales)
         if offsets:
             from ..backends.cuda_common.cu_seqlens import derive
 
             derived = derive(offsets[0], tokens[0], offsets[1], tokens[1])
             pairs += derived if follows else derived[:-1]
-        return self.run_on(q, k, v, out, *pairs)
+        return self.run_on(q, k, v, out, *pairs, *scales)
 
-    def with_keys(self, q: Any, k: Any, v: Any, out: Any, axis: int) -> Any:
+    def with_keys(self, q: Any, k: Any, v: Any, out: Any, axis: int, scales: tuple[Any, ...]) -> Any:
         """The call for as many keys as k has along this axis; for arrays that are otherwise as planned."""
         n, batch = k.shape[axis], self.problem.batch
         lengths = np.array([n] * batch, np.int64)  # faster than `full`
         offsets = self._operands.q_offset
         if self._follows is not None:
             offsets = np.array([n - self._follows] * batch, np.int64)
-        return self._run_on(self._run_at, q, k, v, out, lengths, offsets)
+        return self._run_on(self._run_at, q, k, v, out, lengths, offsets, *scales)
 
     def with_lengths(
-        self, q: Any, k: Any, v: Any, out: Any, lengths: Any, offset: Any = None, table: Any = None
+        self, q: Any, k: Any, v: Any, out: Any, lengths: Any, offset: Any = None, table: Any = None,
+        scales: tuple[Any, ...] = (),
     ) -> Any:  # fmt: skip
         """The call with other lengths, offsets and pages, or with the plan's where they are None; for arrays that are
         known to be valid.
@@ -295,7 +296,7 @@ class Planned:
         if not self.problem.spec.paged:
             if table is not None:
                 raise TypeError("page_table: expected None, since the plan was made without one")
-            return self._run_on(self._run_at, q, k, v, out, lengths, offsets)
+            return self._run_on(self._run_at, q, k, v, out, lengths, offsets, *scales)
         if table is None:
             table = own.page_table
         else:
@@ -410,7 +411,7 @@ def _nothing(*tensors: Any) -> None:
 
 def _forward(
     backend: Backend, plan: Any, operands: Operands, shape: Shape, per_call: tuple[str, ...],
-    lengths: tuple[str, ...] = (),
+    lengths: tuple[str, ...], scales: tuple[str, ...],
 ) -> Bound:  # fmt: skip
     """The forward pass of a backend that cannot bind, or not with the arrays and lengths that each call passes."""
     rows = operands.lse.shape
@@ -418,10 +419,12 @@ def _forward(
     rest = replace(operands, q=None, k=None, v=None, out=None, lse=None, arrays=fixed)
 
     def forward(q: Any, k: Any, v: Any, out: Any, lse: Any, *arrays: Any) -> None:
+        scaled = zip(scales, arrays[len(arrays) - len(scales) :], (k, v))
+        scales_of_tokens = {name: shape.keys_to_four(per_token(scale, x)) for name, scale, x in scaled}
         q, out = map(shape.to_four, (q, out))
         k, v = map(shape.keys_to_four, (k, v))
         named = fixed | dict(zip(per_call, arrays[: len(per_call)], strict=True))
-        own = dict(zip(lengths, arrays[len(per_call) :], strict=True))
+        own = dict(zip(lengths + scales, arrays[len(per_call) :], strict=True)) | scales_of_tokens
         backend.forward(plan, replace(rest, q=q, k=k, v=v, out=out, lse=lse.reshape(rows), arrays=named, **own))
 
     return forward
@@ -462,23 +465,37 @@ class Once:
         return Recorded(self.problem, operands, shape, run)
 
 
-def _unpickled(
-    tensors: Any, options: Any, backend: Any, return_lse: Any, follows: Any, fp8: Any
-) -> Planned:  # fmt: skip
+def plan_for(
+    given: tuple[Any, Any, Any], options: dict[str, Any], backend: str | None, return_lse: bool, fp8: Any
+) -> Planned:
+    """The plan of `flashkit.plan`, for arrays of NumPy or CuPy. It keeps what was asked for, of which its pickle is
+    made: functions as they are traced, and copies of what is read here alone.
+    """
+    request = {name: _kept(name, value) for name, value in options.items()}
+    prepared = prepare(*given, **request)
+    spec = prepared.problem.spec
+    varies = spec.kv_lengths and not spec.packed
+    planned = Planned(prepared, given, backend, return_lse, varies=varies, fp8=fp8)
+    planned.request = request | {"deterministic": spec.deterministic}
+    return planned
+
+
+def _kept(name: str, value: Any) -> Any:
+    if value is None:
+        return None
+    if name in ("score_mod", "mask_mod"):
+        return mods.trace(value, "score" if name == "score_mod" else "mask")
+    return copy.deepcopy(value) if OPTIONS[name].is_integers or name == "sinks" else value
+
+
+def _unpickled(tensors: Any, options: Any, backend: Any, return_lse: Any, fp8: Any) -> Planned:
     """The plan whose pickled form this is."""
     if not isinstance(tensors, list) or len(tensors) != 3 or not isinstance(options, dict):
         raise ValueError(f"no pickled plan: {shown(tensors)}")
-    like = tuple(_laid_out(*each) for each in tensors)
-    prepared = prepare(*like, **options)
-    problem, _, shape = prepared
-    if follows is not None:
-        n_q, queries = problem.n_q, None if isinstance(follows, int) else follows
-        follows = queries_of(queries, problem.array_kind, shape, problem.batch, n_q, n_q)
-    varies = problem.spec.kv_lengths and not problem.spec.packed
-    return Planned(
-        prepared, (like[0], like[1], like[2]), backend, return_lse is True, varies=varies, follows=follows,
-        fp8=None if fp8 is None else (fp8[0], fp8[1]),  # which `quantize` checks
-    )  # fmt: skip
+    if not OPTIONS.keys() >= options.keys():
+        raise ValueError(f"no options of a plan: {shown(options)}")
+    q, k, v = (_laid_out(*each) for each in tensors)
+    return plan_for((q, k, v), options, backend, return_lse is True, fp8)
 
 
 def _laid_out(kind: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, place: Any) -> Any:

@@ -21,8 +21,9 @@ from ..spec import Operands
 from . import arrays
 from .arguments import Prepared, prepare
 from .call import ONLY_TENSORS, Call, PerCall
-from .codes import Codes, codes_of, on_codes
+from .codes import Codes, codes_of, on_codes, scales_of, values_of
 from .planned import Once, Planned
+from .quantized import Quantized
 from .shape import LAYOUTS
 from .views import View
 
@@ -44,8 +45,8 @@ def plan_of(call: Call, backend: str | None, return_lse: bool, recorded: bool = 
     recorded: a backward pass follows, so lengths are those of the plan.
     """
     if call.quantised is not None:
-        if not recorded and (plan := _on_codes(call, backend, return_lse)):
-            return plan
+        if not recorded and (of_codes := _on_codes(call, backend, return_lse)) is not None:
+            return of_codes
         call.dequantise()
     key = key_of(call, backend, return_lse, recorded)
     planned: Planned | None = get(key)
@@ -56,55 +57,62 @@ def plan_of(call: Call, backend: str | None, return_lse: bool, recorded: bool = 
     return _made(key, call, prepared, backend, return_lse) or Once(prepared, backend, return_lse)
 
 
+class Refused:
+    """Codes for which no backend has a plan."""
+
+    last_use = 0
+
+
 def _on_codes(call: Call, backend: str | None, return_lse: bool) -> Planned | Once | None:
-    """The plan of a call on the codes of quantised arrays; None if they are dequantised."""
-    quantised: Any = call.quantised
-    given = call.q, call.k, call.v, call.options
-    codes = codes_of(call, return_lse) if quantised.kind == "cupy" else None
-    key, planned = None, None
-    if isinstance(codes, Codes):
-        _put_codes(call, codes)
-        if key := key_of(call, backend, return_lse):
-            key = key, codes.spec, codes.dtype, *map(arrays.layout, codes.scales)
-        call.per_call = call.per_call._replace(scales=codes.scales)
-        planned = get(key)
-        if planned is None:
-            call.q, call.k, call.v, call.options = given
+    """The plan of a call on the codes of its arrays, as `plan_of`; None if they have to be dequantised."""
+    quantised, *given = call.quantised, call.q, call.k, call.v
+    assert quantised is not None
+    q, k, v = tensors = [quantised.quantise(name, x) for name, x in zip("qkv", given)] if quantised.fp8 else given
+    signatures = [x.signature if type(x) is Quantized else None for x in tensors]
+    call.q, call.k, call.v = (x.data if type(x) is Quantized else x for x in tensors)
+    if type(v) is Quantized:
+        call.v = values_of(v, call.options)
+    key = key_of(call, backend, return_lse)
+    if key is not None:
+        key = *key, *signatures
+    planned: Any = get(key)
     if planned is None:
-        prepared = on_codes(call, backend, return_lse)
-        if not isinstance(prepared, Prepared):
-            return None
-        planned = Once(prepared, backend, return_lse)
-        if isinstance(codes, Codes):
-            _put_codes(call, codes)
-            op, read = prepared.operands, (*codes.arrays, *codes.scales)
-            if all(map(arrays.same_address, (op.q, op.k, op.v, *op.of_codes().values()), read)):  # nothing was copied
-                planned = _made(key, call, prepared, backend, return_lse) or planned
+        codes = codes_of(quantised, q, k, v, call.options, return_lse)
+        found = on_codes(codes, call.out, False, backend) if isinstance(codes, Codes) else codes
+        if isinstance(codes, str) or isinstance(found, str):
+            put(key, planned := Refused())
+        else:
+            own_scales = scales_of(codes.scales, tensors)
+            planned = _made(key, call, found, backend, return_lse, codes.scales, own_scales)
+            planned = planned or Once(found, backend, return_lse)
+    if isinstance(planned, Refused):
+        call.q, call.k, call.v = given
+        return None
     call.quantised = None
+    if isinstance(planned, Planned):
+        call.scales = scales_of(planned.scales, tensors)
     return planned
 
 
-def _put_codes(call: Call, codes: Codes) -> None:
-    """Codes in place of the quantised arrays of a call."""
-    call.q, call.k, call.v = codes.arrays
-    if call.quantised is not None and call.quantised.fp8:
-        call.options = {name: x for name, x in call.options.items() if name != "precision"}
-
-
-def _made(key: Any, call: Call, prepared: Prepared, backend: str | None, return_lse: bool) -> Planned | None:
+def _made(
+    key: Any, call: Call, prepared: Prepared, backend: str | None, return_lse: bool, scales: tuple[str, ...] = (),
+    own_scales: tuple[Any, ...] = (),
+) -> Planned | None:  # fmt: skip
     """The plan of a prepared call, put into the cache; None if it cannot serve other calls."""
     per_call, operands = call.per_call, prepared.operands
+    given = call.q, call.k, call.v
+    if prepared.problem.spec.fp8:
+        read = (operands.q, operands.k, operands.v, *(operands.scales or ()))
+        if not all(map(arrays.same_address, read, (*given, *own_scales))):
+            return None  # copies that Hopper's copy engine reaches, or one scale for each token
     names = names_of(per_call.arrays, operands)
     if key is None or names is None:
         return None
-    if per_call.scales:
-        names += tuple(operands.of_codes())
     if per_call.offsets:
         names += tuple(name for name in operands.sequences() if per_call.follows or name != "q_offset")
     axis, varies = per_call.keys_axis, per_call.keys_axis < 0 or per_call.lengths is not None
     planned = Planned(
-        prepared, (call.q, call.k, call.v), backend, return_lse, names, varies,
-        follows=prepared.problem.n_q if varies and per_call.follows else None,
+        prepared, given, backend, return_lse, names, varies, scales=scales,
         room=_room(call.k.shape[axis]) if axis < 0 else None,
     )  # fmt: skip
     if not varies or planned.takes_lengths:
@@ -242,7 +250,9 @@ def get(key: Any) -> Any:
 
 
 def put(key: Any, planned: Any) -> None:
-    """Cache a plan, or what else has a `last_use`; the least recently used ones are dropped."""
+    """Cache a plan, or what else has a `last_use`, by a key other than None; the least recently used are dropped."""
+    if key is None:
+        return
     with _lock, suppress(TypeError):
         _plans[key] = planned
         planned.last_use = next(_ticks)

@@ -88,6 +88,7 @@ class Quantized:
     mean: Any = None
     transposed: Any = None
     _kind: str = field(init=False)
+    signature: tuple[Any, ...] = field(init=False)  # what a plan depends on beside the layout of data
 
     def __post_init__(self) -> None:
         kind = arrays.require("data", self.data)
@@ -126,6 +127,11 @@ class Quantized:
                 )
         if self.seed is not None:
             object.__setattr__(self, "seed", integer("seed", self.seed, 0, 2**64 - 1))
+        object.__setattr__(self, "signature", self._signature())
+
+    def _signature(self) -> tuple[Any, ...]:
+        own = self.format, self.per, self.block, self.layout, self.seed, self.mean is None, self.dtype
+        return *own, arrays.layout(self.scale)
 
     @property
     def format(self) -> Format:
@@ -154,6 +160,9 @@ class Quantized:
             f"<Quantized: {self.format} per {group}{extra}, shape {self.shape} of {self.dtype.name}, "
             f"{self.nbytes} bytes>"
         )
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("a Quantized is 8-bit numbers with scales, not an array; pass x.dequantize()")
 
     def pages(self, pages: Any) -> Quantized:
         """Of pages (pages, page, H, D) those with these numbers: a copy."""
@@ -204,6 +213,7 @@ class Quantized:
             return values.astype(wanted, copy=False)
 
 
+@interop.takes_every_library(0, "x")
 def quantize(
     x: Any, dtype: Format = "e4m3", per: Per = "tensor", *, rotate: bool = False, smooth: bool = False,
     block: int = BLOCK, seed: int = 0, layout: str = "bhnd", transpose: bool = False,
@@ -217,7 +227,7 @@ def quantize(
     Parameters
     ----------
     x
-        Array of NumPy or CuPy: float64, float32, float16 or bfloat16, (..., H, N, D) by layout, or (N, D). Packed
+        Array of any library: float64, float32, float16 or bfloat16, (..., H, N, D) by layout, or (N, D). Packed
         sequences (T, H, D) and pages (pages, page, H, D) have layout="bnhd".
     dtype
         "e4m3" (float8_e4m3fn: 3 bits of mantissa, up to 448) or "int8" (-127 to 127).
@@ -339,6 +349,7 @@ def _in_one_pass(x: Any, layout: str, seed: int | None, transpose: bool) -> Quan
         data=data, scale=scale, dtype=x.dtype, per="block", block=BLOCK, layout=layout, seed=seed, mean=None,
         transposed=transposed, _kind="cupy",
     )  # fmt: skip
+    object.__setattr__(made, "signature", made._signature())
     return made
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from . import interop, torch_batching
+from . import interop
 from .torch_mods import Content, Mods
-from .torch_operators import backward_op, flat, forward_op
+from .torch_operators import backward_op, batched_results, flat, forward_op, value_names
 from .torch_passes import PLAIN, Tensors, backward, forward, known_plan, results_of
 
 
@@ -137,14 +137,14 @@ class Attention(torch.autograd.Function):
         info: Any, axes: tuple[Any, ...], names: tuple[str, ...], options: tuple[Any, ...], text: str | None,
         *inputs: Any,
     ) -> Any:  # fmt: skip
-        values = torch_batching.value_names(inputs[3 + len(names) :])
+        values = value_names(inputs[3 + len(names) :])
         keys = ("q", "k", "v", *names, *values)
         given = dict(zip(keys, zip(inputs, axes[3:]), strict=True))
 
         def entry(x: dict[str, Any]) -> tuple[Any, ...]:
             return Attention.apply(names, options, text, *(x[key] for key in keys))
 
-        found = torch_batching.results(entry, info.batch_size, given, options, ("out", "lse"), text is not None)
+        found = batched_results(entry, info.batch_size, given, options, ("out", "lse"), text is not None)
         return found, (0, 0)
 
 

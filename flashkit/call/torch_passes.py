@@ -9,22 +9,23 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..mods import dropout
 from ..options import DEFAULTS, OPTIONS, TYPES, Layout, Precision
 from . import interop, torch_plans
 from .call import ONLY_TENSORS, Call
+from .compose import modified
 from .planned import Planned
 from .plans import plan_of
-from .torch_bias import bias_gradient
 from .torch_mods import Mods
 from .views import View
 from .vjp import WRT, Vjp
 
-ARRAYS = tuple(name for name, option in OPTIONS.items() if option.is_array)
+ARRAYS = tuple(name for name, option in OPTIONS.items() if option.axes)
 _NAMES = {"q_offset": ("q_offsets",), "cu_seqlens": ("cu_seqlens_q", "cu_seqlens_k")}
 """What operators call the tensors of an option, where that is not its own name."""
 
-TENSORS = (*(each for name in ARRAYS for each in _NAMES.get(name, (name,))), "seed")
-"""Arguments of operators that are tensors, beside q, k and v."""
+TENSORS = {each: OPTIONS[name].axes for name in ARRAYS for each in _NAMES.get(name, (name,))} | {"seed": ""}
+"""Arguments of operators that are tensors, beside q, k and v, and the axes of these options."""
 
 _SCALARS: dict[Any, str] = {
     float | None: "float? {}=None", float: "float {}=0.0", bool: "bool {}=False", Layout: 'str {}="bhnd"',
@@ -156,8 +157,7 @@ def backward(
     dq, dk, dv, *dsinks = gradients
     dbias = None
     if of_bias:
-        named = dict.fromkeys(TENSORS) | tensors | dict(zip(OPTION_NAMES, options, strict=True))
-        dbias = bias_gradient(vjp.shape, dout, dlse, out, lse, q, k, v, named)
+        dbias = _bias_gradient(vjp, dout, dlse, out, lse, q, k, v, tensors["bias"])
     return dq, dk, dv, dsinks[0] if dsinks else None, dbias
 
 
@@ -165,3 +165,34 @@ def _gradients(vjp: Any, q: Any, dout: Any, dlse: Any, wrt: tuple[str, ...]) -> 
     """The gradients of native arrays or Views as tensors."""
     empty = dout.empty if type(dout) is View else None
     return [interop.TORCH.own(x, q) for x in vjp.gradients(dout, dlse, wrt, empty)]
+
+
+def _bias_gradient(vjp: Any, dout: Any, dlse: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, bias: Any) -> Any:
+    """dS of the backward pass, summed to the bias: as large as the scores of one batch entry, and of the bias itself.
+    No backend computes it. The bias is the last modification of a score, so dS is its gradient.
+
+    Dao, "FlashAttention-2", 2023, arXiv 2307.08691, Algorithm 2: P = exp(S - lse), dS = P * (dP - delta).
+    """
+    wide, shape, op = lse.dtype, vjp.shape, vjp.operands
+    q, k, v, out, dout = (shape.four_axes(x).to(wide) for x in (q, k, v, out, dout))
+    (batch, heads, n_q, _), (heads_k, n_k) = q.shape, k.shape[1:3]
+    k, v = (x.repeat_interleave(heads // max(heads_k, 1), 1) for x in (k, v))
+    lse, delta = lse.reshape(batch, heads, n_q, 1), (dout * out).sum(-1, keepdim=True)
+    if dlse is not None:
+        delta = delta - dlse.reshape(delta.shape)
+    axes = bias.shape[: max(bias.dim() - 3, 0)]
+    total = torch.zeros((), dtype=wide, device=q.device).expand(bias.shape).clone()
+    for b in range(batch):
+        found = modified(vjp.problem.spec, op, b, interop.TORCH.native("scores", op.scale * (q[b] @ k[b].mT)))
+        s, visible = (interop.TORCH.own(x, q) for x in found)
+        dp = dout[b] @ v[b].mT
+        if op.dropout_p:
+            kept = dropout.keep(
+                op.seed, op.dropout_p, b, np.arange(heads)[:, None, None], np.arange(n_q)[:, None], np.arange(n_k)
+            )
+            dp = torch.from_numpy(kept).to(q.device) * dp / (1 - op.dropout_p)
+        ds = torch.where(visible & lse[b].isfinite(), torch.exp(s - lse[b]) * (dp - delta[b]), 0)
+        place = np.unravel_index(b, shape.batch)[len(shape.batch) - len(axes) :] if axes else ()
+        part = total[tuple(int(i) if n > 1 else 0 for i, n in zip(place, axes, strict=True))]  # it broadcasts
+        part += ds.sum_to_size(part.shape) if part.dim() == 3 else ds.sum(0).sum_to_size(part.shape)
+    return total.to(bias.dtype)

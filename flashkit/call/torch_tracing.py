@@ -140,14 +140,19 @@ class Symbol:
         if wanted == torch.bool:
             return self._of(self.graph != 0)
         if self.graph.kind == "float":
-            raise TypeError(f"a score cannot be converted to {wanted}")
+            raise TypeError(f"a float cannot be converted to {wanted}; divide positions by //")
         return self._of(expr.where(self.graph, 1, 0)) if self.graph.kind == "bool" else self
 
-    def float(self) -> Symbol:
-        return self.to(torch.float32)
+    def __getattr__(self, name: str) -> Any:
+        """A method of tensors: a conversion, or a function of PyTorch of this name."""
+        if dtype := _CONVERSIONS.get(name):
+            return lambda: self.to(dtype)
+        if name not in _FUNCTIONS and name not in _LIKE:
+            raise AttributeError(f"a position or the score has no counterpart of a tensor's {name!r}")
+        return lambda *args, **kwargs: _call(getattr(torch.Tensor, name, getattr(torch, name)), (self, *args), kwargs)
 
-    def bool(self) -> Symbol:
-        return self.to(torch.bool)
+    def new_full(self, shape: Any, value: Any, dtype: Any = None, **_: Any) -> Any:
+        return self._constant(shape, value, dtype)
 
     def new_ones(self, shape: Any, dtype: Any = None, **_: Any) -> Any:
         return self._constant(shape, 1, dtype)
@@ -155,11 +160,11 @@ class Symbol:
     def new_zeros(self, shape: Any, dtype: Any = None, **_: Any) -> Any:
         return self._constant(shape, 0, dtype)
 
-    def _constant(self, shape: Any, value: int, dtype: Any) -> Any:
+    def _constant(self, shape: Any, value: Any, dtype: Any) -> Any:
         if tuple(shape) not in ((), (1,)):
             raise TypeError(f"expected one element for a tensor made of a position, got shape {tuple(shape)}")
         kind = dtype or self.dtype
-        made: Any = bool(value) if kind == torch.bool else float(value) if kind.is_floating_point else value
+        made: Any = bool(value) if kind == torch.bool else float(value) if kind.is_floating_point else int(value)
         return self._of(expr.as_expr(made))
 
     def __bool__(self) -> Any:
@@ -208,32 +213,99 @@ def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
     return x if max is None else expr.minimum(x, max)
 
 
-_FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    torch.where: _where, torch.clamp: _clamp, torch.clip: _clamp, torch.abs: abs, torch.neg: operator.neg,
-    torch.logical_and: operator.and_, torch.logical_or: operator.or_, torch.logical_not: operator.invert,
-    torch.bitwise_and: operator.and_, torch.bitwise_or: operator.or_, torch.bitwise_not: operator.invert,
-    torch.add: operator.add, torch.sub: operator.sub, torch.mul: operator.mul, torch.div: operator.truediv,
-    torch.floor_divide: operator.floordiv, torch.remainder: operator.mod, torch.maximum: expr.maximum,
-    torch.minimum: expr.minimum, torch.eq: operator.eq, torch.ne: operator.ne, torch.lt: operator.lt,
-    torch.le: operator.le, torch.gt: operator.gt, torch.ge: operator.ge,
-    **{getattr(torch, name): getattr(expr, name) for name in
+def _division(x: Any, y: Any, rounding_mode: str | None = None) -> Any:
+    if rounding_mode is None:
+        return x / y
+    return _floored(x, y) if rounding_mode == "floor" else _truncated(x, y)
+
+
+def _floored(x: Any, y: Any) -> Any:
+    return expr.floor(x / y) if "float" in (expr.as_expr(x).kind, expr.as_expr(y).kind) else x // y
+
+
+def _truncated(x: Any, y: Any) -> Any:
+    sizes = _floored(abs(expr.as_expr(x)), abs(expr.as_expr(y)))
+    return expr.where((expr.as_expr(x) < 0) ^ (expr.as_expr(y) < 0), -sizes, sizes)
+
+
+def _logical(op: Callable[..., Any]) -> Callable[..., Any]:
+    """Of any numbers: all but 0 are True."""
+    return lambda *operands: op(*(x if x.kind == "bool" else x != 0 for x in map(expr.as_expr, operands)))
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "where": _where, "clamp": _clamp, "clip": _clamp, "abs": abs, "neg": operator.neg, "masked_fill":
+    lambda x, mask, value: _where(mask, value, x), "clamp_min": expr.maximum, "clamp_max": expr.minimum,
+    "logical_and": _logical(operator.and_), "logical_or": _logical(operator.or_), "logical_xor": _logical(operator.xor),
+    "logical_not": _logical(operator.invert), "bitwise_and": operator.and_, "bitwise_or": operator.or_,
+    "bitwise_xor": operator.xor, "bitwise_not": operator.invert, "add": operator.add, "sub": operator.sub,
+    "rsub": lambda x, y: y - x, "mul": operator.mul, "div": _division, "floor_divide": _floored,
+    "remainder": operator.mod, "fmod": lambda x, y: x - y * _truncated(x, y), "pow": operator.pow,
+    "square": lambda x: x * x, "maximum": expr.maximum, "minimum": expr.minimum,
+    "relu": lambda x, inplace=False: expr.maximum(x, 0), "ceil": lambda x: -expr.floor(-x),
+    "trunc": lambda x: _truncated(x, 1), "reciprocal": lambda x: 1 / x, "rsqrt": lambda x: 1 / expr.sqrt(x),
+    "log1p": lambda x: expr.log(1.0 + x), "log10": lambda x: expr.log(x) * 0.4342944819032518,
+    "expm1": lambda x: expr.exp(x) - 1.0, "clone": lambda x: x, "detach": lambda x: x, "contiguous": lambda x: x,
+    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    **{name: getattr(expr, name) for name in
        ("exp", "exp2", "log", "log2", "sqrt", "tanh", "sin", "cos", "floor", "sigmoid", "sign")},
 }  # fmt: skip
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "lt", "le", "gt", "ge", "eq", "ne", "and", "or"):
-    _operator = getattr(operator, f"{_name}_" if _name in ("and", "or") else _name)
-    _FUNCTIONS[getattr(torch.Tensor, f"__{_name}__")] = _operator
-    if hasattr(torch.Tensor, f"__r{_name}__"):
-        _FUNCTIONS[getattr(torch.Tensor, f"__r{_name}__")] = lambda a, b, op=_operator: op(b, a)
+"""What functions of `torch` and methods of tensors do with expressions, by their names."""
+
+for _alias, _name in {
+    "absolute": "abs", "negative": "neg", "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div",
+    "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne", "float_power": "pow",
+}.items():  # fmt: skip
+    _FUNCTIONS[_alias] = _FUNCTIONS[_name]
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"):
+    _FUNCTIONS[f"__{_name}__"] = _operator = getattr(operator, f"{_name}_" if _name in ("and", "or") else _name)
+    _FUNCTIONS[f"__r{_name}__"] = lambda a, b, op=_operator: op(b, a)
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    _FUNCTIONS[f"__{_name}__"] = getattr(operator, _name)
+
+_LIKE = {"zeros_like": 0, "ones_like": 1, "full_like": None, "isin": None}
+
+_OPERANDS = "input", "self", "other", "exponent"
+
+_CONVERSIONS = {
+    "bool": torch.bool, "int": torch.int32, "long": torch.int64, "float": torch.float32, "double": torch.float64,
+    "half": torch.float16, "bfloat16": torch.bfloat16,
+}  # fmt: skip
 
 
 def _call(func: Any, args: Any, kwargs: Any) -> Any:
     """A function of PyTorch on symbols."""
-    known = _FUNCTIONS.get(func)
-    if known is None:
-        raise TypeError(f"{getattr(func, '__name__', func)} of a position or the score has no counterpart in flashkit")
+    name = getattr(func, "__name__", str(func))
     captured = next(x.captured for x in (*args, *kwargs.values()) if isinstance(x, Symbol))
-    named = {name: _unwrapped(x, captured) for name, x in kwargs.items()}
+    if name in _LIKE and isinstance(args[0], Symbol):
+        return _like(name, *args, **kwargs)
+    if (known := _FUNCTIONS.get(name)) is None:
+        raise TypeError(f"{name} of a position or the score has no counterpart in flashkit")
+    if name == "where" and func is torch.Tensor.where:  # x.where(condition, other)
+        args = args[1], args[0], *args[2:]
+    first, second = ([kwargs[key] for key in keys if key in kwargs] for keys in (_OPERANDS[:2], _OPERANDS[2:]))
+    named = {key: _unwrapped(x, captured) for key, x in kwargs.items() if key not in _OPERANDS}
+    args = *first, *args, *second
     return Symbol(known(*(_unwrapped(x, captured) for x in args), **named), captured)
+
+
+def _like(name: str, x: Symbol, other: Any = None, *, dtype: Any = None, **more: Any) -> Symbol:
+    """A constant of the kind of x; or whether x is one of some numbers."""
+    if name != "isin":
+        value = more.get("fill_value", other) if name == "full_like" else _LIKE[name]
+        return x._constant((), value, dtype) if not isinstance(value, Symbol) else value.to(dtype or x.dtype)
+    tensor = torch.as_tensor(more.get("test_elements", other)).reshape(-1)
+    if tensor.numel() > MAX_ELEMENTS:
+        raise TypeError(f"isin: expected at most {MAX_ELEMENTS} elements, got {tensor.numel()}; index a table of bools")
+    found: Any = expr.as_expr(False)
+    array = x.captured.array(tensor) if tensor.numel() else None
+    for i in range(tensor.numel()):
+        found = found | (x.graph == array[i])  # type: ignore[index]
+    return x._of(~found if more.get("invert") else found)
+
+
+MAX_ELEMENTS = 64
+"""Of `isin`: each is a comparison for every pair."""
 
 
 class _Indexing(TorchFunctionMode):

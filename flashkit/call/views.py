@@ -134,6 +134,6 @@ def cupy_for(name: str) -> Any:
     except ImportError as error:
         raise TypeError(
             f"{name} lies on a CUDA device, where flashkit computes through CuPy, which cannot be imported ({error}); "
-            'pip install "flashkit-attention[cuda13]"'
+            'pip install "cupy-cuda13x[ctk]"'
         ) from error
     return cupy

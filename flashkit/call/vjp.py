@@ -27,6 +27,11 @@ class Vjp(Generic[A]):
         self._sinks_dtype = getattr(sinks, "dtype", None)
         self._adapters = adapters
 
+    def __repr__(self) -> str:
+        problem = self.problem
+        q, k = self.operands.q.shape, self.operands.k.shape
+        return f"<Vjp of attention: q {tuple(q)}, k {tuple(k)} (batch, heads, tokens, dim), {problem.spec.dtype}>"
+
     def __call__(self, dout: Any, dlse: Any = None, *, wrt: tuple[str, ...] = ("q", "k", "v")) -> tuple[A, ...]:
         """Gradients of sum(out * dout) + sum(lse * dlse).
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, Unpack
 
 import numpy as np
@@ -80,7 +79,7 @@ def _weights(call: Call, rows: Any, heads: Any) -> Any:
     n_k = problem.n_k if problem.spec.paged else operands.k.shape[2]
     result = np.zeros((entries, len(head), len(row), n_k), problem.spec.lse_dtype)
     if result.size:
-        _fill(result, problem.spec, _on_host(operands), row, head)
+        _fill(result, problem.spec, arrays.operands_on_host(operands), row, head)
     tail = result.shape[1:]
     result = result[0, 0] if shape.ndim == 2 else result.reshape((*shape.batch, *tail)) if shape.ndim != 4 else result
     return result if problem.array_kind == "numpy" else arrays.namespace(problem.array_kind).asarray(result)
@@ -127,7 +126,7 @@ def plot_weights(
     except ImportError as error:
         raise ImportError('plot_weights needs matplotlib: pip install "flashkit-attention[plot]"') from error
     all_weights = weights(q, k, rows=rows, heads=heads, **given)
-    all_weights = _host(all_weights)
+    all_weights = arrays.on_host(all_weights)
     all_weights = all_weights.reshape((-1, *((1, 1, *all_weights.shape)[-3:])))
     batch = integer("batch", batch, 0, len(all_weights) - 1)
     of_heads = all_weights[batch]
@@ -184,8 +183,8 @@ def _fill(result: np.ndarray, spec: Any, operands: Operands, rows: np.ndarray, h
             first_row, first_key, entry = int(of_q[b]), 0 if of_k is None else int(of_k[b]), 0
         for i, h in enumerate(heads):
             memory = {
-                "q": _host(reference.rows_of(operands, operands.q, b, h)),
-                "k": _host(reference.keys_of(operands, operands.k, b, h // spec.group)),
+                "q": arrays.on_host(reference.rows_of(operands, operands.q, b, h)),
+                "k": arrays.on_host(reference.keys_of(operands, operands.k, b, h // spec.group)),
             }
             head = reference.Head(spec, operands, np.dtype(np.float64), b, int(h), memory, reference.Traffic())
             keys = slice(first_key, first_key + head.n_k)
@@ -203,18 +202,3 @@ def _runs(rows: np.ndarray, most: int) -> Iterator[slice]:
     for end in ends:
         while start < end:
             yield slice(start, start := min(end, start + most))
-
-
-def _host(x: Any) -> Any:
-    return x.get() if hasattr(x, "__cuda_array_interface__") else x
-
-
-def _on_host(operands: Operands) -> Operands:
-    """The operands with everything but q and k copied to the host."""
-    cu_seqlens = operands.cu_seqlens
-    return replace(
-        operands, q_offset=_host(operands.q_offset), kv_lengths=_host(operands.kv_lengths),
-        arrays={name: _host(x) for name, x in operands.arrays.items()}, sinks=_host(operands.sinks),
-        cu_seqlens=None if cu_seqlens is None else (_host(cu_seqlens[0]), _host(cu_seqlens[1])),
-        page_table=_host(operands.page_table),
-    )  # fmt: skip

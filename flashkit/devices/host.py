@@ -151,23 +151,17 @@ def cpu_quota() -> float | None:
             group = root / path.lstrip("/")
             for folder in (group, *group.parents):
                 if folder.is_relative_to(root):
-                    quotas.append(_quota_v1(folder) if controllers else _quota_v2(folder))
+                    v1 = "cpu.cfs_quota_us", "cpu.cfs_period_us"
+                    quotas.append(_quota(folder, *(v1 if controllers else ("cpu.max",))))
     return min((quota for quota in quotas if quota), default=None)
 
 
-def _quota_v2(folder: Path) -> float | None:
+def _quota(folder: Path, *names: str) -> float | None:
+    """The quota of a group, in processors: two numbers in these files, of microseconds and of a period."""
     try:
-        quota, period = (folder / "cpu.max").read_text().split()
-        return int(quota) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):  # "max" is no limit
-        return None
-
-
-def _quota_v1(folder: Path) -> float | None:
-    try:
-        quota, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+        quota, period = map(int, " ".join((folder / name).read_text() for name in names).split())
         return quota / period if quota > 0 else None
-    except (OSError, ValueError, ZeroDivisionError):
+    except (OSError, ValueError, ZeroDivisionError):  # "max" is no limit
         return None
 
 

@@ -64,28 +64,14 @@ def _wait_for_all() -> None:
 
 
 def run_off_main_thread(function: Callable[[], T], stop: Callable[[], None] | None = None) -> T:
-    """The result of `function()`, during which signal handlers run.
+    """The result of `function()`, during which signal handlers run. Raises what the function raises, or a handler.
 
     On the main thread another thread calls the function, in the same context. It has to own what it uses, memory above
-    all: the main thread may leave before it ends.
+    all: the main thread may leave before it ends. In a child that a handler has forked, where the other thread does not
+    exist, it is called once more.
 
-    Parameters
-    ----------
-    function
-        Called once; in a child that a signal handler has forked, where the other thread does not exist, once more.
-    stop
-        Makes the function end soon. A handler's exception then waits for that, whatever other handlers raise; without
-        `stop` it does not. A function of C, such as a partial of one, which no handler breaks off.
-
-    Returns
-    -------
-    object
-        What the function returns.
-
-    Raises
-    ------
-    BaseException
-        What the function, or a signal handler meanwhile, raises.
+    stop: makes the function end soon. A handler's exception then waits for that, whatever other handlers raise; without
+    `stop` it does not. It is a function of C, such as a partial of one, which no handler breaks off.
 
     Examples
     --------

@@ -1,20 +1,22 @@
-"""Tiles: their memory traffic (the IO model of the papers), and which fit a device, ranked by an analytic cost.
+"""Tiles: their memory traffic (the IO model of the papers), and which fit a CPU, ranked by an analytic cost.
 
-    paper_tile, traffic, standard_traffic, asymptotic_traffic    the IO model; `reference.Traffic` counts the same
-    CpuTile, GpuTile                                             one tile; an impossible one is an error
-    candidates, default, default_cpu                             tiles that fit, best first by the cost
+    paper_tile, traffic, standard_traffic      the IO model; `reference.Traffic` counts the same
+    CpuTile                                    one tile of a CPU; an impossible one is an error
+    candidates, amx_candidates, default_cpu    tiles that fit, best first by the cost
+
+Tiles of a GPU are chosen by the generations of its kernels (backends/cuda_common/generation.py).
 
 The cost ranks candidates for `flashkit autotune`, and chooses without measurements. It does not predict speed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
-from ..spec import DTYPES, ITEMSIZE, MAX_HEAD_DIM, Direction
+from ..spec import DTYPES, MAX_HEAD_DIM, Direction
 from .host import lanes_of
 from .schema import MIN_L1D, Profile, TileRow, listed, not_followed
 
@@ -128,14 +130,6 @@ def standard_traffic(n_q: int, n_k: int, head_dim: int, head_dim_v: int) -> int:
     return (n_q + n_k) * (head_dim + head_dim_v) + 4 * n_q * n_k
 
 
-def asymptotic_traffic(n_q: int, n_k: int, head_dim: int, memory: int, kept: float = 1.0) -> float:
-    """The growth of FlashAttention's traffic, Theta(N^2 d^2 / M), times `kept` for a block mask.
-
-    Dao et al. 2022, arXiv 2205.14135, Theorem 2 and Proposition 4. memory: elements of fast memory, M.
-    """
-    return kept * n_q * n_k * head_dim**2 / memory
-
-
 # --- a tile on a CPU --------------------------------------------------------------------------------------------------
 
 
@@ -153,7 +147,9 @@ class CpuTile:
     vectors: int
 
     def __post_init__(self) -> None:
-        _check_positive(self)
+        for name, n in vars(self).items():
+            if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+                raise ValueError(f"{name} of a CpuTile: expected an integer >= 1, got {n!r}")
         if self.lanes not in (4, 8, 16):
             raise ValueError(f"lanes: expected 4, 8 or 16 float32 lanes of a vector register, got {self.lanes}")
         if self.registers_used > self.registers:
@@ -205,9 +201,9 @@ class CpuTile:
         return l1 * itemsize, l2 * itemsize
 
 
-def _cpu_tiles(lanes: int, registers: int) -> Iterator[CpuTile]:
+def _cpu_tiles(lanes: int) -> Iterator[CpuTile]:
     """Register blocks that keep both multiply-add pipes busy (8 accumulators), times blocks of whole panels."""
-    usable = min(registers, 28)  # larger register blocks fit AVX-512, but are slow within attention
+    usable = 16 if lanes == 8 else 28  # larger register blocks fit AVX-512, but are slow within attention
     for rows, vectors in product((2, 3, 4, 6, 8, 12), (1, 2, 3, 4)):
         if rows * vectors < 8 or vectors > 0.75 * rows or rows * vectors + vectors + 1 > usable:
             continue
@@ -255,21 +251,20 @@ def _cpu_cost(tile: CpuTile, direction: Direction, d: int, dv: int, itemsize: in
 
 
 def amx_candidates(
-    memory: Mapping[str, int | None], head_dim: int, head_dim_v: int, direction: Direction = "forward"
+    head_dim: int, head_dim_v: int, direction: Direction = "forward", *, l1d: int, l2: int
 ) -> list[CpuTile]:
     """Tiles for products by AMX, ranked by the bytes that a query and a key move between L2 and L1, the fewest first.
 
     These products take 2 x 2 tiles of 16 x 16 whatever the register block, which all else uses: 32 or 64 queries are a
-    panel. memory: "l1d" and "l2" in bytes.
+    panel. l1d, l2: bytes of the caches.
     """
-    l1, l2 = _numbers(memory, ("l1d", "l2"))
     d, dv = head_dim, head_dim_v
 
     def moved(tile: CpuTile) -> float:
         if direction == "backward":  # sums of dK and dV, and of dQ, in and out
             return 8 * (d + dv) / tile.block_q + 8 * d / tile.block_k
         operands, sums = 2 * (d + dv) / tile.panel() + 2 * d / tile.block_k, 8 * dv / tile.block_k
-        scores = 14 if 4 * tile.block_k * tile.panel() > l1 // 2 else 0  # written, read twice, and P written and read
+        scores = 14 if 4 * tile.block_k * tile.panel() > l1d // 2 else 0  # written, read twice, and P written and read
         return operands + sums + scores + 16 * (d + dv) / tile.block_q  # packing
 
     blocks_q = (64, 128, 256, 512) if direction == "backward" else (128, 256, 512)
@@ -283,144 +278,59 @@ def amx_candidates(
     return sorted(fitting, key=lambda tile: (moved(tile), tile)) or [small]
 
 
-# --- a tile on a GPU --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, order=True)
-class GpuTile:
-    """block_q queries by block_k keys, a K/V pipeline of `stages`, `warps` of consumers, `splits` of the keys.
-
-    For tensor core kernels: a warp has whole groups of 16 queries, and the keys are multiples of 16.
-    """
-
-    block_q: int
-    block_k: int
-    stages: int
-    warps: int
-    splits: int = 1
-
-    def __post_init__(self) -> None:
-        _check_positive(self)
-        if self.block_q % (16 * self.warps):
-            raise ValueError(f"block_q: expected a multiple of 16 for each of {self.warps} warps, got {self.block_q}")
-        if self.block_k % 16:
-            raise ValueError(f"block_k: expected a multiple of 16 (the K of a matrix instruction), got {self.block_k}")
-        if 32 * self.warps > 1024:
-            raise ValueError(f"warps: expected at most 32 for a block of 1024 threads, got {self.warps}")
-
-    def shared_memory(self, head_dim: int, head_dim_v: int, itemsize: int) -> int:
-        """Bytes: the Q tile, which the output tile replaces, the K/V pipeline, 1 KiB for barriers and alignment."""
-        return (self.block_q * head_dim + self.stages * self.block_k * (head_dim + head_dim_v)) * itemsize + 1024
-
-    def registers(self, head_dim_v: int) -> int:
-        """32-bit registers of a consumer thread: O and S in float32, half of P at a time, about 20 for the rest."""
-        return self.block_q * (head_dim_v + self.block_k + self.block_k // 4) // (32 * self.warps) + 20
-
-    def register_budget(self, registers_per_sm: int) -> int:
-        """Registers of a consumer thread, a multiple of 8, with one producer warp group of 24 registers a thread."""
-        return min(255, (registers_per_sm - 128 * 24) // (32 * self.warps) // 8 * 8)
-
-
-def _gpu_tiles() -> Iterator[GpuTile]:
-    blocks = product((64, 128, 192, 256), range(32, 257, 16), (1, 2, 3, 4), (4, 8, 12))
-    return (GpuTile(q, k, stages, warps) for q, k, stages, warps in blocks if q % (16 * warps) == 0)
-
-
-def _gpu_cost(tile: GpuTile, d: int, dv: int, itemsize: int) -> float:
-    """Cycles of an SM for one pair, at Hopper's peaks: 2048 multiply-adds, 16 exp2, 24 bytes from L2 a cycle."""
-    products = (d + dv) * itemsize / 2 / 2048
-    softmax = 1 / 16 + dv / tile.block_k / 128
-    arithmetic = max(products, softmax) if tile.warps >= 8 else products + softmax  # two warp groups in ping-pong
-    loads = (d + dv) * itemsize / tile.block_q / 24
-    waiting = 300 / (tile.block_q * tile.block_k) / min(tile.stages, 2)  # barriers and latency
-    return (max(arithmetic, loads) if tile.stages > 1 else arithmetic + loads) + waiting
-
-
 # --- the choice -------------------------------------------------------------------------------------------------------
 
 
 def candidates(
-    kind: Literal["cpu", "cuda"], memory: Mapping[str, int | None], dtype: str, head_dim: int, head_dim_v: int,
-    direction: Direction = "forward", *, lanes: int = 8,
-) -> list[Any]:  # fmt: skip
-    """Tiles that fit the device, ranked by the cost; deterministic.
+    dtype: str, head_dim: int, head_dim_v: int, direction: Direction = "forward", *, l1d: int, l2: int, lanes: int = 8
+) -> list[CpuTile]:
+    """Tiles that fit a CPU, ranked by the cost; deterministic.
 
     Parameters
     ----------
-    kind
-        "cpu" for CpuTiles, "cuda" for GpuTiles of the forward pass.
-    memory
-        "cpu": "l1d" and "l2" in bytes. "cuda": "sram_per_block" in bytes and "registers_per_sm".
     dtype, head_dim, head_dim_v, direction
         The problem.
+    l1d, l2
+        Bytes of the caches.
     lanes
-        float32 lanes of a vector register of the CPU.
+        float32 lanes of a vector register.
 
     Returns
     -------
-    list of CpuTile or GpuTile
+    list of CpuTile
 
     Raises
     ------
     ValueError
-        A number is missing or impossible, or no tile fits.
+        No tile fits.
 
     Examples
     --------
     >>> from flashkit.devices import io_model
-    >>> print(io_model.candidates("cpu", {"l1d": 32768, "l2": 1 << 20}, "float32", 64, 64)[0])
+    >>> print(io_model.candidates("float32", 64, 64, l1d=32768, l2=1 << 20)[0])
     192 x 128 in 4 x 3 registers
     """
-    for name, n in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
-        if not 1 <= n <= MAX_HEAD_DIM:
-            raise ValueError(f"{name}: expected 1 to {MAX_HEAD_DIM}, got {n}")
-    if dtype not in ITEMSIZE:
-        raise ValueError(f"dtype: expected {', '.join(ITEMSIZE)}, got {dtype!r}")
-    ranked: list[tuple[float, Any]]
-    if kind == "cpu":
-        l1, l2 = _numbers(memory, ("l1d", "l2"))
-        computing = 8 if dtype == "float64" else 4
-        ranked = [
-            (_cpu_cost(tile, direction, head_dim, head_dim_v, computing, l1), tile)
-            for tile in _cpu_tiles(lanes, 16 if lanes == 8 else 32)
-            if _fits_cpu(tile, direction, head_dim, head_dim_v, computing, l1, l2)
-        ]
-    elif kind == "cuda":
-        if direction != "forward":
-            raise ValueError(f"direction: expected 'forward' for GPU tiles, got {direction!r}")
-        sram, registers = _numbers(memory, ("sram_per_block", "registers_per_sm"))
-        ranked = [
-            (_gpu_cost(tile, head_dim, head_dim_v, ITEMSIZE[dtype]), tile)
-            for tile in _gpu_tiles()
-            if tile.shared_memory(head_dim, head_dim_v, ITEMSIZE[dtype]) <= sram
-            and tile.registers(head_dim_v) <= tile.register_budget(registers)
-        ]
-    else:
-        raise ValueError(f"kind: expected 'cpu' or 'cuda', got {kind!r}")
+    computing = 8 if dtype == "float64" else 4
+    ranked = [
+        (_cpu_cost(tile, direction, head_dim, head_dim_v, computing, l1d), tile)
+        for tile in _cpu_tiles(lanes)
+        if _fits_cpu(tile, direction, head_dim, head_dim_v, computing, l1d, l2)
+    ]
     if not ranked:
-        sizes = ", ".join(f"{name}={n}" for name, n in memory.items() if n is not None)
-        raise ValueError(f"no tile of {dtype}, head dims {head_dim}/{head_dim_v}, fits a {kind} device with {sizes}")
+        problem = f"{dtype}, head dims {head_dim}/{head_dim_v}"
+        raise ValueError(f"no tile of {problem}, fits a CPU with l1d={l1d}, l2={l2}")
     return [tile for _, tile in sorted(ranked)]
 
 
-def default(
-    kind: Literal["cpu", "cuda"], memory: Mapping[str, int | None], dtype: str, head_dim: int, head_dim_v: int,
-    direction: Direction = "forward", *, lanes: int = 8,
-) -> Any:  # fmt: skip
-    """The first of `candidates`."""
-    return candidates(kind, memory, dtype, head_dim, head_dim_v, direction, lanes=lanes)[0]
-
-
-def cpu_memory(profile: Any) -> dict[str, int | None]:
+def cpu_memory(profile: Any) -> dict[str, int]:
     """The cache sizes of the CPU of a Profile; unknown ones count as 32 KiB of L1 and 256 KiB of L2."""
     return {"l1d": max(profile.memory.l1d or 32 << 10, MIN_L1D), "l2": profile.memory.l2 or 256 << 10}
 
 
 def default_cpu(profile: Any, dtype: str, head_dim: int, head_dim_v: int, direction: Direction = "forward") -> CpuTile:
-    """The tile for the CPU of a Profile."""
+    """The first of `candidates` for the CPU of a Profile."""
     lanes = lanes_of(profile.device.features)
-    tile: CpuTile = default("cpu", cpu_memory(profile), dtype, head_dim, head_dim_v, direction, lanes=lanes)
-    return tile
+    return candidates(dtype, head_dim, head_dim_v, direction, lanes=lanes, **cpu_memory(profile))[0]
 
 
 def cpu_tile(row: TileRow | None, model: CpuTile) -> tuple[CpuTile, str]:
@@ -455,17 +365,3 @@ def _fits_cpu(tile: CpuTile, direction: Direction, d: int, dv: int, itemsize: in
         in_l1 = tile.block_q * tile.block_k * itemsize <= l1 * 3 // 2  # S and dP, used one after the other
     smallest = tile.block_q <= tile.panel() and tile.block_k <= 32  # every head dim needs one that fits
     return in_l1 and (tile.working_set(direction, d, dv, itemsize)[1] <= l2 * 3 // 4 or smallest)
-
-
-def _numbers(memory: Mapping[str, int | None], names: tuple[str, ...]) -> tuple[int, ...]:
-    numbers = tuple(memory.get(name) for name in names)
-    for name, n in zip(names, numbers):
-        if n is None or n < 1:
-            raise ValueError(f"memory[{name!r}]: expected a number of bytes or registers, got {n}")
-    return numbers  # type: ignore[return-value]
-
-
-def _check_positive(tile: CpuTile | GpuTile) -> None:
-    for name, n in vars(tile).items():
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ValueError(f"{name} of a {type(tile).__name__}: expected an integer >= 1, got {n!r}")

@@ -16,7 +16,6 @@ import hashlib
 import os
 import shutil
 import time
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import settings
+from ..errors import warn_once
 from . import trust
 from .forking import inner_lock
 
@@ -165,7 +165,6 @@ def problem() -> OSError | ValueError | None:
 
 _memory: OrderedDict[tuple[str, str], bytes] = OrderedDict()
 _lock = inner_lock()
-_warned: set[str | None] = set()
 _unpruned: dict[Path, int] = {}
 """Bytes that this process has written to a cache directory since it compared its size with the limit."""
 
@@ -243,12 +242,5 @@ def compile_lock(folder: str, name: str) -> Iterator[None]:
 
 
 def _warn(error: OSError) -> None:
-    """Warn once for each cache directory."""
-    wanted = settings.CACHE_DIR.text()
-    if wanted not in _warned:
-        _warned.add(wanted)
-        warnings.warn(
-            f"compiled kernels cannot be kept, so each process compiles them: {error}; set FLASHKIT_CACHE_DIR to "
-            "another directory",
-            stacklevel=3,
-        )
+    problem = f"compiled kernels cannot be kept, so each process compiles them: {error}"
+    warn_once(f"{problem}; set FLASHKIT_CACHE_DIR to another directory", f"cache {settings.CACHE_DIR.text()}")

@@ -7,17 +7,15 @@ the kernel cache.
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import NamedTuple
 
 from .. import settings
+from ..errors import warn_once
 from . import trust
 
 PACKAGE = Path(__file__).parents[1]
 FOLDER = "prebuilt"
-
-_warned: set[str] = set()
 
 
 class Contents(NamedTuple):
@@ -44,9 +42,7 @@ def read(folder: str, name: str) -> bytes | None:
     try:
         return trust.read_installed(PACKAGE, FOLDER, folder, *name.split("/")) if enabled() else None
     except trust.UntrustedError as error:
-        if not _warned:
-            _warned.add(str(error))
-            warnings.warn(f"prebuilt kernels are compiled again instead of used: {error}", stacklevel=2)
+        warn_once(f"prebuilt kernels are compiled again instead of used: {error}", "prebuilt kernels")
     except OSError:
         pass
     return None

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -30,11 +29,10 @@ import msgspec
 import yaml
 
 from .. import settings
-from ..errors import ProfileError
+from ..errors import ProfileError, forget_warnings, warn, warn_once
 from . import host, trust
 from .forking import outer_lock
 from .schema import (
-    MAX_BYTES,
     SCHEMA,
     Device,
     Memory,
@@ -43,13 +41,12 @@ from .schema import (
     Rate,
     SchemaError,
     TileRow,
-    forget_warnings,
     known_fields,
     leaves,
     load_file,
     parse,
     suggest,
-    warn_once,
+    text_of,
 )
 
 __all__ = [
@@ -146,37 +143,30 @@ def files(directory: Path) -> list[Path]:
     except OSError:
         return []
     if len(found) > MAX_FILES:
-        warn_once(f"device profiles skipped: {directory} has {len(found)}, the first {MAX_FILES} are read")
+        problem = f"{directory} has {len(found)}, the first {MAX_FILES} are read"
+        warn_once(f"device profiles skipped: {problem}", category=ProfileWarning)
     return found[:MAX_FILES]
 
 
 _OTHER_KIND = {"cpu": re.compile(r"\bkind:\s*cuda\b"), "cuda": re.compile(r"\bkind:\s*cpu\b")}
 
 
-def _text(file: Path) -> str:
-    """The text of a file in one of the directories. UntrustedError if another user could have written it. Shipped files
-    are as trusted as the code.
-    """
-    shipped = file.parent == shipped_dir()
-    return (trust.read_any(file, MAX_BYTES) if shipped else trust.read(file, MAX_BYTES)).decode()
+def _trusted(file: Path) -> bool:
+    """Whether a file of one of the directories must be trusted. Shipped files are as trusted as the code."""
+    return file.parent != shipped_dir()
 
 
 def read(file: Path) -> Profile:
-    """The profile of one file in one of the directories, not merged.
-
-    ProfileError if it violates the schema, OSError if it cannot be read, UntrustedError if another user could have
-    written it.
+    """The profile of one file in one of the directories, not merged. Errors of `load_file`; UntrustedError if another
+    user could have written it.
     """
-    try:
-        return parse(_text(file), str(file))
-    except UnicodeDecodeError as error:
-        raise SchemaError(str(file), 1, "", f"not UTF-8 text: {error.reason}") from None
+    return load_file(file, trusted=_trusted(file))
 
 
 def _skip(problem: object, file: Path | None = None) -> None:
     """Warn that a file is skipped, or a whole directory."""
     named = file is None or str(file) in str(problem)
-    warn_once(f"device profile skipped: {problem if named else f'{file}: {problem}'}")
+    warn_once(f"device profile skipped: {problem if named else f'{file}: {problem}'}", category=ProfileWarning)
 
 
 def _candidates(directory: Path, kind: str) -> Iterator[tuple[Path, Profile]]:
@@ -190,7 +180,7 @@ def _candidates(directory: Path, kind: str) -> Iterator[tuple[Path, Profile]]:
             return
     for file in profile_files:
         try:
-            text = _text(file)
+            text = text_of(file, _trusted(file))
             head = re.search(r"^device:.*?(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
             if head and _OTHER_KIND[kind].search(head[0]):
                 continue  # parsing it would take longer
@@ -219,23 +209,17 @@ def _system(kind: str) -> dict[str, Any]:
     return {"device": device, "memory": {name: facts[name] for name in sizes if name in facts}}
 
 
-def _rank(criteria: Device, device: dict[str, Any]) -> tuple[int, int] | None:
+def _rank(criteria: Device, device: Device) -> tuple[int, int] | None:
     """How specific the criteria of a profile are (more is closer), or None if one does not hold for this device."""
-    if criteria.match and not re.search(criteria.match, device.get("name", ""), re.IGNORECASE):
+    equal = [name for name in ("compute_capability", "cores") if getattr(criteria, name) is not None]
+    features = set(criteria.features or ())
+    if any(getattr(criteria, name) != getattr(device, name) for name in equal):
         return None
-    if criteria.compute_capability and criteria.compute_capability != _capability(device):
+    if not features <= set(device.features or ()):
         return None
-    if criteria.cores and criteria.cores != device.get("cores"):
+    if criteria.match and not re.search(criteria.match, device.name or "", re.IGNORECASE):
         return None
-    if not set(criteria.features or ()) <= set(device.get("features", ())):
-        return None
-    equal = (criteria.compute_capability is not None) + (criteria.cores is not None)
-    return int(criteria.match is not None), len(criteria.features or ()) + equal
-
-
-def _capability(device: dict[str, Any]) -> tuple[int, ...] | None:
-    given = device.get("compute_capability")
-    return None if given is None else tuple(given)
+    return int(criteria.match is not None), len(features) + len(equal)
 
 
 def _contribution(profile: Profile) -> dict[str, Any]:
@@ -257,7 +241,7 @@ def _relative(profile: Profile) -> dict[str, Any]:
 
 def _layers(kind: str, system: dict[str, Any], origin: str = "system") -> list[_Layer]:
     """All layers for the device that `system` describes, highest first."""
-    device = system.get("device", {})
+    device = msgspec.convert(system.get("device", {"kind": kind}), Device)
     layers: list[_Layer] = []
     for name, directory in directories().items():
         if name == "shipped" and system:
@@ -268,7 +252,7 @@ def _layers(kind: str, system: dict[str, Any], origin: str = "system") -> list[_
             capability = profile.device.compute_capability
             if rank is not None:
                 ranked.append((rank, (str(file), _contribution(profile), profile.tiles)))
-            elif name == "shipped" and capability and capability == _capability(device):
+            elif name == "shipped" and capability and capability == device.compute_capability:
                 # A device without a file takes the tiles of its compute capability: above the generic profile (0, 0).
                 tiles = {
                     table: [msgspec.structs.replace(row, measured=None) for row in rows if row.block_q is not None]
@@ -404,7 +388,7 @@ def write_user_profile(profile: dict[str, Any]) -> Path:
                 layers.append(("old", known_fields(old), old.tiles))
             except (ProfileError, OSError, RecursionError) as error:  # keep a malformed file under another name
                 target.replace(target.with_suffix(".yaml.bad"))
-                warnings.warn(f"moved to {target.name}.bad: {error}", ProfileWarning, stacklevel=2)
+                warn(f"moved to {target.name}.bad: {error}", ProfileWarning)
         merged = _merge(layers)
         text = "# Written by flashkit for this machine's device. Fields left out come from the shipped profiles.\n"
         text += dump(_plain(merged))

@@ -28,13 +28,7 @@ _hidden = 0  # `with hidden()` blocks that are entered
 
 @contextmanager
 def compiling(name: str) -> Iterator[None]:
-    """Say that a kernel compiles, and, after the `with` block, how long that took.
-
-    Parameters
-    ----------
-    name
-        Of the kernel, for people: "forward_float32".
-    """
+    """Say that a kernel of this name compiles, and, after the `with` block, how long that took."""
     global _compiled
     import logging  # takes longer than the rest of `import flashkit` but NumPy
 

@@ -6,8 +6,6 @@ import difflib
 import math
 import os
 import re
-import threading
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -15,7 +13,7 @@ import msgspec
 import yaml
 from msgspec import Meta, Struct, field
 
-from ..errors import ProfileError
+from ..errors import ProfileError, warn_once
 from . import trust
 from .lazy import cached_property
 
@@ -51,28 +49,9 @@ class ProfileWarning(UserWarning):
     """A profile was skipped, or a row of it not followed."""
 
 
-_warned: set[str] = set()
-_lock = threading.Lock()
-
-
-def warn_once(message: str) -> None:
-    """Give a ProfileWarning, once in a process for each message."""
-    with _lock:
-        if message in _warned:
-            return
-        _warned.add(message)
-    warnings.warn(message, ProfileWarning, stacklevel=3)
-
-
 def not_followed(row: TileRow, why: object) -> None:
     """Warn that a row of a profile is not followed: a bad row must not disable attention."""
-    warn_once(f"{row.origin or 'a row of the profile'}: not followed, {why}")
-
-
-def forget_warnings() -> None:
-    """Give all warnings again."""
-    with _lock:
-        _warned.clear()
+    warn_once(f"{row.origin or 'a row of the profile'}: not followed, {why}", category=ProfileWarning)
 
 
 # ---- the schema ----------------------------------------------------------------------------------------------------
@@ -349,6 +328,9 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 # ---- reading one file, strictly ------------------------------------------------------------------------------------
 
+Path = tuple[str | int, ...]
+"""Of a field: keys of mappings, indices of lists."""
+
 _BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is faster
 
 
@@ -366,126 +348,116 @@ class _Loader(_BaseLoader):  # type: ignore[misc]
 
 
 class _Source:
-    """The data of a YAML text, and the line of every field."""
+    """The data of a YAML text, made in one pass over the parser's events, and the line of every field.
+
+    Composing nodes would recurse in C, and an anchor could make them more than the text. Here both are refused first.
+    """
 
     def __init__(self, text: str, file: str) -> None:
-        self.file = file
+        self.file, self.events = file, 0
+        self.lines: dict[Path, int] = {(): 1}
         if len(text) > MAX_BYTES:
             raise SchemaError(file, 1, "", f"expected at most {MAX_BYTES} characters, got {len(text)}")
         try:
-            self._check_events(text)
-            self._read(text)
+            self.loader = _Loader(text)
+            self.data = self._document()
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
             problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
             raise SchemaError(file, mark.line + 1 if mark else 1, "", f"not YAML: {problem}") from None
 
-    def _read(self, text: str) -> None:
-        loader = _Loader(text)
+    def _document(self) -> Any:
+        self._event()  # the stream's start
+        if isinstance(self._event(), yaml.StreamEndEvent):
+            return None
+        data = self._value(self._event(), ())
+        self._event()  # the document's end
+        if not isinstance(event := self._event(), yaml.StreamEndEvent):
+            raise self._wrong(event, (), "not YAML: expected a single document")
+        return data
+
+    def _event(self) -> Any:
+        """The next event. It is one that is read."""
+        event = self.loader.get_event()
+        self.events += 1
+        if getattr(event, "anchor", None) is not None:
+            raise self._wrong(event, (), "anchors (&) and aliases (*) are not read: write the value twice")
+        if getattr(event, "tag", None) is not None:
+            raise self._wrong(event, (), f"tags are not read, here {event.tag[:80]!r}")
+        if self.events > MAX_EVENTS:
+            raise self._wrong(event, (), "it has too many values")
+        return event
+
+    def _value(self, event: Any, path: Path) -> Any:
+        if isinstance(event, yaml.ScalarEvent):
+            return self._scalar(event, path)
+        if len(path) >= MAX_DEPTH:
+            raise self._wrong(event, (), f"lists and mappings are nested more than {MAX_DEPTH} deep")
+        if isinstance(event, yaml.SequenceStartEvent):
+            items: list[Any] = []
+            while not isinstance(event := self._event(), yaml.SequenceEndEvent):
+                self.lines[at := (*path, len(items))] = event.start_mark.line + 1
+                items.append(self._value(event, at))
+            return items
+        mapping: dict[str, Any] = {}
+        while not isinstance(event := self._event(), yaml.MappingEndEvent):
+            key = self._scalar(event, path) if isinstance(event, yaml.ScalarEvent) else None
+            if not isinstance(key, str):
+                raise self._wrong(event, path, "expected a short text as key")
+            at = *path, key
+            # YAML readers silently keep the last of two equal keys, which would drop rows of a tile table.
+            if key in mapping:
+                raise self._wrong(event, at, "appears twice")
+            self.lines[at] = event.start_mark.line + 1
+            mapping[key] = self._value(self._event(), at)
+        return mapping
+
+    def _scalar(self, event: Any, path: Path) -> Any:
+        """A value, and what no schema says: numbers are finite, text can be printed on a line."""
+        if len(event.value) > MAX_TEXT:
+            raise self._wrong(event, path, f"expected at most {MAX_TEXT} characters, got {len(event.value)}")
+        tag = self.loader.resolve(yaml.ScalarNode, event.value, event.implicit)
         try:
-            self.node = loader.get_single_node()
-            self._check_values(loader, self.node)
-            self.data = loader.construct_document(self.node) if self.node is not None else None
-        finally:
-            loader.dispose()
-
-    def _check_events(self, text: str) -> None:
-        """Bound the work of composing nodes, which recurses in C, before it begins. Without anchors, the nodes are a
-        tree no larger than the text.
-        """
-        event: Any
-        depth = 0
-        for count, event in enumerate(yaml.parse(text, Loader=_Loader)):
-            problem = ""
-            if isinstance(event, yaml.CollectionStartEvent):
-                depth += 1
-                problem = f"lists and mappings are nested more than {MAX_DEPTH} deep" if depth > MAX_DEPTH else ""
-            elif isinstance(event, yaml.CollectionEndEvent):
-                depth -= 1
-            if isinstance(event, yaml.NodeEvent) and event.anchor is not None:
-                problem = "anchors (&) and aliases (*) are not read: write the value twice"
-            elif getattr(event, "tag", None) is not None:
-                problem = f"tags are not read, here {event.tag[:80]!r}"
-            elif count > MAX_EVENTS:
-                problem = "it has too many values"
-            if problem:
-                raise SchemaError(self.file, event.start_mark.line + 1, "", problem)
-
-    def _check_values(self, loader: Any, node: Any, path: str = "") -> None:
-        """Check what no schema says: keys are text and differ, numbers are finite, text can be printed on a line."""
-
-        def wrong(problem: str) -> SchemaError:
-            return SchemaError(self.file, node.start_mark.line + 1, path, problem)
-
-        if isinstance(node, yaml.MappingNode):
-            seen: set[str] = set()
-            for key, value in node.value:
-                if not isinstance(key, yaml.ScalarNode) or _CONTROL.search(key.value) or len(key.value) > MAX_TEXT:
-                    raise wrong("expected a short text as key")
-                where = f"{path}.{key.value}".lstrip(".")
-                # YAML readers silently keep the last of two equal keys, which would drop rows of a tile table.
-                if key.value in seen:
-                    raise SchemaError(self.file, key.start_mark.line + 1, where, "appears twice")
-                seen.add(key.value)
-                self._check_values(loader, value, where)
-        elif isinstance(node, yaml.SequenceNode):
-            for index, value in enumerate(node.value):
-                self._check_values(loader, value, f"{path}[{index}]")
-        elif node is not None:
-            if len(node.value) > MAX_TEXT:
-                raise wrong(f"expected at most {MAX_TEXT} characters, got {len(node.value)}")
-            try:
-                value = loader.construct_object(node)
-            except ValueError as error:
-                raise wrong(f"expected a number, got {node.value!r}: {error}") from None
-            if isinstance(value, str) and (control := _CONTROL.search(value)):
-                raise wrong(f"has the control character {control[0]!r}")
-            if isinstance(value, float) and not math.isfinite(value):
-                raise wrong(f"expected a finite number, got {node.value}")
-            if isinstance(value, int) and abs(value) > 2**53:
-                raise wrong(f"expected a number within 2^53, got {value}")
-
-    def line(self, path: list[str | int]) -> int:
-        """The line of the field at `path`, or of its nearest ancestor in the text."""
-        node, line = self.node, 1
-        for step in path:
-            if isinstance(node, yaml.MappingNode):
-                entry = next(((k, v) for k, v in node.value if k.value == str(step)), None)
-                if entry is None:
-                    break
-                line, node = entry[0].start_mark.line + 1, entry[1]
-            elif isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
-                node = node.value[step]
-                line = node.start_mark.line + 1
-            else:
-                break
-        return int(line)
-
-    def error(self, path: list[str | int], problem: str) -> SchemaError:
-        return SchemaError(self.file, self.line(path), _dotted(path), problem)
-
-    def mapping(self, value: Any, path: list[str | int]) -> dict[str, Any]:
-        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-            raise self.error(path, f"expected a mapping with text keys, got {type(value).__name__}")
+            value = self.loader.construct_object(yaml.ScalarNode(tag, event.value, event.start_mark, event.end_mark))
+        except ValueError as error:
+            raise self._wrong(event, path, f"expected a number, got {event.value!r}: {error}") from None
+        if isinstance(value, str) and (control := _CONTROL.search(value)):
+            raise self._wrong(event, path, f"has the control character {control[0]!r}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise self._wrong(event, path, f"expected a finite number, got {event.value}")
+        if isinstance(value, int) and abs(value) > 2**53:
+            raise self._wrong(event, path, f"expected a number within 2^53, got {value}")
         return value
 
-    def convert(self, value: Any, kind: type[Any], path: list[str | int]) -> Any:
+    def _wrong(self, event: Any, path: Path, problem: str) -> SchemaError:
+        return SchemaError(self.file, event.start_mark.line + 1, _dotted(path), problem)
+
+    def error(self, path: Path, problem: str) -> SchemaError:
+        """An error with the line of the field at `path`, or of its nearest ancestor in the text."""
+        line = next(self.lines[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.lines)
+        return SchemaError(self.file, line, _dotted(path), problem)
+
+    def mapping(self, value: Any, path: Path) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise self.error(path, f"expected a mapping, got {type(value).__name__}")
+        return value
+
+    def convert(self, value: Any, kind: type[Any], path: Path) -> Any:
         """`value` as `kind`; SchemaError with file, line and full field name if it is invalid."""
         try:
             return msgspec.convert(value, kind)
         except msgspec.ValidationError as error:
             problem, _, inner = str(error).partition(" - at `$")
             steps = re.findall(r"\.([^.\[\]`]+)|\[(\d+)\]", inner)
-            path = [*path, *(int(index) if index else name for name, index in steps)]
+            path = *path, *(int(index) if index else name for name, index in steps)
             problem = problem.replace(" | null`", "`")  # irrelevant for a field that has a value
-            unknown = re.search(r"unknown field `(.+)`", problem)
-            if unknown:
+            if unknown := re.search(r"unknown field `(.+)`", problem):
                 problem += suggest(unknown[1], kind.__struct_fields__)
-                path = [*path, unknown[1]]
+                path = *path, unknown[1]
             raise self.error(path, problem) from None
 
 
-def _dotted(path: list[str | int]) -> str:
+def _dotted(path: Path) -> str:
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).lstrip(".")
 
 
@@ -500,47 +472,52 @@ _TOP_LEVEL = ("schema", "device", "memory", "peak_tflops", "tiles")
 def parse(text: str, file: str = "<text>") -> Profile:
     """A profile from YAML text. The ProfileError of the first invalid field names `file`, line and field."""
     source = _Source(text, file)
-    data = source.mapping(source.data, [])
+    data = source.mapping(source.data, ())
     for key in data:
         if key not in _TOP_LEVEL:
-            raise source.error([key], "unknown section" + suggest(key, _TOP_LEVEL))
+            raise source.error((key,), "unknown section" + suggest(key, _TOP_LEVEL))
     for key in ("schema", "device"):
         if key not in data:
-            raise source.error([], f"the section `{key}` is missing")
+            raise source.error((), f"the section `{key}` is missing")
     if data["schema"] != SCHEMA:
-        raise source.error(["schema"], f"expected schema {SCHEMA}, got {data['schema']!r}")
+        raise source.error(("schema",), f"expected schema {SCHEMA}, got {data['schema']!r}")
 
-    device = source.convert(data["device"], Device, ["device"])
-    memory = source.convert(data.get("memory") or {}, Memory, ["memory"])
+    def section(name: str) -> dict[str, Any]:
+        return source.mapping(data.get(name) or {}, (name,))
+
+    device = source.convert(data["device"], Device, ("device",))
+    memory = source.convert(section("memory"), Memory, ("memory",))
     if memory.l1d is not None and memory.l1d < MIN_L1D:
-        raise source.error(["memory", "l1d"], f"expected {MIN_L1D} bytes or more, got {memory.l1d}")
+        raise source.error(("memory", "l1d"), f"expected {MIN_L1D} bytes or more, got {memory.l1d}")
     peaks = {
-        dtype: source.convert(rate or {}, Rate, ["peak_tflops", dtype])
-        for dtype, rate in source.mapping(data.get("peak_tflops") or {}, ["peak_tflops"]).items()
+        dtype: source.convert(rate or {}, Rate, ("peak_tflops", dtype))
+        for dtype, rate in section("peak_tflops").items()
     }
     tiles: dict[str, list[TileRow]] = {}
-    for table, rows in source.mapping(data.get("tiles") or {}, ["tiles"]).items():
-        path: list[str | int] = ["tiles", table]
+    for table, rows in section("tiles").items():
+        path = "tiles", table
         if not isinstance(rows, list):
             raise source.error(path, f"expected a list of rows, got {type(rows).__name__}")
         tiles[table] = []
         for index, row in enumerate(rows):
-            at = [*path, index]
-            origin = f"{file}:{source.line(at)}"
+            at = *path, index
+            origin = f"{file}:{source.lines[at]}"
             tiles[table].append(msgspec.structs.replace(source.convert(row, TileRow, at), origin=origin))
     return Profile(device, memory, peaks, tiles)
 
 
-def load_file(path: str | os.PathLike[str]) -> Profile:
+def load_file(path: str | os.PathLike[str], *, trusted: bool = False) -> Profile:
     """The profile of one file, not merged. The file may belong to any user, since the caller names it.
 
-    ProfileError if it violates the schema; OSError if it cannot be read, is no regular file, or is larger than
-    MAX_BYTES.
+    trusted: UntrustedError if another user could have written it. ProfileError if it violates the schema; OSError if it
+    cannot be read, is no regular file, or is larger than MAX_BYTES.
     """
+    return parse(text_of(path, trusted), str(path))
+
+
+def text_of(path: str | os.PathLike[str], trusted: bool) -> str:
+    """The text of a profile file; errors of `load_file`."""
     try:
-        text = trust.read_any(path, MAX_BYTES).decode()
+        return (trust.read if trusted else trust.read_any)(path, MAX_BYTES).decode()
     except UnicodeDecodeError as error:
-        raise SchemaError(str(path), 1, "", f"not UTF-8 text: {error.reason}") from None
-    profile = parse(text, str(path))
-    provenance = {dotted: str(path) for dotted, _ in leaves(known_fields(profile))}
-    return msgspec.structs.replace(profile, provenance=provenance)
+        raise SchemaError(str(path), 1, "", f"not UTF-8 text: {error}") from None

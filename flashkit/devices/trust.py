@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
@@ -30,26 +30,10 @@ class UntrustedError(OSError):
 
 
 def resolve(path: str | os.PathLike[str], make: bool = False) -> str:
-    """Resolve the symbolic links of a path, and check that it is trusted.
+    """The absolute path of a file or directory without symbolic links. UntrustedError if another user could have
+    written it, OSError if a component does not exist or cannot be read.
 
-    Parameters
-    ----------
-    path
-        Absolute path of a file or directory.
-    make
-        Create missing directories, for this user alone.
-
-    Returns
-    -------
-    str
-        The path without symbolic links.
-
-    Raises
-    ------
-    UntrustedError
-        Another user could have written it.
-    OSError
-        A component does not exist or cannot be read.
+    make: create missing directories, for this user alone.
 
     Examples
     --------
@@ -119,8 +103,16 @@ def of_user(kind: Literal["cache", "data"]) -> Path:
 
 
 def read(path: str | os.PathLike[str], max_bytes: int | None = None) -> bytes:
-    """The content of a trusted regular file of at most `most` bytes. UntrustedError, or the OSError of opening it."""
-    return _content(resolve(path), max_bytes, trusted=True)
+    """The content of a trusted regular file of at most `max_bytes`. UntrustedError, or the OSError of opening it."""
+    resolved = resolve(path)
+
+    def check(status: os.stat_result) -> None:
+        if hasattr(os, "geteuid"):
+            _check(resolved, status)
+            if status.st_nlink > 1:  # 0: replaced meanwhile
+                raise UntrustedError(f"{resolved} is one of {status.st_nlink} hard links of a file: remove it")
+
+    return _content(resolved, _SAFE, check, max_bytes)
 
 
 def read_installed(folder: str | os.PathLike[str], *below: str) -> bytes:
@@ -150,17 +142,12 @@ def read_installed(folder: str | os.PathLike[str], *below: str) -> bytes:
             raise NotADirectoryError(f"{path} is not a directory")
         check(status)
     path = os.path.join(path, below[-1])
-    with open(os.open(path, os.O_RDONLY | _SAFE), "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise UntrustedError(f"{path} is not a regular file")
-        check(status)
-        return file.read()
+    return _content(path, _SAFE, check)
 
 
 def read_any(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     """The content of a regular file of any owner, which the user has named. OSError if it is larger or not regular."""
-    return _content(os.fspath(path), max_bytes, trusted=False)
+    return _content(os.fspath(path), _SAFE & ~getattr(os, "O_NOFOLLOW", 0), lambda status: None, max_bytes)
 
 
 def write(file: Path, content: bytes, durable: bool = False) -> None:
@@ -232,30 +219,19 @@ def _check_owner(path: str, status: os.stat_result) -> None:
         raise UntrustedError(f"{path} belongs to {users}: use a path of your own")
 
 
-def _content(path: str, max_bytes: int | None, trusted: bool) -> bytes:
-    flags = _SAFE if trusted else _SAFE & ~getattr(os, "O_NOFOLLOW", 0)
+def _content(path: str, flags: int, check: Callable[[os.stat_result], object], max_bytes: int | None = None) -> bytes:
+    """The content of a regular file, checked and read by one descriptor."""
     try:
-        return _opened(path, os.open(path, os.O_RDONLY | flags), max_bytes, trusted)
+        with open(os.open(path, os.O_RDONLY | flags), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise UntrustedError(f"{path} is not a regular file")
+            check(status)
+            content = file.read(-1 if max_bytes is None else max_bytes + 1)
     except OSError as error:
         if error.errno is None or error.filename == path:
             raise
         raise OSError(error.errno, error.strerror, path) from None  # reading names no file
-
-
-def _opened(path: str, descriptor: int, max_bytes: int | None, trusted: bool) -> bytes:
-    with open(descriptor, "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise UntrustedError(f"{path} is not a regular file")
-        if trusted and hasattr(os, "geteuid"):
-            _check(path, status)
-            if status.st_nlink > 1:  # 0: replaced meanwhile
-                raise UntrustedError(f"{path} is one of {status.st_nlink} hard links of a file: remove it")
-        if max_bytes is not None and status.st_size > max_bytes:
-            raise UntrustedError(f"{path} has {status.st_size} bytes, more than {max_bytes}: remove it")
-        if max_bytes is None:
-            return file.read()
-        content = file.read(max_bytes + 1)  # files of /proc have more than their size says
-        if len(content) > max_bytes:
-            raise UntrustedError(f"{path} has more than {max_bytes} bytes: remove it")
-        return content
+    if max_bytes is not None and len(content) > max_bytes:
+        raise UntrustedError(f"{path} has more than {max_bytes} bytes: remove it")
+    return content

@@ -2,8 +2,8 @@
 make one of a function.
 
 library.py has the ready-made ones, mod.py `Mod`, tracing.py the trace of a function. What these stand on: expr/ the
-expression graphs, codegen.py their code, ranges.py bounds of arrays. Block-sparse masks: block_mask.py, patterns.py,
-quadtree.py and tile_lists.py. dropout.py is the random generator.
+expression graphs, codegen.py their code, ranges.py bounds of arrays. Block-sparse masks: block_mask.py, patterns.py
+and tile_lists.py. dropout.py is the random generator.
 """
 
 from .library import (

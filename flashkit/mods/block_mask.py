@@ -23,9 +23,8 @@ from .expr import Expr
 from .mod import Mod, mask, trace
 from .patterns import Patterns
 from .placement import axis_lengths, entries, placed
-from .quadtree import tile_lists
 from .ranges import RangeTable
-from .tile_lists import EMPTY, FULL, PARTIAL, TileLists
+from .tile_lists import EMPTY, FULL, PARTIAL, TileLists, tile_lists
 from .tracing import as_array
 
 _PAIRS = 1 << 22  # pairs that a count evaluates at once

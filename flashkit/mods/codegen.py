@@ -23,7 +23,8 @@ _CUDA_LITERALS: dict[str, Callable[[Any], str]] = {
 }  # fmt: skip
 
 
-def _load_text(node: Expr, operands: list[str], language: Language) -> str:
+def load_text(node: Expr, operands: list[str], language: Language) -> str:
+    """The text that reads an array, or its least or greatest element, at indices."""
     if node.op != "load":  # load_min, load_max
         text = f"{node.op}{len(operands) // 2 if language == 'numba' else ''}({node.value}, {', '.join(operands)})"
         return f"fk_{text}" if language == "cuda" else f"({text} != 0)" if node.kind == "bool" else text
@@ -101,7 +102,7 @@ def assignments(
             operands = [f"({text})" if text.startswith("-") else text for text in (names[id(a)] for a in node.args)]
             is_load = node.op.startswith("load")
             if is_load:
-                text = load(node, operands) if load else _load_text(node, operands, language)
+                text = load(node, operands) if load else load_text(node, operands, language)
             elif language == "cuda" and (bits := _bits_of_divisor(node)) is not None:
                 text = f"{operands[0]} >> {bits}" if node.op == "floordiv" else f"{operands[0]} & {2**bits - 1}"
             elif node in overflowing:
@@ -142,7 +143,7 @@ _HELPERS = "F", "I", "load_min", "load_max"
 
 
 def evaluate(expr: Expr, env: Mapping[str, Any], dtype: Any = np.float64) -> Any:
-    """Compute the expression with NumPy.
+    """Compute the expression with NumPy, or with CuPy if values are its arrays.
 
     Parameters
     ----------
@@ -166,13 +167,17 @@ def evaluate(expr: Expr, env: Mapping[str, Any], dtype: Any = np.float64) -> Any
     missing = [name for name in kinds if name not in env]
     if missing:
         raise KeyError(f"no value given for {', '.join(missing)}")
+
+    def cast(x: Any, to: Any) -> Any:
+        return x.astype(to, copy=False) if hasattr(x, "__cuda_array_interface__") else np.asarray(x, to)[()]
+
     helpers: tuple[Callable[..., Any], ...] = (
-        lambda x: np.asarray(x, dtype)[()], lambda x: np.asarray(x, np.int64)[()],
+        lambda x: cast(x, dtype), lambda x: cast(x, np.int64),
         lambda a, *corners: a.bounds(0, corners), lambda a, *corners: a.bounds(1, corners),
     )  # fmt: skip
     # NumPy's 64-bit scalars: plain Python numbers raise on division by zero, and int32 positions wrap too early.
     scalars: dict[Any, Callable[..., Any]] = {
-        "float": helpers[0], "int": helpers[1], "bool": lambda x: np.asarray(x, bool)[()],
+        "float": helpers[0], "int": helpers[1], "bool": lambda x: cast(x, bool),
         False: lambda array: array,
     }  # fmt: skip
     values = [scalars[kind](env[name]) for name, kind in kinds.items()]

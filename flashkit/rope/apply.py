@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..call import arrays
+from ..call import arrays, interop
 from ..call.checks import can_write, check_out, choice, flag
 from ..call.shape import LAYOUTS, Shape
 from ..mods.expr import MAX_POSITION
@@ -28,6 +28,7 @@ class Table(NamedTuple):
     interleaved: bool = False
 
 
+@interop.takes_every_library(0, "x")
 def rotary(
     x: Any, cos: Any = None, sin: Any = None, *, positions: Any = None, base: float | None = None,
     dims: int | None = None, scaling: Mapping[str, Any] | None = None, interleaved: bool = False, layout: str = "bhnd",
@@ -84,6 +85,7 @@ def rotary(
     return _checked_and_rotated("x", x, cos, sin, positions, base, dims, scaling, interleaved, layout, out, 1)
 
 
+@interop.takes_every_library(0, "dout")
 def rotary_vjp(
     dout: Any, cos: Any = None, sin: Any = None, *, positions: Any = None, base: float | None = None,
     dims: int | None = None, scaling: Mapping[str, Any] | None = None, interleaved: bool = False, layout: str = "bhnd",

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..call import arrays
+from ..call import arrays, interop
 from ..call.checks import flag
 from ..errors import shown
 from ..mods.expr import MAX_POSITION
@@ -24,6 +24,7 @@ class Rates(NamedTuple):
     factor: float = 1.0
 
 
+@interop.takes_every_library(2, "like")  # `like` is no positional argument
 def rotary_table(
     n: int, dims: int, *, base: float | None = None, scaling: Mapping[str, Any] | None = None, dtype: Any = "float32",
     like: Any = None,

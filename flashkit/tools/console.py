@@ -1,13 +1,18 @@
-"""The console of the commands, and tables that lose no number on a narrow one."""
+"""The console of the commands, their progress, and tables that lose no number on a narrow one."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 from rich.cells import cell_len
 from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from ..devices.progress import hidden
 
 _GAP = 2  # between columns
 _NAME = 14  # characters that a column of names keeps
@@ -22,20 +27,18 @@ def stdout() -> Console:
     return console if console.is_terminal else Console(highlight=False, markup=False, width=200)
 
 
-def print_table(
-    console: Console, names: Sequence[str], numbers: Sequence[str], rows: Sequence[Sequence[str]]
-) -> None:
-    """Print a table. Where it is wider than the console, names are folded; where the numbers alone are, the columns of
-    numbers beyond its width follow in a table below, with the names again.
+@contextmanager
+def progress(total: int, counted: ProgressColumn) -> Iterator[Callable[..., None]]:
+    """A bar of so many steps on stderr, without the lines of compilations. Yields its `Progress.update`."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), counted, TimeElapsedColumn())
+    # Without auto_refresh: its thread would take a core from the timed calls ten times a second.
+    with hidden(), Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as drawn:
+        yield partial(drawn.update, drawn.add_task("", total=total), refresh=True)
 
-    Parameters
-    ----------
-    console
-        Where to print.
-    names, numbers
-        Heads of the columns of names and of those of numbers, which come after.
-    rows
-        The cells of each row.
+
+def print_table(console: Console, names: Sequence[str], numbers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table: columns of names, then those of numbers. Where it is wider than the console, names are folded;
+    where the numbers alone are, the columns beyond its width follow in a table below, with the names again.
     """
     for part in _parts(console.width, len(names), numbers, rows):
         table = Table(box=None, padding=(0, _GAP, 0, 0))

@@ -21,6 +21,7 @@ from .. import mods
 from ..call.arguments import prepare
 from ..devices import host, prebuilt, profiles
 from ..mods.block_mask import BlockMask
+from ..options import OPTIONS
 from ..spec import DTYPES, AttentionSpec, Direction, Problem
 
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
@@ -122,9 +123,11 @@ def specs(dtype: str) -> list[AttentionSpec]:
         grid, (1, 1, *grid), (BATCH, 1, *grid), (1, HEADS, *grid), (BATCH, HEADS, *grid), keys, biased, (TOKENS,)
     ]  # fmt: skip
     visible, bias = np.ones(keys, bool), np.ones(biased, dtype)
+    numbers = {name: {name: option.usual} for name, option in OPTIONS.items() if option.usual is not None}
     usual: list[dict[str, Any]] = [
-        {}, {"window": (8, 0)}, {"softcap": 30.0}, *({"alibi_slopes": np.ones(HEADS, kind)} for kind in ("f4", "f8")),
-        {"softcap": 30.0, "window": (8, 0)}, {"mask": visible}, {"bias": bias}, {"bias": bias, "mask": visible},
+        {}, *numbers.values(), *({"alibi_slopes": np.ones(HEADS, kind)} for kind in ("f4", "f8")),
+        {name: option[name] for name, option in numbers.items()}, {"mask": visible}, {"bias": bias},
+        {"bias": bias, "mask": visible},
     ]  # fmt: skip
     options = [
         *(option | {"causal": True} for option in usual), *usual[1:],

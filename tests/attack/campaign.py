@@ -77,9 +77,7 @@ def lines(settings: Settings, task: dict[str, Any], until: float = float("inf"))
     task = {"backend": settings.backend, "seed": 0, "graphs": settings.graphs, **task}
     task["sanitized"] = bool(settings.sanitizer)
     command = [*shlex.split(settings.sanitizer), sys.executable, "-P", "-m", "attack.worker", json.dumps(task)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=settings.environment()
-    ) as child:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=settings.environment()) as child:
         assert child.stdout is not None and child.stderr is not None
         errors, rest, heard = b"", b"", time.monotonic()
         with selectors.DefaultSelector() as selector:

@@ -34,7 +34,7 @@ ENTRIES: dict[str, Choice] = {
 }
 """Public functions that are called instead of attention, and what they do not take; see entries.py."""
 
-HOSTILE = ("contents", "integers", "forms", "exchange", "writer", "overlap", "misfit", "numbers", "signals")
+HOSTILE = ("contents", "integers", "forms", "exchange", "writer", "overlap", "numbers", "signals")
 """What happens to the arguments of a hostile call; see hostile.py."""
 
 MAX_SCORES = 100_000

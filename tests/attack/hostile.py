@@ -38,8 +38,6 @@ def attack(call: cases.Call, how: str, seed: int) -> list[str]:
         return []
     if how == "overlap":
         call.options["out"] = overlapping(call, r)
-    if how == "misfit":
-        misfit(call, r)
     with suppress(*ERRORS):
         again = repeatable(call)
         disturb(call, how, given, r)
@@ -176,19 +174,3 @@ def overlapping(call: cases.Call, r: Random) -> Any:
     xp = library(call.q)
     out = xp.full((*call.q.shape[:-1], width), np.nan, call.q.dtype)
     return xp.broadcast_to(out[..., :1], out.shape) if r.random() < 0.3 else xp.flip(out, -1)
-
-
-def misfit(call: cases.Call, r: Random) -> None:
-    """An argument that does not fit the others."""
-    options = ["bias", "mask", *INTEGERS, "q_offset", "sinks", "out", "alibi_slopes"]
-    name = r.choice(["k", "v", "dout", "dlse", *options])
-    if name in ("k", "v", "dout"):
-        x = getattr(call, name)
-        others = [x[..., :-1], x[:-1], x[..., ::-1], x.astype(np.float64), x.swapaxes(-1, -2), x[None]]
-        setattr(call, name, r.choice(others))
-    elif name == "dlse":
-        call.dlse = r.choice([library(call.q).ones(3), call.dout, np.float32(1)])
-    else:
-        shape = [r.randint(0, 9) for _ in range(r.randint(0, 5))]
-        value, dtype = r.choice([0, 5, 10**6]), r.choice([np.int64, np.float32, bool])
-        call.options[name] = library(call.q).full(shape, value, dtype)

@@ -22,7 +22,7 @@ class NumpyMemory:
     xp = np
 
     def __init__(self) -> None:
-        from flashkit.backends.cpu import launch, passes, scratch_pool, threads
+        from flashkit.backends.cpu import arguments, launch, passes, scratch_pool, threads
 
         from . import memory
 
@@ -40,6 +40,8 @@ class NumpyMemory:
         scratch_pool.Scratch, scratch_pool._free = Exact, deque(maxlen=0)  # type: ignore[misc, assignment]
         launch.per_thread = passes.per_thread = lambda size: launch.rounded(size, 64)  # type: ignore[attr-defined]
         threads.SERIAL_FLOPS = 0  # FLASHKIT_NUM_THREADS alone decides
+        # The pool outlives calls, so its memory is none of a call's, which the guards make read-only.
+        threads.set_pool(np.empty(int(arguments.SIZE), np.int64))
 
     def guarded(self, seed: int) -> AbstractContextManager[Any]:
         return self._memory.guarded(seed)

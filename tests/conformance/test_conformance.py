@@ -110,7 +110,8 @@ def test_poison_between_the_elements() -> None:
             *backend.values,
             i,
             marks=[
-                *backend.marks, *slow_if(i % 3 > 0 or takes_seconds(choice)),
+                *backend.marks,
+                *slow_if(i % 3 > 0 or takes_seconds(choice)),
                 *[pytest.mark.exhaustive] * (backend.values[0] == "cpu" and features_of(choice) > 12),
             ],
         )

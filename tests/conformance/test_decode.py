@@ -15,7 +15,7 @@ import pytest
 import flashkit
 from flashkit import dispatch, mods, reference
 from flashkit.backends.cpu import launch, plan, threads
-from flashkit.backends.cpu.arguments import PARALLEL_FOR
+from flashkit.backends.cpu.arguments import FREE, NUM_WORKERS, PREVIOUS, STATE, WORKER_WORDS, WORKERS
 from flashkit.backends.cpu.backend import CpuBackend
 from flashkit.backends.cpu.micro import compile as micro
 from flashkit.backends.cpu.micro.register_block import RegisterBlock
@@ -33,8 +33,19 @@ BF16_PAIRS = pytest.param(
     RegisterBlock("float", 1, 1, 16, "bfloat16", "avx512bf16"),
     marks=pytest.mark.skipif("avx512_bf16" not in host.cpu_features(), reason="this CPU has no AVX512-BF16"),
 )
+
+
 ROWS = (1, 2, 3, 4, 7, 13)
+ROWS = (1, 2, 3, 4, 7, 13)
+
+
 KEYS = (0, 1, 5, 8, 37)
+KEYS = (0, 1, 5, 8, 37)
+
+
+DIMS = (1, 7, 40, 64, 100, 128, 193)
+
+
 DIMS = (1, 7, 40, 64, 100, 128, 193)
 
 
@@ -130,46 +141,6 @@ def test_every_number_of_8_bits(block: RegisterBlock) -> None:
     assert np.array_equal(o, v.astype(dtype) * dtype(unit(block)), equal_nan=True)
 
 
-@pytest.mark.parametrize("block", [b for b in BLOCKS if not b.storage], ids=str)
-def test_gemv_softmax(block: RegisterBlock) -> None:
-    rng, dtype = np.random.default_rng(2), computed(block)
-    unit = np.finfo(dtype).eps
-    for rows, n in itertools.product((1, 3, 6), (0, 1, 7, 16, 50)):
-        s = np.full((rows, -(-n // block.lanes) * block.lanes + 2), 7, dtype)
-        s[:, :n] = rng.standard_normal((rows, n)) * 20
-        s[0, : n // 2] = -np.inf
-        m, l = rng.standard_normal(rows).astype(dtype), rng.random(rows).astype(dtype)
-        m[-1], l[-1] = -np.inf, 0
-        if rows > 3:
-            s[2, :n], m[2], l[2] = -np.inf, -np.inf, 0  # no visible key, before or now
-            s[3, :1] = s[3, block.lanes - 1 : n : block.lanes] = np.nan
-        rescale = np.full(rows, 7, dtype)
-        scores, m_old, l_old = s[:, :n].astype(np.float64), m.astype(np.float64), l.astype(np.float64)
-        run(block, "gemv_softmax", at(s), s.strides[0], rows, n, at(m), at(l), at(rescale))
-        m_new = np.fmax.reduce(np.column_stack([scores, m_old]), axis=1)
-        m_safe = np.where(m_new == -np.inf, 0, m_new)
-        p, factor = np.exp(scores - m_safe[:, None]), np.exp(m_old - m_safe)
-        assert np.array_equal(m, m_new)
-        assert np.allclose(rescale, factor, rtol=60 * unit, atol=0)
-        assert np.allclose(s[:, :n], p, rtol=200 * unit, atol=np.finfo(dtype).tiny, equal_nan=True)
-        assert np.allclose(l, l_old * factor + p.sum(axis=1), rtol=100 * unit, atol=0, equal_nan=True)
-        if rows > 3 and n:
-            assert np.isnan(l[3]) and l[2] == 0 and (s[2, :n] == 0).all()
-
-
-@pytest.mark.parametrize("block", [b for b in BLOCKS if not b.storage], ids=str)
-def test_read_reads_every_line(block: RegisterBlock) -> None:
-    for lines in (0, 1, 3, 4, 9):
-        memory = np.zeros((lines + 1, 64), np.uint8)
-        memory[-1] = 0xFF  # past the end
-        for line, byte in itertools.product(range(lines), (0, 31, 63)):
-            memory[line, byte] = 1
-            total = np.full(64, 7, np.uint8)
-            run(block, "read", at(memory), lines, 2, 4096, at(total))
-            assert total[byte] == 1 and total.sum() == 1
-            memory[line, byte] = 0
-
-
 # --- attention --------------------------------------------------------------------------------------------------------
 
 FACTORS = {
@@ -262,7 +233,7 @@ def test_every_width_decodes(lanes: int, dtype: str) -> None:
 
 @pytest.mark.parametrize("n_k", [0, 1, 63, 64, 65, 511, 513, 4097])
 def test_splits_of_any_number_of_keys(n_k: int) -> None:
-    q, k, v = tensors(4, 2, 1, n_k, 24)
+    q, k, v = tensors(14, 2, 1, n_k, 24)  # seven rows at once: of 4, 2 and 1
     assert_near(decoded(q, k, v), exact(q, k, v))
 
 
@@ -353,26 +324,23 @@ def test_a_sink_outweighs_infinite_values() -> None:
 
 
 def test_few_keys_stay_on_the_thread_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan for any lengths does not know how few a call has. The pool's loop does nothing here."""
-    calls = []
-    nothing = ctypes.CFUNCTYPE(None)(lambda: calls.append(1))
-    address = ctypes.cast(nothing, ctypes.c_void_p).value
+    """A plan for any lengths does not know how few a call has."""
+    worker = np.full((1, int(WORKER_WORDS)), -1)  # free, with no thread: it keeps a trace of an offer
+    worker[0, STATE] = FREE
     monkeypatch.setattr(threads, "SERIAL_FLOPS", 2e5)
     monkeypatch.setattr(threads, "count", lambda: 4)
-    set_pool = threads.set_pool
 
-    def set_other_loop(block: np.ndarray) -> None:
-        set_pool(block)
-        block[PARALLEL_FOR] = address
+    def set_pool(block: np.ndarray) -> None:
+        block[WORKERS], block[NUM_WORKERS] = worker.ctypes.data, 1
 
-    monkeypatch.setattr(threads, "set_pool", set_other_loop)
+    monkeypatch.setattr(threads, "set_pool", set_pool)
     q, k, v = tensors(4, 2, 1, 4000, 8)
     planned = flashkit.plan(q, k, v, kv_lengths=[4000], return_lse=True, backend="cpu")
     got = planned(q, k, v, kv_lengths=[100])
-    assert not calls
+    assert worker[0, PREVIOUS] == -1
     assert_near(got, exact(q, k, v, kv_lengths=[100]))
     planned(q, k, v)
-    assert calls
+    assert worker[0, PREVIOUS] == 0 and worker[0, STATE] == FREE
 
 
 def test_two_runs_give_the_same_bits_on_any_thread() -> None:

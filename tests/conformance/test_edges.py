@@ -290,17 +290,6 @@ def test_one_row_of_a_tile_sees_other_keys(backend: str, row: int) -> None:
     )
 
 
-@pytest.mark.parametrize("options", [{"causal": True}, {"window": (9, 2)}], ids="+".join)
-def test_lengths_are_shorter_sequences(backend: str, options: dict[str, Any]) -> None:
-    """Each batch entry alone, with the keys that it has: its last query is at its last key, by default."""
-    q, k, v = qkv(4, 2, 20, 33, dtype="float64")
-    lengths = np.array([33, 25, 20, 21])
-    out, lse = attention(q, k, v, kv_lengths=lengths, **options, return_lse=True)
-    for b, n in enumerate(lengths):
-        alone = attention(q[b], k[b, :, :n], v[b, :, :n], **options, return_lse=True)
-        same({"out": out[b], "lse": lse[b]}, dict(zip(("out", "lse"), alone)))
-
-
 def test_arguments_mean_their_formulas(backend: str) -> None:
     """All of them in one call: the default scale and offset, the order of what changes scores, and of what hides keys.
 
@@ -675,90 +664,7 @@ def test_scale_of_zero_and_below(backend: str) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_lse_is_the_log_of_the_sum(backend: str, dtype: str) -> None:
-    q, k, v = qkv(2, 4, 33, 57, d=16, group=2, dtype=dtype)
-    _, lse = attention(q, k, v, scale=0.3, return_lse=True)
-    s = 0.3 * q.astype(np.float64) @ k.astype(np.float64).repeat(2, axis=1).swapaxes(2, 3)
-    assert lse.dtype == dtype and lse.shape == (2, 4, 33)
-    np.testing.assert_allclose(lse, np.logaddexp.reduce(s, axis=-1), rtol=20 * cases.epsilon(dtype))
-
-
-def test_partial_results_merge_by_lse(backend: str) -> None:
-    """Halves of the keys, weighted by exp(lse - lse of all), make the whole: what caches and shards build on."""
-    q, k, v = qkv(2, 2, 20, 64, dtype="float64")
-    halves = [attention(q, k[:, :, at], v[:, :, at], return_lse=True) for at in (slice(0, 25), slice(25, 64))]
-    whole, lse = attention(q, k, v, return_lse=True)
-    np.testing.assert_allclose(np.logaddexp(*(x for _, x in halves)), lse, rtol=1e-14)
-    np.testing.assert_allclose(
-        sum(np.exp(x - lse)[..., None] * out for out, x in halves), whole, rtol=1e-12, atol=1e-14
-    )
-
-
 # --- memory -----------------------------------------------------------------------------------------------------------
-
-
-def test_inputs_of_stride_zero(backend: str) -> None:
-    """Everything broadcast from little memory: one token, one head, one number."""
-    one = np.float32(0.5)
-    for source in ((2, 2, 1, 8), (2, 1, 12, 8), (1, 2, 12, 8), (1, 1, 1, 8), (2, 2, 12, 1), (1, 1, 1, 1)):
-        x = np.random.default_rng(1).standard_normal(source).astype(np.float32)
-        view = np.broadcast_to(x, (2, 2, 12, 8))
-        same(everything(view, view, view, causal=True), everything(view.copy(), view.copy(), view.copy(), causal=True))
-    flat = np.broadcast_to(one, (2, 2, 12, 8))
-    np.testing.assert_allclose(attention(flat, flat, flat), flat, rtol=1e-6)
-    q, k, v = qkv()
-    out, vjp = attention_vjp(q, k, v)
-    shared = np.broadcast_to(np.float32(1), out.shape)
-    for a, b in zip(vjp(shared), vjp(np.ones_like(out))):
-        np.testing.assert_array_equal(a, b)
-
-
-def test_small_arguments_of_odd_memory(backend: str) -> None:
-    """Bias, masks, slopes, sinks, arrays of a modification: any strides, any byte order, misaligned, read-only."""
-    q, k, v = qkv(2, 2, 20, 30)
-    rng = np.random.default_rng(4)
-    bias, mask = rng.standard_normal((2, 2, 20, 30)).astype(np.float32), rng.random((2, 1, 20, 30)) < 0.8
-    slopes, sinks = rng.random(2).astype(np.float32), rng.standard_normal(2).astype(np.float32)
-    table = rng.standard_normal(30).astype(np.float32)
-
-    def call(change: Any) -> dict[str, np.ndarray]:
-        tabled = mods.score(lambda s, b, h, q, k, *, table: s + table[k], table=change(table))
-        options = {"bias": change(bias), "mask": change(mask), "alibi_slopes": change(slopes), "sinks": change(sinks)}
-        return everything(q, k, v, **options, score_mod=tabled)
-
-    plain = call(lambda x: x)
-
-    def frozen(x: np.ndarray) -> np.ndarray:
-        x = x.copy()
-        x.flags.writeable = False
-        return x
-
-    changes = {
-        "misaligned": lambda x: cases.stored(np, x, "misaligned"),
-        "strided": lambda x: x.repeat(2, axis=-1)[..., ::2],
-        "reversed": lambda x: x[..., ::-1].copy()[..., ::-1],
-        "transposed": lambda x: x.T.copy().T,
-        "swapped bytes": lambda x: x.astype(x.dtype.newbyteorder()),
-        "read-only": frozen,
-        "float64": lambda x: x if x.dtype == bool else x.astype(np.float64),
-    }
-    for what, change in changes.items():
-        got = call(change)
-        for name, x in plain.items():
-            np.testing.assert_allclose(got[name], x, rtol=1e-6, atol=1e-6, err_msg=f"{what} {name}")
-
-
-def test_read_only_inputs(backend: str) -> None:
-    q, k, v = qkv()
-    expected = everything(q, k, v, causal=True)
-    dout, dlse = (np.random.default_rng(1).standard_normal(s).astype(np.float32) for s in ((2, 2, 9, 6), (2, 2, 9)))
-    for x in (q, k, v, dout, dlse):
-        x.flags.writeable = False
-    got = everything(q, k, v, causal=True)
-    same(got, expected)
-    out, vjp = attention_vjp(q, k, v, causal=True)
-    assert all(x.flags.writeable for x in (out, *vjp(dout)))
 
 
 def test_inputs_are_not_changed(backend: str) -> None:
@@ -784,49 +690,6 @@ def test_out_may_be_an_input(backend: str, options: dict[str, Any]) -> None:
     memory = np.zeros((1, 2, 450, 8), np.float32)
     memory[:, :, :300] = q
     np.testing.assert_array_equal(attention(memory[:, :, :300], k, v, **options, out=memory[:, :, 150:]), expected)
-
-
-@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.1, "seed": 3}], ids="+".join)
-@pytest.mark.parametrize(("bias_at", "out_at"), [(0, 0), (0, 150), (150, 0)])
-def test_out_may_be_the_bias(backend: str, options: dict[str, Any], bias_at: int, out_at: int) -> None:
-    """A row of the result lies over the same row of the bias, or over one that another tile has yet to read."""
-    q, k, v = qkv(1, 1, 300, 300, 300, 300)
-    memory = np.random.default_rng(0).standard_normal((1, 1, 450, 300)).astype(np.float32)
-    bias, out = memory[:, :, bias_at : bias_at + 300], memory[:, :, out_at : out_at + 300]
-    expected = attention(q, k, v, bias=bias, **options)
-    np.testing.assert_array_equal(attention(q, k, v, bias=bias, out=out, **options), expected)
-
-
-@pytest.mark.parametrize("how", ["packed", "swapped", "gaps", "reversed", "misaligned", "last axis apart"])
-@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
-def test_out_of_any_strides(backend: str, layout: str, how: str) -> None:
-    q, k, v = qkv(2, 2, 33, 20)
-    if layout == "bnhd":
-        q, k, v = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v))
-    expected = attention(q, k, v, layout=layout)
-    out = cases.stored(np, np.full(expected.shape, np.nan, np.float32), how)
-    around = out.base.copy() if how == "gaps" else None
-    assert attention(q, k, v, layout=layout, out=out) is out
-    np.testing.assert_array_equal(out, expected)
-    if around is not None:  # nothing is written between the elements
-        np.testing.assert_array_equal(np.isnan(out.base), np.isnan(around) & ~_places(out))
-    out[...] = np.nan
-    result, vjp = attention_vjp(q, k, v, layout=layout, out=out)
-    assert result is out
-    for a, b in zip(vjp(expected), attention_vjp(q, k, v, layout=layout)[1](expected)):
-        np.testing.assert_array_equal(a, b)
-
-
-def _places(view: np.ndarray) -> np.ndarray:
-    """Where in its base a view has its elements."""
-    flags = np.zeros(view.base.shape, bool)
-    itemsize = view.itemsize
-    offset = view.__array_interface__["data"][0] - view.base.__array_interface__["data"][0]
-    flat = np.lib.stride_tricks.as_strided(
-        flags.reshape(-1)[offset // itemsize :], view.shape, [s // itemsize for s in view.strides]
-    )
-    flat[...] = True
-    return flags
 
 
 def far_apart(path: Path, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...], start: int = 0) -> np.ndarray:

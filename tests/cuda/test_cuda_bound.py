@@ -104,7 +104,7 @@ def test_arrays_that_come_anew(kept: list[Any]) -> None:
         named = {name: placed.get(name) or next(rest) for name in alone.arrays}
         alone = replace(alone, **dict(zip(("q", "k", "v", "out", "lse"), tensors, strict=True)), arrays=named)
         assert seen[-1] == list(Arguments(problem.spec, alone).words)
-        assert {x.data.ptr for x in others} <= set(seen[-1][VALUES :])
+        assert {x.data.ptr for x in others} <= set(seen[-1][VALUES:])
 
 
 @pytest.mark.parametrize("change", [lambda x: x[None], lambda x: x[:, :64], lambda x: x.view(np.int32)])

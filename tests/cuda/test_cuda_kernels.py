@@ -5,7 +5,6 @@ text of modifications says what the graphs say.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 import shutil
 import subprocess
@@ -20,23 +19,20 @@ import numpy as np
 import pytest
 from tiles import tables, tile_of
 
-from flashkit import BlockMask, mods
+from flashkit import BlockMask, errors, mods
 from flashkit.backends.cuda_common import (
     compiler,
     launch,
     memory,
     modification,
-    params,
     simt,
     sm90_bwd_launch,
     sm90_launch,
-    tensor_maps,
 )
-from flashkit.backends.cuda_common.arguments import addresses, aligned
 from flashkit.backends.cuda_common.backend import VARIABLE
 from flashkit.backends.cuda_common.device import MODELS, Device
 from flashkit.backends.cuda_common.generation import Choice
-from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward, sm90_mla, sm90_wgmma, specialise
+from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward, sm90_mla, specialise
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
 from flashkit.call import arguments
 from flashkit.call.compose import compose
@@ -47,7 +43,6 @@ from flashkit.spec import AttentionSpec, Direction, Problem
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install cuda-bindings nvidia-cuda-nvrtc")
 
-OLD = Device("Turing (T4)", (7, 5), 40, 65536, 65536)
 SMALL = Device("48 KB a block", (8, 6), 20, 49152, 102400)
 
 AMPERE_OFTEN = [pytest.param(arch, marks=[pytest.mark.exhaustive] * (arch != "sm_80")) for arch in MODELS]
@@ -93,15 +88,6 @@ def test_simt_compiles_for_every_dtype_and_head_dim(dims: str, dtype: str, part:
     assert found.spills <= 512  # bytes, outside of the products: dropout of many weights at once
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("device", [OLD, SMALL], ids=lambda device: device.name)
-@pytest.mark.parametrize("d", [8, 128, 512])
-@pytest.mark.one_in(12)
-def test_simt_fits_small_devices(d: int, device: Device) -> None:
-    for part in ("forward", "dkdv", "dq"):
-        simt_kernel(part, AttentionSpec("float32", d, d), device)
-
-
 def test_a_profiles_row_decides_where_it_fits() -> None:
     generation, problem = CupyRawBackend.generations[-1], Problem(AttentionSpec("float32", 64, 64), 1, 1, 99, 99)
 
@@ -113,7 +99,7 @@ def test_a_profiles_row_decides_where_it_fits() -> None:
     tile, row, why = chosen(64, threads_x=8, threads_y=16)
     assert (tile.block_q, tile.threads, why) == (64, 128, "measured") and row is not None
     for wrong in ((65, {"threads_x": 8, "threads_y": 16}), (64, {"threads_x": 7, "threads_y": 16}), (64, {})):
-        schema.forget_warnings()
+        errors.forget_warnings()
         with pytest.warns(schema.ProfileWarning, match="no tile of SimtTile"):
             tile, row, why = chosen(wrong[0], **wrong[1])
         assert tile == simt.choose("forward", problem.spec, HOPPER) and row is None
@@ -149,35 +135,10 @@ def test_a_modification_compiles(what: str) -> None:
     compiler.binary(specialise.source("common/bwd_preprocess", spec, {"BASE_2": 0}), "sm_80")
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_all_modifications_together_compile_in_both_passes() -> None:
-    """To PTX: the text is what may be wrong, and ptxas takes most of the time of a kernel that long."""
-    spec = spec_of(list(SCORES.values()), list(MASKS.values()))
-    assert modification.looks_at_ranges(spec)
-    for part in ("forward", "dkdv", "dq"):
-        constants = dict(simt.choose(part, spec, MODELS["sm_90a"]).constants(part, spec))
-        name = "simt/forward" if part == "forward" else "simt/backward"
-        compiler._compile(specialise.source(name, spec, constants), "compute_90a", "PTX")
-
-
 def test_too_many_values_are_refused_with_a_sentence() -> None:
     names = [f"x{i}" for i in range(modification.MAX_VALUES + 1)]
     many = mods.score(lambda s, b, h, q, k, **x: sum(x.values(), s), **dict.fromkeys(names, 0.5))
     assert "up to 384 entries" in modification.unsupported(spec_of([many], []))
-
-
-def test_the_block_of_arguments_is_the_structure() -> None:
-    """Names and order of the fields in C++ and of the words that the host writes; every kernel asserts the size."""
-    body = params.cuda_header().split("struct Params {")[1]
-    declared = re.findall(r"^    (.*[ *])(\w+);  //", body, re.MULTILINE)
-    assert [name for _, name in declared] == [field.name for field in params.FIELDS]
-    assert [kind == "Tensor " for kind, _ in declared] == [field.kind == "tensor" for field in params.FIELDS]
-    at = 0
-    for field in params.FIELDS:
-        assert params.AT[field.name] == at
-        at += 4 if field.kind == "tensor" else 1
-    assert at == params.VALUES
 
 
 # --- the compiler -----------------------------------------------------------------------------------------------------
@@ -199,16 +160,6 @@ def test_only_serialised_products_are_refused(
     monkeypatch.setattr(compiler.Source, "compile", lambda *_: (code, f"{log}\nptxas info    : {remark}\n"))
     with pytest.raises(compiler.CompileError, match="serialized") if refused else contextlib.nullcontext():
         assert compiler.binary(source, "sm_80").code == code
-
-
-def test_what_is_included_is_part_of_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
-    text = '#include "a.cuh"\nextern "C" __global__ void tiny(float* x) { x[0] = A; }'
-    paths = {
-        compiler.binary(compiler.Source("tiny", text, (("a.cuh", f"#define A {a}"), ("b.cuh", b))), "sm_80").path
-        for a, b in ((1, ""), (2, ""), (2, "not included"))
-    }
-    assert len(paths) == 2
 
 
 def test_an_error_has_the_compilers_words() -> None:
@@ -335,19 +286,6 @@ def test_sm90_products_run_beside_the_softmax(d: int, causal: bool) -> None:
         assert instruction in sass
 
 
-@pytest.mark.parametrize(
-    ("d", "tokens", "scores", "buffers"),
-    [(128, 4096, [], 3), (96, 2048, [], 3), (96, 4096, [], 2), (64, 512, [], 3), (64, 4096, [], 2),
-     (128, 4096, ["alibi"], 3), (128, 4096, ["softcap"], 2), (192, 4096, [], 2), (256, 4096, [], 1)],
-)  # fmt: skip
-def test_sm90_rows_have_one_more_buffer(d: int, tokens: int, scores: list[str], buffers: int) -> None:
-    """Not beside the columns of ones that sum weights, nor in tiles of 192 rows."""
-    spec = spec_of([SCORES[score] for score in scores], [mods.causal()], d, "bfloat16")
-    tile = tile_of(Problem(spec, 4, 16, tokens, tokens), "sm90")
-    assert tile.q_buffers == buffers
-    assert tile.shared_memory(spec) <= HOPPER.shared_per_block
-
-
 LATENT = AttentionSpec("bfloat16", 576, 512, 128, kv_lengths=True, paged=True, page_run=64)
 
 
@@ -369,21 +307,6 @@ def test_sm90_latent_keys_are_values(what: str) -> None:
     of_registers = re.findall(rf"HGMMA\.64x{half}x16\S* R\d+, R\d+, gdesc\[\S+\.tnspB", sass)
     of_memory = re.findall(rf"HGMMA\.64x{half}x16\S* R\d+, gdesc\[\S+\.tnspB", sass)
     assert len(of_registers) == 2 * 4 and len(of_memory) == 3 * 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "d"), [("bfloat16", 128), ("bfloat16", 64), ("bfloat16", 96), ("float16", 128)])
-@pytest.mark.one_in(5)
-def test_sm90_sums_capped_weights_with_the_values(dtype: str, d: int) -> None:
-    """By eight columns more of a product with values, where these fill their chunks and weights may be of any size."""
-    spec = spec_of([SCORES["softcap"]], [MASKS["causal"]], d, dtype)
-    sass = disassembled(sm90_binary(spec).path)
-    tile = tile_of(long(spec), "sm90")
-    summed = dtype == "bfloat16" and d % 64 == 0
-    assert sm90.sums_rows_by_mma(spec, tile) == summed
-    with_values = re.findall(rf"HGMMA\.64x{d + 8 * summed}x16\.F32(?:\.BF16)? R\d+, R\d+", sass)
-    assert len(with_values) == 3 * tile.block_k // 16
-    assert not sm90.sums_rows_by_mma(replace(spec, dropout=True), tile)
 
 
 @pytest.mark.slow
@@ -440,33 +363,6 @@ SM90_MODIFIED = [  # the dilated mask takes as long as four others
     pytest.param(what, SM90_DIMS[i % len(SM90_DIMS)], marks=[pytest.mark.exhaustive] * (what == "dilated"))
     for i, what in enumerate([*SCORES, *MASKS])
 ]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("dtype", "d"), [("bfloat16", 64), ("bfloat16", 128), ("bfloat16", 256), ("float32", 64)])
-def test_most_sm90_candidates_compile(dtype: str, d: int) -> None:
-    """Autotune leaves out those whose products the compiler would serialise."""
-    spec = AttentionSpec(dtype, d, d)
-
-    def compiles(tile: sm90.Sm90Tile) -> bool:
-        try:
-            return bool(sm90_binary(spec, tile))
-        except compiler.CompileError:
-            return False
-
-    tiles = sm90.Sm90().candidates(long(spec), HOPPER, "forward")
-    assert sum(map(compiles, tiles)) >= 0.7 * len(tiles)
-
-
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("d", [64, 256])
-@pytest.mark.parametrize("options", [{"softcap": 5.0}, {"causal": True}, {"dropout_p": 0.1, "seed": 1}])
-def test_modified_scores_have_sm90_tiles_too(options: dict[str, Any], d: int, direction: Direction) -> None:
-    q = np.zeros((1, 1, 4096, d), np.float16)
-    problem = arguments.prepare(q, q, q, **options)[0]
-    tiles = sm90.Sm90().candidates(problem, HOPPER, direction)
-    assert tiles
-    assert all(tile.fits(problem.spec, HOPPER) for tile in tiles)
 
 
 def test_an_impossible_sm90_tile_is_refused() -> None:
@@ -700,46 +596,7 @@ def test_sm90_compiles_with_every_modification(what: str, dims: str, direction: 
     sm90_binary(spec) if direction == "forward" else sm90_backward_binary(spec)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("direction", "dtype", "d"),
-    [("forward", "bfloat16", 64), ("forward", "float32", 64), *(("backward", "bfloat16", d) for d in (64, 128, 256))],
-)
-@pytest.mark.parametrize("feature", ["dropout", "sinks", "kv_lengths", "group"])
-@pytest.mark.one_in(10)
-def test_sm90_compiles_with_every_feature(feature: str, direction: Direction, dtype: str, d: int) -> None:
-    spec = AttentionSpec(dtype, d, d, **{feature: 4 if feature == "group" else True})
-    sm90_binary(spec, pack=spec.group) if direction == "forward" else sm90_backward_binary(spec)
-
-
-def test_sm90_fuses_the_preprocess_into_long_work_tiles() -> None:
-    def fused(n_q: int, n_k: int, dim: int = 128, dim_v: int = 0, **options: Any) -> bool:
-        q, k, v = (np.zeros((1, 1, n, d), np.float16) for n, d in ((n_q, dim), (n_k, dim), (n_k, dim_v or dim)))
-        spec = arguments.prepare(q, k, v, **options)[0].spec
-        room = sm90_backward.can_fuse_preprocess(spec, tile_of(spec, "sm90", "backward"))
-        density = options["block_mask"].density if "block_mask" in options else 0
-        return room and sm90_bwd_launch.has_long_work_tiles(sm90_bwd_launch.mask_kind(spec), n_q, n_k, density)
-
-    assert fused(1024, 1024) and fused(2048, 2048, 64, causal=True) and fused(4096, 2048, causal=True, softcap=9.0)
-    assert not fused(1023, 4096) and not fused(4096, 1023) and not fused(1024, 1024, 64, causal=True)
-    quarter, eighth = (BlockMask.from_dense(np.arange(64).reshape(64, 1) % n == 0, 64, 4096) for n in (4, 8))
-    assert fused(4096, 4096, block_mask=quarter) and not fused(4096, 4096, block_mask=eighth)
-    assert not fused(4096, 4096, block_mask=quarter, kv_lengths=np.array([9]))
-    assert not fused(4096, 4096, block_mask=BlockMask.from_mod(mods.visible(np.ones((4096, 4096), bool)), 4096, 4096))
-    assert not fused(2048, 4096, causal=True)  # the last keys may be seen by no query
-    assert not fused(4096, 4096, causal=True, window=(70, 0)) and not fused(4096, 4096, kv_lengths=np.array([9]))
-    assert not fused(4096, 4096, deterministic=True) and not fused(4096, 4096, 64, softcap=9.0)
-    assert not fused(4096, 4096, 192) and not fused(4096, 4096, 64, 128)
-
-
-def test_sms_are_reserved_for_the_postprocess_where_that_costs_little() -> None:
-    reserved = sm90_bwd_launch.reserved_sms
-    assert [reserved("full", 4096, work_tiles, 132) for work_tiles in (100, 132, 140, 2048, 4096)] == [0, 0, 0, 4, 0]
-    assert [reserved("causal", n, 2048, 132) for n in (1, 512, 1024, 2048, 4096, 8192, 16384)] == [8, 8, 7, 3, 2, 1, 0]
-    assert reserved("other", 1024, 2048, 132) == reserved("blocks", 1024, 2048, 132) == 0  # work tiles differ in length
-    kinds: tuple[sm90_bwd_launch.MaskKind, ...] = "full", "causal"
-    for kind, n, sms in itertools.product(kinds, (1, 99, 4096), range(1, 40)):
-        assert 0 <= reserved(kind, n, 7, sms) < sms
+def test_what_is_known_of_a_mask() -> None:
     causal, windowed = (spec_of([], [mods.causal(), *more]) for more in ([], [mods.sliding_window(100, None)]))
     assert [sm90_bwd_launch.mask_kind(spec) for spec in (causal, windowed)] == ["causal", "other"]
     assert sm90_bwd_launch.mask_kind(replace(causal, mask=None, kv_lengths=True)) == "other"
@@ -749,24 +606,6 @@ def test_sm90_backward_tiles_of_all_head_dims_fit() -> None:
     dims = range(8, 257, 8)
     specs = [AttentionSpec("bfloat16", d, dv) for d in dims for dv in dims]
     assert [spec for spec in specs if not tile_of(spec, "sm90", "backward").fits(spec, HOPPER)] == []
-
-
-def test_sm90_backward_shared_memory_is_aligned() -> None:
-    """Tiles for the 128-byte swizzle, what bulk copies move to 16 bytes, barriers to 8."""
-    tiles, bulk = ("K", "PEER_K", "V", "Q", "DOUT", "DS"), ("DQ", "LSE", "DELTA", "ZEROS")
-    barriers = (
-        "Q_PIPE", "DOUT_PIPE", "K_PIPE", "V_PIPE", "DS_PIPE", "PEER_K_PIPE", "DSMEM_PIPE", "LIST_PIPE", "DQ_WRITTEN",
-        "DQ_GRANTED", "DQ_REQUESTED", "K_LOADED", "ROWS_LOADED", "PEER_K_LOADED", "CLAIMED", "CLAIM", "O_LOADED",
-        "HEAD_READY", "DQ_COMPLETE",
-    )  # fmt: skip
-    array = spec_of([], [mods.visible(np.ones((64, 64), bool))], 64).mask
-    for d, dv, mask in itertools.product((8, 64, 96, 128, 256), (64, 128, 192), (None, array)):
-        spec = AttentionSpec("bfloat16", d, dv, 1, None, mask)
-        for tile in sm90_bwd_launch.backward_candidates(spec, HOPPER):
-            offsets = tile.smem(spec).offsets
-            assert [name for name in tiles if offsets[name] % 1024] == []
-            assert [name for name in bulk if offsets[name] % 16] == []
-            assert [name for name in barriers if offsets[name] % 8] == []
 
 
 def test_an_impossible_sm90_backward_tile_is_refused() -> None:
@@ -780,31 +619,6 @@ def test_an_impossible_sm90_backward_tile_is_refused() -> None:
     assert not sm90_bwd_launch.BackwardTile(128, key_buffers=1).fits(wide, HOPPER)
     assert not sm90_bwd_launch.BackwardTile(64, key_buffers=2).fits(wide, HOPPER)
     assert tile_of(wide, "sm90", "backward") in sm90_bwd_launch.backward_candidates(wide, HOPPER)
-
-
-def test_what_the_copy_engine_can_address() -> None:
-    class Tensors:
-        """Words as Arguments has them, of k alone."""
-
-        spec = AttentionSpec("float16", 64, 64)
-        entries, heads, heads_kv, n_q, n_k = 2, 4, 4, 100, 100
-
-        def __init__(self, *words: int) -> None:
-            self.words = [0] * 64
-            self.words[params.AT["k"] : params.AT["k"] + 4] = words
-
-    def addressable(*words: int, **sizes: int) -> bool:
-        tensors = Tensors(*words)
-        vars(tensors).update(sizes)
-        given: Any = tensors
-        return tensor_maps.strides_fit(given, ["k"]) and aligned(given, addresses(["k"]))
-
-    assert addressable(1 << 20, 25600, 6400, 64)
-    assert not addressable((1 << 20) + 8, 25600, 6400, 64)  # begins on 8 bytes
-    assert not addressable(1 << 20, 25600, 6400, 68)  # rows begin on 8 bytes
-    assert not addressable(1 << 20, 0, 6400, 64)  # one batch entry for all
-    assert addressable(1 << 20, 0, 6400, 64, entries=1)
-    assert not addressable(1 << 20, 25600, 6400, -64)
 
 
 def test_heads_of_a_group_are_packed_where_they_divide_a_box() -> None:
@@ -851,19 +665,12 @@ def test_a_binary_depends_on_the_headers_that_it_includes() -> None:
     assert same != made_from(a='  #include "b.cuh"', b="int d;", c="int c;")
 
 
-def test_products_name_every_sum_once() -> None:
-    text = sm90_wgmma.text("float16", [128], [64, 64])
-    assert text.count("DEVICE") == 3
-    assert text.count("m64n128k16.f32.f16.f16") == 2 and text.count("m64n64k16") == 1
-    assert all(f'"+f"(c[{i}])' in text for i in range(64)) and '"+f"(c[64])' not in text
-
-
 def test_integers_of_small_score_modifications() -> None:
     """ALiBi's distances fit 32 bits where positions do; products of positions, or what numbers hold, may not."""
-    assert modification.is_small(spec_of([mods.alibi(np.ones((2, 4), np.float32))], []))
-    assert modification.is_small(AttentionSpec("float16", 64, 64))
-    assert not modification.is_small(spec_of([mods.score(lambda s, b, h, q, k: s - q * k)], []))
-    assert not modification.is_small(spec_of([mods.score(lambda s, b, h, q, k, *, n=7: s - (q + n))], []))
+    assert modification.positions(spec_of([mods.alibi(np.ones((2, 4), np.float32))], [])) == "floats"
+    assert modification.positions(AttentionSpec("float16", 64, 64)) == "integers"
+    assert modification.positions(spec_of([mods.score(lambda s, b, h, q, k: s - q * k)], [])) == "any"
+    assert modification.positions(spec_of([mods.score(lambda s, b, h, q, k, *, n=7: s - (q + n))], [])) == "any"
 
 
 @pytest.mark.slow

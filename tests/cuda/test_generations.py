@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flashkit import mods
+from flashkit import errors, mods
 from flashkit.backends.cuda_common import backend, generation
 from flashkit.backends.cuda_common.backend import CudaBackend
 from flashkit.backends.cuda_common.compiler import CompileError
@@ -179,7 +179,7 @@ def test_the_shipped_rows_choose_what_was_fastest(profile: str, backend: str) ->
 )
 def test_a_row_that_is_no_tile_is_not_followed(fields: dict[str, Any], complaint: str) -> None:
     row = TileRow(**{"block_q": 128, "block_k": 64, "options": {"warps": 4}, **fields})
-    schema.forget_warnings()
+    errors.forget_warnings()
     with pytest.warns(schema.ProfileWarning, match=f"no tile of Sm80Tile.*{complaint}"):
         assert sm80.Sm80().tile(LONG, row, HOPPER, "forward") is None
 
@@ -241,11 +241,11 @@ def test_a_row_whose_kernels_do_not_compile_is_left_with_a_warning(monkeypatch: 
     monkeypatch.setattr(CupyRawBackend, "generations", (Compiles("sm80"),))
     verified: list[object] = []
     monkeypatch.setattr(backend.verify, "check", lambda made, *_: verified.append(made))
-    schema.forget_warnings()
-    plan = backend.CudaPlan(CupyRawBackend(), LONG, rows(("sm80", 10)))
+    errors.forget_warnings()
+    plan = backend.CudaPlan(CupyRawBackend(), LONG, rows(("sm80", 10)), HOPPER)
     with pytest.warns(schema.ProfileWarning, match="<text>:5: not followed.*128 is not a multiple of 8"):
-        assert plan.on(HOPPER, "forward") == "its own tile"
-    assert verified == ["its own tile"] and plan.rows == {(0, "forward"): None}
+        assert plan.forward == ("its own tile", None)
+    assert verified == ["its own tile"]
 
 
 def test_what_fails_with_two_tiles_is_not_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +262,7 @@ def test_what_fails_with_two_tiles_is_not_the_tile(monkeypatch: pytest.MonkeyPat
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(CompileError, match="no compiler"):
-            backend.CudaPlan(CupyRawBackend(), LONG, profile).on(HOPPER, "forward")
+            _ = backend.CudaPlan(CupyRawBackend(), LONG, profile, HOPPER).forward
     assert fails.tried == 2
 
 
@@ -280,17 +280,6 @@ def test_every_target_is_of_a_generation_that_supports_it(monkeypatch: pytest.Mo
     assert of == [each.name for each in CupyRawBackend().allowed()]  # newest first: the others are held against it
     assert {t.direction for t in targets if t.few} == {"forward"}
     assert {t.dtype for t in tunable.targets(tune_cuda.QUICK, ["float16"])} == {"float16"}
-
-
-def test_what_is_timed_fills_a_device() -> None:
-    Target = tune_cuda.Target
-    for target in (Target("backward", "float32", 64, causal=True), Target("forward", "float16", 96)):
-        problem = tune_cuda.problem_of(target, 2048)
-        assert problem.batch * problem.n_q == tune_cuda.TOKENS
-        assert (problem.spec.mask is not None) == target.causal
-        assert (problem.array_kind, problem.spec.dtype) == ("cupy", target.dtype)
-    decoding = tune_cuda.problem_of(Target("forward", "float16", 128, few=True), 2048)
-    assert (decoding.n_q, decoding.n_k, decoding.spec.group) == (1, tune_cuda.DECODED_KEYS, 4)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

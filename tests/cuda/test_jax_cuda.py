@@ -64,9 +64,7 @@ def test_both_passes_agree_with_cupy(jax: Any, name: str, dtype: str) -> None:
 
     options = {n: int(x) if n == "seed" else cupy.asarray(x) for n, x in arrays.items()}
     on_cupy = [cupy.asarray(x) for x in (q, k, v, dout)]
-    (out, lse), vjp = flashkit.attention_vjp(
-        *on_cupy[:3], return_lse=True, deterministic=True, **static, **options
-    )
+    (out, lse), vjp = flashkit.attention_vjp(*on_cupy[:3], return_lse=True, deterministic=True, **static, **options)
     expected = out, lse, *vjp(on_cupy[3], cupy.zeros_like(lse))
     for got, wanted in zip(both(q, k, v, dout, arrays), expected, strict=True):
         np.testing.assert_array_equal(np.asarray(got), wanted.get())
@@ -89,44 +87,3 @@ def test_kernels_wait_for_what_xla_computes_before_them(jax: Any) -> None:
     with jax.default_matmul_precision("highest"):
         found, expected = (jax.jit(lambda x, f=f: chain(f, x))(q) for f in (attention, by_xla))
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
-
-
-def test_vmap_and_a_scan(jax: Any) -> None:
-    from flashkit.jax import attention
-
-    q, k, v = (np.stack([x, x + 1]) for x in tensors("float16"))
-    lengths = np.array([[9, 260], [30, 1]], np.int32)
-    one = lambda q, k, v, n: attention(q, k, v, kv_lengths=n)
-    found = jax.jit(jax.vmap(one))(q, k, v, lengths)
-    for i in range(2):
-        np.testing.assert_array_equal(found[i], one(q[i], k[i], v[i], lengths[i]))
-    loop = jax.jit(lambda q: jax.lax.scan(lambda x, _: (attention(x, k[0], v[0]), None), q, None, length=3)[0])
-    x = q[0]
-    for _ in range(3):
-        x = attention(x, k[0], v[0])
-    np.testing.assert_array_equal(loop(q[0]), x)
-
-
-def test_a_transformer_trains_on_the_same_curve(jax: Any) -> None:
-    from flashkit.jax import dot_product_attention
-
-    rng = np.random.default_rng(3)
-    x = rng.standard_normal((4, 128, 4, 32)).astype(np.float32)
-
-    def curve(attend: Any) -> list[float]:
-        def loss(w: Any) -> Any:
-            q, k, v = jax.numpy.split(x @ w, 3, axis=-1)
-            return ((attend(q, k, v, is_causal=True) - x) ** 2).mean()
-
-        step = jax.jit(jax.value_and_grad(loss))
-        w, losses = np.random.default_rng(4).standard_normal((32, 96)).astype(np.float32) / 6, []
-        for _ in range(20):
-            value, gradient = step(w)
-            losses.append(float(value))
-            w = w - 10 * gradient
-        return losses
-
-    with jax.default_matmul_precision("highest"):
-        found, expected = curve(dot_product_attention), curve(jax.nn.dot_product_attention)
-    assert expected[-1] < expected[0]
-    np.testing.assert_allclose(found, expected, rtol=1e-3)

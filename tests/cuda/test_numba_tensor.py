@@ -15,11 +15,10 @@ import pytest
 from test_cuda_kernels import disassembled
 from tiles import tile_of
 
-from flashkit.backends.cuda_common import compiler, sm90_bwd_launch
+from flashkit.backends.cuda_common import compiler
 from flashkit.backends.cuda_common.device import MODELS
 from flashkit.backends.numba_cuda import sm80, sm90, specialise
 from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
-from flashkit.backends.numba_cuda.sm90 import backward_kernel
 from flashkit.call.arguments import prepare
 from flashkit.devices import profiles
 from flashkit.spec import AttentionSpec, Problem
@@ -69,8 +68,6 @@ def test_hoppers_forward_pass(dtype: str, d: int, options: dict, spilled: int) -
         pytest.param("bfloat16", 64, {"causal": True}, marks=pytest.mark.exhaustive),
         pytest.param("bfloat16", 96, {"kv_lengths": np.array([9])}, marks=pytest.mark.exhaustive),
         pytest.param("bfloat16", 80, {"softcap": 5.0, "dropout_p": 0.1, "seed": 1}, marks=pytest.mark.exhaustive),
-        pytest.param("bfloat16", 256, {}, marks=pytest.mark.exhaustive),
-        pytest.param("float16", 192, {"causal": True}, marks=pytest.mark.exhaustive),
     ],
 )  # fmt: skip
 def test_hoppers_backward_pass(dtype: str, d: int, options: dict) -> None:
@@ -80,26 +77,25 @@ def test_hoppers_backward_pass(dtype: str, d: int, options: dict) -> None:
     """
     spec = spec_of(dtype, d, **options)
     tile = tile_of(spec, "sm90", "backward", backend=NUMBA)
-    binary = compiler.binary(specialise.source(backward_kernel(spec), spec, tile.constants(spec)), "sm_90a")
-    assert binary.resources["bwd_preprocess"].spills == binary.resources["bwd_postprocess"].spills == 0
+    binary = compiler.binary(specialise.source("sm90/backward", spec, tile.constants(spec)), "sm_90a")
+    assert binary.resources["bwd_preprocess"].spills == 0
+    # The rare part, where a hidden pair may have met NaN, makes do with what leaves room for many threads.
+    assert binary.resources["bwd_postprocess"].spills <= (192 if options else 0)
     assert binary.resources["sm90_backward"].spills <= (128 if not options else 640)
     code = disassembled(binary.path)
     code = code[code.index(".text.sm90_backward:") :]
     lines = code[: code.find(".section", 10)].splitlines()
     products = [i for i, line in enumerate(lines) if "HGMMA" in line]
-    # S twice, of the first tile and of the next one; dQ twice, in the loop and after it. In a cluster dQ of half the
-    # columns, from the keys of both CTAs.
-    cluster, chunks = sm90_bwd_launch.cluster_size(spec) > 1, -(-d // 64)
-    of_queries = (chunks + 1) // 2 if cluster else 2
-    expected = 3 * -(-d // 16) + 2 * tile.block_q // 16 + of_queries * tile.block_k // 16
-    assert len(products) == expected
-    assert sum("WARPGROUP.DEPBAR" in line for line in lines) == (8 if cluster else 6)
+    # S twice, of the first tile and of the next one; dQ twice, in the loop and after it.
+    assert len(products) == 3 * -(-d // 16) + 2 * tile.block_q // 16 + 2 * tile.block_k // 16
+    assert sum("WARPGROUP.DEPBAR" in line for line in lines) == 6
     assert not any("MEMBAR.ALL.GPU" in line for line in lines[products[0] : products[-1]])
     spilled = [line for line in lines[products[0] : products[-1]] if re.search(r"\b(STL|LDL)", line)]
     assert len(spilled) <= 60
-    stores = ["UTMASTG.5D", *([] if cluster else ["UBLKRED"]), "REDG.E.ADD.F32"]
-    dsmem = ["UBLKCP.S.S", "UCGABAR_ARV", "SYNCS.ARRIVE.TRANS64.RED"] if cluster else []
-    for instruction in ("HGMMA.64x", "UTMALDG.5D", "UBLKCP", *stores, *dsmem, "SYNCS.PHASECHK", "USETMAXREG", "STSM"):
+    for instruction in (
+        "HGMMA.64x", "UTMALDG.5D", "UBLKCP", "UTMASTG.5D", "UBLKRED", "REDG.E.ADD.F32", "SYNCS.PHASECHK", "USETMAXREG",
+        "STSM",
+    ):  # fmt: skip
         assert instruction in code
 
 
@@ -200,12 +196,14 @@ def test_what_hoppers_backward_pass_cannot_do_is_refused() -> None:
     for changes, reason in (*REFUSALS, NO_FLOAT32):
         assert reason in chosen.supports(problem(**changes), HOPPER, "backward").reason
     assert "not sm_90" in chosen.supports(problem(), MODELS["sm_80"], "backward").reason
+    assert "more than 128 columns" in chosen.supports(problem(d=136), HOPPER, "backward").reason
+    assert chosen.supports(problem(d=136), HOPPER, "forward")
 
 
 WHERE = [
     ({}, "sm90", "sm90", ""),
     ({"kv_lengths": True, "dropout": True, "sinks": True}, "sm90", "sm90", ""),
-    ({"d": 256}, "sm90", "sm90", ""),
+    ({"d": 256}, "sm90", "sm80", "gradients of more than 128 columns run on the sm80 kernels"),
     ({"n_q": 9}, "sm80", "sm90", "rows share keys"),
     ({"deterministic": True}, "sm90", "sm80", "deterministic gradients run on the sm80 kernels"),
     ({"packed": True}, "simt", "simt", "packed sequences run on the simt kernels"),

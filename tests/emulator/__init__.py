@@ -43,6 +43,7 @@ def emulated(sms: int = 3) -> Iterator[Device]:
     """Within the block, the process's CUDA device is the emulated one, with this many SMs."""
     from cuda.bindings import driver
 
+    from flashkit.backends import elf
     from flashkit.backends.cuda_common import compiler, memory, tensor_maps
     from flashkit.backends.numba_cuda import assemble
 
@@ -63,7 +64,7 @@ def emulated(sms: int = 3) -> Iterator[Device]:
         replace(driver, **DRIVER.functions())
         # The options and the identity are part of a binary's name on disk: PTX and machine code never mix.
         replace(compiler, OPTIONS=options, _compile=lambda source, arch: _ptx(compile_, source, arch))
-        replace(compiler, _is_machine_code=lambda binary: True)  # PTX
+        replace(elf, alike=lambda code, model: True)  # PTX
         replace(assemble, machine_code=lambda name, texts, arch: ("\f".join(texts).encode(), ""))
         replace(assemble, identity=lambda: ("emulated",))
         replace(memory, _GAP=256)

@@ -25,6 +25,7 @@ SPECIAL = (
 LOCAL = 1 << 33
 """Generic address of a thread's local memory: above that of any shared memory, below global memory."""
 
+
 @dataclass
 class Entry:
     """A kernel."""

@@ -120,9 +120,7 @@ def rows_on_8_bytes(x: np.ndarray, first: int) -> Any:
 @pytest.mark.parametrize("first", [0, 4], ids=["strides", "addresses"])
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
 @pytest.mark.one_in(3)
-def test_rows_on_8_bytes(
-    name: str, first: int, backend: str, generation: str, older: str, launched: list[str]
-) -> None:
+def test_rows_on_8_bytes(name: str, first: int, backend: str, generation: str, older: str, launched: list[str]) -> None:
     """They go to older kernels, gradients where dO alone is so."""
     choice = {**FEATURES, "sizes": "70x130", "batch": "1"}
     call = build(choice)
@@ -251,28 +249,6 @@ def test_other_streams_wait_for_what_a_plan_has_copied(
     assert len(copied.waited) == 3
     right = flashkit.attention(x, x, x, kv_lengths=lengths, backend="reference")
     np.testing.assert_allclose(out.get(), right, atol=1e-5)
-
-
-@pytest.mark.parametrize("generation", ["simt"])
-def test_packed_calls_of_equal_offsets_copy_them_once(
-    generation: str, device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Offsets on the host, which the caller may change: their contents choose the plan."""
-    import cupy
-
-    monkeypatch.setenv(cuda_backend.VARIABLE, generation)
-    copies: list[Any] = []
-    copy = cuda_arguments.on_device
-    monkeypatch.setattr(cuda_arguments, "on_device", lambda x, *dtype: copies.append(x) or copy(x, *dtype))
-    x = np.random.default_rng(0).standard_normal((30, 1, 16), np.float32)
-    q, offsets = cupy.asarray(x), np.array([0, 7, 30])
-    for begins in ([0, 7, 30], [0, 7, 30], [0, 20, 25], [0, 7, 30]):
-        offsets[:] = begins
-        out = flashkit.attention(q, q, q, cu_seqlens=offsets, causal=True, backend="cupy_raw")
-        right = flashkit.attention(x, x, x, cu_seqlens=offsets, causal=True, backend="reference")
-        np.testing.assert_allclose(out.get(), right, atol=1e-5)
-    uploads = [each for each in copies if isinstance(each, np.ndarray)]
-    assert len(uploads) == 2 * 3  # two plans: offsets of q and of k, and lengths
 
 
 # --- repeated pull-backs ----------------------------------------------------------------------------------------------

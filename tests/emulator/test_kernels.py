@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import flashkit
-from flashkit import dispatch, mods
+from flashkit import mods
 from flashkit.backends.cuda_common import arguments, compiler, sm90_bwd_launch
 from flashkit.backends.cuda_common import backend as cuda_backend
 from flashkit.backends.cuda_common.launch import KernelArguments, Library
@@ -23,8 +23,8 @@ from flashkit.backends.cupy_raw import specialise as cupy_raw
 from flashkit.backends.numba_cuda import sm90 as numba_sm90
 from flashkit.call import arguments as call_arguments
 from flashkit.call.arguments import prepare
-from flashkit.call.positions import read_in_place
-from flashkit.spec import AttentionSpec, Gradients
+from flashkit.call.sequences import read_in_place
+from flashkit.spec import AttentionSpec
 
 from . import hardware
 from .calls import FEATURES, PLAIN, build, check, check_arrays, check_forward, features, generations, normal
@@ -51,7 +51,9 @@ CUPY_OFTEN = [
 
 HARD_DATA = [
     pytest.param(
-        backend, generation, data,
+        backend,
+        generation,
+        data,
         marks=exhaustive if (backend, data) == ("numba_cuda", "NaN") and generation != "simt" else [],
     )
     for backend in BACKENDS
@@ -149,9 +151,7 @@ def test_equal_scores_of_any_size(
     (q, k, v), scores = equal_scores(66, 200, dtype)
     if "alibi_slopes" in options:
         options = {"alibi_slopes": cupy.asarray(np.zeros(len(scores), np.float32))}
-    (out, lse), vjp = flashkit.attention_vjp(
-        *map(cupy.asarray, (q, k, v)), return_lse=True, backend=backend, **options
-    )
+    (out, lse), vjp = flashkit.attention_vjp(*map(cupy.asarray, (q, k, v)), return_lse=True, backend=backend, **options)
     mean = np.broadcast_to(v.astype(np.float64).mean(2, keepdims=True), out.shape)
     unit = cases.epsilon("float16" if "precision" in options else dtype)
     # Of the last tile, where scores are small.
@@ -256,76 +256,6 @@ def test_modifications_of_packed_sequences(more: cases.Choice, backend: str, gen
     if "storage" in more and (generation, backend) != ("sm80", "cupy_raw"):
         more = {**more, "storage": "swapped"}  # TMA takes no gaps, nor do Numba's copies of 16 bytes
     check({**PLAIN, "batch": "3", "sizes": "100x140", "sequences": "packed", **more}, backend)
-
-
-@slow
-@exhaustive
-@pytest.mark.parametrize("generation", ["sm80"])
-def test_packed_float32_on_tensor_cores() -> None:
-    check({**PACKED, "dtype": "float32", "storage": "packed"}, "cupy_raw")
-
-
-@slow
-@pytest.mark.one_in(5)
-@pytest.mark.parametrize(("backend", "generation"), PACKED_KERNELS)
-def test_offsets_that_change_in_a_graph(backend: str, generation: str, device: Device) -> None:
-    """Kernels read where sequences begin when they run."""
-    import cupy
-
-    call = build({**PACKED, "dtype": features(generation)["dtype"], "alibi": "(B, Hq)"})
-    options = {name: x for name, x in call.options.items() if name not in ("out", "cu_seqlens")}
-    rows, keys = len(call.q), len(call.k)
-    known = np.array([0, 40, 60, rows]), np.array([0, 70, 71, keys - 20])
-    problem, operands, _ = prepare(call.q, call.k, call.v, cu_seqlens=tuple(map(cupy.asarray, known)), **options)
-    chosen, plan = dispatch.plan(problem, backend)
-    wrt = (cupy.empty(x.shape, x.dtype) for x in (operands.q, operands.k, operands.v))
-    dout = cupy.asarray(np.ascontiguousarray(call.dout.get().swapaxes(0, 1)[None]))
-    gradients = Gradients(dout, None, *wrt, cupy.empty(call.options["sinks"].shape, np.float32))
-
-    def compute() -> None:
-        chosen.forward(plan, operands)
-        chosen.backward(plan, operands, gradients)
-
-    with cupy.cuda.Stream(non_blocking=True) as stream:
-        compute()  # compiles
-        stream.begin_capture()
-        compute()
-        graph = stream.end_capture()
-    host = {name: x.get() if isinstance(x, cupy.ndarray) else x for name, x in options.items()}
-    wide = [x.get().astype(np.float64) for x in (call.q, call.k, call.v)]
-    assert operands.cu_seqlens is not None
-    for begins_q, begins_k in (([0, 7, 73, rows - 5], [0, 100, 190, keys]), ([0, 0, 129, 130], [0, 1, 140, 205])):
-        lengths_q, lengths_k = np.diff(begins_q), np.diff(begins_k)
-        operands.cu_seqlens[0][...] = cupy.asarray([*begins_q, rows])
-        operands.cu_seqlens[1][...] = cupy.asarray([*begins_k, begins_k[-1]])
-        operands.kv_lengths[:-1] = cupy.asarray(lengths_k)
-        operands.q_offset[:-1] = cupy.asarray(lengths_k - lengths_q)
-        graph.launch()
-        begins = np.array(begins_q), np.array(begins_k)
-        right, vjp = flashkit.attention_vjp(*wide, cu_seqlens=begins, backend="reference", **host)
-        exact = right, *vjp(call.dout.get().astype(np.float64))
-        for got, each in zip((operands.out, gradients.dq, gradients.dk, gradients.dv), exact, strict=True):
-            np.testing.assert_allclose(got.get()[0].swapaxes(0, 1).astype(np.float64), each, atol=2.0**-6)
-
-
-@slow
-@pytest.mark.parametrize("generation", ["sm90"])
-@pytest.mark.parametrize("more", [{"alibi": "(B, Hq)"}, {"causal": "no", "sinks": "no"}], ids=["masked", "all"])
-def test_packed_sequences_on_hopper(more: cases.Choice) -> None:
-    """The forward pass: TMA must not store rows behind the end of a sequence."""
-    check_forward({**PACKED, "sizes": "300x260", **more}, "cupy_raw")
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("lengths", [{3: 40, 69: 1, 70: 130}, {0: 1, 34: 140, 1055: 128, 1099: 17}], ids=["71", "1100"])
-@pytest.mark.parametrize(("backend", "generation"), [("cupy_raw", "sm90")])
-def test_many_packed_sequences(lengths: dict[int, int], causal: bool, backend: str) -> None:
-    """More than a warp finds at once, most of them empty; some end with a whole tile."""
-    counts = np.zeros(max(lengths) + 1, int)
-    counts[list(lengths)] = list(lengths.values())
-    begins = np.cumsum([0, *counts])
-    arrays = normal(np.float16, *[(begins[-1] + 3, 1, 64)] * 3)
-    check_arrays(*arrays, backend=backend, atol=2.0**-8, cu_seqlens=begins, causal=causal)
 
 
 def check_packed_gradients(
@@ -764,10 +694,10 @@ def test_float32_on_tensor_cores() -> None:
 @slow
 @pytest.mark.parametrize(
     ("backend", "generation"),
-    [("cupy_raw", "sm90"), ("cupy_raw", "sm80"), pytest.param("numba_cuda", "sm90", marks=exhaustive)],
+    [("cupy_raw", "sm90"), ("cupy_raw", "sm80"), pytest.param("numba_cuda", "sm80", marks=exhaustive)],
 )
 def test_wide_heads(backend: str) -> None:
-    """On Hopper, two CTAs of a cluster share the backward pass of a tile of keys."""
+    """In CUDA C++ for Hopper, two CTAs of a cluster share the backward pass of a tile of keys."""
     check({**FEATURES, "dims": "192/128", "batch": "2", "heads": "2:2"}, backend)
 
 

@@ -6,12 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from operands import numbers
 
 import flashkit
-
-
-def numbers(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

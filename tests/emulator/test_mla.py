@@ -108,25 +108,6 @@ def paged(k: np.ndarray, lengths: np.ndarray, page: int, seed: int = 3) -> tuple
 
 
 @pytest.mark.parametrize(
-    ("heads", "n_q", "n_k", "dims", "dtype"),
-    [
-        ("16:1", 1, 200, (576, 512), BF16),
-        ("20:1", 3, 65, (320, 256), FP16),
-        pytest.param("128:1", 1, 63, (576, 512), FP16, marks=slow),
-        pytest.param("128:1", 2, 1, (576, 512), BF16, marks=slow),
-        pytest.param("2:2", 70, 130, (264, 8), BF16, marks=slow),
-        pytest.param("6:2", 9, 300, (392, 328), FP16, marks=slow),
-    ],
-)
-@pytest.mark.one_in(2)
-def test_dense(
-    heads: str, n_q: int, n_k: int, dims: tuple[int, int], dtype: Any, device: Device, launched: list[str]
-) -> None:
-    check(*inputs(2, heads, n_q, n_k, dims[0], dtype), dims[1], scale=dims[0] ** -0.5)
-    assert set(launched) <= {KERNEL, COMBINE} and KERNEL in launched
-
-
-@pytest.mark.parametrize(
     ("page", "heads", "n_q", "dims", "count", "options"),
     [
         (24, "20:1", 3, (320, 256), 3, {"causal": True}),
@@ -285,10 +266,6 @@ def test_deterministic_results_depend_on_their_sequence_alone(device: Device, la
     device.sms = 16
     other = call(q[:1], k[:1], 256, kv_lengths=lengths[:1])[0].get()[0]
     assert (other != every[0].get()[0]).any()  # which this is about
-
-
-def test_cluster_sizes() -> None:
-    assert [sm90_mla.cluster_size(32, n_q) for n_q in (1, 2, 3, 4, 5, 6, 7, 8, 9)] == [1, 1, 2, 2, 1, 1, 2, 2, 2]
 
 
 @slow

@@ -167,29 +167,6 @@ def test_other_calls_make_them() -> None:
     check(packed, known=False, cu_seqlens=torch.tensor([0, 5, 12]), causal=True)
 
 
-def test_a_plan_takes_no_other_layout() -> None:
-    """Each call differs from the one before in one property of its key."""
-    q, k, v = (x.detach() for x in qkv())
-    wide = torch.randn(1, 2, 12, 16)
-    rolled = torch.randn(1, 12, 2, 8).transpose(1, 2)
-    negative = torch._neg_view(k)  # as the imaginary part of a conjugate is
-    assert negative.is_neg() and not negative.resolve_neg().is_neg()
-    for given in (
-        (q, k, v), (q, wide[..., :8], v), (q, k, rolled), (q[:, :, :7], k, v), (q, k[:, :1], v[:, :1]),
-        (q, k[..., ::2], v), (q[..., ::2], k[..., ::2], v), (q[:, :, :0], k, v), (q.half(), k.half(), v.half()),
-        (q, negative, v),
-    ):  # fmt: skip
-        try:
-            expected = ft.attention(*given)
-        except ValueError:
-            with pytest.raises(ValueError, match="k: expected head dim"):
-                ft.attention(*map(on_device_as_it_is, given))
-            continue
-        for _ in range(2):
-            found = ft.attention(*map(on_device_as_it_is, given))
-            torch.testing.assert_close(on_host(found), expected, atol=1e-3, rtol=1e-3)
-
-
 def on_device_as_it_is(x: Any) -> Any:
     """With its strides and its negation."""
     if x.is_neg():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from typing import Any
@@ -17,7 +16,7 @@ from flashkit.mods import expr
 dask = pytest.importorskip("dask", reason="the extra `dask`")
 import dask.array as da  # noqa: E402
 
-from flashkit.dask import Axes, attention, moved  # noqa: E402
+from flashkit.dask import attention, moved  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -219,14 +218,6 @@ def test_rechunked_keys_are_loaded_anew(options: dict[str, Any]) -> None:
     np.testing.assert_allclose(found, flashkit.attention(x[:1], values, x[1:], **options), rtol=1e-11)
 
 
-def test_held_keys_are_loaded_once() -> None:
-    loads: list[int] = []
-    keys = loaded(8, loads, [0], [0])
-    q = da.ones((1, 40, 16), chunks=(1, 10, 16))
-    attention(q, keys, keys).compute(scheduler="sync")
-    assert sorted(loads) == list(range(8))
-
-
 def test_a_tree_merges_so_many_at_a_time() -> None:
     q, k, v = tensors((1,), kv=1)
     arrays = chunked((q, k, v), [(1, N_Q, 16), (1, 2, 16), (1, 2, 16)])  # 35 chunks of keys
@@ -273,13 +264,6 @@ def test_moved_modifications_agree_with_the_whole() -> None:
     np.testing.assert_array_equal(local, whole)
     other = moved(mod, {"b": 0, "h": 0, "row": 1, "k": 2})
     assert other.expr is part.expr  # chunks share their kernels
-
-
-def test_axes() -> None:
-    for layout, ndim in itertools.product(("bhnd", "bnhd"), (2, 3, 4, 5)):
-        axes = Axes(ndim, layout)
-        index = axes.chunk((7,) * len(axes.batch), 8, 9)
-        assert index[axes.token] == 9 and (axes.head is None or index[axes.head] == 8) and index[-1] == 0
 
 
 @pytest.mark.parametrize(

@@ -88,9 +88,7 @@ def compare(inputs: dict[str, np.ndarray], attributes: dict[str, Any], rtol: flo
         expected[3] = reference(inputs, attributes | {"softcap": 0.0})[3]
     for name, got, wanted in zip(found._fields, found, expected, strict=True):
         assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype), name
-        np.testing.assert_allclose(
-            got.astype("float64"), wanted.astype("float64"), rtol=rtol, atol=rtol, err_msg=name
-        )
+        np.testing.assert_allclose(got.astype("float64"), wanted.astype("float64"), rtol=rtol, atol=rtol, err_msg=name)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -102,6 +101,7 @@ def test_rounding_is_as_small_as_torchs(dtype: Any) -> None:
 
 
 def test_gradcheck_of_everything_differentiable() -> None:
+    gradcheck = partial(torch.autograd.gradcheck, fast_mode=True)  # along random directions
     inputs = qkv((2, 2, 4, 2))
     bias = torch.randn(2, 4, 4, dtype=torch.float64, requires_grad=True)
     sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
@@ -115,18 +115,18 @@ def test_gradcheck_of_everything_differentiable() -> None:
         out, lse = ft.attention(q, k, v, bias=bias, sinks=sinks, **options)
         return out, lse
 
-    assert torch.autograd.gradcheck(call, (*inputs, bias, sinks))
-    assert torch.autograd.gradcheck(lambda *x: ft.attention(*x, return_lse=True), inputs)
-    assert torch.autograd.gradcheck(lambda x: ft.attention(*(y.detach() for y in inputs), sinks=x), (sinks,))
+    assert gradcheck(call, (*inputs, bias, sinks))
+    assert gradcheck(lambda *x: ft.attention(*x, return_lse=True), inputs)
+    assert gradcheck(lambda x: ft.attention(*(y.detach() for y in inputs), sinks=x), (sinks,))
     several = qkv((2, 3, 2, 4, 2))
     own = {"kv_lengths": torch.tensor([[4, 2, 3], [1, 4, 4]]), "mask": torch.rand(2, 1, 1, 4, 4) < 0.8}
     for shape in ((2, 1, 2, 4, 4), (3, 1, 4, 4), (2, 3, 2, 1, 4), (1, 3, 1, 4, 1), (4,), ()):
         bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-        assert torch.autograd.gradcheck(lambda bias: ft.attention(*several, bias=bias, **own), (bias,))
+        assert gradcheck(lambda bias: ft.attention(*several, bias=bias, **own), (bias,))
     for shape in ((4, 4), (2, 1, 4, 4), (2, 2, 1, 4), (1, 2, 4, 1)):
         bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-        assert torch.autograd.gradcheck(lambda bias: ft.attention(*inputs, bias=bias), (bias,))
-    assert torch.autograd.gradcheck(lambda *x: ft.attention(*x, layout="bnhd", causal=True, q_offset=0), inputs)
+        assert gradcheck(lambda bias: ft.attention(*inputs, bias=bias), (bias,))
+    assert gradcheck(lambda *x: ft.attention(*x, layout="bnhd", causal=True, q_offset=0), inputs)
 
 
 def test_the_derivative_ends_with_the_first() -> None:
@@ -257,44 +257,6 @@ def test_tangents_are_refused(n: int) -> None:
         torch.func.jvp(lambda q: ft.attention(q, k, v), (q,), (q,))
 
 
-def test_a_plan_takes_no_other_layout() -> None:
-    """Each call differs from the one before in one property of the key of its plan."""
-    q, k, v = (x.detach().float() for x in qkv())
-    wide, deep = torch.randn(2, 4, 21, 32), torch.randn(2, 21, 4, 16).transpose(1, 2)
-    negative = torch._neg_view(k)  # as the imaginary part of a conjugate is
-    shifted = torch.frombuffer(bytearray(b"-" + k.numpy().tobytes()), dtype=torch.uint8)[1:]
-    shifted = torch.from_numpy(shifted.numpy().view(np.float32)).reshape(k.shape)
-    assert negative.is_neg() and shifted.data_ptr() % 4
-    for given in (
-        (q, k, v), (q, wide[..., ::2], v), (q, wide[..., :16], v), (q, deep, v), (deep, k, v), (q[:, :, :9], k, v),
-        (q, k[:, :2], v[:, :2]), (q, negative, v), (q, shifted, v), (q, k, v[..., :7]),
-        (q, k.expand(2, 4, 21, 16), k[:, :1, :1].expand(2, 4, 21, 16)), (q.half(), k.half(), v.half()),
-        (q[0], k[0], v[0]), (q.double(), k.double(), v.double()),
-    ):  # fmt: skip
-        copies = [x.resolve_neg().clone(memory_format=torch.contiguous_format) for x in given]
-        expected = F.scaled_dot_product_attention(*(x.double() for x in copies[:3]), enable_gqa=True)
-        ulps = 8 * torch.finfo(given[0].dtype).eps / torch.finfo(torch.float64).eps
-        for _ in range(3):
-            leaves = [x.detach().requires_grad_() for x in given]
-            with torch.no_grad():
-                same([ft.attention(*leaves).double()], [expected], ulps)
-            out = ft.attention(*leaves)
-            same([out.detach().double()], [expected], ulps)
-            wanted = torch.autograd.grad(ft.attention(*(x.requires_grad_() for x in copies)).sum(), copies)
-            same(list(torch.autograd.grad(out.sum(), leaves)), list(wanted))
-
-
-def test_options_that_are_equal_are_not_the_same() -> None:
-    q, k, v = (x.detach() for x in qkv())
-    scale = torch.tensor(0.5)
-    for _ in range(3):
-        ft.attention(q, k, v, causal=True, q_offset=1)
-        with pytest.raises(TypeError, match=r"q_offset: expected .* got True"):
-            ft.attention(q, k, v, causal=True, q_offset=True)
-        scale *= 2
-        same([ft.attention(q, k, v, scale=scale)], [ft.attention(q, k, v, scale=float(scale))], ulps=0)
-
-
 def test_saved_tensors_are_watched_and_may_move() -> None:
     inputs = qkv()
     expected = both(ft.attention, inputs, causal=True)
@@ -364,8 +326,7 @@ def _documents(b: Any, h: Any, q: Any, k: Any) -> Any:
     return (DOCUMENT[b, q] == DOCUMENT[b, k]) & torch.ge(q, k)
 
 
-@pytest.mark.parametrize("score_mod", [None, _alibi, _piecewise])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("score_mod", "masked"), [(None, True), (_alibi, False), (_piecewise, True)])
 def test_functions_of_flex_attention(score_mod: Any, masked: bool) -> None:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -415,43 +376,6 @@ def test_a_function_of_tensors_is_the_graph_of_one_of_arrays() -> None:
 
 
 # --- a model ----------------------------------------------------------------------------------------------------------
-
-
-def _losses(attend: Callable[..., Any], backend: str, steps: int = 4) -> list[float]:
-    """A transformer of two layers that learns to copy a token of the text."""
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.head = torch.nn.Embedding(11, 32), torch.nn.Linear(32, 11)
-            self.layers = torch.nn.ModuleList(torch.nn.Linear(32, 96) for _ in range(2))
-
-        def forward(self, tokens: Any) -> Any:
-            x = self.embed(tokens)
-            for layer in self.layers:
-                q, k, v = layer(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
-                x = x + attend(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-            return self.head(x)
-
-    torch.manual_seed(0)
-    torch.compiler.reset()
-    model = Model()
-    step = torch.compile(model, fullgraph=True, backend=backend)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-2), []
-    for n in range(steps):
-        tokens = torch.randint(11, (4, 16), generator=torch.Generator().manual_seed(n))
-        loss = F.cross_entropy(step(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
-def test_a_compiled_model_trains_the_same_curve(backend: str) -> None:
-    found = _losses(ft.scaled_dot_product_attention, backend)
-    assert found == pytest.approx(_losses(F.scaled_dot_product_attention, backend), rel=1e-5)
 
 
 def test_what_is_no_tensor_says_so() -> None:

@@ -229,3 +229,83 @@ def test_other_content_is_refused(text: str, count: int) -> None:
         values = []
     with pytest.raises(ValueError, match=r"modifications|block mask"):
         ft.Mods.of_content(text, values)
+
+
+# --- FlexAttention's way of writing -----------------------------------------------------------------------------------
+
+TABLE, OFFSETS, CHOSEN = torch.randn(24), torch.tensor([0, 3, 9, 16]), torch.tensor([0, 2, 5])
+
+WRITTEN: dict[str, Callable[..., Any]] = {
+    "abs": lambda s, b, h, q, k: s - (q - k).abs(),
+    "clamp": lambda s, b, h, q, k: s.clamp(-1.0, 1.0) + (q - k).clamp(min=0, max=5),
+    "clamp_": lambda s, b, h, q, k: s + TABLE[torch.clamp(q - k + 8, 0, 23)],
+    "clamp_min": lambda s, b, h, q, k: s.clamp_min(0.5) + torch.clamp_max(q - k, 2),
+    "tanh": lambda s, b, h, q, k: 5.0 * (s / 5.0).tanh(),
+    "masked_fill": lambda s, b, h, q, k: s.masked_fill(q < k, -1e4),
+    "masked_fill function": lambda s, b, h, q, k: torch.masked_fill(s, (q - k).abs() > 3, -7.0),
+    "logical_and": lambda s, b, h, q, k: torch.where((q >= k).logical_and(q - k < 4), s, s - 9.0),
+    "logical_or": lambda s, b, h, q, k: torch.where(torch.logical_or(q < 2, (k % 2)), s, 0.0),
+    "logical_xor": lambda s, b, h, q, k: torch.where(torch.logical_xor(q < 4, k < 4), s, s * 2.0),
+    "logical_not": lambda s, b, h, q, k: torch.where((q % 2).logical_not(), s, -s),
+    "eq": lambda s, b, h, q, k: torch.where(q.eq(k), s + 1.0, s),
+    "ge": lambda s, b, h, q, k: s * q.ge(k) + s * q.lt(k) * 0.5,
+    "int": lambda s, b, h, q, k: s + (q >= k).int(),
+    "long": lambda s, b, h, q, k: s + TABLE[(q >= k).long()],
+    "float": lambda s, b, h, q, k: s + q.float() / 7.0 - k.double() / 3.0,
+    "to": lambda s, b, h, q, k: s + (q > k).to(torch.float32) * 2,
+    "square": lambda s, b, h, q, k: s - 0.01 * (q - k).square() + torch.square(s),
+    "zeros_like": lambda s, b, h, q, k: torch.where(q < k, torch.zeros_like(s), s),
+    "full_like": lambda s, b, h, q, k: torch.where(q < k, torch.full_like(s, -3.5), s),
+    "ones_like": lambda s, b, h, q, k: s * torch.ones_like(s) + torch.ones_like(q),
+    "new_full": lambda s, b, h, q, k: s + q.new_full((), 2),
+    "relu": lambda s, b, h, q, k: torch.relu(s) + s.relu() + torch.nn.functional.relu(q - k),
+    "pow": lambda s, b, h, q, k: torch.pow(s, 2) + s.pow(3) + (q - k).pow(2) + s**2.0,
+    "log1p": lambda s, b, h, q, k: s - torch.log1p((q - k).abs().float()),
+    "rsqrt": lambda s, b, h, q, k: s * torch.rsqrt(1.0 + q),
+    "expm1": lambda s, b, h, q, k: torch.expm1(s),
+    "reciprocal": lambda s, b, h, q, k: s * (1 + q).float().reciprocal(),
+    "maximum": lambda s, b, h, q, k: torch.maximum(s, s.new_zeros(())) - torch.minimum(q, k),
+    "fmod": lambda s, b, h, q, k: s + torch.fmod(q - k, 3) + torch.fmod(s, 0.7),
+    "remainder": lambda s, b, h, q, k: s + torch.remainder(q - k, 3),
+    "isin": lambda s, b, h, q, k: torch.where(torch.isin(k, CHOSEN), s, -4.0),
+    "isin inverted": lambda s, b, h, q, k: torch.where(torch.isin(k, CHOSEN, invert=True), s, -4.0),
+    "floor division": lambda s, b, h, q, k: s + torch.div(q - k, 3, rounding_mode="floor"),
+    "truncating division": lambda s, b, h, q, k: s + torch.div(q - k, 3, rounding_mode="trunc"),
+    "true division": lambda s, b, h, q, k: s + torch.div(q - k, 3) + (q - k).div(5) + torch.true_divide(q, 3),
+    "floor_divide": lambda s, b, h, q, k: s + torch.floor_divide(q, 4) - k.floor_divide(3),
+    "float floor": lambda s, b, h, q, k: s + torch.div(s, 0.3, rounding_mode="floor"),
+    "ceil": lambda s, b, h, q, k: torch.ceil(s) + torch.trunc(s * 3.0) + s.floor(),
+    "base": lambda s, b, h, q, k: s - 2.0 ** (-(h + 1.0)) * (q - k).abs() + 1.5**h,
+    "exp2": lambda s, b, h, q, k: s - torch.exp2(-(h + 1.0)) * (q - k),
+    "sigmoid": lambda s, b, h, q, k: s.sigmoid() * s.sign() + torch.cos(s) + s.sin(),
+    "names": lambda s, b, h, q, k: torch.add(s, q).subtract(k).multiply(0.5).divide(3.0).negative(),
+    "other=": lambda s, b, h, q, k: torch.maximum(input=s, other=s * 2.0) + torch.add(s, other=q),
+    "where method": lambda s, b, h, q, k: s.where(q >= k, s - 1.0),
+    "documents": lambda s, b, h, q, k: torch.where(OFFSETS[h] <= q, s, -2.0),
+    "bitwise": lambda s, b, h, q, k: torch.where((q & 3).bitwise_xor(k & 1).eq(0), s, -s),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_functions_as_they_are_written_for_flex_attention(name: str) -> None:
+    """Traced and evaluated, and computed by PyTorch on tensors: the same numbers."""
+    function, generator = WRITTEN[name], torch.Generator().manual_seed(0)
+    q, k, h = (torch.randint(0, n, (200,), generator=generator) for n in (16, 16, 4))
+    s = torch.randn(200, generator=generator)
+    # FlexAttention calls it by vmap, with tensors of one element.
+    expected = torch.stack([function(*each) for each in zip(s, 0 * q, h, q, k)])
+    native = torch_mods._native(torch_mods.trace(function, "score"))
+    found = native.evaluate(b=0, h=h.numpy(), q=q.numpy(), k=k.numpy(), s=s.numpy())
+    np.testing.assert_allclose(found, expected.numpy(), rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [(lambda s, b, h, q, k: s.add_(1.0), "'add_'"), (lambda s, b, h, q, k: torch.erf(s), "erf"),
+     (lambda s, b, h, q, k: s.long(), "cannot be converted"),
+     (lambda s, b, h, q, k: torch.where(torch.isin(k, torch.arange(65)), s, 0.0), "at most 64 elements")],
+)  # fmt: skip
+def test_what_has_no_counterpart_is_named(function: Callable[..., Any], message: str) -> None:
+    """Methods that write to their tensor among it: a symbol is not changed."""
+    with pytest.raises(TypeError, match=message):
+        ft.Mods(score_mod=function)

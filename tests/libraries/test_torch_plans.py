@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -19,8 +18,7 @@ from torch.overrides import TorchFunctionMode  # noqa: E402
 
 import flashkit  # noqa: E402
 from flashkit import torch as ft  # noqa: E402
-from flashkit.call import plans, torch_autograd, torch_passes, torch_plans  # noqa: E402
-from flashkit.call.planned import Planned  # noqa: E402
+from flashkit.call import plans, torch_autograd, torch_plans  # noqa: E402
 
 
 def name() -> Any:
@@ -166,17 +164,6 @@ def test_calls_find_their_plans(runs: list[str]) -> None:
         assert not runs
 
 
-def test_many_layouts() -> None:
-    """The last few are known."""
-    for n in (*range(9, 30), 29, 28):
-        q, k, v = qkv(n)
-        for _ in range(2):
-            expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-            torch.testing.assert_close(ft.attention(q, k, v), expected)
-    found: Any = plans.get(torch_plans.name_of(False, torch_passes.OPTION_DEFAULTS))
-    assert [known[0].problem.n_q for _, known in found.known] == list(range(29, 21, -1))
-
-
 def test_no_tensor_is_kept() -> None:
     given = [x.requires_grad_() for x in qkv()]
     for _ in range(2):
@@ -227,46 +214,6 @@ def test_a_known_plan_hides_no_call(watcher: str, monkeypatch: pytest.MonkeyPatc
         assert torch.equal(ft.attention(*given), expected)
     assert calls == ([] if watcher == "nothing" else [True])
     assert watcher != "functions" or "flashkit.attention.default" in active.seen
-
-
-def test_a_known_plan_hides_no_call_from_a_tracer() -> None:
-    given = qkv()
-    for _ in range(2):
-        ft.attention(*given)
-    traced = torch.jit.trace(lambda *x: ft.attention(*x), given, check_trace=False)
-    assert "flashkit::attention" in str(traced.graph)
-
-
-def test_plans_run_on_threads() -> None:
-    """Each finds the plans of all."""
-    given = [qkv(n) for n in (12, 17)]
-    expected = [ft.attention(*each) for each in given]
-    wrong: list[int] = []
-
-    def work() -> None:
-        for n in range(40):
-            if not torch.equal(ft.attention(*given[n % 2]), expected[n % 2]):
-                wrong.append(n)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
-def test_a_plan_is_kept_with_what_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans of calls with other tensors are none of calls without them."""
-    q, k, v = qkv()
-    bias, ran = torch.randn(4, 21, 21), list[Any]()
-    run = Planned.run
-    monkeypatch.setattr(Planned, "run", lambda *args: ran.append(args[0]) or run(*args))
-    for _ in range(3):
-        plain, biased = ft.attention(q, k, v), ft.attention(q, k, v, bias=bias)
-        torch.testing.assert_close(plain, torch.nn.functional.scaled_dot_product_attention(q, k, v))
-        torch.testing.assert_close(biased, torch.nn.functional.scaled_dot_product_attention(q, k, v, bias))
-    assert len(set(map(id, ran))) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -37,7 +37,7 @@ ROWS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     ),
     # what a call checks
     "tests/unit/test_bad_input.py -k lengths": (
-        ("lengths", "call.positions:_counts", "counts.view(np.uint64).max() > most", "counts.max() > most"),
+        ("lengths", "call.sequences:_counts", "counts.view(np.uint64).max() > most", "counts.max() > most"),
     ),
     f"{SAFETY} -k exchanged_values": (("bounds", "call.compose:check_indices", "high >= n", "high > n"),),
     f"{SAFETY} -k integers": (
@@ -55,8 +55,10 @@ ROWS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     ),
     # the CPU
     STEPS: (
-        ("rescale", f"{CPU}.kernels.forward:online_softmax", "o_acc[d, i] *= m_new[i]", "pass"),
-        ("rescale", f"{CPU}.kernels.forward:online_softmax", "l[i] *= m_new[i]", "pass"),
+        ("rescale", f"{CPU}.micro.softmax:online_softmax",
+         "memory.store(b.fmul(memory.load(b.add(at, offset)), factor), b.add(at, offset))", "pass"),
+        ("rescale", f"{CPU}.micro.softmax:online_softmax",
+         "memory.store(b.fmul(memory.load(b.add(l, offset)), factor), b.add(l, offset))", "pass"),
         ("ragged tile", f"{CPU}.kernels.forward:forward_work_tile", "(seq.n_k + block_k - 1) // block_k",
          "seq.n_k // block_k"),
         ("heads", f"{CPU}.kernels.forward:forward_work_tile", "h // args[GROUP]", "h % (args[HEADS] // args[GROUP])"),
@@ -71,7 +73,7 @@ ROWS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
          "_gemm_add(args, (-p).T, do, dv, nonfinite)"),
         ("splits", f"{CPU}.kernels.backward:bwd_postprocess", "total[i] += of_split[i]", "total[i] -= of_split[i]"),
         ("offset", f"{CPU}.seq_info:seq_info", "integer_at(args[Q_OFFSETS] + 8 * b)", "integer_at(args[Q_OFFSETS])"),
-        ("lengths", f"{CPU}.passes:bind_backward", "gradients.dk[entry, :, end:], gradients.dv[entry, :, end:] = 0, 0",
+        ("lengths", f"{CPU}.passes:bind_backward", "to.dk[entry, :, end:], to.dv[entry, :, end:] = 0, 0",
          "pass"),
         ("sink", f"{CPU}.passes:bind_backward", "weight * delta", "-weight * delta"),
         ("mask edge", f"{CPU}.tiling:tile_state", "k1 - 1", "k1 - 2"),
@@ -133,13 +135,13 @@ ROWS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("ragged tile", "sm80/softmax.cuh", "? at.n_k : 0;", "? at.n_k + 1 : 0;"),
         ("gradient", "common/bwd_preprocess.cu", "sum -= *q_row<const fk_float>(p, p.dlse",
          "sum += *q_row<const fk_float>(p, p.dlse"),
-        ("order", "sm80/backward.cu", "if (ORDERED) semaphore_wait(semaphore, bits, add_after, add_end);", ";"),
+        ("order", "sm80/backward.cu", "semaphore_wait(semaphore, bits, add_after, add_end);", ";"),
     ),
     f"{EMULATED} -k 'test_features and cupy_raw-sm90'": (
         ("rescale", "sm90/mainloop.cuh", "acc.o[i] *= IS_FLOAT32 ? block.rescale[i / 2 % 2] * terms.change_factor : "
          "block.rescale[i / 2 % 2];", ";"),
         ("mask edge", "sm90/softmax.cuh", "if (PARTIAL_TILE && HAS_MASK && n_k - k0 < BLOCK_K)", "if (false)"),
-        ("sink", "sm90/softmax.cuh", "factor = exp2_fast(before - reference);", ";"),
+        ("sink", "common/fragment.cuh", "factor = exp2_fast(before - reference);", ";"),
         ("heads", "sm90/layout.cuh", "n_q * PACK_GQA - 1, index", "n_q - 1, index"),
         ("gradient", "sm90/bwd_preprocess.cuh", "total - given.dlse", "total + given.dlse"),
         ("ragged tile", "sm90/bwd_scheduler_warp.cuh",

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from llvmlite import binding
 
+from flashkit import errors
 from flashkit.backends.cpu import objects, target
 from flashkit.devices import kernel_cache
 
@@ -45,7 +46,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a new process does not know."""
     monkeypatch.setattr(objects, "_loaded", {})
     monkeypatch.setattr(kernel_cache, "_memory", OrderedDict())
-    monkeypatch.setattr(kernel_cache, "_warned", set())
+    monkeypatch.setattr(errors, "_said", set())
     monkeypatch.setattr(kernel_cache, "_unpruned", {})
 
 

@@ -6,9 +6,6 @@ import ctypes
 import errno
 import os
 import shutil
-import struct
-import subprocess
-import sys
 import tempfile
 import textwrap
 import time
@@ -18,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kernels import COMPILED, PLANTED, Source, beside, content, file_of, forget, leftovers, returning, run
+from kernels import COMPILED, PLANTED, Source, content, file_of, forget, leftovers, returning, run
 
 from flashkit import settings
 from flashkit.backends import elf
@@ -82,7 +79,7 @@ def full(*_: object, **__: object) -> Any:
 
 def fill(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     """From now on the disk is full for this operation."""
-    fdopen, open_ = os.fdopen, os.open
+    fdopen = os.fdopen
     if when in ("write", "flush", "close"):
 
         def opened(descriptor: int, mode: str = "r", *rest: Any, **options: Any) -> Any:
@@ -90,12 +87,6 @@ def fill(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
             return FullFile(file, when) if "w" in mode else file
 
         monkeypatch.setattr(os, "fdopen", opened)
-    elif when == "lock":
-
-        def unlocked(path: Any, *rest: Any, **options: Any) -> int:
-            return full() if str(path).endswith(".lock") else open_(path, *rest, **options)
-
-        monkeypatch.setattr(os, "open", unlocked)
     else:
         owner: Any = tempfile if when == "mkstemp" else os
         monkeypatch.setattr(owner, when, full)
@@ -117,13 +108,6 @@ def test_kernels_are_used_where_the_disk_is_full(tmp_path: Path, monkeypatch: py
     (said,) = (str(warning.message) for warning in caught)
     assert os.strerror(errno.ENOSPC) in said
     assert leftovers(tmp_path) == []
-
-
-@pytest.mark.usefixtures("silent")
-def test_a_lock_that_the_full_disk_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    fill(monkeypatch, "lock")
-    assert run() == COMPILED
-    assert file_of().exists()
 
 
 @pytest.mark.parametrize("when", ["flush", "fsync", "replace"])
@@ -155,28 +139,6 @@ def test_a_log_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert Log(log.path, CpuTile).peaks == peaks[3]
 
 
-def test_a_small_file_system(tmp_path: Path) -> None:
-    """A real one."""
-    place = tmp_path / "mounted"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k,mode=700", "tmpfs", str(place)]
-    try:
-        mounted = subprocess.run(command, capture_output=True).returncode == 0
-    except OSError:
-        mounted = False
-    if not mounted:
-        pytest.skip("file systems cannot be mounted here")
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("FLASHKIT_CACHE_DIR", str(place))
-            with pytest.warns(UserWarning, match="No space") as caught:
-                results = {run(f"kind{i}") for i in range(40)}
-            assert len(caught) == 1 and results == {COMPILED}
-            assert not list(place.rglob("*.tmp"))
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
-
-
 PTX = """.version 7.8
 .target sm_80
 .address_size 64
@@ -198,7 +160,7 @@ def test_ptxas_needs_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "mkdtemp", full)
     before = len(os.listdir("/proc/self/fd"))
     code, said = assemble.machine_code("f", [PTX], "sm_80")
-    assert elf.is_consistent(code, compiler.resources(said)) and "f" in compiler.resources(said)
+    assert elf.alike(code, elf.CUBIN) and "f" in compiler.resources(said)
     with pytest.raises(compiler.CompileError, match="Parsing error near 'junk'"):
         assemble.machine_code("f", [PTX + "junk"], "sm_80")
     assert len(os.listdir("/proc/self/fd")) == before
@@ -233,67 +195,14 @@ def test_work_goes_on_without_a_lock(monkeypatch: pytest.MonkeyPatch, error: Exc
 # --- damaged files ----------------------------------------------------------------------------------------------------
 
 
-def replace(at: str, offset: int, form: str, value: int) -> Callable[[bytes], bytes]:
-    """Change a field of the ELF header ("") or of the first section of this type, or of its first entry ("type[i]")."""
-
-    def changed(code: bytes) -> bytes:
-        start = 0
-        if at:
-            (table,) = struct.unpack_from("<Q", code, 40)
-            (count,) = struct.unpack_from("<H", code, 60)
-            name, _, index = at.partition("[")
-            kind = {"symbols": 2, "strings": 3, "relocations": 4}[name]
-            start = next(
-                s for s in range(table, table + 64 * count, 64) if struct.unpack_from("<I", code, s + 4)[0] == kind
-            )
-            if index:
-                start = struct.unpack_from("<Q", code, start + 24)[0] + 24 * int(index[:-1])
-        patched = bytearray(code)
-        struct.pack_into(form, patched, start + offset, value)
-        return bytes(patched)
-
-    return changed
-
-
-DAMAGE = {
-    "no relocatable file": replace("", 16, "<H", 2),
-    "sections of another size": replace("", 58, "<H", 40),
-    "no section": replace("", 60, "<H", 0),
-    "more sections than the file has": replace("", 60, "<H", 999),
-    "names of sections elsewhere": replace("", 62, "<H", 99),
-    "a section beyond the end": replace("strings", 24, "<Q", 1 << 40),
-    "a section whose end overflows": replace("strings", 24, "<Q", (1 << 64) - 8),
-    "a section name beyond its table": replace("symbols", 0, "<I", 1 << 30),
-    "a huge alignment": replace("symbols", 48, "<Q", 1 << 40),
-    "symbols of another size": replace("symbols", 56, "<Q", 16),
-    "names of symbols elsewhere": replace("symbols", 40, "<I", 0),
-    "a symbol in no section": replace("symbols[1]", 6, "<H", 200),
-    "a symbol name beyond its table": replace("symbols[1]", 0, "<I", 1 << 30),
-    "a symbol beyond its section": replace("symbols[2]", 8, "<Q", 1 << 40),
-    "a thread-local symbol": replace("symbols[1]", 4, "<B", 6),
-    "relocations of no section": replace("relocations", 44, "<I", 500),
-    "relocations by no symbols": replace("relocations", 40, "<I", 0),
-    "a relocation beyond its section": replace("relocations[0]", 0, "<Q", 1 << 40),
-    "a relocation by no symbol": replace("relocations[0]", 12, "<I", 999),
-    "an unknown relocation": replace("relocations[0]", 8, "<I", 255),
-}
-
-
-def test_a_whole_object_is_consistent() -> None:
-    code = returning(PLANTED).code
-    assert elf.is_consistent(code, ["f"]) and not elf.is_consistent(code, ["g"])
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="object files are not ELF")
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-def test_a_damaged_object_is_not_loaded(monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytes], bytes]) -> None:
-    """Its hash is right. LLVM would end the process."""
+@pytest.mark.parametrize("at", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0])
+def test_a_damaged_object_is_not_loaded(monkeypatch: pytest.MonkeyPatch, at: float) -> None:
+    """LLVM would end the process, or run other code."""
     assert run() == COMPILED
-    file, made = file_of(), returning(PLANTED)
-    file.write_bytes(content(file.name, made))
-    objects._loaded.clear()
-    assert run() == PLANTED
-    file.write_bytes(content(file.name, made._replace(code=damage(made.code))))
+    file = file_of()
+    stored = bytearray(file.read_bytes())
+    stored[int(at * (len(stored) - 1))] ^= 4
+    file.write_bytes(stored)
     objects._loaded.clear()
     load, loaded = objects._load, []
     monkeypatch.setattr(objects, "_load", lambda made: loaded.append(made.code) or load(made))
@@ -309,48 +218,6 @@ def test_an_object_of_another_name_is_not_loaded() -> None:
     assert run() == COMPILED
     file.write_bytes(content(file.name, returning(PLANTED)))
     assert run("another") == PLANTED
-
-
-FUZZ = """
-    import random
-    from test_cache_files import *
-    from kernels import *
-    from flashkit.backends.cpu.micro import compile as micro
-    from flashkit.backends.cpu.micro.register_block import RegisterBlock
-
-    def tables(code):
-        (start,), (count,) = struct.unpack_from("<Q", code, 40), struct.unpack_from("<H", code, 60)
-        yield from (range(64), range(start, start + 64 * count))
-        for s in range(start, start + 64 * count, 64):
-            kind, offset, size = *struct.unpack_from("<I", code, s + 4), *struct.unpack_from("<QQ", code, s + 24)
-            if kind in (2, 3, 4, 0x70000001) and size:
-                yield range(offset, offset + size)
-
-    rng, block = random.Random(1), RegisterBlock.of("float32", CpuTile(64, 64, 8, 4, 2), "")
-    whole = [returning(1), micro._object(block, target.target(), False)]
-    assert all(elf.is_consistent(made.code, made.functions) for made in whole)
-    refused = 0
-    for _ in range(600):
-        made = rng.choice(whole)
-        code = bytearray(made.code)
-        for _ in range(rng.choice((1, 1, 2, 5))):
-            at = rng.choice(rng.choice(list(tables(made.code))))
-            if rng.random() < 0.5:
-                code[at] ^= 1 << rng.randrange(8)
-            else:
-                value = struct.pack("<I", rng.choice((0, 2**31, 2**32 - 1, rng.getrandbits(32))))
-                code[at : at + 4] = value[: len(code) - at]
-        changed = made._replace(code=bytes(code))
-        (trust.directory(kernel_cache.path() / "cpu", make=True) / "x.o").write_bytes(content("x.o", changed))
-        refused += objects._cached("x.o") is None
-    print(refused)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="object files are not ELF")
-def test_random_damage_does_not_crash(program: Callable[..., str], tmp_path: Path) -> None:
-    """Of the tables: code that is damaged and has the right hash is not found out."""
-    assert 100 < int(program(beside(FUZZ), FLASHKIT_CACHE_DIR=tmp_path)) < 600
 
 
 KERNELS = """
@@ -369,21 +236,12 @@ def test_a_cubin_is_checked(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
     compiles, compile_ = [], compiler._compile
     monkeypatch.setattr(compiler, "_compile", lambda *args: compiles.append(1) or compile_(*args))
     assert compiler.binary(source, arch) == made and not compiles
-    for damage in (replace("", 60, "<H", 999), replace("symbols[1]", 0, "<I", 1 << 30), replace("", 62, "<H", 0)):
-        write_binary(made, damage(made.code), dict(made.resources))
+    for at in (0, len(made.code) // 2, -1):
+        damaged = bytearray(made.code)
+        damaged[at] ^= 4
+        made.path.write_bytes(damaged)
         assert compiler.binary(source, arch) == made and len(compiles) == 1
         compiles.clear()
-    write_binary(made, made.code, {**made.resources, "h": compiler.Resources()})
-    assert compiler.binary(source, arch) == made and len(compiles) == 1
-
-
-def write_binary(made: compiler.Binary, code: bytes, resources: dict[str, compiler.Resources]) -> None:
-    """Replace its files; the hash is right."""
-    import msgspec
-
-    report = compiler._Report(compiler._hash(compiler.Binary(made.name, code, {})), resources)
-    made.path.write_bytes(code)
-    made.path.with_suffix(".json").write_bytes(msgspec.json.encode(report))
 
 
 def test_a_cubin_of_another_name_is_not_loaded() -> None:
@@ -507,36 +365,6 @@ def test_a_folder_that_vanishes_while_a_kernel_is_written(monkeypatch: pytest.Mo
     assert file_of().exists()
 
 
-MANY = """
-    import random
-    from test_cache_files import *
-    from kernels import *
-    warnings.simplefilter("error")
-    rng = random.Random(int(sys.argv[1]) if sys.argv[1:] else os.getpid())
-    for i in range(150):
-        kind = f"kind{rng.randrange(12)}"
-        objects._loaded.clear()
-        assert run(kind) == COMPILED
-        if i % 40 == 39:
-            kernel_cache.clear()
-    print("done")
-"""
-
-
-def test_processes_that_remove_each_other_s_files(tmp_path: Path) -> None:
-    """Twelve kernels, and room for five."""
-    environment = {**os.environ, "FLASHKIT_CACHE_DIR": str(tmp_path), "FLASHKIT_CACHE_SIZE": "20K"}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
-    command = [sys.executable, "-c", beside(MANY)]
-    running = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
-    for process in running:
-        out, err = process.communicate(timeout=300)
-        assert (out, process.returncode) == ("done\n", 0), err
-
-
 @pytest.mark.parametrize(
     ("text", "size"), [("0", 0), ("12", 12), ("4K", 4096), ("1.5 M", 3 << 19), ("2GiB", 2 << 30), ("1tb", 1 << 40)]
 )
@@ -616,31 +444,6 @@ def test_modifications_are_unloaded(program: Callable[..., str], monkeypatch: py
     """
     monkeypatch.delenv("FLASHKIT_CACHE_DIR")  # the kernels are compiled already
     program(textwrap.dedent(MODIFICATIONS) + textwrap.dedent(text))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
-@pytest.mark.exhaustive
-def test_distinct_modifications_do_not_fill_the_memory(program: Callable[..., str], tmp_path: Path) -> None:
-    """25 of them, in kB for each: compiled, where llvmlite keeps 1.5 kB for each of Numba's twenty pass builders, and
-    loaded, where nothing is kept. Without unloading it is 50 kB more, and with llvmlite's pass managers 400 kB.
-    """
-    text = """
-        for i in range(20):
-            call(i)
-        start = resident()
-        for i in range(20, 45):
-            call(i)
-        compiled = resident()
-        for _ in range(8):
-            for i in range(20, 45):
-                call(i)
-        print((compiled - start) / 25, (resident() - compiled) / 200)
-    """
-    printed = program(textwrap.dedent(MODIFICATIONS) + textwrap.dedent(text), 600, FLASHKIT_CACHE_DIR=tmp_path)
-    compiled, loaded = map(float, printed.split())
-    assert compiled < 45
-    assert loaded < 20
 
 
 @pytest.mark.slow

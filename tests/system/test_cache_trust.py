@@ -32,6 +32,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files
 
 USER_DIR = profiles.user_dir
 
+
 @pytest.fixture(autouse=True)
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing loaded, read or told yet; no cache but below tmp_path; what hangs is an error."""
@@ -414,15 +415,6 @@ def test_a_cache_that_root_baked_is_read(monkeypatch: pytest.MonkeyPatch) -> Non
         shutil.rmtree(folder)
 
 
-@as_root
-def test_what_root_is_given_by_a_user_is_not_loaded(kernel: Path) -> None:
-    """As with sudo and the user's HOME."""
-    for entry in (*kernel.parents[:3], kernel):
-        os.chown(entry, NOBODY, NOBODY)
-    with pytest.warns(UserWarning, match=f"belongs to user {NOBODY}"):
-        assert run() == COMPILED
-
-
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
@@ -439,9 +431,7 @@ def test_clear_removes_nothing_that_may_not_be_ours(
     assert precious.exists()
 
 
-def test_commands_refuse_a_relative_cache(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_refuse_a_relative_cache(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FLASHKIT_CACHE_DIR", "relative")
     for command in ("path", "clear"):
         assert cli.run(["cache", command]) == 1

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import glob
 import os
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,7 +11,6 @@ import numpy as np
 import pytest
 
 from flashkit import attention, attention_vjp, mods
-from flashkit.devices import host
 
 THREADS = 6
 
@@ -60,63 +57,16 @@ PROGRAM = """
     sys.path[:0] = [{tests!r}, {tests!r} + "/system"]
     import test_concurrency
     test_concurrency.in_threads({rounds})
-    from flashkit.backends.cpu import threads
-    print(threads.layer())
+    print("right")
 """
 
 
-def has_layer(layer: str) -> bool:
-    from importlib import import_module
-
-    name = {"omp": "omppool", "tbb": "tbbpool", "workqueue": "workqueue"}[layer]
-    try:
-        import_module(f"numba.np.ufunc.{name}")
-    except ImportError:
-        return False
-    return True
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", ["workqueue", "omp", "tbb"])
-def test_threads_on_each_layer(program: Callable[..., str], layer: str) -> None:
-    """Numba's workqueue ends the process when two threads enter it; flashkit does not let them."""
-    if not has_layer(layer):
-        pytest.skip(f"this Numba has no {layer} layer")
+@pytest.mark.parametrize("threads", [2, 4, 16])
+def test_calls_share_the_workers(program: Callable[..., str], threads: int) -> None:
+    """More of them than cores, or fewer than callers."""
     text = PROGRAM.format(tests=os.path.dirname(os.path.dirname(__file__)), rounds=2)
-    assert program(text, NUMBA_THREADING_LAYER=layer, NUMBA_NUM_THREADS=4).split()[-1] == layer
-
-
-CONFORM = """
-    import os, sys
-    sys.path[:0] = [{tests!r}, {tests!r} + "/conformance"]
-    import cases, test_conformance
-    from flashkit.backends.cpu import threads
-    from flashkit.devices import host, profiles
-    threads.SERIAL_FLOPS = 0  # small calls run on threads, too
-    choices = [row for row in test_conformance.DESIGN if row["sizes"] != "130x200"][::16]
-    for choice in choices:
-        test_conformance.check("cpu", choice)
-    print(len(choices) > 3, threads.layer(), host.lanes_of(profiles.for_device("cpu").device.features))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("lanes", "layer"), [(4, "workqueue"), (8, "tbb"), (16, "omp")])
-@pytest.mark.exhaustive
-def test_each_width_and_layer_conforms(program: Callable[..., str], lanes: int, layer: str) -> None:
-    """A sample of the conformance suite from four threads at once; `make matrix` runs all of it."""
-    if lanes > host.lanes_of(host.cpu_features()):
-        pytest.skip(f"the vectors of this CPU have fewer than {lanes} lanes")
-    folder = os.path.join(sys.prefix, "lib")  # where pip puts TBB, and the loader does not look
-    if layer == "tbb" and not glob.glob(os.path.join(folder, "libtbb.so.12")):
-        pytest.skip("pip install tbb")
-    if layer != "tbb" and not has_layer(layer):
-        pytest.skip(f"this Numba has no {layer} layer")
-    library = os.pathsep.join(filter(None, [folder, os.environ.get("LD_LIBRARY_PATH")]))
-    settings = {"FLASHKIT_CPU_LANES": lanes, "NUMBA_THREADING_LAYER": layer, "NUMBA_NUM_THREADS": 2}
-    text = CONFORM.format(tests=os.path.dirname(os.path.dirname(__file__)))
-    said = program(text, **settings, FLASHKIT_TEST_THREADS=4, LD_LIBRARY_PATH=library)
-    assert said.split() == ["True", layer, str(lanes)]
+    assert program(text, NUMBA_NUM_THREADS=threads).split()[-1] == "right"
 
 
 @pytest.mark.slow
@@ -173,141 +123,17 @@ FORK = """
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 23
     for a, b in zip(everything(), expected):  # the parent goes on as before
         np.testing.assert_array_equal(a, b)
-    from flashkit.backends.cpu import threads
-    print("right", threads.layer())
+    print("right")
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-@pytest.mark.parametrize(
-    "layer", ["default", *(pytest.param(layer, marks=pytest.mark.slow) for layer in ("workqueue", "omp"))]
-)
-def test_a_forked_child_computes(program: Callable[..., str], layer: str) -> None:
-    """OpenMP's threads do not survive a fork, and its runtime would end the child without a word."""
-    if layer != "default" and not has_layer(layer):
-        pytest.skip(f"this Numba has no {layer} layer")
-    said = program(FORK, timeout=120, NUMBA_THREADING_LAYER=layer, NUMBA_NUM_THREADS=2).split()
-    assert said[0] == "right"
-
-
-COMPILING_FORK = """
-    import itertools, os, signal, sys, threading, time
-    import numpy as np, flashkit
-    q = np.random.default_rng(0).standard_normal((1, 2, 40, 16)).astype(np.float32)
-    constants = itertools.count({constant})
-
-    def call(c):
-        mask = lambda b, h, q, k: (q * 3 + c) % 7 != k % 5
-        return [flashkit.attention(q, q, q, mask_mod=mask, backend=name) for name in ("cpu", "reference")]
-
-    call(next(constants))
-    stop = False
-
-    def work():
-        while not stop:
-            call(next(constants))
-
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads: thread.start()
-    failed = []
-    for i in range(12):
-        time.sleep(0.03 * (i % 4))
-        c = next(constants)
-        child = os.fork()
-        if child == 0:
-            try:
-                np.testing.assert_allclose(*call(c), rtol=1e-4, atol=1e-5)
-                os._exit(0)
-            except BaseException as error:
-                print(repr(error), file=sys.stderr)
-                os._exit(1)
-        for _ in range({seconds} * 20):
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                break
-            time.sleep(0.05)
-        else:
-            os.kill(child, signal.SIGKILL)
-            status = os.waitpid(child, 0)[1]
-        if status:
-            failed.append(os.waitstatus_to_exitcode(status))
-            break
-    stop = True
-    for thread in threads: thread.join()
-    print("failed", *failed)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-@pytest.mark.exhaustive
-def test_a_child_forked_while_threads_compile(program: Callable[..., str]) -> None:
-    """It compiles a kernel of its own: no lock is left to a thread that the child does not have."""
-    constant = int.from_bytes(os.urandom(5), "big")  # kernels that no cache has
-    assert program(COMPILING_FORK.format(constant=constant, seconds=120), timeout=600).split() == ["failed"]
-
-
-def work_of_a_child(i: int) -> float:
-    """For pools of processes, which import it."""
-    q = np.random.default_rng(i).standard_normal((1, 4, 200, 16)).astype(np.float32)
-    return float(attention(q, q, q, causal=True, backend="cpu").sum())
-
-
-POOLS = """
-    import multiprocessing, sys
-    from concurrent.futures import ProcessPoolExecutor
-    sys.path[:0] = [{tests!r}, {tests!r} + "/system"]
-    import numpy as np
-    from test_concurrency import work_of_a_child
-
-    if __name__ == "__main__":
-        expected = [work_of_a_child(i) for i in range(4)]
-        context = multiprocessing.get_context({method!r})
-        if {futures}:
-            with ProcessPoolExecutor(2, mp_context=context) as pool:
-                found = list(pool.map(work_of_a_child, range(4)))
-        else:
-            with context.Pool(2) as pool:
-                found = pool.map(work_of_a_child, range(4))
-        np.testing.assert_allclose(found, expected, rtol=1e-4)
-        print("right")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("futures", [False, True], ids=["multiprocessing", "futures"])
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-@pytest.mark.one_in(3)
-def test_pools_of_processes(program: Callable[..., str], method: str, futures: bool) -> None:
-    import multiprocessing
-
-    if method not in multiprocessing.get_all_start_methods():
-        pytest.skip(f"this system does not start processes by {method}")
-    text = POOLS.format(tests=os.path.dirname(os.path.dirname(__file__)), method=method, futures=futures)
-    assert program(text, NUMBA_NUM_THREADS=2).split() == ["right"]
+def test_a_forked_child_computes(program: Callable[..., str]) -> None:
+    """It has no workers."""
+    assert program(FORK, timeout=120, NUMBA_NUM_THREADS=2).split() == ["right"]
 
 
 # --- how many threads -------------------------------------------------------------------------------------------------
-
-COUNTED = """
-    import os, psutil
-    import numpy as np, flashkit
-    from flashkit.backends.cpu import threads
-    q = np.random.default_rng(0).standard_normal((1, 8, 500, 64)).astype(np.float32)
-    before = psutil.Process().num_threads()
-    out, vjp = flashkit.attention_vjp(q, q, q)
-    vjp(out)
-    print(threads.count(), psutil.Process().num_threads() - before)
-"""
-
-
-@pytest.mark.slow
-def test_the_number_of_threads(program: Callable[..., str]) -> None:
-    """FLASHKIT_NUM_THREADS, at most what Numba was started with; 1 starts none."""
-    for wanted, started, expected in (("1", "4", 1), ("2", "4", 2), ("3", "2", 2), ("", "3", 3)):
-        count, new = map(int, program(COUNTED, FLASHKIT_NUM_THREADS=wanted, NUMBA_NUM_THREADS=started).split())
-        assert count == expected, (wanted, started)
-        assert new == 0 if expected == 1 else new >= 1
 
 
 @pytest.mark.parametrize("wanted", ["0", "-1", "two", "1.5", " "])
@@ -320,8 +146,8 @@ def test_a_number_of_threads_that_is_none(monkeypatch: pytest.MonkeyPatch, wante
 
 
 @pytest.mark.parametrize("first", ["numba", "flashkit"])
-def test_one_pool_with_numba(program: Callable[..., str], first: str) -> None:
-    """Whoever starts the pool, both use it, and numba.set_num_threads counts on the thread that called it."""
+def test_numbas_number_of_threads_counts(program: Callable[..., str], first: str) -> None:
+    """numba.set_num_threads counts on the thread that called it, and flashkit leaves it alone."""
     text = f"""
         import threading
         import numpy as np, flashkit
@@ -347,16 +173,6 @@ def test_one_pool_with_numba(program: Callable[..., str], first: str) -> None:
         other.start()
         other.join()
         np.testing.assert_array_equal(flashkit.attention(q, q, q), expected)
-        print(*counts, threads.count(), *others, threads.layer() == numba.threading_layer())
+        print(*counts, threads.count(), *others, numba.get_num_threads())
     """
-    assert program(text, NUMBA_NUM_THREADS=3).split() == ["2", "1", "3", "True"]
-
-
-@pytest.mark.parametrize(
-    "setting", [{"NUMBA_THREADING_LAYER": "forksafe"}, {"NUMBA_THREADING_LAYER_PRIORITY": "workqueue omp tbb"},
-                {"NUMBA_THREADING_LAYER_PRIORITY": "omp workqueue tbb"}, {"NUMBA_NUM_THREADS": "many"}]
-)  # fmt: skip
-def test_the_layer_is_the_one_that_numba_would_choose(program: Callable[..., str], setting: dict[str, str]) -> None:
-    ours = "from flashkit.backends.cpu import threads; print(threads.pool().layer, threads.count())"
-    numbas = "import numba; n = numba.get_num_threads(); print(numba.threading_layer(), n)"
-    assert program(ours, **setting) == program(numbas, **setting)
+    assert program(text, NUMBA_NUM_THREADS=3).split() == ["2", "1", "3", "1"]

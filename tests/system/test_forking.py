@@ -34,8 +34,7 @@ PRELUDE = """
         return "hang"
 """
 
-EVERY_LOCK = (
-    """
+EVERY_LOCK = """
     import numpy, flashkit
     from flashkit.backends.cpu import objects, threads
     from flashkit.call import plans
@@ -76,7 +75,6 @@ EVERY_LOCK = (
         thread.join(60)
         print(name, int(thread.is_alive()))
     """
-)
 
 
 @needs_fork
@@ -84,40 +82,6 @@ def test_a_child_finds_every_lock_free(program: Callable[..., str]) -> None:
     lines = program(PRELUDE + EVERY_LOCK).splitlines()
     assert len(lines) == 27
     assert {line.split()[1] for line in lines} == {"0"}, lines
-
-
-OTHER_HOOKS = """
-    import logging, tempfile
-    import filelock
-    {prepared}
-    stop, rounds = False, 0
-
-    def compile():
-        global rounds
-        lock = filelock.FileLock(tempfile.mkdtemp() + "/lock")
-        while not stop:
-            with forking.compiling():
-                for _ in range(20):
-                    time.sleep(0.001)
-                    with lock:
-                        logging.getLogger(str(rounds)).debug("takes a lock")
-                    rounds += 1
-
-    threads = [threading.Thread(target=compile, daemon=True) for _ in range(2)]
-    for thread in threads: thread.start()
-    for _ in range(20):
-        assert child_of(lambda: None) == 0
-    stop = True
-    for thread in threads: thread.join(60)
-    print(rounds > 0, any(thread.is_alive() for thread in threads))
-"""
-
-
-@needs_fork
-def test_locks_that_others_take_at_a_fork(program: Callable[..., str]) -> None:
-    """A thread that compiles waits for them, so a fork takes them after the compiler's lock."""
-    text = PRELUDE + OTHER_HOOKS.format(prepared="forking.go_before('logging'); forking.go_before('filelock')")
-    assert program(text, timeout=120).split() == ["True", "False"]
 
 
 @needs_fork
@@ -165,7 +129,9 @@ def test_a_fork_waits_for_one_compilation() -> None:
 @needs_fork
 def test_an_interrupt_while_a_fork_waits(program: Callable[..., str]) -> None:
     """It comes after the fork, which has all the locks that it needs."""
-    text = PRELUDE + """
+    text = (
+        PRELUDE
+        + """
     held = threading.Event()
 
     def hold():
@@ -193,6 +159,7 @@ def test_an_interrupt_while_a_fork_waits(program: Callable[..., str]) -> None:
     except KeyboardInterrupt:
         print("interrupted", os.waitpid(child, 0)[1])
     """
+    )
     assert program(text, timeout=60).split() == ["interrupted", "0"]
 
 

@@ -18,15 +18,14 @@ import pytest
 from llvmlite import binding
 
 import flashkit
-from flashkit import BlockMask, mods, settings
-from flashkit.backends import elf
+from flashkit import BlockMask, errors, mods, settings
 from flashkit.backends.cpu import modify, objects, plan, specialise, target
 from flashkit.backends.cpu.micro import compile as micro
 from flashkit.backends.cpu.micro.register_block import RegisterBlock
 from flashkit.backends.cpu.target import Target
 from flashkit.backends.cuda_common import compiler
 from flashkit.call.arguments import prepare
-from flashkit.devices import host, kernel_cache, prebuilt, profiles, trust
+from flashkit.devices import kernel_cache, prebuilt, profiles, trust
 from flashkit.tools import cli, doctor, prebuild
 from flashkit.tools.doctor import probes
 
@@ -39,7 +38,7 @@ def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv(settings.PREBUILT.name, "1")
     monkeypatch.setattr(prebuilt, "PACKAGE", tmp_path / "package")
-    monkeypatch.setattr(prebuilt, "_warned", set())
+    monkeypatch.setattr(errors, "_said", set())
     monkeypatch.setattr(objects, "_loaded", {})
     prebuilt.path().mkdir(parents=True)
     return prebuilt.path()
@@ -195,16 +194,6 @@ def test_the_best_class_that_the_cpu_fulfils(
     assert target._target.__wrapped__("", 4).name == "aarch64"
 
 
-@pytest.mark.skipif(not {"avx2", "fma"} <= host.cpu_features(), reason="needs AVX2")
-def test_fewer_lanes_are_those_of_a_class(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the code of older CPUs runs, and is tested, on newer ones."""
-    monkeypatch.setenv(host.LANES, "8")
-    assert target.target().name == "x86-64-v3"
-    name, content = objects.build(source(PLANTED), target.of_class("x86-64-v3"))
-    write(package / "cpu", name, content)
-    assert run() == PLANTED
-
-
 def test_objects_do_not_depend_on_what_was_compiled_before() -> None:
     text = """from numba import njit, types
 from flashkit.backends.cpu.functions import entry, exp, options, tanh
@@ -247,7 +236,7 @@ def f(x):
         made = each.make(wanted)
         if made.code.startswith(b"\x7fELF"):
             assert int.from_bytes(made.code[18:20], "little") == number
-        assert elf.is_consistent(made.code, made.functions) and set(made.calls) <= calls
+        assert set(made.calls) <= calls
         assert objects.build(each._replace(make=lambda _, made=made: made), wanted)[0].startswith(f"{name}/")
     module, machine = micro.assemble(block, wanted)
     assert re.search(product, machine.emit_assembly(module))

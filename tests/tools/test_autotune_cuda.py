@@ -12,7 +12,7 @@ import flashkit
 from flashkit import dispatch
 from flashkit.devices import profiles
 from flashkit.tools.autotune import command
-from flashkit.tools.autotune.targets import DECODE_ROWS, Effort, Target
+from flashkit.tools.autotune.targets import DECODE_ROWS, Effort
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_profiles")]
 
@@ -75,11 +75,3 @@ def test_autotune_writes_a_profile_that_is_used_and_explained(monkeypatch: pytes
     assert profile.peak_tflops["bfloat16"].measured > 1
     (few,) = {row.max_rows for row in profile.tiles["cupy_raw.forward"] if row.max_rows is not None}
     assert few == DECODE_ROWS
-
-
-def test_every_target_has_a_name_of_its_own() -> None:
-    from flashkit.tools.autotune.cuda import FULL
-
-    (tunable,) = command.tunable_backends("cupy_raw")
-    targets: list[Target] = tunable.targets(FULL, None)
-    assert len({target.key for target in targets}) == len(targets)

@@ -16,7 +16,6 @@ from simulated_bench import SMALL, fake_time, measured
 from flashkit.tools import cli
 from flashkit.tools.bench import (
     baselines,
-    baselines_cuda,
     cases,
     command,
     environment,
@@ -95,20 +94,6 @@ def test_a_masked_case_counts_its_visible_pairs(case: Case) -> None:
     assert measured(case).flops == 4 * 8 * 2 * case.visible.sum()
 
 
-@pytest.mark.parametrize(("direction", "columns"), [("forward", 12 + 4), ("backward", 2.5 * (12 + 4))])
-def test_values_of_other_columns(direction: Any, columns: float) -> None:
-    dense = Case(17, 12, 2, n_k=30, head_dim_v=4)
-    assert measured(dense, direction).flops == cases.dense_flops(dense, direction) == 2 * 2 * 17 * 30 * columns
-    assert "head dim 12/4," in dense.label
-
-
-def test_random_blocks_are_evenly_kept() -> None:
-    grid = Case(8192, kept=0.25).grid
-    assert grid.shape == (64, 64)
-    assert (grid.sum(1) == 16).all()
-    assert grid.diagonal().all()
-
-
 def test_a_share_of_a_yardstick() -> None:
     """flashkit takes 1 ms for a quarter of the pairs, the dense call 3 ms for all."""
     result = measured(MASKED[1])
@@ -139,19 +124,6 @@ def test_errors_against_float64(case: Case) -> None:
         for found in result.errors.values():
             assert list(found) == names
             assert all(1e-9 < x < 1e-6 for x in found.values())
-
-
-def test_an_error_is_relative_to_the_values() -> None:
-    exact = np.full((1, 1, 2, 2), 4.0)
-    assert measure.errors([np.full((1, 3, 2, 2), 4.004)], {"out": exact}) == {"out": pytest.approx(1e-3)}
-
-
-def test_no_case_is_in_two_suites() -> None:
-    for suites in (cases.SUITES, cases.CUDA_SUITES):
-        every = [case for suite in suites.values() for case in suite]
-        assert len(set(every)) == len(every)
-    assert len(cases.SUITES["float32"]) == 12
-    assert set(cases.QUICK) < set(cases.SUITES["float32"])
 
 
 def test_a_baseline_that_computes_something_else_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,18 +223,6 @@ def test_unknown_names_and_missing_packages(
     assert problem in capsys.readouterr().err
 
 
-def test_absent_baselines_are_left_out_with_a_message(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = []
-    result = measured()
-    monkeypatch.setattr(baselines, "find_spec", lambda name: None)
-    monkeypatch.setattr(command, "run", lambda cases, names, **rest: asked.append((cases, names)) or iter([result]))
-    assert cli.run(["bench", "--suite", "small, decode"]) == 0
-    assert asked == [(cases.SUITES["decode"] + cases.SUITES["small"], ["numpy"])]
-    assert "jax is left out: pip install jax" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -292,13 +252,6 @@ def test_sizes_keep_the_rest_of_a_suite(
     assert sorted(map(repr, asked)) == sorted(map(repr, expected))
 
 
-def test_sizes_keep_the_tokens_of_all_batch_entries() -> None:
-    case = Case(1024, 128, 16, "bfloat16", batch=16)
-    assert cases.resized(case, 4096) == Case(4096, 128, 16, "bfloat16", batch=4)
-    assert cases.resized(case, 1 << 20).batch == 1
-    assert cases.resized(Case(512), 128).batch == 1
-
-
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
@@ -324,22 +277,3 @@ def test_this_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(error < 2e-3 for error in result.errors["flashkit"].values())
         assert result.timings["flashkit"]["median"] < 1e-2
         assert not result.times_as_fast or min(x["median"] for x in result.times_as_fast.values()) > 0.1
-
-
-def test_a_baseline_without_a_kernel_is_left_out() -> None:
-    """Where it has none for the shapes, and where it has no backward pass."""
-    torch = pytest.importorskip("torch")
-    case, tensors, dout = Case(4, 8, 1), tuple(torch.ones(1, 1, 4, 8) for _ in range(3)), torch.ones(1, 1, 4, 8)
-
-    def refuses(*_: Any) -> Any:
-        raise RuntimeError("this head dim is not supported")
-
-    def forward_only(q: Any, k: Any, v: Any) -> Any:
-        return (q + k + v).detach()
-
-    found = [
-        [baselines_cuda._if_it_runs(attend, tensors, dout, case, direction) is not None
-         for direction in ("forward", "backward")]
-        for attend in (refuses, forward_only, lambda q, k, v: q + k + v)
-    ]  # fmt: skip
-    assert found == [[False, False], [True, False], [True, True]]

@@ -16,14 +16,32 @@ import pytest
 import flashkit
 from flashkit.tools import cli, warm
 from flashkit.tools.autotune import command as autotune
-from flashkit.tools.bench import cases, yardsticks
 from flashkit.tools.bench import command as bench
 from flashkit.tools.cli import examples
 
 Run = Callable[..., tuple[int, str, str]]
 
-NUMBERS = ["", " ", "x", "-1", "0", "1.5", "1e23", "nan", "inf", "-inf", "9" * 30, "9" * 5000, "é", "٣", "²", "½",
-    "1,2", "0x1", "\0"]
+NUMBERS = [
+    "",
+    " ",
+    "x",
+    "-1",
+    "0",
+    "1.5",
+    "1e23",
+    "nan",
+    "inf",
+    "-inf",
+    "9" * 30,
+    "9" * 5000,
+    "é",
+    "٣",
+    "²",
+    "½",
+    "1,2",
+    "0x1",
+    "\0",
+]
 NAMES = ["", " ", "x", "-1", ",", "é", "no such", "CPU", "float32 ", "a" * 5000, "\udcff", "\n", "\0"]
 LISTS = [*NUMBERS, ",", ",,", "1,", ",1", "none", "1,none", "1,2,3,4,5", "1;2"]
 FILES = ["/proc/no/such/file", "/dev/null/x", "/", "é" * 300, "\0", "/etc/passwd/x"]
@@ -61,7 +79,7 @@ FIT = {
     "explain --q-offset": {"-1", "0"},
     "explain --window": {"1,2", "1,none", "1,", ",1", ","}, "explain --dropout": {"0"},
     "bench --sizes": {"1,2", "1,2,3,4,5"}, "bench --suite": {"float32 "}, "bench --baselines": {"", " ", ",", "\n"},
-    "autotune --budget": {"0", "1.5", "1e23", "9" * 30},
+    "autotune --budget": {"1.5", "1e23", "9" * 30},
 }  # fmt: skip
 """Values in these lists that do fit."""
 
@@ -121,14 +139,6 @@ def test_explain_takes_no_memory(run: Run, arguments: list[str]) -> None:
     assert peak < 400 << 20, "as much as the tile lists take, whatever the size"
 
 
-def test_explain_of_the_api_takes_no_memory() -> None:
-    q = np.broadcast_to(np.float32(1), (10**7, 10**4, 10**3, 64))
-    bias = np.broadcast_to(np.float32(0), (10**7, 10**4, 10**3, 10**3))
-    found = flashkit.explain(q, q, q, bias=bias, causal=True, kv_lengths=np.broadcast_to(7, (10**7,)), q_offset=0)
-    assert found.backend == "cpu"
-    assert found.visible_fraction == (7 * 1000 - 0) / 1e6 or 0 < found.visible_fraction <= 0.007
-
-
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (100, 0)}, {"window": (3000, 50)}])
 def test_an_estimate_is_near_the_count(options: dict[str, Any]) -> None:
     from flashkit.call import explanation
@@ -146,20 +156,6 @@ def test_an_unsupported_call_is_explained_and_fails(run: Run) -> None:
     status, out, err = run("explain", "--backend", "cupy_raw")
     assert status == 1
     assert "takes cupy arrays, not numpy" in out and err.startswith("error: no backend can compute")
-
-
-def test_bench_of_nothing() -> None:
-    with pytest.raises(ValueError, match=r"n_q of a case: expected .* got 0"):
-        cases.Case(0)
-
-
-def test_a_kernel_that_was_not_called_is_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scratch memory that no call has left its argument block in."""
-    case = cases.Case(16, 8, 1)
-    q, k, v, _ = case.arrays()
-    monkeypatch.setattr(yardsticks, "plan", lambda *_, **__: lambda q, k, v, out=None: (q, q[..., 0]))
-    with pytest.raises(RuntimeError, match="leaves no argument block"):
-        yardsticks._kernel(case, q, k, v)
 
 
 def test_an_output_that_fits_is_left_as_it_was(run: Run, tmp_path: Path) -> None:
@@ -188,11 +184,3 @@ def test_numbers_of_the_demo(option: str, capsys: pytest.CaptureFixture[str]) ->
             main([f"{option}={value}"])
         assert stop.value.code == 2, value
         assert "error: argument" in capsys.readouterr().err, value
-
-
-@pytest.mark.parametrize("folder", [*FILES, ""])
-def test_the_demo_without_its_model(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("safetensors")
-    pytest.importorskip("tokenizers")
-    assert cli.run(["demo", f"--model={folder}"]) == 1
-    assert capsys.readouterr().err.startswith("error: ")

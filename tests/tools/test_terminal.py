@@ -54,7 +54,7 @@ def test_digits() -> None:
 SHOW_BENCH = """
 from dataclasses import replace
 import msgspec
-from flashkit.tools.bench.table import show
+from flashkit.tools.bench.command import show
 from flashkit.tools.console import stdout
 from simulated_bench import SMALL, measured
 found = measured(replace(SMALL, n_q=512, causal=True))
@@ -133,21 +133,6 @@ def test_help_is_whole(command: str, helps: dict[str, list[str]]) -> None:
     for parameter in found.params:
         if (told := getattr(parameter, "help", None)) and not parameter.hidden:
             assert re.sub(r"\s+", " ", told).replace("- ", "-") in text
-
-
-def test_brackets_in_help_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    """rich takes them for markup."""
-
-    @cli.app.command("bracketed")
-    def bracketed() -> None:
-        """Install flashkit-attention[torch] first."""
-
-    try:
-        assert cli.run(["bracketed", "--help"]) == 0
-        assert cli.run(["--help"]) == 0
-    finally:
-        cli.app.registered_commands.pop()
-    assert capsys.readouterr().out.count("flashkit-attention[torch]") == 2
 
 
 # --- config show ------------------------------------------------------------------------------------------------------
@@ -236,19 +221,3 @@ def test_compilations_are_logged(
         objects._loaded.clear()
         again = objects.functions(source)
     assert len(caplog.records) == 1 and kept["answer"] and again["answer"]
-
-
-def test_compilations_for_gpus_are_logged(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc")
-    from flashkit.backends.cuda_common import compiler
-
-    monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
-    source = compiler.Source("tiny", 'extern "C" __global__ void f(float* x) { x[0] = 1; }')
-    with caplog.at_level("INFO", "flashkit"):
-        compiler.binary(source, "sm_80")
-        compiler.binary(source, "sm_80")  # from the cache
-    (record,) = caplog.records
-    assert record.name == "flashkit"
-    assert re.fullmatch(r"compiled tiny for sm_80 in \d+\.\d s", record.getMessage())

@@ -167,16 +167,6 @@ def test_a_modification_of_many_terms_is_refused_before_it_is_compiled() -> None
     assert "got 8002" in str(caught.value)
 
 
-def test_equal_terms_count_once() -> None:
-    same = lambda s, b, h, q, k: sum((q * 2 - k for _ in range(3000)), k * 0) * 0.0 + s
-    twice = mods.mask(lambda b, h, q, k: k <= q)
-    for _ in range(2000):
-        twice = twice & (lambda b, h, q, k: k <= q)
-    assert flashkit.attention(Q, Q, Q, mask_mod=twice).shape == Q.shape
-    with pytest.raises(ValueError, match="operations"):
-        flashkit.attention(Q, Q, Q, score_mod=same)
-
-
 def test_the_limit_is_of_the_whole_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compose, "MAX_NODES", 12)
     compose._compose_graphs.cache_clear()

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from operands import numbers
 
 import flashkit
 from flashkit.cache import cascade
@@ -13,12 +14,6 @@ from flashkit.call import plans
 
 DTYPES = ["float64", "float32", "float16", "bfloat16"]
 PAGE, HEADS, DIM, VALUE_DIM = 4, 2, 16, 12
-
-
-def numbers(*shape: int, seed: int = 0, dtype: str = "float32") -> np.ndarray:
-    import ml_dtypes  # noqa: F401  # makes bfloat16 a dtype
-
-    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
 def grown(asked: bool | None, dtype: str = "float32", held: str | None = None, **more: Any) -> Any:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
+from collections.abc import Iterator
 
 import cases
 import ml_dtypes
@@ -17,19 +14,24 @@ from test_cpu_kernels import at, bits, run
 
 import flashkit
 from flashkit import dispatch
-from flashkit.backends.cpu import argument_block, bf16, plan
+from flashkit.backends.cpu import bf16
 from flashkit.backends.cpu.micro import amx
 from flashkit.backends.cpu.micro import compile as micro
 from flashkit.backends.cpu.micro.register_block import RegisterBlock
 from flashkit.backends.cpu.target import Target
 from flashkit.devices import host
-from flashkit.devices.io_model import CpuTile
 from flashkit.tools.doctor import probes
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 HERE = pytest.mark.skipif("avx512_bf16" not in host.cpu_features(), reason="this CPU has no AVX512-BF16")
 METHODS = ["emulate", pytest.param("avx512bf16", marks=HERE)]
 NATIVE = pytest.param("avx512bf16", 16, marks=HERE)
+SHAPES = [
+    (32, 32, 32), (96, 64, 48), (1, 1, 1), (13, 7, 50), (65, 40, 40), (100, 33, 17), (48, 80, 16), (31, 130, 33),
+    (16, 63, 64), (0, 3, 5), (3, 0, 5), (3, 5, 0), (7, 128, 97), (50, 64, 33), (70, 70, 300), (40, 66, 331),
+]  # fmt: skip
+
+
 SHAPES = [
     (32, 32, 32), (96, 64, 48), (1, 1, 1), (13, 7, 50), (65, 40, 40), (100, 33, 17), (48, 80, 16), (31, 130, 33),
     (16, 63, 64), (0, 3, 5), (3, 0, 5), (3, 5, 0), (7, 128, 97), (50, 64, 33), (70, 70, 300), (40, 66, 331),
@@ -66,7 +68,7 @@ def test_gemm(method: str) -> None:
         c = surrounding[:, 2 : n + 2]
         want = a[:, :k].astype(np.float64) @ b.astype(np.float64)
         tolerance = 4 * (k + 1) * 2.0**-24 * max(1, np.abs(want).max(initial=0))
-        for name, times in (("gemm_bf16_pairs", 1), ("gemm_add_bf16_pairs", 2)):
+        for name, times in (("gemm", 1), ("gemm_add", 2)):
             run(
                 block(method), name, at(a), a.strides[0], 4, at(packed), packed.strides[0], at(c), c.strides[0],
                 m, n, even // 2,
@@ -88,7 +90,7 @@ def test_packing(lanes: int) -> None:
         half_m, half_n = -(-m // 2), -(-n // 2)
         by_columns = np.full((up(half_n), up(m) + 2), 7, np.uint32)
         run(
-            block("emulate", lanes), "pack_columns", at(source), source.strides[0], at(by_columns),
+            block("emulate", lanes), "pack_transposed", at(source), source.strides[0], at(by_columns),
             by_columns.strides[0], m, n, bits(-0.25),
         )  # fmt: skip
         even = np.zeros((m, 2 * half_n), np.float32)
@@ -155,31 +157,6 @@ def test_online_softmax_bf16_pairs_keeps_nan_in_the_sum() -> None:
     assert np.isnan(l).all()
 
 
-@pytest.mark.parametrize(("method", "lanes"), [("emulate", 4), ("emulate", 8), ("emulate", 16), NATIVE])
-def test_softmax_backward_bf16_pairs(method: str, lanes: int) -> None:
-    rng = np.random.default_rng(4)
-    for rows, columns in ((1, 16), (50, 64), (7, 48), (0, 16)):
-        s, dp = (3 * rng.standard_normal((2, rows, columns))).astype(np.float32)
-        lse, delta = (2 + rng.standard_normal((2, rows))).astype(np.float32)
-        s[:, 3], dp[:, 3] = -np.inf, np.nan  # a masked key
-        lse[2:3] = np.inf  # a row that sees nothing
-        lines = np.full((rows, columns + 2), 7, np.uint16)
-        p = np.exp(1.25 * s.astype(np.float64) - lse[:, None])
-        ds = np.where(p == 0, 0, 0.3 * p * (dp - delta[:, None].astype(np.float64)))
-        run(
-            block(method, lanes), "softmax_backward_bf16_pairs", at(s), s.strides[0], rows, columns, at(dp), at(lse),
-            at(delta), bits(0.3), at(lines), lines.strides[0], at(s), at(dp), s.strides[0], bits(1.25),
-        )  # fmt: skip
-        for words, want in ((s, p), (dp, ds)):
-            got = words[: -(-rows // 2)].view(BF16).astype(np.float64).reshape(-(-rows // 2), columns, 2)
-            got = got.transpose(0, 2, 1).reshape(-1, columns)
-            assert (got[rows:] == 0).all() and np.array_equal(got[:rows] == 0, want == 0)
-            assert np.abs(got[:rows] - want).max(initial=0) <= 2.0**-8 * np.abs(want).max(initial=0)
-            assert np.abs(got[:rows] / np.where(want == 0, 1, want) - (want != 0)).max(initial=0) < 2.0**-8
-        assert np.array_equal(lines[:, :columns].view(BF16), got[:rows].astype(BF16))
-        assert (lines[:, columns:] == 7).all()
-
-
 def two_rows(
     block: RegisterBlock, s: np.ndarray, dp: np.ndarray, lse: list[float], s_scale: float = 1.0
 ) -> list[np.ndarray]:
@@ -231,24 +208,6 @@ def test_a_masked_pair_of_a_nan_row_has_no_weight(method: str, lanes: int) -> No
         assert first[3] == second[3] == 0
 
 
-@pytest.mark.parametrize(("method", "lanes"), [("emulate", 4), ("emulate", 8), ("emulate", 16), NATIVE])
-def test_round_bf16_pairs(method: str, lanes: int) -> None:
-    rng = np.random.default_rng(3)
-    for rows, columns in ((1, 16), (50, 64), (7, 48), (0, 16)):
-        s = (rng.standard_normal((rows, columns)) * 10.0 ** rng.integers(-30, 30, (rows, columns))).astype(np.float32)
-        s[:1, 1:4] = np.inf, -np.inf, 0
-        target = np.full((-(-rows // 2), columns + 4), 7, np.uint32)
-        lines = np.full((rows, columns + 2), 7, np.uint16)
-        call = (at(s), s.strides[0], rows, columns, at(target), target.strides[0])
-        run(block(method, lanes), "round_bf16_pairs", *call, at(lines), lines.strides[0])
-        assert np.array_equal(target[:, :columns], interleaved(s.astype(BF16)))
-        assert np.array_equal(lines[:, :columns].view(BF16), s.astype(BF16))
-        assert (target[:, columns:] == 7).all() and (lines[:, columns:] == 7).all()
-        target[...] = 0
-        run(block(method, lanes), "round_bf16_pairs", *call, 0, 0)
-        assert np.array_equal(target[:, :columns], interleaved(s.astype(BF16)))
-
-
 def innermost_loops(text: str) -> list[str]:
     """Code from a label to the jump back to it."""
     labels_and_code = re.split(r"^(\.LBB\w+):.*$", text, flags=re.MULTILINE)[1:]
@@ -292,14 +251,14 @@ def test_amx_code_is_tile_instructions() -> None:
         assert set(counts) == {(1, 2, 0), (2, 3, 0), (4, 4, 0)} | of_four
         assert all("(%rsp" not in code for code in loops if code.count("tdpbf16ps") == 4)
         assert region.count("ldtilecfg") == configurations and "tilezero" in region
-    for name in ("gemm_bf16_pairs", "gemm_add_bf16_pairs"):
+    for name in ("gemm", "gemm_add"):
         assert code_of(name).count("ldtilecfg") == 1 and "tilerelease" not in code_of(name)
     assert "ldtilecfg" in code_of("begin_products") and "tilerelease" in code_of("end_products")
 
 
 def test_dot_products_fill_the_registers_and_do_not_spill() -> None:
     text = assembly("avx512bf16", "znver4", "+avx512f,+avx512dq,+avx512bw,+avx512vl,+avx512bf16")
-    body = text[text.index("gemm_add_bf16_pairs:") :]
+    body = text[text.index("gemm_add:") :]
     widest = max(innermost_loops(body), key=lambda code: code.count("vdpbf16ps"))
     assert widest.count("vdpbf16ps") == 24 and "zmm" not in "".join(re.findall(r".*\(%rsp.*", widest))
 
@@ -396,36 +355,6 @@ def test_masked_keys_may_hold_anything(methods: pytest.MonkeyPatch, method: str)
     assert np.allclose(clean[0].astype(np.float32), spoilt[0].astype(np.float32), rtol=2**-7, atol=1e-6)
     for a, b in zip(clean[1](dout), spoilt[1](dout), strict=True):
         assert np.allclose(a.astype(np.float32), b.astype(np.float32), rtol=2**-6, atol=1e-3)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_rows_of_head_dims_are_whole_tiles(methods: pytest.MonkeyPatch, method: str) -> None:
-    """AMX multiplies by whole tiles along the head dim, also where it is no multiple of 32; vectors need no zeros."""
-    methods.setenv(bf16.VARIABLE, method)
-    words: set[int] = set()
-    original = argument_block.addresses
-
-    def call(real: Callable[..., None], at_word: int, *values: int) -> None:
-        words.add(values[at_word])
-        real(*values)
-
-    def recorded(registers: RegisterBlock) -> dict[str, int]:
-        found = dict(original(registers))
-        for name, arguments, at_word in (("gemm_bf16_pairs", 10, 9), ("attend_bf16_pairs", 17, 14)):
-            kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * arguments)
-            alive.append(kind(partial(call, kind(found[name]), at_word)))
-            found[name] = ctypes.cast(alive[-1], ctypes.c_void_p).value or 0
-        return found
-
-    alive: list[Any] = []
-    methods.setattr(argument_block, "addresses", recorded)
-    methods.setattr(plan, "choose_tile", lambda *_, **__: (CpuTile(64, 64, 16, 6, 4), None, "on any CPU"))
-    for d, of_tiles, of_vectors in ((80, 48, 40), (8, 16, 4), (33, 32, 17), (64, 32, 32)):
-        words.clear()
-        q, k, v, dout = (draw(np.random.default_rng(i), 1, 1, 40, d) for i in range(4))
-        for causal in (False, True):
-            flashkit.attention_vjp(q, k, v, causal=causal, backend="cpu")[1](dout)
-        assert words == {of_vectors if method == "avx512bf16" else of_tiles}
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1.0, 1e30, 1e-30])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -79,32 +80,53 @@ def test_gemm(block: RegisterBlock) -> None:
             assert (np.delete(surrounding, np.s_[2 : n + 2], 1) == 7).all()  # nothing outside c is touched
 
 
+def online_softmax(block: RegisterBlock, s: np.ndarray, columns: int, m: np.ndarray, l: np.ndarray, o: Any) -> None:
+    run(
+        block, "online_softmax", at(s), s.strides[0], len(s), columns, at(m), at(l), at(o), o.strides[0], len(o)
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_online_softmax_steps(block: RegisterBlock) -> None:
+def test_online_softmax(block: RegisterBlock) -> None:
+    """Tile after tile: p relative to m, and sums that belong to it. Maxima grow by less and by more than the threshold,
+    a column sees nothing at first, another one never.
+    """
     rng, dtype = np.random.default_rng(1), FLOATS[block.element]
-    for rows, columns in ((1, 1), (50, 97), (7, 48), (3, 16)):
-        s = padded(rng, rows, columns, block) * 9
-        width = s.shape[1]
-        m, l = np.full(width, -1.0, dtype), np.ones(width, dtype)
-        run(block, "column_max", at(s), s.strides[0], rows, columns, at(m))
-        assert (m[:columns] == np.maximum(s.max(0), -1)[:columns]).all()
-        want = np.exp(s.astype(np.float64) - m)
-        given = s.copy()
-        run(block, "exp_sum", at(s), s.strides[0], rows, columns, at(m), at(l))
-        # The rounding error of s - m grows with its size.
-        allowed = want * np.finfo(dtype).eps * (2 + np.abs(given - m) / 2)
-        assert (np.abs(s - want) <= allowed)[:, :columns].all()
-        assert np.allclose(l[:columns], 1 + want.sum(0)[:columns], rtol=1e-5)
+    for rows, columns, d in ((1, 1, 3), (50, 97, 5), (7, 48, 0), (3, 16, 1), (0, 16, 2)):
+        width = padded(rng, rows, columns, block).shape[1]
+        m, l, o = np.full(width, -np.inf, dtype), np.zeros(width, dtype), np.zeros((d, width), dtype)
+        tiles, weights = [], rng.standard_normal((3, d, rows))
+        for step in range(3):
+            s = padded(rng, rows, columns, block) * 3 + 4 * step
+            s[:, 3:4], s[:, 5:6] = -np.inf, s[:, 5:6] if step else -np.inf
+            s[:, 6:7] += 40 * (step == 1)
+            tiles.append(s.astype(np.float64))
+            online_softmax(block, s, columns, m, l, o)
+            shifted = tiles[-1] - np.where(np.isinf(m), 0, m)
+            want = np.exp(shifted)
+            # The rounding error of s - m grows with its size.
+            allowed = want * np.finfo(dtype).eps * (2 + np.abs(np.where(np.isinf(shifted), 0, shifted)) / 2)
+            assert (np.abs(s - want) <= allowed)[:, :columns].all()
+            o += (weights[step] @ want).astype(dtype)
+        seen = np.concatenate(tiles)
+        greatest = seen.max(0, initial=-np.inf)
+        assert (m + 8 >= greatest)[:columns].all() and (m <= greatest)[:columns].all()
+        everything = np.exp(seen - np.where(np.isinf(m), 0, m))
+        assert np.allclose(l[:columns], everything.sum(0)[:columns], rtol=1e-5)
+        wanted = np.concatenate(list(weights), 1) @ everything
+        assert np.allclose(o[:, :columns], wanted[:, :columns], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_a_score_of_nan_is_no_maximum(block: RegisterBlock) -> None:
-    """In any row, before and after greater scores."""
+    """In any row, before and after greater scores; the sum has it."""
     s = padded(np.random.default_rng(5), 9, 16, block)
+    s[0] += 20
     s[np.arange(9), np.arange(9)] = np.nan
-    m = np.full(s.shape[1], -1.0, s.dtype)
-    run(block, "column_max", at(s), s.strides[0], 9, 16, at(m))
-    assert np.array_equal(m, np.fmax.reduce(s, axis=0, initial=-1))
+    greatest = np.fmax.reduce(s, axis=0)
+    m, l = np.full(s.shape[1], -np.inf, s.dtype), np.zeros(s.shape[1], s.dtype)
+    online_softmax(block, s, 16, m, l, s[:0])
+    assert np.array_equal(m, greatest) and np.isnan(l[:9]).all() and np.isfinite(l[9:16]).all()
 
 
 def test_polynomials_have_the_errors_that_they_state() -> None:
@@ -120,13 +142,13 @@ def test_polynomials_have_the_errors_that_they_state() -> None:
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_exp_sum_at_the_edges(block: RegisterBlock) -> None:
+def test_weights_at_the_edges(block: RegisterBlock) -> None:
     dtype = FLOATS[block.element]
     s = np.zeros((1, 16), dtype)
     least = {"float": -126, "double": -1022}[block.element] * np.log(2)
     s[0, :7] = [-np.inf, np.nan, 0, -1e30, least * 0.999, least * 1.001, -0.0]
     m, l = np.zeros(16, dtype), np.zeros(16, dtype)
-    run(block, "exp_sum", at(s), s.strides[0], 1, 16, at(m), at(l))
+    online_softmax(block, s, 16, m, l, s[:0])
     assert s[0, 0] == 0 and np.isnan(s[0, 1]) and s[0, 2] == 1 and s[0, 3] == 0 and s[0, 6] == 1
     assert s[0, 4] >= np.finfo(dtype).tiny and s[0, 5] == 0  # no denormals
     assert np.isnan(l[1]) and np.isfinite(np.delete(l, 1)).all()
@@ -146,18 +168,18 @@ def test_softmax_backward(block: RegisterBlock) -> None:
     assert np.allclose(dp[:, :37], want[:, :37], rtol=1e-4, atol=1e-6)
 
 
+def stored(x: np.ndarray, block: RegisterBlock) -> np.ndarray:
+    return x.astype({"": FLOATS[block.element], "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[block.storage])
+
+
 ALL_ONES = np.uint32(0x7FFFFFFF).view(np.float32)
-"""A NaN that rounding its bits up would make a number."""
+
 
 STORED = [(block, "") for block in BLOCKS] + [
     (RegisterBlock("float", 4, 2, lanes, storage), storage)
     for lanes in (4, 8, 16)
     for storage in ("float16", "bfloat16")
 ]
-
-
-def stored(x: np.ndarray, block: RegisterBlock) -> np.ndarray:
-    return x.astype({"": FLOATS[block.element], "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[block.storage])
 
 
 @pytest.mark.parametrize(("block", "storage"), STORED, ids=str)
@@ -185,17 +207,6 @@ def test_pack_and_unpack_transposed(block: RegisterBlock, storage: str) -> None:
                 assert np.isnan(check).any()
                 assert np.array_equal(back[:, :n], stored((tile * factor).T[:m], block), equal_nan=True)
                 tile[where], check[:] = 1, 0
-
-
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_transpose(block: RegisterBlock) -> None:
-    rng = np.random.default_rng(4)
-    for size in (1, 4, 8):
-        for m, n in ((16, 16), (64, 48), (1, 1), (13, 50), (33, 17), (0, 5), (5, 0)):
-            source = rng.integers(0, 100, (m, n + 3)).astype(f"u{size}")[:, :n]
-            target = np.full((n, m + 2), 7, source.dtype)
-            run(block, f"transpose{size}", at(source), source.strides[0], at(target), target.strides[0], m, n)
-            assert np.array_equal(target[:, :m], source.T) and (target[:, m:] == 7).all()
 
 
 @pytest.mark.parametrize("name", ["exp", "tanh"])
@@ -236,7 +247,7 @@ def test_neon_code_uses_fused_products_and_does_not_spill() -> None:
     block = RegisterBlock("float", 6, 4, 4)
     module, target = micro.assemble(block, Target("", "aarch64-unknown-linux-gnu", "neoverse-n1", "+neon"))
     text = target.emit_assembly(module)
-    body = text[text.index("gemm_add:") : text.index("column_max:")]
+    body = text[text.index("gemm_add:") : text.index("online_softmax:")]
     assert body.count("fmla") >= 24
     # The innermost loop of the 6 x 4 block: its 24 products and nothing stored to the stack among them.
     labels_and_code = re.split(r"^(\.LBB\w+):.*$", body, flags=re.MULTILINE)[1:]
@@ -284,9 +295,7 @@ def test_words_of_the_argument_block_do_not_overlap() -> None:
     from flashkit.backends.cpu import arguments
 
     words = {name: int(value) for name, value in vars(arguments).items() if isinstance(value, np.int64)}
-    constants = "EMPTY", "PARTIAL", "FULL", "STRIP", "TILES_PER_STRETCH", "PREFETCHED_LINES", "CHUNK_ROWS", "CHUNK_KEYS"
-    for constant in constants:
-        del words[constant]
+    words = dict(list(words.items())[: list(words).index("SIZE") + 1])  # constants follow
     tensors = (
         "Q", "K", "V", "K_SCALE", "V_SCALE", "K_PE", "OUT", "LSE", "DOUT", "DLSE", "DQ", "DK", "DV", "DQ_ACCUM",
         "BWD_LSE", "DELTA",

@@ -56,54 +56,6 @@ def test_the_fraction_dropped_is_p(p):
         assert np.abs(1 - means - p).max() < 5.5 * np.sqrt(p * (1 - p) / (kept.size / kept.shape[axis]))
 
 
-def test_words_are_uniform():
-    words = np.stack(dropout.philox(np.ogrid[:64, :64, :2, :4], 99))
-    counts = np.bincount((words >> np.uint32(24)).ravel(), minlength=256)
-    chi2 = ((counts - words.size / 256) ** 2 / (words.size / 256)).sum()
-    assert 255 - 6 * np.sqrt(2 * 255) < chi2 < 255 + 6 * np.sqrt(2 * 255)
-    bits = np.unpackbits(words.ravel().view(np.uint8)).reshape(-1, 32).mean(axis=0)
-    assert np.abs(bits - 0.5).max() < 5 * 0.5 / np.sqrt(words.size)
-
-
-def test_neighbours_are_independent():
-    kept = everywhere(7, 0.5, (2, 2, 256, 512)) * 2.0 - 1
-    limit = 5 / np.sqrt(kept.size)
-    for axis in range(4):
-        for shift in (1, 2, 4) if axis >= 2 else (1,):
-            first = np.take(kept, range(kept.shape[axis] - shift), axis)
-            second = np.take(kept, range(shift, kept.shape[axis]), axis)
-            assert abs((first * second).mean()) < 2 * limit
-
-
-def test_every_part_of_the_place_matters():
-    base = everywhere(7, 0.5, (1, 1, 64, 64))
-    b, h, row, k = np.ogrid[:1, :1, :64, :64]
-    others = [
-        dropout.keep(8, 0.5, b, h, row, k),
-        dropout.keep(7 + (1 << 32), 0.5, b, h, row, k),
-        dropout.keep(7, 0.5, b + 1, h, row, k),
-        dropout.keep(7, 0.5, b, h + 1, row, k),
-        dropout.keep(7, 0.5, b, h, row + 64, k),
-        dropout.keep(7, 0.5, b, h, row, k + 64),
-    ]
-    for other in others:
-        assert 0.4 < (base == other).mean() < 0.6
-
-
-@pytest.mark.parametrize("tile", [(1, 1), (3, 5), (16, 64), (64, 7)])
-def test_any_order_of_tiles_drops_the_same(tile):
-    """A weight's fate depends on its place alone, so tiles may be cut anywhere and come in any order."""
-    seed, p, shape = 42, 0.3, (64, 96)
-    whole = dropout.keep(seed, p, 1, 2, *np.ogrid[: shape[0], : shape[1]])
-    pieces = np.zeros(shape, bool)
-    corners = [(i, j) for i in range(0, shape[0], tile[0]) for j in range(0, shape[1], tile[1])]
-    np.random.default_rng(0).shuffle(corners)
-    for i, j in corners[:400] if tile == (1, 1) else corners:
-        rows, keys = slice(i, min(i + tile[0], shape[0])), slice(j, min(j + tile[1], shape[1]))
-        pieces[rows, keys] = dropout.keep(seed, p, 1, 2, *np.ogrid[rows, keys])
-        assert np.array_equal(pieces[rows, keys], whole[rows, keys])
-
-
 def test_the_same_seed_drops_the_same_and_the_kept_sets_nest():
     assert np.array_equal(everywhere(5, 0.3), everywhere(5, 0.3))
     assert not (everywhere(5, 0.6) & ~everywhere(5, 0.3)).any()

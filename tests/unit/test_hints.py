@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import flashkit
-from flashkit import attention, attention_vjp, mods
+from flashkit import attention, attention_vjp, errors, mods
 from flashkit.options import Options
 
 ENTRIES = [attention, attention_vjp, flashkit.plan, flashkit.explain]
@@ -157,7 +157,9 @@ def test_prefixes_of_batch_entries(backend: str) -> None:
 @pytest.mark.parametrize(
     ("n", "error", "words"),
     [
-        (2.5, TypeError, "2.5"), ("two", TypeError, "'two'"), ([[1]], ValueError, r"\(1, 1\)"),
+        (2.5, TypeError, "2.5"),
+        ("two", TypeError, "'two'"),
+        ([[1]], ValueError, r"\(1, 1\)"),
         ([1, [2]], TypeError, "different lengths"),
     ],
 )
@@ -177,6 +179,9 @@ def call(q: np.ndarray[Any, np.dtype[np.float32]], chosen: bool) -> None:
     (out, lse), vjp = flashkit.attention_vjp(q, q, q, return_lse=True)
     reveal_type(vjp(out)[0].dtype)
     reveal_type(flashkit.explain(q, q, q))
+    cache = flashkit.KVCache(1, 2, 16, pages=4)
+    reveal_type(cache.attend(q, causal=True).dtype)
+    reveal_type(cache.attend(q, return_lse=True)[1].dtype)
     flashkit.attention(q, q, q, layout="hbnd")
     flashkit.plan(q, q, q, attn_mask=None)
 """
@@ -192,8 +197,130 @@ def test_results_are_typed(tmp_path: Path) -> None:
     )  # fmt: skip
     said = [line.partition(": ")[2] for line in done.stdout.splitlines()]
     kinds = [line.rpartition("type is ")[2].strip('"') for line in said if "Revealed type" in line]
-    assert len(kinds) == 5
-    assert all("dtype[" in kinds[i] and "32Bit" in kinds[i] for i in (0, 1, 3))
+    assert len(kinds) == 7
+    assert all("dtype[" in kinds[i] and "32Bit" in kinds[i] for i in (0, 1, 3, 5, 6))
     assert "| tuple[" in kinds[2] and kinds[4] == "flashkit.call.explanation.Explanation"
     wrong = [line for line in said if line.startswith("error")]
     assert len(wrong) == 2 and "No overload" in wrong[0] and '"attn_mask"' in wrong[1]
+
+
+def test_a_warning_is_given_once_of_each_thing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "_said", set())
+    said = ("a",), ("a",), ("b", "x"), ("c", "x"), ("c",)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for each in said:
+            errors.warn_once(*each)
+        errors.forget_warnings()
+        errors.warn_once("a", category=FutureWarning)
+    found = [(str(w.message), w.category) for w in caught]
+    assert found == [("a", UserWarning), ("b", UserWarning), ("c", UserWarning), ("a", FutureWarning)]
+    assert {w.filename for w in caught} == {__file__}
+
+
+# --- of the adapters --------------------------------------------------------------------------------------------------
+
+
+def adapters() -> dict[str, tuple[Any, Any]]:
+    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+    import flashkit.jax
+    import flashkit.torch
+
+    x = zeros(1, 2, 8, 16)
+    return {
+        "attention": (attention, x), "torch": (flashkit.torch.attention, torch.tensor(x)),
+        "jax": (flashkit.jax.attention, jax.numpy.asarray(x)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["attention", "torch", "jax"])
+def test_tensors_by_other_names_and_a_mask_by_position(name: str) -> None:
+    entry, x = adapters()[name]
+    with pytest.raises(TypeError, match=r"unexpected argument 'query': did you mean q\?"):
+        entry(query=x, key=x, value=x)
+    with pytest.raises(TypeError, match="by position: pass others by name, such as mask="):
+        entry(x, x, x, x[..., :8] > 0)
+    with pytest.raises(TypeError, match=r"expected q, k and v|v: expected an array|v: expected a torch"):
+        entry(x, x)
+    first, second, third, *_ = inspect.signature(entry).parameters.values()
+    assert (first.name, second.name, third.name) == ("q", "k", "v") and third.default is third.empty
+
+
+def test_functions_with_arguments_of_other_libraries_say_what_they_call_it() -> None:
+    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+    import flashkit.jax
+    import flashkit.torch
+
+    x, y = torch.zeros(1, 2, 8, 16), jax.numpy.zeros((1, 8, 2, 16))
+    for function, z, name, meant in (
+        (flashkit.torch.scaled_dot_product_attention, x, "causal", r"did you mean is_causal\?"),
+        (flashkit.torch.scaled_dot_product_attention, x, "mask", r"did you mean attn_mask\?"),
+        (flashkit.torch.flex_attention, x, "scoremod", r"did you mean score_mod\?"),
+        (flashkit.jax.dot_product_attention, y, "causal", r"did you mean is_causal\?"),
+    ):
+        with pytest.raises(TypeError, match=meant):
+            function(z, z, z, **{name: True})
+        assert "others" not in inspect.signature(function).parameters
+    with pytest.raises(ValueError, match=r"expected one of cpu, .*got 'xla'") as caught:
+        flashkit.jax.dot_product_attention(y, y, y, implementation="xla")
+    assert len(str(caught.value)) < 200
+    key = jax.random.key(1)
+    q = jax.numpy.ones((1, 2, 8, 16))
+    one, other = (flashkit.jax.attention(q, q, q, dropout_p=0.5, seed=s) for s in (key, jax.random.bits(key)))
+    np.testing.assert_array_equal(one, other)
+    with pytest.raises(TypeError, match="on a CPU or a CUDA device, got one on meta"):
+        flashkit.torch.attention(*[x.to("meta")] * 3)
+
+
+def test_caches_rotations_and_quantisation_take_tensors() -> None:
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    x = [rng.standard_normal((2, 4, 6, 16), dtype=np.float32) for _ in range(3)]
+    tensors = [torch.tensor(each) for each in x]
+    results: list[Any] = []
+    for q, k, v in (x, tensors):
+        cache = flashkit.KVCache(2, 4, 16, pages=4, page=8, like=q)
+        table = flashkit.rotary_table(32, 16, like=q)
+        cache.append(k, v, rotary=table)
+        out, lse = cache.attend(q, causal=True, rotary=table, return_lse=True)
+        rotated, codes = flashkit.rotary(x=q), flashkit.quantize(q, "int8")
+        assert {type(each) for each in (*table, out, lse, rotated)} == {type(q)}
+        results.append([*table, out, lse, rotated, flashkit.rotary_vjp(q), codes.data])
+    for ours, theirs in zip(*results):
+        np.testing.assert_array_equal(ours, np.asarray(theirs))
+    into = torch.empty_like(tensors[0])
+    assert flashkit.rotary(tensors[0], out=into) is into
+    half = flashkit.KVCache(1, 2, 16, pages=2, like=torch.zeros(1, dtype=torch.bfloat16))
+    assert str(half.dtype) == "bfloat16"
+
+
+def test_what_objects_say_of_themselves() -> None:
+    cache = flashkit.KVCache(2, 4, 16, pages=4, page=8, layers=2)
+    for layer in cache:
+        layer.append(zeros(2, 4, 6, 16), zeros(2, 4, 6, 16))
+    assert repr(cache) == "<KVCache: 12 tokens of 2 sequences, 2 layers, 2 of 4 pages of 8 free, float32>"
+    assert repr(cache[1]) == "<Layer 1: k_pages (4, 8, 4, 16), v_pages (4, 8, 4, 16), float32>"
+    q, k = zeros(1, 4, 6, 16), zeros(1, 2, 9, 16)
+    _, vjp = attention_vjp(q, k, k)
+    assert repr(vjp) == "<Vjp of attention: q (1, 4, 6, 16), k (1, 2, 9, 16) (batch, heads, tokens, dim), float32>"
+    with pytest.raises(TypeError, match=r"pass x\.dequantize"):
+        np.asarray(flashkit.quantize(q))
+
+
+def test_numpys_clip_is_traced() -> None:
+    s = np.array([-3.0, 0.5, 7.0])
+    mod = mods.score(lambda s, b, h, q, k: np.clip(s, -1, 2) + np.clip(q - k, 0, None))
+    np.testing.assert_array_equal(mod.evaluate(b=0, h=0, q=[1, 5, 2], k=[3, 2, 2], s=s), [-1, 3.5, 2])
+
+
+def test_the_formulas_are_for_arrays() -> None:
+    from flashkit.reference import formulas
+
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 6, 8))
+    visible = np.random.default_rng(1).random((6, 6)) < 0.5
+    visible[2] = False
+    visible[0] = True
+    out, lse = formulas(q, k, v, visible, scale=0.3)
+    expected = attention(q, k, v, mask=visible, scale=0.3, return_lse=True, backend="reference")
+    np.testing.assert_allclose(out, expected[0], atol=1e-12)
+    np.testing.assert_allclose(lse, expected[1], atol=1e-12)

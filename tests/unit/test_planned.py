@@ -106,13 +106,8 @@ def test_repeated_pull_backs(name: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_small_pull_backs_and_a_hidden_nan(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_pull_backs_and_a_hidden_nan(dtype: str) -> None:
     """Of the gradients that of the last head's queries alone is not finite at first, by 0 times NaN."""
-    from flashkit.backends.cpu import threads
-
-    runs: list[Any] = []
-    run = threads.run
-    monkeypatch.setattr(threads, "run", lambda *given: runs.append(given) or run(*given))
     q, k, v, dout = (rng.standard_normal((1, 2, n, 8)).astype(dtype) for n in (5, 9, 9, 5))
     for poisoned in (False, True):
         if poisoned:
@@ -126,7 +121,6 @@ def test_small_pull_backs_and_a_hidden_nan(dtype: str, monkeypatch: pytest.Monke
         ):  # fmt: skip
             for gradient, wanted in zip(pull_back(*given), exact(*given), strict=True):
                 np.testing.assert_allclose(gradient, wanted, atol=1e-5)
-        assert bool(runs) == poisoned  # the longer way
 
 
 def test_pull_backs_of_other_lengths_do_not_meet() -> None:
@@ -452,25 +446,6 @@ def test_the_layout_of_each_array_is_part_of_the_key(which: str, change: str) ->
     assert key(**given) != key(**given | {which: LAYOUTS[change](given[which])})
 
 
-def test_calls_that_differ_do_not_meet() -> None:
-    """Each option alone, twice and in turn, against the full path."""
-    q, k, v = operands()
-    every = [
-        {}, {"causal": True}, {"scale": 0.5}, {"scale": 1}, {"scale": np.float32(0.25)},
-        {"q_offset": 5, "causal": True}, {"q_offset": [3, 9], "causal": True},
-        {"q_offset": np.array([4, 8]), "causal": True}, {"window": (3, 1)},
-        {"window": (None, 1)}, {"window": [3, 1]}, {"softcap": 2.0}, {"softcap": 4}, {"return_lse": True},
-        {"kv_lengths": [3, 40]}, {"kv_lengths": np.array([40, 5])}, {"bias": np.ones((40, 40))},
-        {"mask": np.tri(40, dtype=bool)}, {"sinks": np.ones(4)}, {"dropout_p": 0.5, "seed": 1},
-        {"dropout_p": 0.5, "seed": 2}, {"alibi_slopes": [0.1] * 4}, {"precision": "highest"}, {"deterministic": True},
-        {"backend": "reference"}, {"score_mod": lambda s, b, h, q, k: 2 * s}, {"mask_mod": mods.causal()},
-    ]  # fmt: skip
-    expected = [full(q, k, v, **options) for options in every]
-    for _ in range(2):
-        for options, result in zip(every, expected, strict=True):
-            same(attention(q, k, v, **options), result)
-
-
 def test_values_that_change_are_seen() -> None:
     """Arrays among the options are read by each call of attention()."""
     q, k, v = operands()
@@ -485,11 +460,6 @@ def test_values_that_change_are_seen() -> None:
         after = attention(q, k, v, **options)
         assert (before != after).any(), name
         same(after, full(q, k, v, **{name: values.copy(), "causal": name == "q_offset"}))
-
-
-def test_dropout_without_a_seed_is_new_each_time() -> None:
-    q, k, v = operands()
-    assert (attention(q, k, v, dropout_p=0.5) != attention(q, k, v, dropout_p=0.5)).any()
 
 
 def spied(monkeypatch: pytest.MonkeyPatch) -> list[str]:

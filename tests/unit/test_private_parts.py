@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import ast
 import ctypes
-import importlib
-import inspect
 import re
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 import flashkit
@@ -79,93 +75,10 @@ def test_every_undocumented_module_is_listed() -> None:
     assert "numba.core.compiler_lock" in found
 
 
-def test_numbas_compiler() -> None:
-    """What specialise.compiled calls and replaces."""
-    from numba.core import compiler
-    from numba.core.compiler_lock import global_compiler_lock
-    from numba.core.registry import cpu_target
-
-    flags = compiler.Flags()
-    for name in ("nrt", "no_compile", "no_cpython_wrapper", "no_cfunc_wrapper", "error_model"):
-        assert hasattr(flags, name), name
-    names = [*inspect.signature(compiler.compile_extra).parameters]
-    assert names[:7] == ["typingctx", "targetctx", "func", "args", "return_type", "flags", "locals"]
-    assert hasattr(global_compiler_lock, "__enter__")
-    target = cpu_target.target_context
-    target.refresh()
-    codegen = target.codegen()
-    library: Any = codegen.create_library("test")
-    for name in (
-        "_optimize_final_module", "_finalize_final_module", "add_ir_module", "add_linking_library", "finalize",
-        "get_defined_functions",
-    ):  # fmt: skip
-        assert callable(getattr(library, name)), name
-    for name in ("_optimize_final_module", "_finalize_final_module"):
-        assert [*inspect.signature(getattr(type(library), name)).parameters] == ["self"], name
-    for name in ("_final_module", "_finalized"):
-        assert hasattr(library, name), name
-    assert [*inspect.signature(codegen.set_env).parameters] == ["env_name", "env"]
-    assert {"declare_function", "get_value_type", "call_conv"} <= set(dir(target))
-    assert callable(target.call_conv.call_function)
-
-
-def test_llvmlite() -> None:
-    from llvmlite import binding
-
-    binding.initialize_native_target()
-    manager = binding.create_new_module_pass_manager()
-    manager.add_global_dead_code_eliminate_pass()
-    options = binding.create_pipeline_tuning_options(speed_level=3)
-    for name in ("loop_unrolling", "loop_vectorization", "slp_vectorization"):
-        assert hasattr(options, name), name
-    machine = binding.Target.from_default_triple().create_target_machine()
-    builder = binding.create_pass_builder(machine, options)
-    assert callable(builder.getModulePassManager().run)
-    assert builder._time_passes_handler is None and builder._tm is machine
-    assert isinstance(type(options).inlining_threshold, property)
-
-
-def test_numbas_threads() -> None:
-    """What threads.py reads from Numba's extensions without importing Numba."""
-    from numba.core import config
-
-    loaded = 0
-    for name in ("tbbpool", "omppool", "workqueue"):
-        try:
-            module = importlib.import_module(f"numba.np.ufunc.{name}")
-        except ImportError:
-            continue
-        loaded += 1
-        for entry in ("launch_threads", "set_num_threads", "get_num_threads", "parallel_for"):
-            assert isinstance(getattr(module, entry), int), (name, entry)
-    assert loaded
-    assert config.NUMBA_NUM_THREADS >= 1
-    assert set(config.THREADING_LAYER_PRIORITY) == {"tbb", "omp", "workqueue"}
-    assert isinstance(config.THREADING_LAYER, str)
-    places = importlib.util.find_spec("numba").submodule_search_locations
-    assert (Path(places[0]) / "_version.py").is_file()
-
-
-def test_numpys_array_objects() -> None:
-    """kernels/launch.py reads the address of an array's data from the object."""
-    array = np.arange(3)
-    assert ctypes.c_ssize_t.from_address(id(array) + object.__basicsize__).value == array.ctypes.data
-
-
-def test_numba_cuda() -> None:
-    """What numba_cuda/compile.py replaces, and the form of the PTX that it rewrites."""
-    pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
-    from numba import cuda
-    from numba.cuda import dispatcher, libdevice
-    from numba.cuda.np import arrayobj
-
-    assert callable(dispatcher.get_current_device) and callable(arrayobj.make_array)
-    assert "launch_bounds" in inspect.signature(cuda.compile_ptx).parameters or any(
-        p.kind is p.VAR_KEYWORD for p in inspect.signature(cuda.compile_ptx).parameters.values()
-    )
-    for name in ("int_as_float", "float_as_int", "longlong_as_double", "double_as_longlong", "half2float",
-    "float2half_rn"):
-        assert hasattr(libdevice, name), name
+def test_pythons_locks_and_threads() -> None:
+    """What the workers of the pool are made of; all but the first are in the stable ABI."""
+    for name in ("start_new_thread", "allocate_lock", "acquire_lock", "release_lock"):
+        assert getattr(ctypes.pythonapi, f"PyThread_{name}")
 
 
 def bounds(package: str) -> list[str]:

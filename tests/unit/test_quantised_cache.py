@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from operands import numbers
 
 import flashkit
+from flashkit.call import plans
+from flashkit.call.planned import Planned
 from flashkit.call.quantized import Quantized
 
 HEADS, HEADS_KV, DIM, VALUE_DIM = 4, 2, 20, 8
-
-
-def numbers(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
 def exact(q: Any, k: Any, v: Any, **options: Any) -> np.ndarray:
@@ -237,3 +238,45 @@ def test_what_is_refused() -> None:
     cache = cache_of("e4m3", 1, pages=2)
     with pytest.raises(TypeError, match=r"k: expected .* got int64"):
         cache.append(np.ones((1, HEADS_KV, DIM), int), np.ones((1, HEADS_KV, VALUE_DIM), int))
+
+
+def decoding(dtype: Any, keys: int, per: Any = "token", seed: int = 0) -> tuple[Any, ...]:
+    q, k, v = (numbers(1, 2, n, 16, seed=seed).astype(ml_dtypes.bfloat16) for n in (1, keys, keys))
+    return q, flashkit.quantize(k, dtype, per), flashkit.quantize(v, dtype, per)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"kv_lengths": [20]}, {"softcap": 5.0}], ids=str)
+@pytest.mark.parametrize("per", ["token", "head", "tensor"])
+def test_calls_of_one_layout_share_a_plan(options: dict[str, Any], per: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its own numbers and scales."""
+    made: list[object] = []
+    make = Planned.__init__
+
+    def counted(*given: Any, **named: Any) -> None:
+        if named.get("scales"):  # the yardstick has plans, too
+            made.append(0)
+        make(*given, **named)
+
+    monkeypatch.setattr(Planned, "__init__", counted)
+    plans.clear()
+    for seed in range(5):
+        q, k8, v8 = decoding("int8", 32, per, seed)
+        assert near(flashkit.attention(q, k8, v8, **options), exact(q, k8, v8, **options))
+    assert len(made) == 1
+    k8, v8 = (flashkit.quantize(x.dequantize(ml_dtypes.bfloat16), "e4m3", per) for x in (k8, v8))
+    flashkit.attention(q, k8, v8, **options)
+    assert len(made) == 2, "a plan is for a format"
+
+
+def test_a_cached_plan_costs_as_much_as_that_of_floats() -> None:
+    """Host time, in turns: the kernels have nothing to do here."""
+    q, k8, v8 = decoding("int8", 32)
+    k, v = (x.dequantize(ml_dtypes.bfloat16) for x in (k8, v8))
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(500):
+        for taken, (keys, values) in zip(times, ((k, v), (k8, v8)), strict=True):
+            start = time.perf_counter()
+            flashkit.attention(q, keys, values)
+            taken.append(time.perf_counter() - start)
+    floats, codes = map(statistics.median, times)
+    assert codes <= 1.5 * floats, (codes, floats)

@@ -382,17 +382,6 @@ def test_precision_fp8_does_not_look_ahead() -> None:
     same(flashkit.plan(*swapped, **given)(*swapped), other)
 
 
-def test_explain_of_pages() -> None:
-    """Stand-ins, which take no memory, have no contiguous axis."""
-    pool = np.broadcast_to(np.float32(1), (6, 16, 2, 32))
-    q, pages = np.ones((2, 4, 1, 32), np.float32), {"page_table": [[0, 1], [3, -1]], "kv_lengths": [20, 4]}
-    assert "paged keys" in flashkit.explain(q, pool, pool, **pages).problem
-    kept = [quantize(np.ones(pool.shape, np.float32), "int8", "token", layout="bnhd")] * 2
-    assert "int8" in flashkit.explain(q, *kept, **pages).problem
-    with pytest.raises(ValueError, match="contiguous last axis"):
-        attention(q, pool, pool, **pages)
-
-
 def test_explain() -> None:
     q, k, v = tensors(dtype=BF16)
     found = flashkit.explain(q, quantize(k, "int8", "head"), v)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from operands import numbers
 
 import flashkit
 from flashkit.rope.apply import checked_table, rotated
@@ -24,12 +25,6 @@ SCALINGS: dict[str, dict[str, Any]] = {
     },
     "yarn of gpt-oss": {"factor": 32.0, "original_max_position_embeddings": 512, "truncate": False},
 }  # fmt: skip
-
-
-def numbers(*shape: int, seed: int = 0, dtype: str = "float32") -> np.ndarray:
-    import ml_dtypes  # noqa: F401  # makes bfloat16 a dtype
-
-    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
 def definition(x: np.ndarray, positions: np.ndarray, dims: int, interleaved: bool, sign: int = 1) -> np.ndarray:

@@ -16,22 +16,6 @@ from .micro.compile import addresses
 from .objects import Functions
 from .plan import CpuPlan
 
-MICRO_KERNELS = {
-    at.GEMM: "gemm", at.GEMM_ADD: "gemm_add", at.COLUMN_MAX: "column_max", at.EXP_SUM: "exp_sum",
-    at.PACK_TRANSPOSED: "pack_transposed", at.UNPACK_TRANSPOSED: "unpack_transposed",
-    at.SOFTMAX_BACKWARD: "softmax_backward",
-}  # fmt: skip
-BF16_PAIR_KERNELS = {
-    at.GEMM: "gemm_bf16_pairs", at.GEMM_ADD: "gemm_add_bf16_pairs",
-    at.ONLINE_SOFTMAX_BF16_PAIRS: "online_softmax_bf16_pairs", at.ATTEND_BF16_PAIRS: "attend_bf16_pairs",
-    at.ATTEND_BACKWARD_BF16_PAIRS: "attend_backward_bf16_pairs",
-    at.PACK_TRANSPOSED: "pack_columns", at.PAD_ROWS: "pad_rows", at.PACK_ROWS: "pack_rows",
-    at.PACK_ROWS_T: "pack_rows_t",
-    at.SOFTMAX_BACKWARD_BF16_PAIRS: "softmax_backward_bf16_pairs", at.ROUND_BF16_PAIRS: "round_bf16_pairs",
-    at.BEGIN_PRODUCTS: "begin_products", at.END_PRODUCTS: "end_products",
-}  # fmt: skip
-"""These replace the ones above where bf16 pairs are multiplied."""
-
 
 class Sizes(NamedTuple):
     """Sizes of a call; n_q and n_k of its longest sequence, or the most that it may have."""
@@ -80,9 +64,11 @@ class ArgumentBlock:
         args[at.LANES], args[at.PANEL] = registers.lanes, registers.vectors * registers.lanes
         args[at.LEFT_WORDS] = registers.lanes if plan.bf16_pairs in ("amx", "emulate") else 1  # as packing pads
         micro = addresses(registers)
-        for index, name in (MICRO_KERNELS | (BF16_PAIR_KERNELS if plan.bf16_pairs else {})).items():
-            args[index] = micro[name]
-        for index, tensor in forward_tensors(operands):
+        for name in micro.keys() - modify.TRANSPOSERS:
+            args[getattr(at, name.upper())] = micro[name]
+        for index, tensor in (
+            (at.Q, operands.q), (at.K, operands.k), (at.V, operands.v), (at.OUT, operands.out), (at.LSE, operands.lse),
+        ):  # fmt: skip
             args[index + 1 : index + 4] = strides_of(tensor)
         self.sizes = sizes = Sizes.of(operands)
         args[at.BATCH], args[at.HEADS], args[at.GROUP] = sizes.batch, operands.q.shape[1], spec.group
@@ -163,15 +149,8 @@ class ArgumentBlock:
                 same_size = np.dtype(stored).itemsize == array.itemsize
                 array = array.view(stored) if same_size else _widened(array, stored)
                 entries += [self.address(array), *array.shape, *array.strides]
-        entries += [micro[f"transpose{size}"] for size in modify.TRANSPOSED_SIZES]
+        entries += [micro[name] for name in modify.TRANSPOSERS]
         return np.array(entries, np.int64)
-
-
-def forward_tensors(operands: Operands) -> tuple[tuple[Any, np.ndarray], ...]:
-    """What the forward pass reads and writes, by the word in the block."""
-    return (
-        (at.Q, operands.q), (at.K, operands.k), (at.V, operands.v), (at.OUT, operands.out), (at.LSE, operands.lse),
-    )  # fmt: skip
 
 
 def _widened(array: np.ndarray, dtype: str) -> np.ndarray:

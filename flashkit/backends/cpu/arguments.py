@@ -62,7 +62,7 @@ TABLE_WIDTH = word()
 PAGES = word()
 PAGE = word()  # keys of a page
 PAGES_FOLLOW = word()  # whether a head's keys in page p + 1 follow those in page p at their own stride
-PER_CALL = word()  # 1 where each call brings lengths and offsets, 2 where also a page table
+PER_CALL = word()  # what each call brings: 1 lengths and offsets, 2 a page table, 4 the scales of keys and values
 DIM = word()
 DIM_V = word()
 DIM_PE = word()  # 0: K has all columns
@@ -77,7 +77,9 @@ LEFT_WORDS = word()  # bf16 pairs: rows of left operands are padded to a multipl
 TILE_COUNTER = word()  # next work tile, shared by the threads
 SPLITS_DONE = word()  # split-KV: work tiles that are complete
 WORK_TILES = word()
+ROW_WORK_TILES = word()  # of bwd_preprocess and bwd_postprocess
 Q_TILES = word()  # query tiles per head; of all sequences, some of them empty, where these are packed
+ROW_TILES = word()  # likewise, of ROW_BLOCK rows
 NUM_SPLITS = word()  # split-KV in decoding; dQ accumulators per head in the backward pass
 SPLIT_KEYS = word()  # decoding: keys per split, whole tiles; 0 where launch.py computes it for each call
 HEADS_PER_TILE = word()  # decoding: key/value heads of a work tile, where each has one split
@@ -121,12 +123,11 @@ SEED = word()
 NONFINITE = word()  # backward: 1 in the second pass, whose products skip factors of 0
 IS_NONFINITE = word()  # backward: set by the kernel where a gradient is not finite
 
-# --- addresses of micro-kernels (micro/) ------------------------------------------------------------------------------
+# --- addresses of micro-kernels (micro/), by their names in capitals --------------------------------------------------
 
 GEMM = word()
 GEMM_ADD = word()
-COLUMN_MAX = word()
-EXP_SUM = word()
+ONLINE_SOFTMAX = word()
 ONLINE_SOFTMAX_BF16_PAIRS = word()
 SOFTMAX_BACKWARD = word()
 SOFTMAX_BACKWARD_BF16_PAIRS = word()
@@ -144,22 +145,31 @@ GEMV_QK = word()
 GEMV_SOFTMAX = word()
 GEMV_PV = word()
 
-# --- the launch (kernels/launch.py) -----------------------------------------------------------------------------------
+# --- the launch (kernels/launch.py) ---------------------------------------------------------------------------
 
 KERNEL = word()  # address of the kernel
+BWD_PREPROCESS = word()  # of those before and after it in the backward pass
+BWD_POSTPROCESS = word()
 STOP = word()  # address of an integer, or 0: where it is not 0, kernels end early and leave results undefined
-PARALLEL_FOR = word()  # address of the thread pool's loop, and what it gets: a function, and three words for the
-THREAD_MAIN = word()  # first number, the count and the step of the threads' numbers
-FIRST = word()
-COUNT = word()
-STEP = word()
-GET_NUM_THREADS = word()  # addresses of the pool's functions for the number of threads of the calling thread
-SET_NUM_THREADS = word()
+WORKERS = word()  # address of the pool's workers, each of WORKER_WORDS words, and their number
+NUM_WORKERS = word()
+NEXT_THREAD = word()  # the number of the next thread that begins
+OFFERED = word()  # address of the last worker that the block was offered to, or 0
 
 SIZE = word()
 
 HEADER = (int(SIZE) * 8 + 63) // 64 * 64
 """Bytes of a block, in whole cache lines."""
+
+# --- the words of a worker of the pool (kernels/launch.py) -----------------------------------------------------------
+
+WORKER_WORDS = np.int64(16)  # two cache lines, of which others write the first
+
+STATE = np.int64(0)  # one of those below, or the address of the argument block that waits for the worker
+PREVIOUS = np.int64(1)  # address of the worker that the same block was offered to before, or 0
+WAKE, ENDED, ACQUIRE, RELEASE, SPUN = map(np.int64, range(8, 13))  # two locks, their functions, and a counter
+
+FREE, ASLEEP, RUNNING, AWAITED, DONE, DONE_ASLEEP, ABSENT = map(np.int64, range(7))
 
 # --- constants of the kernels -----------------------------------------------------------------------------------------
 
@@ -171,6 +181,9 @@ STRIP = np.int64(16)
 
 CHUNK_ROWS, CHUNK_KEYS = map(np.int64, (32, 128))
 """Rows and keys of which the backward pass of bf16 pairs has S and dP at a time. Both stay in L1."""
+
+ROW_BLOCK = np.int64(256)
+"""Rows of a work tile of bwd_preprocess and bwd_postprocess."""
 
 PREFETCHED_LINES = np.int64(16)
 """Cache lines of a page that are read ahead; the hardware follows from there."""

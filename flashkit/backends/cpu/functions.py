@@ -97,16 +97,6 @@ def _tanh_single(x: Any) -> Any:
     return near if size < F32(0.625) else (-far if x < F32(0) else far)
 
 
-@njit(**options)
-def _exp_double(x: Any) -> Any:
-    return math.exp(x)
-
-
-@njit(**options)
-def _tanh_double(x: Any) -> Any:
-    return np.tanh(x)
-
-
 def _by_type(single: Any, double: Any) -> Any:
     """A function for compiled code: `single` for float32, `double` for all other types."""
 
@@ -120,52 +110,8 @@ def _by_type(single: Any, double: Any) -> Any:
     return called
 
 
-_exp, _tanh = _by_type(_exp_single, _exp_double), _by_type(_tanh_single, _tanh_double)
-
-
-@njit(**options)
-def exp(x: Any) -> Any:
-    return _exp(x)
-
-
-@njit(**options)
-def exp2(x: Any) -> Any:
-    return np.exp2(x)
-
-
-@njit(**options)
-def log(x: Any) -> Any:
-    return np.log(x)
-
-
-@njit(**options)
-def log2(x: Any) -> Any:
-    return np.log2(x)
-
-
-@njit(**options)
-def sqrt(x: Any) -> Any:
-    return np.sqrt(x)
-
-
-@njit(**options)
-def tanh(x: Any) -> Any:
-    return _tanh(x)
-
-
-@njit(**options)
-def sin(x: Any) -> Any:
-    return np.sin(x)
-
-
-@njit(**options)
-def cos(x: Any) -> Any:
-    return np.cos(x)
-
-
-@njit(**options)
-def floor(x: Any) -> Any:
-    return np.floor(x)
+exp, tanh = _by_type(_exp_single, math.exp), _by_type(_tanh_single, np.tanh)
+exp2, log, log2, sqrt, sin, cos, floor = np.exp2, np.log, np.log2, np.sqrt, np.sin, np.cos, np.floor
 
 
 # Bounds of the elements of an array inside a box of inclusive corners, for interval classification (expr.bounds). The
@@ -178,75 +124,35 @@ def _contiguous(a: Any, i0: int, i1: int) -> Any:
     return vector(a.ctypes.data + i0 * a.itemsize, i1 + 1 - i0, a.itemsize, a.dtype)
 
 
-@njit(**options)
-def _least(a: Any) -> Any:
-    best = a[0]
-    for i in range(a.shape[0]):
-        best = a[i] if a[i] < best else best
-    return np.int64(best)
+def _bounds(better: Any) -> tuple[Any, ...]:
+    """The best element in a box of an array of 1 to 4 axes: f(array, first and last index of each axis)."""
+
+    @njit(**options)
+    def best_of(a: Any) -> Any:
+        best = a[0]
+        for i in range(a.shape[0]):
+            best = better(best, a[i])
+        return np.int64(best)
+
+    @njit(**options)
+    def along_a_row(a: Any, first: int, last: int) -> Any:
+        return best_of(_contiguous(a, first, last)) if a.strides[0] == a.itemsize else best_of(a[first : last + 1])
+
+    def with_axis(inside: Any) -> Any:
+        @njit(**options)
+        def along(a: Any, first: int, last: int, *others: Any) -> Any:
+            best = inside(a[first], *others)
+            for i in range(first + 1, last + 1):
+                best = better(best, inside(a[i], *others))
+            return best
+
+        return along
+
+    found = [along_a_row]
+    for _ in range(3):
+        found.append(with_axis(found[-1]))
+    return tuple(found)
 
 
-@njit(**options)
-def _greatest(a: Any) -> Any:
-    best = a[0]
-    for i in range(a.shape[0]):
-        best = a[i] if a[i] > best else best
-    return np.int64(best)
-
-
-@njit(**options)
-def load_min1(a: Any, i0: int, i1: int) -> Any:
-    return _least(_contiguous(a, i0, i1)) if a.strides[0] == a.itemsize else _least(a[i0 : i1 + 1])
-
-
-@njit(**options)
-def load_max1(a: Any, i0: int, i1: int) -> Any:
-    return _greatest(_contiguous(a, i0, i1)) if a.strides[0] == a.itemsize else _greatest(a[i0 : i1 + 1])
-
-
-@njit(**options)
-def load_min2(a: Any, i0: int, i1: int, j0: int, j1: int) -> Any:
-    best = np.int64(a[i0, j0])
-    for i in range(i0, i1 + 1):
-        best = min(best, load_min1(a[i], j0, j1))
-    return best
-
-
-@njit(**options)
-def load_max2(a: Any, i0: int, i1: int, j0: int, j1: int) -> Any:
-    best = np.int64(a[i0, j0])
-    for i in range(i0, i1 + 1):
-        best = max(best, load_max1(a[i], j0, j1))
-    return best
-
-
-@njit(**options)
-def load_min3(a: Any, h0: int, h1: int, i0: int, i1: int, j0: int, j1: int) -> Any:
-    best = np.int64(a[h0, i0, j0])
-    for h in range(h0, h1 + 1):
-        best = min(best, load_min2(a[h], i0, i1, j0, j1))
-    return best
-
-
-@njit(**options)
-def load_max3(a: Any, h0: int, h1: int, i0: int, i1: int, j0: int, j1: int) -> Any:
-    best = np.int64(a[h0, i0, j0])
-    for h in range(h0, h1 + 1):
-        best = max(best, load_max2(a[h], i0, i1, j0, j1))
-    return best
-
-
-@njit(**options)
-def load_min4(a: Any, b0: int, b1: int, h0: int, h1: int, i0: int, i1: int, j0: int, j1: int) -> Any:
-    best = np.int64(a[b0, h0, i0, j0])
-    for b in range(b0, b1 + 1):
-        best = min(best, load_min3(a[b], h0, h1, i0, i1, j0, j1))
-    return best
-
-
-@njit(**options)
-def load_max4(a: Any, b0: int, b1: int, h0: int, h1: int, i0: int, i1: int, j0: int, j1: int) -> Any:
-    best = np.int64(a[b0, h0, i0, j0])
-    for b in range(b0, b1 + 1):
-        best = max(best, load_max3(a[b], h0, h1, i0, i1, j0, j1))
-    return best
+load_min1, load_min2, load_min3, load_min4 = _bounds(min)
+load_max1, load_max2, load_max3, load_max4 = _bounds(max)

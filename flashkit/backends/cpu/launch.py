@@ -80,7 +80,7 @@ def forward_launch(plan: CpuPlan, block: ArgumentBlock, thread_count: int) -> La
     args[at.Q_TILES], args[at.WORK_TILES] = sizes.q_tiles(block_q)
     args[at.KERNEL] = plan.forward["forward"]
     args[at.SCRATCH_BYTES] = per_thread(layout.total)
-    return _launch(args, int(args[at.SCRATCH_BYTES]) * thread_count, thread_count)
+    return complete(args, int(args[at.SCRATCH_BYTES]) * thread_count, thread_count)
 
 
 def decode_launch(plan: CpuPlan, block: ArgumentBlock, thread_count: int) -> Launch:
@@ -116,10 +116,11 @@ def decode_launch(plan: CpuPlan, block: ArgumentBlock, thread_count: int) -> Lau
         micro["gemv_qk"], micro["gemv_softmax"], micro["gemv_pv"],
     )  # fmt: skip
     slots = max(thread_count, heads * max_splits if max_splits > 1 else 1)
-    return _launch(args, int(args[at.PARTIALS] + args[at.PARTIAL_BYTES] * slots), thread_count)
+    return complete(args, int(args[at.PARTIALS] + args[at.PARTIAL_BYTES] * slots), thread_count)
 
 
-def _launch(args: np.ndarray, scratch_bytes: int, thread_count: int) -> Launch:
+def complete(args: np.ndarray, scratch_bytes: int, thread_count: int) -> Launch:
+    """The launch of an argument block that is complete but for the threads' pool."""
     if thread_count > 1:
         threads.set_pool(args)
     return Launch(args, args.ctypes.data, at.HEADER + scratch_bytes)

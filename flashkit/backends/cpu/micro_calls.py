@@ -1,7 +1,6 @@
 """Calls of micro-kernels and generated functions by address, from Numba.
 
-Each intrinsic unpacks array views into the addresses, strides and extents that the C function takes; micro/*.py and
-modify.py document their meaning.
+micro/*.py and modify.py document the functions and the meaning of their arguments.
 """
 
 from __future__ import annotations
@@ -12,319 +11,84 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-_INT64, _WORD, _INT = types.int64, ir.IntType(64), ir.IntType(32)
+from .views import with_parameters
 
-
-def _indirect_call(arguments: int, result: ir.Type, argument: ir.Type = _WORD) -> Any:
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-        kind = ir.FunctionType(result, [argument] * arguments)
-        called = builder.call(builder.inttoptr(values[0], kind.as_pointer()), list(values[1:]))
-        return context.get_dummy_value() if isinstance(result, ir.VoidType) else called
-
-    return codegen
+_FIELDS = {
+    "rows": ("shape", 0), "columns": ("shape", 1), "row": ("strides", 0), "column": ("strides", 1)
+}  # fmt: skip
 
 
-@intrinsic
-def call_kernel(typing: Any, function: Any, arguments: Any, thread: Any) -> Any:
-    """function(arguments, thread) of a kernel."""
-    return types.void(*[_INT64] * 3), _indirect_call(2, ir.VoidType())
+def _call(arguments: str, result: Any = types.void) -> Any:
+    """A function for compiled code, f(address of a C function, *parameters), that calls the C function.
 
+    arguments: what the C function gets, in its order. `x` is a number, or the address of an array view; `x.rows` and
+    `x.columns` are extents of a view, `x.row` and `x.column` its strides in bytes. The names, in the order in which
+    they first appear, are the parameters.
+    """
+    words = [word.partition(".")[::2] for word in arguments.split()]
+    names = list(dict.fromkeys(name for name, _ in words))
 
-@intrinsic
-def call_without_arguments(typing: Any, function: Any) -> Any:
-    return types.void(_INT64), _indirect_call(0, ir.VoidType())
-
-
-@intrinsic
-def call_attend_bf16_pairs(
-    typing: Any, function: Any, columns: Any, panel: Any, q: Any, q_panel: Any, k: Any, v: Any, s: Any, m: Any, l: Any,
-    o: Any, o_panel: Any, words: Any, scale_log2: Any,
-) -> Any:  # fmt: skip
-    """Panels of queries against keys and values, views; the others are addresses, bytes and extents."""
+    def call(typing: Any, function: Any, *given: Any) -> Any:
+        kinds = [kind if isinstance(kind, types.Array) else types.int64 for kind in given]
+        return result(types.int64, *kinds), codegen
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-        function, columns, panel, q, q_panel, k, v, s, m, l, o, o_panel, words, scale_log2 = values
-        k_at, (keys, _), (k_row, _) = _fields(context, builder, signature.args[5], k)
-        v_at, (o_rows, _), (v_row, _) = _fields(context, builder, signature.args[6], v)
-        arguments = [
-            columns, panel, q, q_panel, k_at, k_row, v_at, v_row, s, m, l, o, o_panel, keys, words, o_rows, scale_log2,
-        ]  # fmt: skip
-        return _indirect_call(17, ir.VoidType())(context, builder, signature, [function, *arguments])
-
-    return types.void(*[_INT64] * 5, k, v, *[_INT64] * 7), codegen
-
-
-@intrinsic
-def call_parallel_for(
-    typing: Any,
-    parallel_for: Any,
-    function: Any,
-    first: Any,
-    count: Any,
-    step: Any,
-    data: Any,
-    inner_axes: Any,
-    arrays: Any,
-    threads: Any,
-) -> Any:
-    """The loop of a Numba threading layer, as its generalised ufuncs call it."""
-    return types.void(*[_INT64] * 9), _indirect_call(8, ir.VoidType())
-
-
-@intrinsic
-def call_get_num_threads(typing: Any, function: Any) -> Any:
-    return types.int32(_INT64), _indirect_call(0, _INT)
-
-
-@intrinsic
-def call_set_num_threads(typing: Any, function: Any, threads: Any) -> Any:
-    return types.void(_INT64, types.int32), _indirect_call(1, ir.VoidType(), _INT)
-
-
-@intrinsic
-def call_modify(
-    typing: Any,
-    function: Any,
-    scores: Any,
-    slopes: Any,
-    row_stride: Any,
-    rows: Any,
-    columns: Any,
-    b: Any,
-    h: Any,
-    row0: Any,
-    q0: Any,
-    k0: Any,
-    values: Any,
-) -> Any:
-    """Modify a score tile in place."""
-    return types.void(*[_INT64] * 12), _indirect_call(11, ir.VoidType())
-
-
-@intrinsic
-def call_visit_ds(
-    typing: Any,
-    function: Any,
-    p: Any,
-    ds: Any,
-    slopes: Any,
-    row_stride: Any,
-    rows: Any,
-    columns: Any,
-    b: Any,
-    h: Any,
-    row0: Any,
-    q0: Any,
-    k0: Any,
-    values: Any,
-) -> Any:
-    """Visit dS of a tile."""
-    return types.void(*[_INT64] * 13), _indirect_call(12, ir.VoidType())
-
-
-@intrinsic
-def call_classify(
-    typing: Any, function: Any, b: Any, h: Any, row0: Any, row1: Any, q0: Any, q1: Any, k0: Any, k1: Any, values: Any
-) -> Any:
-    """EMPTY, PARTIAL or FULL for a tile with these inclusive corners."""
-    return _INT64(*[_INT64] * 10), _indirect_call(9, ir.IntType(64))
-
-
-def _fields(
-    context: Any, builder: ir.IRBuilder, kind: types.Array, value: ir.Value
-) -> tuple[ir.Value, list[ir.Value], list[ir.Value]]:
-    """Address, shape and byte strides of an array."""
-    array = context.make_array(kind)(context, builder, value)
-    at = builder.ptrtoint(array.data, ir.IntType(64))
-    return at, cgutils.unpack_tuple(builder, array.shape), cgutils.unpack_tuple(builder, array.strides)
-
-
-@intrinsic
-def call_gemm(typing: Any, function: Any, a: Any, b: Any, c: Any) -> Any:
-    """c = a @ b or c += a @ b; `a` has any strides, b and c have contiguous rows."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-        (a_at, (m, k), a_strides), (b_at, _, (b_row, _)), (c_at, (_, n), (c_row, _)) = (
-            _fields(context, builder, kind, value) for kind, value in zip(signature.args[1:], values[1:], strict=True)
-        )
-        arguments = [values[0], a_at, *a_strides, b_at, b_row, c_at, c_row, m, n, k]
-        return _indirect_call(10, ir.VoidType())(context, builder, signature, arguments)
-
-    return types.void(_INT64, a, b, c), codegen
-
-
-def _tile_call(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-    """Call a micro-kernel on a score tile and on the addresses of other arrays."""
-    tile, *others = (
-        _fields(context, builder, kind, value) for kind, value in zip(signature.args[1:], values[1:], strict=True)
-    )
-    at, shape, (row, _) = tile
-    arguments = [at, row, *shape, *(other[0] for other in others)]
-    return _indirect_call(len(arguments), ir.VoidType())(context, builder, signature, [values[0], *arguments])
-
-
-@intrinsic
-def call_column_max(typing: Any, function: Any, s: Any, m: Any) -> Any:
-    return types.void(_INT64, s, m), _tile_call
-
-
-@intrinsic
-def call_exp_sum(typing: Any, function: Any, s: Any, m: Any, l: Any) -> Any:
-    """s = e^(s - m); l += column sums."""
-    return types.void(_INT64, s, m, l), _tile_call
-
-
-@intrinsic
-def call_online_softmax_bf16_pairs(
-    typing: Any, function: Any, s: Any, m: Any, l: Any, o: Any, scale_log2: Any
-) -> Any:
-    """A step of the online softmax, s to p as bf16 pairs of rows; `scale_log2`: bits of a float64."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-        (s_at, shape, (s_row, _)), m_of, l_of, (o_at, (o_rows, _), (o_row, _)) = (
-            _fields(context, builder, kind, value) for kind, value in zip(signature.args[1:5], values[1:5], strict=True)
-        )
-        arguments = [values[0], s_at, s_row, *shape, m_of[0], l_of[0], o_at, o_row, o_rows, values[5]]
-        return _indirect_call(10, ir.VoidType())(context, builder, signature, arguments)
-
-    return types.void(_INT64, s, m, l, o, _INT64), codegen
-
-
-@intrinsic
-def call_pack_transposed(typing: Any, function: Any, source: Any, target: Any, scale: Any) -> Any:
-    """target = scale * source^T; `scale`: bits of a float64."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-        (s_at, shape, (s_row, _)), (t_at, _, (t_row, _)) = (
-            _fields(context, builder, kind, value) for kind, value in zip(signature.args[1:3], values[1:3], strict=True)
-        )
-        arguments = [values[0], s_at, s_row, t_at, t_row, *shape, values[3]]
-        return _indirect_call(7, ir.VoidType())(context, builder, signature, arguments)
-
-    return types.void(_INT64, source, target, _INT64), codegen
-
-
-def _repack(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-    """Call a micro-kernel that copies a matrix into another layout."""
-    (s_at, shape, (s_row, _)), (t_at, _, (t_row, _)) = (
-        _fields(context, builder, kind, value) for kind, value in zip(signature.args[1:], values[1:], strict=True)
-    )
-    return _indirect_call(6, ir.VoidType())(context, builder, signature, [values[0], s_at, s_row, t_at, t_row, *shape])
-
-
-@intrinsic
-def call_transpose(typing: Any, function: Any, source: Any, target: Any) -> Any:
-    """target = source^T."""
-    return types.void(_INT64, source, target), _repack
-
-
-@intrinsic
-def call_pack_rows(typing: Any, function: Any, source: Any, target: Any) -> Any:
-    """bf16 pairs of rows, by pack_rows or pack_rows_t, or padded rows, by pad_rows."""
-    return types.void(_INT64, source, target), _repack
-
-
-@intrinsic
-def call_round_bf16_pairs(typing: Any, function: Any, s: Any, target: Any, rows: Any, rows_row: Any) -> Any:
-    """float32 to bf16 pairs of rows in `target`, which may be s itself, and to rows at an address, unless 0."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-        (s_at, shape, (s_row, _)), (t_at, _, (t_row, _)) = (
-            _fields(context, builder, kind, value) for kind, value in zip(signature.args[1:3], values[1:3], strict=True)
-        )
-        arguments = [values[0], s_at, s_row, *shape, t_at, t_row, *values[3:]]
-        return _indirect_call(8, ir.VoidType())(context, builder, signature, arguments)
-
-    return types.void(_INT64, s, target, _INT64, _INT64), codegen
-
-
-@intrinsic
-def call_unpack_transposed(typing: Any, function: Any, source: Any, target: Any, factor: Any, check: Any) -> Any:
-    """target[i, j] = source[j, i] * factor[i]; `check` becomes NaN where one of them is not finite."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-        (s_at, _, (s_row, _)), (t_at, shape, (t_row, _)), factor, check = (
-            _fields(context, builder, kind, value) for kind, value in zip(signature.args[1:], values[1:], strict=True)
-        )
-        arguments = [values[0], s_at, s_row, t_at, t_row, *shape, factor[0], check[0]]
-        return _indirect_call(8, ir.VoidType())(context, builder, signature, arguments)
-
-    return types.void(_INT64, source, target, factor, check), codegen
-
-
-def _softmax_backward(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-    (s_at, shape, (row, _)), *others = (
-        _fields(context, builder, kind, value) for kind, value in zip(signature.args[1:5], values[1:5], strict=True)
-    )
-    arguments = [values[0], s_at, row, *shape, *(other[0] for other in others), *values[5:]]
-    return _indirect_call(len(arguments) - 1, ir.VoidType())(context, builder, signature, arguments)
-
-
-@intrinsic
-def call_softmax_backward(typing: Any, function: Any, s: Any, dp: Any, lse: Any, delta: Any, scale: Any) -> Any:
-    """S to P, dP to dS; `scale`: bits of a float64."""
-    return types.void(_INT64, s, dp, lse, delta, _INT64), _softmax_backward
-
-
-@intrinsic
-def call_softmax_backward_bf16_pairs(
-    typing: Any, function: Any, s: Any, dp: Any, lse: Any, delta: Any, scale: Any, rows: Any, rows_row: Any,
-    p_words: Any, ds_words: Any, words_row: Any, s_scale: Any,
-) -> Any:  # fmt: skip
-    """S to P, dP to dS as bf16 pairs, and dS to rows, at addresses; scales: bits of a float64."""
-    return types.void(_INT64, s, dp, lse, delta, *[_INT64] * 7), _softmax_backward
-
-
-@intrinsic
-def call_attend_backward_bf16_pairs(
-    typing: Any, function: Any, q: Any, k: Any, do: Any, v: Any, p_words: Any, ds_words: Any, lse: Any, delta: Any,
-    scale: Any, s_scale: Any, rows: Any, rows_row: Any, chunk: Any,
-) -> Any:  # fmt: skip
-    """P and dS of a tile as bf16 pairs, in place of scores, and dS as rows; all from `scale` on as numbers."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-        q_of, k_of, do_of, v_of, p_of, ds_of, lse_of, delta_of = (
-            _fields(context, builder, kind, value) for kind, value in zip(signature.args[1:9], values[1:9], strict=True)
-        )
-        arguments = [values[0]]
-        for left, right in ((q_of, k_of), (do_of, v_of)):
-            arguments += [left[0], left[2][0], right[0], right[2][0], left[1][1]]
-        arguments += [p_of[0], ds_of[0], p_of[2][0], *p_of[1], lse_of[0], delta_of[0], *values[9:]]
-        return _indirect_call(22, ir.VoidType())(context, builder, signature, arguments)
-
-    return types.void(_INT64, q, k, do, v, p_words, ds_words, lse, delta, *[_INT64] * 5), codegen
-
-
-@intrinsic
-def call_gemv_qk(typing: Any, function: Any, q: Any, k: Any, s: Any, d: Any, scale: Any) -> Any:
-    """s = scale * q @ k^T over d elements; rows of q are padded; `scale`: bits of a float64."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-        (q_at, _, (q_row, _)), (k_at, _, (k_row, _)), (s_at, shape, (s_row, _)) = (
-            _fields(context, builder, kind, value) for kind, value in zip(signature.args[1:4], values[1:4], strict=True)
-        )
-        arguments = [values[0], q_at, q_row, k_at, k_row, s_at, s_row, *shape, *values[4:]]
-        return _indirect_call(10, ir.VoidType())(context, builder, signature, arguments)
-
-    return types.void(_INT64, q, k, s, _INT64, _INT64), codegen
-
-
-@intrinsic
-def call_gemv_softmax(typing: Any, function: Any, s: Any, m: Any, l: Any, rescale: Any) -> Any:
-    return types.void(_INT64, s, m, l, rescale), _tile_call
-
-
-@intrinsic
-def call_gemv_pv(typing: Any, function: Any, p: Any, v: Any, o: Any, rescale: Any) -> Any:
-    """o = o * rescale + p @ v."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-        (p_at, shape, (p_row, _)), (v_at, _, (v_row, _)), (o_at, (_, d), (o_row, _)), rescale = (
-            _fields(context, builder, kind, value) for kind, value in zip(signature.args[1:], values[1:], strict=True)
-        )
-        arguments = [values[0], p_at, p_row, v_at, v_row, o_at, o_row, rescale[0], *shape, d]
-        return _indirect_call(10, ir.VoidType())(context, builder, signature, arguments)
-
-    return types.void(_INT64, p, v, o, rescale), codegen
+        views = {
+            name: context.make_array(kind)(context, builder, value)
+            for name, kind, value in zip(names, signature.args[1:], values[1:], strict=True)
+            if isinstance(kind, types.Array)
+        }
+        numbers = dict(zip(names, values[1:], strict=True))
+
+        def argument(name: str, field: str) -> ir.Value:
+            if field:
+                attribute, axis = _FIELDS[field]
+                return cgutils.unpack_tuple(builder, getattr(views[name], attribute))[axis]
+            return builder.ptrtoint(views[name].data, ir.IntType(64)) if name in views else numbers[name]
+
+        passed = [argument(*word) for word in words]
+        returned = ir.VoidType() if result is types.void else context.get_value_type(result)
+        kind = ir.FunctionType(returned, [value.type for value in passed])
+        value = builder.call(builder.inttoptr(values[0], kind.as_pointer()), passed)
+        return context.get_dummy_value() if result is types.void else value
+
+    return with_parameters(call, ["function", *names])
+
+
+# Kernels; the locks of Python by which threads of the pool sleep, PyThread_acquire_lock and PyThread_release_lock.
+call_kernel = _call("arguments thread")
+call_acquire = _call("lock wait", types.int32)
+call_release = _call("lock")
+call_without_arguments = _call("")
+
+# Functions generated for a modification: scores of a tile in place, dS of a tile, the state of a tile by its inclusive
+# corners.
+call_modify = _call("tile extra tile.row tile.rows tile.columns b h row0 q0 k0 values")
+call_visit_ds = _call("p ds slopes ds.row ds.rows ds.columns b h row0 q0 k0 values")
+call_classify = _call("b h row0 row1 q0 q1 k0 k1 values", types.int64)
+
+# Micro-kernels. Scales are bits of a float64.
+call_gemm = _call("a a.row a.column b b.row c c.row a.rows c.columns a.columns")
+call_online_softmax = _call("s s.row s.rows s.columns m l o o.row o.rows")
+call_softmax_backward = _call("s s.row s.rows s.columns dp lse delta scale")
+call_pack_transposed = _call("source source.row target target.row source.rows source.columns scale")
+call_unpack_transposed = _call("source source.row target target.row target.rows target.columns factor check")
+call_transpose = call_pack_rows = _call("source source.row target target.row source.rows source.columns")
+call_gemv_qk = _call("q q.row k k.row s s.row s.rows s.columns d scale")
+call_gemv_softmax = _call("s s.row s.rows s.columns m l rescale")
+call_gemv_pv = _call("p p.row v v.row o o.row rescale p.rows p.columns o.columns")
+
+# Micro-kernels for bf16 pairs.
+call_round_bf16_pairs = _call("s s.row s.rows s.columns target target.row rows rows_row")
+call_online_softmax_bf16_pairs = _call("s s.row s.rows s.columns m l o o.row o.rows scale_log2")
+call_attend_bf16_pairs = _call(
+    "columns panel q q_panel k k.row v v.row s m l o o_panel k.rows words v.rows scale_log2"
+)  # fmt: skip
+call_softmax_backward_bf16_pairs = _call(
+    "s s.row s.rows s.columns dp lse delta scale rows rows_row p_words ds_words words_row s_scale"
+)
+call_attend_backward_bf16_pairs = _call(
+    "q q.row k k.row q.columns do do.row v v.row do.columns p_words ds_words p_words.row p_words.rows p_words.columns "
+    "lse delta scale s_scale rows rows_row chunk"
+)

@@ -8,8 +8,6 @@ some lines and no kernel.
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 
 from ...mods import codegen, expr
@@ -21,7 +19,8 @@ from .objects import Source
 
 MAX_NDIM = 4
 TRANSPOSED_SIZES = (1, 4, 8)
-"""Element sizes with a transposing micro-kernel; their addresses follow the slots in VALUES."""
+TRANSPOSERS = tuple(f"transpose{size}" for size in TRANSPOSED_SIZES)
+"""Micro-kernels that transpose elements of these sizes; their addresses follow the slots in VALUES."""
 _VIEWS = {0: "vector", 1: "vector", 2: "matrix", 3: "tensor3", 4: "tensor4"}
 _STORED = {"bool": "uint8", "uint64": "int64", "bfloat16": "float32", "float16": "float32"}
 """The dtypes that arrays of other dtypes are passed as. Modifications compute with int64, so uint64 wraps."""
@@ -91,37 +90,33 @@ def _by_row_and_key(index: tuple[Expr, ...]) -> bool:
     return all(id(node) not in moving for node in expr.walk(index[:-2]))
 
 
-def _transpose_first(spec: AttentionSpec, lines: list[tuple[int, str]]) -> tuple[list[str], list[tuple[int, str]]]:
-    """Lines that transpose tiles of arrays, and the given lines with these tiles in place of the arrays."""
-    before = []
-    dtypes = {slot.name: np.dtype(stored_dtype(str(slot.dtype))) for slot in spec.slots if slot.ndim is not None}
-    transposers = 8 * sum(map(entries, spec.slots))
-    for n, node in enumerate(transposed_loads(spec)):
-        dtype, last = dtypes[node.value], "row" if node.args[-2] is expr.ROW else "q"
-        load = next(
-            match for _, line in lines if (match := re.search(rf"{node.value}\[(.*?, )?{last}, k\]", line)) is not None
-        )
-        leading = f"[{load[1][:-2]}]" if load[1] else ""
-        before += [
-            f"transposed{n} = matrix(extra_at, count, width, width * {dtype.itemsize}, {dtype.itemsize}, np.{dtype})",
-            "extra_at += count * width * 8",
-            f"transpose(integer_at(values + {transposers + 8 * TRANSPOSED_SIZES.index(dtype.itemsize)}), "
-            f"{node.value}{leading}[{last}0 : {last}0 + width, k0 : k0 + count], transposed{n})",
-        ]
-        lines = [(depth, line.replace(load[0], f"transposed{n}[j, i]")) for depth, line in lines]
-    return before, lines
-
-
 def _tile_function(spec: AttentionSpec, keys_outside: bool, with_slope: bool) -> str:
     """The text of `modify`: a tile with axes (keys, rows) where keys_outside holds, else (rows, keys)."""
     wanted = _results(spec)
     if with_slope:
         wanted.append(expr.derivative(wanted[0]))
-    steps, results = codegen.assignments(wanted, "numba", int32_arrays=spec.int32_arrays)
-    lines = _depths(steps, (expr.K,) if keys_outside else (expr.Q, expr.ROW))
+    transposed = transposed_loads(spec) if keys_outside else []
     before: list[str] = []
-    if keys_outside:
-        before, lines = _transpose_first(spec, lines)
+    dtypes = {slot.name: np.dtype(stored_dtype(str(slot.dtype))) for slot in spec.slots if slot.ndim is not None}
+    transposers = 8 * sum(map(entries, spec.slots))
+
+    def load(node: Expr, operands: list[str]) -> str:
+        """The text of a load; tiles of transposed arrays are made before the loops."""
+        text = codegen.load_text(node, operands, "numba")
+        if not any(node is one for one in transposed):
+            return text
+        tile, dtype, (*leading, last, _) = f"transposed{len(before) // 3}", dtypes[node.value], operands
+        rows = ", ".join([*leading, f"{last}0 : {last}0 + width", "k0 : k0 + count"])
+        before.extend([
+            f"{tile} = matrix(extra_at, count, width, width * {dtype.itemsize}, {dtype.itemsize}, np.{dtype})",
+            "extra_at += count * width * 8",
+            f"transpose(integer_at(values + {transposers + 8 * TRANSPOSED_SIZES.index(dtype.itemsize)}), "
+            f"{node.value}[{rows}], {tile})",
+        ])  # fmt: skip
+        return text.replace(f"{node.value}[{', '.join(operands)}]", f"{tile}[j, i]")
+
+    steps, results = codegen.assignments(wanted, "numba", load, spec.int32_arrays)
+    lines = _depths(steps, (expr.K,) if keys_outside else (expr.Q, expr.ROW))
     at_depth = [[f"{'    ' * (depth + 1)}{line}" for d, line in lines if d == depth] for depth in range(3)]
     row, key = ("i", "j") if keys_outside else ("j", "i")
     positions = {"row": f"row = row0 + {row}; q = q0 + {row}", "key": f"k = k0 + {key}"}

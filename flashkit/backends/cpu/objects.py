@@ -124,6 +124,16 @@ def functions(source: Source) -> Functions:
     return loaded
 
 
+def kept(make: Callable[..., Source], *arguments: Any) -> Functions:
+    """Functions of this package's own: those of make(*arguments), which stay loaded."""
+    return _kept(make, arguments, target.target())
+
+
+@cache
+def _kept(make: Callable[..., Source], arguments: tuple[Any, ...], _: Target) -> Functions:
+    return functions(make(*arguments))
+
+
 def _names(source: Source, wanted: Target) -> _Names:
     key = hashlib.sha256(f"{fingerprint()} {tuple(wanted)} {source.text}".encode()).hexdigest()[:20]
     compiled = hashlib.sha256(f"{compilers()} {key}".encode()).hexdigest()[:20]
@@ -194,8 +204,6 @@ def _checked(name: str, content: bytes | None) -> Functions | None:
     if header.sha256 != _hash(name, stored) or not elf.alike(code, _model()):
         return None
     if not stored.functions or not all(map(str.isidentifier, stored.functions)):
-        return None
-    if not elf.is_consistent(code, stored.functions):
         return None
     loaded = _load(stored)
     return loaded if loaded and all(loaded.values()) else None  # 0: the object has no such function

@@ -55,10 +55,12 @@ def peak_flops(dtype: str, tile: CpuTile, threads: int, *, depth: int = 128, sam
     width = block.vectors * block.lanes
     rows = max(1, round(SAMPLE * 1e11 / (2 * width * depth * block.rows))) * block.rows
 
+    gemm = _function("gemm", block)
+
     def work() -> tuple[Callable[[], None], object]:
         a, b, c = np.ones(depth, kind), np.ones((depth, width), kind), np.empty(width, kind)
-        strides = (0, a.itemsize), b.strides[0], 0
-        return _gemm(block, a, b, c, *strides, rows, width, depth), (a, b, c)
+        at = [x.ctypes.data for x in (a, b, c)]
+        return lambda: gemm(at[0], 0, a.itemsize, at[1], b.strides[0], at[2], 0, rows, width, depth), (a, b, c)
 
     return 2.0 * rows * width * depth * threads / min(_in_parallel(work, threads, samples))
 
@@ -102,16 +104,8 @@ def reader(array: np.ndarray, lanes: int, times: int = 1) -> Callable[[], None]:
     return lambda keep=(array, seen): function(*arguments)  # type: ignore[misc]
 
 
-def _gemm(
-    block: RegisterBlock, a: np.ndarray, b: np.ndarray, c: np.ndarray,
-    a_strides: tuple[int, int], b_row: int, c_row: int, m: int, n: int, k: int,
-) -> Callable[[], None]:  # fmt: skip
-    """A call of the micro-kernel; ctypes releases the GIL during it."""
-    function = _function("gemm", block)
-    return lambda: function(a.ctypes.data, *a_strides, b.ctypes.data, b_row, c.ctypes.data, c_row, m, n, k)
-
-
 def _function(name: str, block: RegisterBlock, gemv_kernels: bool = False) -> Callable[..., None]:
+    """A micro-kernel; ctypes releases the GIL during its calls."""
     kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * kernels(block, gemv_kernels)[name][0])
     return kind(addresses(block, gemv_kernels)[name])
 

@@ -44,7 +44,7 @@ class Write:
 def _sizes(
     shape: Any, strides: Any, out: Any, table: Any, interleaved: bool, sign: int, places: tuple[int, int]
 ) -> np.ndarray:
-    """What rotary_arguments.py lists."""
+    """What kernels/rotary.py lists."""
     rows, half = table
     return np.array((*shape, half, interleaved, sign, rows, *places, *strides[:3], *out.strides[:3]), np.int64)
 

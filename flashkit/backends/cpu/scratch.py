@@ -27,7 +27,7 @@ class ForwardLayout(NamedTuple):
     v: int  # widened V tile
     m: int  # row_max
     l: int  # row_sum
-    panel_rows: int  # three vectors of one panel
+    check: int  # a vector
     transposed: int  # tiles of arrays that a modification reads transposed
     k_pages: int  # K tile gathered from pages, or from K and K_PE
     v_pages: int
@@ -45,12 +45,12 @@ def forward_layout(
     v = _end(k, block_k * d, itemsize)
     m = _end(v, block_k * dv, itemsize)
     l = _end(m, queries, itemsize)
-    panel_rows = _end(l, queries, itemsize)
-    transposed = _end(panel_rows, 3 * panel, itemsize)
+    check = _end(l, queries, itemsize)
+    transposed = _end(check, panel, itemsize)
     k_pages = _end(transposed, transposed_tiles * block_k * panel, 8)
     v_pages = _end(k_pages, block_k * d, gathered)
     total = _end(v_pages, block_k * dv, gathered)
-    return ForwardLayout(o_acc, scores, k, v, m, l, panel_rows, transposed, k_pages, v_pages, total)
+    return ForwardLayout(o_acc, scores, k, v, m, l, check, transposed, k_pages, v_pages, total)
 
 
 class BackwardLayout(NamedTuple):

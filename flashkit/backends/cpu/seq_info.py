@@ -34,12 +34,6 @@ def seq_info(args: Any, b: int, h: int) -> SeqInfo:
 
 
 @njit(**options)
-def set_lengths(args: Any, kv_lengths: int, q_offsets: int) -> None:
-    """Addresses of lengths and offsets that a call brings."""
-    args[KV_LENGTHS], args[Q_OFFSETS] = kv_lengths, q_offsets
-
-
-@njit(**options)
 def keys_of(args: Any, b: int) -> Any:
     """Keys of a batch entry: never more than there are."""
     return min(max(integer_at(args[KV_LENGTHS] + 8 * b), 0), args[N_K])

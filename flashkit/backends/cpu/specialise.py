@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -41,23 +41,17 @@ def kernel(name: str, dtype: str, *, bf16_pairs: bool = False, kv_format: str = 
     """Entries of kernels/<name>.py for a dtype. bf16_pairs: bfloat16 operands are multiplied in pairs, not widened.
     kv_format: of keys and values of 8 bits, which decoding reads.
     """
-    return _loaded(kernel_source, (name, dtype, bf16_pairs, kv_format), target.target())
+    return objects.kept(kernel_source, name, dtype, bf16_pairs, kv_format)
 
 
 def rotary(dtype: str) -> Functions:
     """kernels/rotary.py for a dtype."""
-    return _loaded(rotary_source, (dtype,), target.target())
+    return objects.kept(rotary_source, dtype)
 
 
 def launcher() -> Functions:
     """kernels/launch.py for this Python."""
-    return _loaded(launcher_source, (), target.target())
-
-
-@cache
-def _loaded(make: Callable[..., Source], arguments: tuple[Any, ...], _: Target) -> Functions:
-    """Kernels of this package stay loaded."""
-    return objects.functions(make(*arguments))
+    return objects.kept(launcher_source)
 
 
 def kernel_source(name: str, dtype: str, bf16_pairs: bool = False, kv_format: str = "") -> Source:
@@ -113,6 +107,11 @@ def _address_offset() -> int:
 
 def compiled(kind: str, text: str, wanted: Target) -> Object:
     """One object with the text's entries, each a C function of its own name, and all that they call."""
+    with _jit():
+        return _compiled(kind, text, wanted)
+
+
+def _compiled(kind: str, text: str, wanted: Target) -> Object:
     from llvmlite import binding, ir
     from numba.core import compiler
     from numba.core.compiler_lock import global_compiler_lock
@@ -122,7 +121,7 @@ def compiled(kind: str, text: str, wanted: Target) -> Object:
 
     module: dict[str, Any] = {"__name__": f"flashkit_kernels.{kind}"}
     exec(compile(text, f"<flashkit {kind}>", "exec"), module)
-    entries = {name: f for name, f in module.items() if hasattr(f, "signature")}
+    entries = {name: f for name, f in module.items() if getattr(f, "signature", None) is not None}  # not NumPy's
     flags = compiler.Flags()
     flags.nrt = flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
     flags.error_model = options["error_model"]
@@ -154,6 +153,18 @@ def compiled(kind: str, text: str, wanted: Target) -> Object:
         called = {f.name for f in linked.functions if f.is_declaration and not f.name.startswith("llvm.")}
     # LLVM makes calls of its own, such as memset, which the module does not name.
     return Object(code, tuple(entries), tuple(sorted(called | elf.undefined(code))))
+
+
+@contextmanager
+def _jit() -> Iterator[None]:
+    """NUMBA_DISABLE_JIT is for the functions of the program, and kernels have no other form."""
+    from numba import config
+
+    disabled, config.DISABLE_JIT = config.DISABLE_JIT, 0
+    try:
+        yield
+    finally:
+        config.DISABLE_JIT = disabled
 
 
 @cache

@@ -62,10 +62,7 @@ def modify(args: Any, seq: SeqInfo, state: int, tile: Any, extra: int, b: int, h
     extra: address of scratch memory for transposed arrays (forward) or for d score / d s (backward).
     """
     if args[MODIFY] != 0 and (state == PARTIAL or args[HAS_SCORE] != 0):
-        q0 = row0 + seq.first_position
-        rows, columns = tile.shape
-        address, row_stride = tile.ctypes.data, tile.strides[0]
-        call_modify(args[MODIFY], address, extra, row_stride, rows, columns, b, h, row0, q0, k0, args[VALUES])
+        call_modify(args[MODIFY], tile, extra, b, h, row0, row0 + seq.first_position, k0, args[VALUES])
 
 
 @njit(**options)
@@ -74,12 +71,7 @@ def visit_ds(args: Any, seq: SeqInfo, p: Any, ds: Any, slopes: int, b: int, h: i
     modification, dS *= d score / d s.
     """
     if args[VISIT_DS] != 0:
-        q0 = row0 + seq.first_position
-        rows, columns = ds.shape
-        call_visit_ds(
-            args[VISIT_DS], p.ctypes.data, ds.ctypes.data, slopes, ds.strides[0], rows, columns, b, h, row0, q0, k0,
-            args[VALUES],
-        )  # fmt: skip
+        call_visit_ds(args[VISIT_DS], p, ds, slopes, b, h, row0, row0 + seq.first_position, k0, args[VALUES])
 
 
 @njit(**options)
@@ -126,14 +118,3 @@ def nonfinite_gemm(a: Any, b: Any, c: Any) -> None:
             if x != 0:
                 for j in range(b.shape[1]):
                     c[i, j] += x * b[k, j]
-
-
-@njit(**options)
-def nonfinite_gemm_t(a: Any, b: Any, c: Any) -> None:
-    """c += a @ b; a zero in `b` skips its term."""
-    for k in range(b.shape[0]):
-        for j in range(b.shape[1]):
-            x = b[k, j]
-            if x != 0:
-                for i in range(a.shape[0]):
-                    c[i, j] += a[i, k] * x

@@ -6,8 +6,8 @@ no arrays. These intrinsics turn addresses back into Numba arrays.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -15,11 +15,37 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from .micro.vector import prefetch as emit_prefetch
+
 _INT64 = types.int64
 
 
+def with_parameters(function: Any, names: Sequence[str]) -> Any:
+    """An intrinsic of parameters with these names. Numba reads them from the signature."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    function.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in ("typing", *names)])
+    return intrinsic(function)
+
+
+def emitted(result: Any, *given: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator: a function of LLVM's builder and values as a function of these types for compiled code."""
+
+    def of(emit: Callable[..., Any]) -> Any:
+        def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+            value = emit(builder, *values)
+            return context.get_dummy_value() if result is types.none else value
+
+        def typed(typing: Any, *_: Any) -> Any:
+            return result(*given), codegen
+
+        typed.__name__, typed.__doc__ = emit.__name__, emit.__doc__
+        return with_parameters(typed, list(inspect.signature(emit).parameters)[1:])
+
+    return of
+
+
 def _view(ndim: int) -> Any:
-    """Code generation of a view: arguments (address, extents..., byte strides..., dtype)."""
+    """A view of the elements from an address on: (address, extents..., byte strides..., dtype)."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
         kind = signature.return_type
@@ -39,104 +65,75 @@ def _view(ndim: int) -> Any:
             setattr(array, name, content)
         return array._getvalue()
 
-    return codegen
+    def view(typing: Any, *given: Any) -> Any:
+        dtype = given[-1]
+        return types.Array(dtype.dtype, ndim, "A")(*[_INT64] * (1 + 2 * ndim), dtype), codegen
+
+    return with_parameters(view, ["address", *(f"{of}{axis}" for of in "ns" for axis in range(ndim)), "dtype"])
 
 
-def _view_signature(ndim: int, dtype: Any) -> Any:
-    return types.Array(dtype.dtype, ndim, "A")(*[_INT64] * (1 + 2 * ndim), dtype)
+vector, matrix, tensor3, tensor4 = map(_view, range(1, 5))
 
 
-@intrinsic
-def vector(typing: Any, address: Any, n: Any, stride: Any, dtype: Any) -> Any:
-    """The n elements from `address` on, `stride` bytes apart."""
-    return _view_signature(1, dtype), _view(1)
+def _pointer(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    return b.inttoptr(address, ir.IntType(64).as_pointer())
 
 
-@intrinsic
-def matrix(typing: Any, address: Any, rows: Any, columns: Any, row_stride: Any, column_stride: Any, dtype: Any) -> Any:
-    """rows x columns elements from `address` on; strides in bytes."""
-    return _view_signature(2, dtype), _view(2)
-
-
-@intrinsic
-def tensor3(typing: Any, address: Any, n0: Any, n1: Any, n2: Any, s0: Any, s1: Any, s2: Any, dtype: Any) -> Any:
-    return _view_signature(3, dtype), _view(3)
-
-
-@intrinsic
-def tensor4(
-    typing: Any, address: Any, n0: Any, n1: Any, n2: Any, n3: Any, s0: Any, s1: Any, s2: Any, s3: Any, dtype: Any
-) -> Any:
-    return _view_signature(4, dtype), _view(4)
-
-
-@intrinsic
-def integer_at(typing: Any, address: Any) -> Any:
+@emitted(_INT64, _INT64)
+def integer_at(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """The 64-bit integer at an address."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-        return builder.load(builder.inttoptr(values[0], ir.IntType(64).as_pointer()))
-
-    return _INT64(_INT64), codegen
+    return b.load(_pointer(b, address))
 
 
-@intrinsic
-def atomic_integer_at(typing: Any, address: Any) -> Any:
+@emitted(_INT64, _INT64)
+def atomic_integer_at(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """The 64-bit integer at an address, which another thread may write."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-        return builder.load_atomic(builder.inttoptr(values[0], ir.IntType(64).as_pointer()), "monotonic", 8)
-
-    return _INT64(_INT64), codegen
+    return b.load_atomic(_pointer(b, address), "monotonic", 8)
 
 
-@intrinsic
-def prefetch(typing: Any, address: Any) -> Any:
+@emitted(types.none, _INT64)
+def prefetch(b: ir.IRBuilder, address: ir.Value) -> None:
     """Bring the cache line of an address near, without waiting for it."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-        pointer, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(function, [builder.inttoptr(values[0], pointer), i32(0), i32(3), i32(1)])
-        return context.get_dummy_value()
-
-    return types.none(_INT64), codegen
+    emit_prefetch(b, address)
 
 
-@intrinsic
-def double_from_bits(typing: Any, bits: Any) -> Any:
+@emitted(types.float64, _INT64)
+def double_from_bits(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
     """The float64 whose bits are given as an integer."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-        return builder.bitcast(values[0], ir.DoubleType())
-
-    return types.float64(_INT64), codegen
+    return b.bitcast(bits, ir.DoubleType())
 
 
-@intrinsic
-def single_from_bits(typing: Any, bits: Any) -> Any:
+@emitted(types.float32, types.int32)
+def single_from_bits(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
     """The float32 whose bits are given as a 32-bit integer."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-        return builder.bitcast(values[0], ir.FloatType())
-
-    return types.float32(types.int32), codegen
+    return b.bitcast(bits, ir.FloatType())
 
 
-def _count_one(ordering: str, context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-    """Atomically add 1 to the integer at an address; returns its previous value."""
-    counter = builder.inttoptr(values[0], ir.IntType(64).as_pointer())
-    return builder.atomic_rmw("add", counter, ir.IntType(64)(1), ordering)
-
-
-@intrinsic
-def atomic_increment(typing: Any, address: Any) -> Any:
+@emitted(_INT64, _INT64)
+def atomic_increment(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """Claim the next number of a counter that threads share."""
-    return _INT64(_INT64), partial(_count_one, "monotonic")
+    return b.atomic_rmw("add", _pointer(b, address), ir.IntType(64)(1), "monotonic")
 
 
-@intrinsic
-def atomic_arrive(typing: Any, address: Any) -> Any:
+@emitted(_INT64, _INT64)
+def atomic_arrive(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """Count an arrival; returns how many came before. The caller sees what the earlier arrivals have written."""
-    return _INT64(_INT64), partial(_count_one, "acq_rel")
+    return b.atomic_rmw("add", _pointer(b, address), ir.IntType(64)(1), "acq_rel")
+
+
+@emitted(_INT64, _INT64)
+def atomic_read(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """The 64-bit integer at an address; the caller sees what its writer wrote before it."""
+    return b.load_atomic(_pointer(b, address), "acquire", 8)
+
+
+@emitted(_INT64, _INT64, _INT64)
+def atomic_exchange(b: ir.IRBuilder, address: ir.Value, new: ir.Value) -> ir.Value:
+    """Write the integer at an address; returns its previous value."""
+    return b.atomic_rmw("xchg", _pointer(b, address), new, "seq_cst")
+
+
+@emitted(types.boolean, _INT64, _INT64, _INT64)
+def atomic_replace(b: ir.IRBuilder, address: ir.Value, old: ir.Value, new: ir.Value) -> ir.Value:
+    """Write the integer at an address if it is `old`; returns whether it was."""
+    return b.extract_value(b.cmpxchg(_pointer(b, address), old, new, "seq_cst", "seq_cst"), 1)

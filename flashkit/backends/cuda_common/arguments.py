@@ -18,6 +18,9 @@ from .params import AT, VALUES, WORDS_OF_TENSOR, integers_address
 ROW_TENSORS = "q", "k", "v", "out"
 """Tensors that the forward pass reads or writes in whole rows."""
 
+SCALES = "q_scale", "k_scale", "v_scale"
+"""Of codes."""
+
 _MAX_COUNTED_TILES = 1 << 18  # of a block mask; bounds the time to count them
 _DUMMY_SLOTS, _DUMMY_STRIDE = 4096, 8  # slots for the LSE, and elements between two of them
 
@@ -80,7 +83,8 @@ class Arguments(KernelArguments):
             words[VALUES:] = self._values(operands)
         self._known: dict[Any, Any] = {}
         super().__init__(words)
-        self.tensors(**operands.of_codes())
+        if operands.scales is not None:
+            self.tensors(**dict(zip(SCALES, operands.scales, strict=True)))
 
     def known(self, key: Any, find: Callable[[Arguments], Any]) -> Any:
         """The result of `find`, which depends on shapes and strides alone. It is cached by the key, for copies too:
@@ -200,11 +204,9 @@ class Arguments(KernelArguments):
 
     def release(self, name: str, operands: Operands) -> int:
         """Stop keeping this array of a modification alive. The result is the index of its address, to be replaced. For
-        an array of `Operands.sequences` it is the index alone.
+        an array of `Operands.sequences`, and for scales, it is the index alone.
         """
-        if name in operands.of_codes():
-            return AT[name]
-        if name in operands.sequences():
+        if name in operands.sequences() or name in SCALES:
             return AT["q_offsets" if name == "q_offset" else name]
         self.alive = [each for each in self.alive if each is not operands.arrays[name]]
         return self._address_words[name]

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from ... import settings
+from ...devices.lazy import cached_property
 from ...devices.schema import TileRow, not_followed
 from ...errors import UnsupportedError
 from ...spec import Direction, Gradients, Operands, Problem, Verdict
@@ -63,7 +64,7 @@ class CudaBackend:
     """Of k in the forward pass."""
 
     efficiency = 0.5
-    spares_lse = takes_arrays = True
+    spares_lse = takes_arrays = takes_scales = True
 
     @property
     def takes_fp8(self) -> bool:
@@ -139,15 +140,17 @@ class CudaBackend:
         return Verdict(any(able), "; ".join(verdict.reason for verdict in able if not verdict))
 
     def plan(self, problem: Problem, profile: Any) -> CudaPlan:
-        return CudaPlan(self, problem, profile)
+        return CudaPlan(self, problem, profile, device.current())
 
     def forward(self, plan: CudaPlan, operands: Operands) -> None:
-        run, stream = plan.on(_device_of(operands), "forward").run, launch.stream()
+        _check_device(plan, operands)
+        run, stream = plan.forward[0].run, launch.stream()
         run(Arguments(plan.problem.spec, operands), stream)
         _keep(stream, plan, operands)
 
     def backward(self, plan: CudaPlan, operands: Operands, gradients: Gradients) -> None:
-        run = plan.on(_device_of(operands), "backward").run
+        _check_device(plan, operands)
+        run = plan.backward[0].run
         arguments = Arguments(plan.problem.spec, operands)
         arguments.gradients(gradients)
         _pull_back(plan, run, arguments, operands, gradients, _end_of_keys(operands), launch.stream())
@@ -155,11 +158,11 @@ class CudaBackend:
     def bind(self, plan: CudaPlan, operands: Operands, per_call: Sequence[str] = ()) -> Bound:
         import cupy
 
-        on, current = _device_of(operands), cupy.cuda.runtime.getDevice
-        run, template = plan.on(on, "forward").run, Arguments(plan.problem.spec, operands)
+        _check_device(plan, operands)
+        on, current = plan.device, cupy.cuda.runtime.getDevice
+        run, template = plan.forward[0].run, Arguments(plan.problem.spec, operands)
         own = operands.arrays | operands.sequences()
-        layouts = {name: _layout(array) for name, array in own.items()}  # the plan's key has those of scales of codes
-        arrays_at = [(template.release(name, operands), layouts.get(name)) for name in per_call]
+        arrays_at = [(template.release(name, operands), _layout(own.get(name))) for name in per_call]
         templates = template, template.copy()  # with and without an LSE
         templates[1].discard_lse(on.ordinal)
         pools: tuple[deque[Arguments], ...] = deque(maxlen=8), deque(maxlen=8)
@@ -198,8 +201,9 @@ class CudaBackend:
     ) -> BoundBackward:
         import cupy
 
-        on, current = _device_of(operands), cupy.cuda.runtime.getDevice
-        run, template = plan.on(on, "backward").run, Arguments(plan.problem.spec, operands)
+        _check_device(plan, operands)
+        on, current = plan.device, cupy.cuda.runtime.getDevice
+        run, template = plan.backward[0].run, Arguments(plan.problem.spec, operands)
         arrays_at = [(name, template.release(name, operands), _layout(operands.arrays[name])) for name in per_call]
         end, ordinal, stream_of = _end_of_keys(operands), on.ordinal, launch.stream
         wait_for_uploads = launch.Uploads(stream_of(), template.uploaded).wait
@@ -240,32 +244,33 @@ class CudaBackend:
 
 @dataclass(frozen=True)
 class CudaPlan:
-    """Kernels for one spec, compiled, loaded and checked on first use on a device."""
+    """Kernels for one spec on a device, compiled, loaded and checked on first use."""
 
     backend: CudaBackend
     problem: Problem
     profile: Any
-    passes: dict[tuple[int, Direction], Pass] = field(default_factory=dict)
-    rows: dict[tuple[int, Direction], TileRow | None] = field(default_factory=dict)
-    """Of the profile: those that decided about the tiles of passes."""
+    device: Device
 
-    def on(self, device: Device, direction: Direction) -> Pass:
-        """The pass on a device."""
-        compiled = self.passes.get((device.ordinal, direction))
-        if compiled is None:
-            compiled = self.passes[device.ordinal, direction] = self._compile(device, direction)
-        return compiled
+    @cached_property
+    def forward(self) -> tuple[Pass, TileRow | None]:
+        """The pass, and the row of the profile that decided about its tile."""
+        return self._compile("forward")
 
-    def _compile(self, device: Device, direction: Direction) -> Pass:
+    @cached_property
+    def backward(self) -> tuple[Pass, TileRow | None]:
+        return self._compile("backward")
+
+    def _compile(self, direction: Direction) -> tuple[Pass, TileRow | None]:
         """The pass with the first tile whose kernels work: a bad row must not disable attention."""
-        generation, _, tables, rejected = self.backend.choose(self.problem, self.profile, device, direction)
+        generation, _, tables, rejected = self.backend.choose(self.problem, self.profile, self.device, direction)
         if generation is None:
             raise UnsupportedError(f"{self.backend.name} has no {direction} pass for this: {'; '.join(rejected)}")
         failed: dict[str, TileRow] = {}
         last: Exception | None = None
         for choice in tables.choices(generation, self.problem):
             try:
-                compiled = self._checked(generation.plan(self.problem, choice, tables), device, direction)
+                compiled = generation.plan(self.problem, choice, tables)
+                verify.check(compiled, self.problem.spec, self.device, direction)
             except Exception as error:  # of a compiler, a launch or the check
                 if choice.row is None or str(error) in failed:
                     raise  # it is not the tile
@@ -273,31 +278,23 @@ class CudaPlan:
             else:
                 for problem, row in failed.items():
                     not_followed(row, f"its kernels do not work: {problem}")
-                self.rows[device.ordinal, direction] = choice.row
-                return compiled
+                return compiled, choice.row
         raise last or UnsupportedError(f"{generation.name} has no tile for {self.problem.describe()}")
-
-    def _checked(self, compiled: Pass, device: Device, direction: Direction) -> Pass:
-        verify.check(compiled, self.problem.spec, device, direction)
-        return compiled
 
     @property
     def tile(self) -> Any:
-        return self.on(device.current(), "forward").tile
+        return self.forward[0].tile
 
     @property
     def row(self) -> TileRow | None:
         """The row of the profile that decided about the tile."""
-        on = device.current()
-        self.on(on, "forward")
-        return self.rows[on.ordinal, "forward"]
+        return self.forward[1]
 
     @property
     def why(self) -> str:
-        on = device.current()
-        generation, _, _, rejected = self.backend.choose(self.problem, self.profile, on, "forward")
+        generation, _, _, rejected = self.backend.choose(self.problem, self.profile, self.device, "forward")
         assert generation is not None
-        return f"{generation.name}: {self.on(on, 'forward').why}" + "".join(f"; not {line}" for line in rejected)
+        return f"{generation.name}: {self.forward[0].why}" + "".join(f"; not {line}" for line in rejected)
 
 
 def _absent(name: str) -> bool:
@@ -307,8 +304,9 @@ def _absent(name: str) -> bool:
         return True
 
 
-def _layout(array: Any) -> tuple[Any, ...]:
-    return array.shape, array.strides, array.dtype
+def _layout(array: Any) -> tuple[Any, ...] | None:
+    """None for scales, which have other axes in the operands than in the call."""
+    return None if array is None else (array.shape, array.strides, array.dtype)
 
 
 def _pull_back(
@@ -328,7 +326,7 @@ def _end_of_keys(operands: Operands) -> Any:
 
 
 def _address(array: Any, layout: tuple[Any, ...] | None) -> int:
-    """The address of an array of a modification, which a kernel reads in this layout, if it is to be checked."""
+    """The address of an array of a modification, which a kernel reads in this layout, or of scales."""
     if layout is not None and _layout(array) != layout:
         raise ValueError(f"array of a modification: expected the layout {layout}, got {_layout(array)}")
     return int(array.data.ptr)
@@ -342,9 +340,8 @@ def _keep(stream: int, plan: CudaPlan, operands: Operands) -> None:
     launch.keep(stream, plan, op.out, op.lse, *positions, op.sinks, *op.arrays.values(), *codes)
 
 
-def _device_of(operands: Operands) -> Device:
-    """The current device; ValueError if q is on another."""
-    on, ordinal = device.current(), operands.q.data.device_id
-    if ordinal != on.ordinal:
-        raise ValueError(_ELSEWHERE.format(on.ordinal, ordinal))
-    return on
+def _check_device(plan: CudaPlan, operands: Operands) -> None:
+    """ValueError if the device of the plan is not the current one, or q is on another."""
+    for ordinal in device.current().ordinal, operands.q.data.device_id:
+        if ordinal != plan.device.ordinal:
+            raise ValueError(_ELSEWHERE.format(plan.device.ordinal, ordinal))

@@ -5,8 +5,7 @@
 
 struct Integers {
     const char* data;
-    long long stride;  // bytes between two
-    long long type;    // bytes of one, negative if it has a sign
+    long long stride, bytes;  // bytes from one to the next; of one, 4 or 8
 };
 
 struct Sequences {
@@ -21,19 +20,7 @@ constexpr int THREADS = 256;
 
 static __device__ long long read(const Integers& x, long long i) {
     const char* at = x.data + i * x.stride;
-    switch (x.type) {
-        case -8: return *reinterpret_cast<const long long*>(at);
-        case -4: return *reinterpret_cast<const int*>(at);
-        case -2: return *reinterpret_cast<const short*>(at);
-        case -1: return *reinterpret_cast<const signed char*>(at);
-        case 4: return *reinterpret_cast<const unsigned*>(at);
-        case 2: return *reinterpret_cast<const unsigned short*>(at);
-        case 1: return *reinterpret_cast<const unsigned char*>(at);
-        default: {
-            const unsigned long long n = *reinterpret_cast<const unsigned long long*>(at);
-            return n >> 63 ? 0x7fffffffffffffff : (long long)n;
-        }
-    }
+    return x.bytes == 4 ? *reinterpret_cast<const int*>(at) : *reinterpret_cast<const long long*>(at);
 }
 static __device__ long long within(long long x, long long most) { return x < 0 ? 0 : x > most ? most : x; }
 

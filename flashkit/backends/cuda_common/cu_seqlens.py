@@ -24,28 +24,14 @@ class CuSeqlens(NamedTuple):
 
 
 def derive(cu_q: Any, n_q: int, keys: Any, n_k: int, keys_are_lengths: bool = False) -> CuSeqlens:
-    """The sequences of a call, without a synchronisation.
+    """The sequences of a call, without a synchronisation. ValueError if an array lies on another device than the
+    current one, or on the host while a CUDA graph captures the call.
 
-    Parameters
-    ----------
-    cu_q
-        Integers (B + 1,), where sequences begin in the rows of q. At least one of cu_q and keys lies on the device.
-    n_q
-        The rows of q.
-    keys
-        Integers (B + 1,), where they begin in the rows of k, or (B,), how many keys each has.
-    n_k
-        The rows of k, or the keys that a sequence has room for.
-    keys_are_lengths
-        Which of the two keys is.
-
-    Raises
-    ------
-    ValueError
-        An array lies on another device than the current one, or on the host while a CUDA graph captures the call.
+    cu_q: (B + 1,), where sequences begin in the n_q rows of q. keys: (B + 1,), where they begin in the n_k rows of k;
+    or (B,), how many keys each has, in room for n_k. At least one of the arrays lies on the device.
     """
     on = device.current()
-    offsets = [on_device(x) for x in (cu_q, keys)]
+    offsets = [_signed(on_device(x)) for x in (cu_q, keys)]
     for x in offsets:
         if x.data.device_id != on.ordinal:
             raise ValueError(
@@ -54,7 +40,7 @@ def derive(cu_q: Any, n_q: int, keys: Any, n_k: int, keys_are_lengths: bool = Fa
     batch, stream = len(cu_q) - 1, launch.stream()
     room = batch + 2
     memory = launch.scratch((4 * room,), "int64")
-    words = [word for x in offsets for word in (x.data.ptr, x.strides[0], _type(x.dtype))]
+    words = [word for x in offsets for word in (x.data.ptr, x.strides[0], x.dtype.itemsize)]
     arguments = launch.KernelArguments([*words, memory.data.ptr, batch, n_q, n_k, int(keys_are_lengths)])
     _kernel("derive_cu_seqlens", on.ordinal).launch(1, _THREADS, arguments, stream)
     launch.keep(stream, offsets)
@@ -72,9 +58,10 @@ def clear_behind(cu_k: Any, dk: Any, dv: Any, stream: int) -> None:
         kernel.launch(2 * heads, _THREADS, launch.KernelArguments(words), stream)
 
 
-def _type(dtype: Any) -> int:
-    """As the kernel has it: bytes, negative with a sign."""
-    return -dtype.itemsize if dtype.kind == "i" else int(dtype.itemsize)
+def _signed(x: Any) -> Any:
+    """As integers of 4 or 8 bytes with a sign, which the kernel reads."""
+    x = x.clip(None, 2**63 - 1) if x.dtype == "uint64" else x
+    return x if x.dtype in ("int32", "int64") else x.astype("int64")
 
 
 @cache

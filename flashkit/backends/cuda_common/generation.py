@@ -167,20 +167,9 @@ LARGEST = 1024
 def tile_of(
     kind: type[Tile], row: TileRow, spec: AttentionSpec, fitted: Callable[[Any, AttentionSpec], Tile | None]
 ) -> Tile | None:
-    """The tile of a profile's row; None where it does not fit. A row that is a tile for no spec is not followed, with a
-    warning.
-
-    Parameters
-    ----------
-    kind
-        The dataclass of the tile, with its own checks. Attributes that are no fields, such as a constant block_q, must
-        equal those of the row.
-    row
-        The profile's row.
-    spec
-        What is computed.
-    fitted
-        The tile as it fits a spec and the device, or None.
+    """The tile of a profile's row, as `fitted` makes it fit a spec; None where it does not. A row that is a tile for no
+    spec is not followed, with a warning. Attributes of `kind` that are no fields, such as a constant block_q, must
+    equal those of the row.
     """
     numbers = {name: value for name in IN_ROW if (value := getattr(row, name)) is not None} | row.options
     known = {field.name for field in fields(kind)} & numbers.keys()  # type: ignore[arg-type]

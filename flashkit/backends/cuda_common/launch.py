@@ -144,25 +144,11 @@ class Kernel:
         self._function, self._launch, self._launch_ex = CUfunction(int(handle)), cuLaunchKernel, cuLaunchKernelEx
 
     def launch(self, ctas: int, threads: int, arguments: KernelArguments, stream: int, pdl: bool = False) -> None:
-        """Enqueue the kernel. `arguments` may be changed as soon as this returns.
+        """Enqueue the kernel; CudaError if that fails. `arguments` may be changed as soon as this returns.
 
-        Parameters
-        ----------
-        ctas, threads
-            The grid, and the threads of a CTA.
-        arguments
-            The argument block.
-        stream
-            Handle of the CUDA stream.
-        pdl
-            Programmatic dependent launch (Hopper): CTAs may start when every CTA of the kernel before has started and
-            executed griddepcontrol.launch_dependents. The kernel itself waits for the results that it reads
-            (griddepcontrol.wait), and does not end before the kernel before it.
-
-        Raises
-        ------
-        CudaError
-            The launch failed.
+        pdl: programmatic dependent launch (Hopper). CTAs may start when every CTA of the kernel before has started and
+        executed griddepcontrol.launch_dependents. The kernel itself waits for the results that it reads
+        (griddepcontrol.wait), and does not end before the kernel before it.
         """
         if pdl:
             config = _pdl_config(ctas, threads, self.shared, stream)

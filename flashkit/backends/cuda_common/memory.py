@@ -71,12 +71,7 @@ class Workspace:
         workspace.words(row_block=64)
         held = workspace.allocate(arguments, stream)
 
-    Attributes
-    ----------
-    parts : dict
-        Where each part begins, and its size, in bytes.
-    bytes : int
-        Of all parts.
+    `parts` says where each part begins, and its size, in bytes; `bytes` is the size of all.
     """
 
     def __init__(self, arguments: Arguments) -> None:

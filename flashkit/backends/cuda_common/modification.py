@@ -78,21 +78,6 @@ def shifts(mask: Expr) -> bool:
     return not moved[mask]
 
 
-_SMALL = ("add", "sub", "neg", "abs", "min", "max", "where", "lt", "le", "eq", "ne", "and", "or", "not", "float")
-_SUMS = 3
-
-
-def is_small(spec: AttentionSpec) -> bool:
-    """Whether the score modification's integers fit 32 bits where positions are below 2^26: up to three sums, no
-    products.
-    """
-    nodes = [node for node in expr.walk([spec.score]) if node.kind == "int"] if spec.score is not None else []
-    known = all(
-        node.op in _SMALL or node.op == "symbol" or (node.op == "const" and abs(node.value) < 2**24) for node in nodes
-    )
-    return known and sum(node.op in ("add", "sub") for node in nodes) <= _SUMS
-
-
 NEAR = 2**20
 """Positions below this allow arithmetic in 32 bits or float."""
 

@@ -50,7 +50,7 @@ class SimtTile:
         names = {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "TX": self.threads_x, "TY": self.threads_y,
             "CHUNK": self.chunk, "KEYS": self.keys, "BLOCKS_PER_SM": self.blocks,
-            "FORWARD": part == "forward", "BACKWARD_KEYS": part == "dkdv", **self.smem(part, spec).constants(),
+            "BACKWARD_KEYS": part == "dkdv", **self.smem(part, spec).constants(),
         }  # fmt: skip
         return tuple(names.items())
 

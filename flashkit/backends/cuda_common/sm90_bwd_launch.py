@@ -15,7 +15,7 @@ from .device import Device
 from .generation import Kernels
 from .launch import Library, TensorMap, check_grid
 from .memory import SmemLayout, Workspace, bytes_of_queries, heads_per_l2_group
-from .modification import is_of_blocks, is_small, looks_at_ranges
+from .modification import is_of_blocks, looks_at_ranges, positions
 from .params import AT
 from .sm90_launch import SEQ_SLOT, WATCHDOG, chunks, padded
 from .tensor_maps import Maps, TileCounters, maps_of, strides_fit
@@ -31,7 +31,6 @@ _ADDRESSED = "q", "k", "v", "out", "dout", "dq", "dk", "dv"  # by TMA
 _ADDRESSES, _TILE_COUNTER = addresses(_ADDRESSED), AT["tile_counter"]
 _THREADS = 384
 _EARLY_LAUNCH_MAX_TOKENS = 4096  # of deterministic kernels
-_POSTPROCESS_COST = 0.2  # time to convert a query tile of dQ on one SM, over that of a step of the backward kernel
 _POSTPROCESS_CTAS = 16  # on an SM, that two rounds of them take
 _KEY_TILES_PER_WORD = 31  # of dq_semaphore: kernels/sm90/dq_accum
 
@@ -43,21 +42,9 @@ def cluster_size(spec: AttentionSpec) -> int:
 
 @dataclass(frozen=True)
 class BackwardTile:
-    """A tile of the backward pass.
-
-    Parameters
-    ----------
-    block_q
-        Rows of a query tile, 64 or 128.
-    block_k
-        Keys of a work tile, 128: 64 for each of two consumer warp groups or, in a cluster, for each of two CTAs.
-    stages, dout_stages, key_buffers
-        How many tiles of Q, dO and K are in shared memory at once.
-
-    Raises
-    ------
-    ValueError
-        If one of these does not fit.
+    """A tile of the backward pass: query tiles of `block_q` rows, 64 or 128; work tiles of `block_k` keys, 128: 64 for
+    each of two consumer warp groups or, in a cluster, for each of two CTAs. `stages`, `dout_stages` and `key_buffers`:
+    how many tiles of Q, dO and K are in shared memory at once.
     """
 
     block_q: int
@@ -153,7 +140,7 @@ class BackwardTile:
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "STAGES": self.stages, "DOUT_STAGES": self.dout_stages,
             "KEY_BUFFERS": self.key_buffers, "CLUSTER_SIZE": cluster_size(spec), "DETERMINISTIC": spec.deterministic,
             "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24, "WATCHDOG": WATCHDOG,
-            "SMALL_SCORE": is_small(spec), "FAST_MATH": True, "NUM_LISTS": lists, "LIST_CAPACITY": capacity,
+            "SMALL_SCORE": positions(spec) != "any", "FAST_MATH": True, "NUM_LISTS": lists, "LIST_CAPACITY": capacity,
             "LIST_BYTES": _list_bytes(capacity), **self.smem(spec).constants(),
         }  # fmt: skip
 
@@ -194,20 +181,6 @@ def has_long_work_tiles(kind: MaskKind, n_q: int, n_k: int, density: float = 0) 
     # Under a causal mask with more keys than queries it depends on where these are.
     rows = {"full": n_q, "causal": n_k / 2 if n_q >= n_k else 0, "blocks": n_q * density, "other": 0}
     return n_k >= 1024 and rows[kind] >= 1024
-
-
-def reserved_sms(kind: MaskKind, n_k: int, work_tiles: int, sms: int) -> int:
-    """Of `sms` SMs, or clusters, those reserved for bwd_postprocess while the backward kernel runs.
-
-    Without a mask as many as cost nothing: those that the last wave of work tiles would leave idle. Under a causal mask
-    as many as keep up with the backward kernel, up to a sixteenth.
-    """
-    if work_tiles <= sms:
-        return 0
-    if kind == "full":
-        waves = int(work_tiles / sms + 0.5)  # a last wave of few work tiles leaves most SMs idle regardless
-        return max(0, sms - -(-work_tiles // waves))
-    return min(sms // 16, round(_POSTPROCESS_COST * sms / (n_k / 2 / 128))) if kind == "causal" else 0
 
 
 # --- the launch -------------------------------------------------------------------------------------------------------
@@ -294,8 +267,7 @@ class Backward:
             spec.deterministic and max(arguments.n_q, arguments.n_k) > _EARLY_LAUNCH_MAX_TOKENS
         )
         clusters = max(1, self.device.sms // cluster)
-        reserved = reserved_sms(self._mask_kind, arguments.n_k, work_tiles, clusters) if early else 0
-        ctas = cluster * min(work_tiles, clusters - reserved)
+        ctas = cluster * min(work_tiles, clusters)
         maps = [(AT[name], maps_of(arguments, name, columns, 1, rows)) for name, columns, rows in self.boxes()]
         preprocess_ctas = preprocessed if self._fused_preprocess else query_tiles
         postprocess_ctas = query_tiles

@@ -26,7 +26,7 @@ kernels/sm90/producer.cuh, kernels/sm90/pipeline.py.
 """
 
 SEQ_SLOT = 24
-"""Bytes in shared memory that say where a packed sequence lies: kernels/sm90/packed_tiles.cuh."""
+"""Bytes in shared memory that say where a packed sequence lies: kernels/sm90/pipeline.cuh."""
 SWIZZLE_ROWS = 8
 """Rows after which the 128-byte swizzle repeats: a box of a multiple of them is swizzled as its tile is."""
 FEW_ROWS = 64
@@ -80,14 +80,13 @@ class ForwardTile:
         """The map of a CTA's shared memory: kernels/sm90/layout."""
         raise NotImplementedError
 
-    def lay_out(self, q: int, v: int, out: int, ones: int = 0, packed: bool = False) -> SmemLayout:
-        """Tiles, barriers and lists. q, v, out: 128-byte chunks of a row; ones: chunks of ones behind V."""
+    def lay_out(self, q: int, v: int, out: int, packed: bool = False) -> SmemLayout:
+        """Tiles, barriers and lists. q, v, out: 128-byte chunks of a row."""
         smem, barriers = SmemLayout(), 16  # a full and an empty one
         seq = SEQ_SLOT if packed else 0
         smem.add("Q", 128 * self.q_buffers * self.block_q * max(q, out))
         smem.add("K", 128 * self.stages * self.block_k * q)
         smem.add("V", 128 * self.stages * self.block_k * v)
-        smem.add("ONES", 128 * self.block_k * ones)
         smem.add("Q_PIPE", barriers * self.q_buffers)
         smem.add("K_PIPE", barriers * self.stages)
         smem.add("V_PIPE", barriers * self.stages)

@@ -21,7 +21,7 @@ _ELEMENTS = {
     "float64": "double",
 }  # fmt: skip
 
-_SCORE = "fk_float s, I b, I h, I row, I q, I k, I distance, T& tanh, const Params& p"
+_SCORE = "fk_float s, I b, I h, I row, I q, I k, I distance, const Params& p"
 _HEAD = "long long b, long long h, const Params& p"
 _ROW = "long long b, long long h, I row, I q, const Head& head"
 _PAIR = "long long b, long long h, long long row, long long q, long long k, const Params& p"
@@ -39,7 +39,7 @@ def text(spec: AttentionSpec) -> str:
 
     The parts of an affine score modification (cuda_common/affine_score.py) are functions of their own; a `Head` holds
     what they read from arrays once for a head. `I` is the type of the integers in a score modification, which
-    `modification.positions` chooses; `T` is the type of its tanh, one of two in kernels/common/scalar.cuh.
+    `modification.positions` chooses.
     """
     score = expr.S if spec.score is None else spec.score
     mask = expr.TRUE if spec.mask is None else spec.mask
@@ -53,8 +53,7 @@ def text(spec: AttentionSpec) -> str:
     numbers, (gain, rate, bias, straight) = of_head([parts.gain, parts.rate, parts.bias, parts.straight])
     read = "{{" + ", ".join(f"{{{i}}}" for i in range(len(numbers))) + "}}"
     return "\n".join([
-        _template(spec, "fk_float modified_score", _SCORE, [by_distance(score)], "typename I, typename T")
-        .replace("fk_tanh(", "tanh("),
+        _template(spec, "fk_float modified_score", _SCORE, [by_distance(score)]),
         f"constexpr bool {', '.join(f'{name} = {int(value)}' for name, value in facts.items())};",
         f"struct Head {{ {f'fk_float number[{len(numbers)}];' if numbers else ''} }};",
         _function(spec, "Head head_of", _HEAD, numbers, read),
@@ -63,16 +62,15 @@ def text(spec: AttentionSpec) -> str:
         _template(spec, "fk_float score_bias", f"{_ROW}, I k, const Params& p", [bias]),
         _template(spec, "bool bias_is_straight", f"{_ROW}, I k0, I k1, const Params& p", [straight]),
         _function(spec, "fk_float score_slope", f"fk_float s, {_PAIR}", [expr.derivative(score)]),
-        "constexpr bool VISITS_DS = false;",
-        f"DEVICE void visit_ds(fk_float ds, {_PAIR}) {{}}",
         _function(spec, "bool visible", _PAIR, [mask]),
         _function(spec, "int classify", _CORNERS, list(spec.tile_state), STATE),
     ])  # fmt: skip
 
 
-def _template(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[Expr], of: str = "typename I") -> str:
+def _template(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[Expr]) -> str:
     """The same function with another type of integers."""
-    return f"template <{of}>\n" + _function(spec, name, parameters, graphs).replace("const long long t", "const I t")
+    text = _function(spec, name, parameters, graphs)
+    return "template <typename I>\n" + text.replace("const long long t", "const I t")
 
 
 def _function(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[Expr], result: str = "{0}") -> str:

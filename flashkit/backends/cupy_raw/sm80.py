@@ -276,7 +276,7 @@ class Sm80BackwardTile:
         """Constants of the head of kernels/sm80/backward.cu."""
         return {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "WARPS": self.warps, "WARPS_S": self.warps_s,
-            "WARPS_KV": self.warps_kv, "WARPS_Q": self.warps_q, "GRANULE": self.granule, "ORDERED": True,
+            "WARPS_KV": self.warps_kv, "WARPS_Q": self.warps_q, "GRANULE": self.granule,
             "PAGE_RUN": 1, "TF32_TERMS": tf32_terms(spec), "PADDED": _pad_rows(spec), "BLOCKS_PER_SM": self.blocks,
             **_score_constants(spec), **self.smem(spec).constants(), **stage_constants(self.stage(spec)),
         }  # fmt: skip

@@ -9,7 +9,7 @@ from ...spec import AttentionSpec, Problem
 from ..cuda_common import compiler, sm90_bwd_launch
 from ..cuda_common.affine_score import affine_score
 from ..cuda_common.generation import Choice, TileTables
-from ..cuda_common.modification import is_small, looks_at_ranges
+from ..cuda_common.modification import looks_at_ranges, positions
 from ..cuda_common.sm90_bwd_launch import BackwardTile, cluster_size
 from ..cuda_common.sm90_launch import chunks, padded
 from ..cuda_common.verify import Fallback
@@ -29,7 +29,9 @@ def functions(spec: AttentionSpec, tile: BackwardTile) -> str:
 
 def takes_affine_path(spec: AttentionSpec) -> bool:
     """Whether the kernel has a path for the score modification (kernels/sm90/bwd_softmax.cuh, AFFINE_PATH)."""
-    known = affine_score(spec.score) if spec.score is not None and not spec.dropout and is_small(spec) else None
+    if spec.score is None or spec.dropout or positions(spec) == "any":
+        return False
+    known = affine_score(spec.score)
     return known is not None and known.even and known.diagonal
 
 

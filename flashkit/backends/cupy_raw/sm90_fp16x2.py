@@ -131,7 +131,7 @@ class Sm90Float32BackwardTile:
         return _ROWS
 
     def smem(self, spec: AttentionSpec, dq_kernel: bool) -> SmemLayout:
-        """The map of a CTA's shared memory: kernels/sm90/fp16x2_bwd_layout.cuh."""
+        """The map of a CTA's shared memory: kernels/sm90/fp16x2_bwd_producer.cuh."""
         first, second = (128 * num_terms(spec) * chunks(dim) for dim in (spec.head_dim, spec.head_dim_v))
         smem, barriers = SmemLayout(), 16  # a full and an empty one
         smem.add("A1", self.row_buffers * _ROWS * first)

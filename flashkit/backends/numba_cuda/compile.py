@@ -2,7 +2,7 @@
 
 Neither needs a device or a driver. Numba passes each word of Params as one parameter. The PTX is rewritten to take one
 structure by value, as kernels in CUDA C++ do, so that both are launched in the same way. The decorator `@kernel` has
-launch bounds, tensor maps and the cluster size.
+launch bounds and tensor maps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HELPERS = ("memory.py", "compile.py", "assemble.py", "fragments.py", "ptx/*.py"
 _compiling = threading.local()
 
 
-def kernel(threads: int, blocks: int = 1, maps: Sequence[str] = (), cluster: int = 1) -> Callable[[Any], Any]:
+def kernel(threads: int, blocks: int = 1, maps: Sequence[str] = ()) -> Callable[[Any], Any]:
     """Mark a function of Params as a kernel.
 
     Parameters
@@ -47,12 +47,10 @@ def kernel(threads: int, blocks: int = 1, maps: Sequence[str] = (), cluster: int
         CTAs that fit on an SM by their registers (the second launch bound).
     maps
         Names of tensor maps, which are further parameters of 128 bytes by value.
-    cluster
-        CTAs of a cluster.
     """
 
     def mark(function: Any) -> Any:
-        function.kernel = (threads, blocks), tuple(maps), cluster
+        function.kernel = (threads, blocks), tuple(maps)
         return function
 
     return mark
@@ -129,7 +127,7 @@ def _kind(kind: str) -> str:
 def _ptx(function: Any, values: int, arch: str) -> str:
     with forking.imports:
         from numba import cuda
-    bounds, maps, cluster = function.kernel
+    bounds, maps = function.kernel
     number, specific = re.fullmatch(r"sm_(\d+)(a?)", arch).groups()  # type: ignore[union-attr]
     capability = int(number) // 10, int(number) % 10
     kind = params_type(values)
@@ -139,10 +137,10 @@ def _ptx(function: Any, values: int, arch: str) -> str:
             text, _ = cuda.compile_ptx(function, (kind,), cc=target, launch_bounds=bounds)
         except Exception as error:  # Numba has many kinds
             raise CompileError(f"{function.__name__} does not compile for {arch}: {error}") from error
-    return one_structure(text, function.__name__, maps, cluster)
+    return one_structure(text, function.__name__, maps)
 
 
-def one_structure(text: str, name: str, maps: Sequence[str], cluster: int = 1) -> str:
+def one_structure(text: str, name: str, maps: Sequence[str]) -> str:
     """PTX of a kernel called `name` that takes one structure of 64-bit words instead of one parameter for each word."""
     entry = re.search(r"\.visible \.entry (\S+)\(([^)]*)\)", text)
     if entry is None:
@@ -150,13 +148,10 @@ def one_structure(text: str, name: str, maps: Sequence[str], cluster: int = 1) -
     numbas, words = entry[1], entry[2].count(".param")
     declared = [f".param .align 64 .b8 {name}_params[{8 * words}]"]
     declared += [f".param .align 64 .b8 {each}[{_MAP_BYTES}]" for each in maps]
-    together = f"\n.explicitcluster\n.reqnctapercluster {cluster}, 1, 1" if cluster > 1 else ""
-    text = text.replace(entry[0], f".visible .entry {numbas}({', '.join(declared)}){together}")
+    text = text.replace(entry[0], f".visible .entry {numbas}({', '.join(declared)})")
     text = re.sub(rf"\[{re.escape(numbas)}_param_(\d+)\]", lambda m: f"[{name}_params+{8 * int(m[1])}]", text)
     # Symbols of Numba's runtime, which would clash between kernels.
     text = re.sub(r"^\.common \.global .*NumbaEnv.*;$", "", text, flags=re.MULTILINE)
-    # Numba aligns dynamic shared memory to its element type; kernels read vectors of 16 bytes.
-    text = re.sub(r"^\.extern \.shared \.align [248] ", ".extern .shared .align 16 ", text, flags=re.MULTILINE)
     return text.replace(numbas, name)
 
 

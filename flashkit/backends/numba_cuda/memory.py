@@ -1,40 +1,50 @@
 """Loads, stores, bit casts and warp primitives for kernels.
 
 Kernels take addresses and strides, so compiled code does not depend on the layout of arrays. Types are NumPy's:
-`load(np.float32, address, i)`.
+`load(np.float32, address, i)`. An address of 32 bits, uint32, is one of shared memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numba import cuda
 from numba.cuda import libdevice, types
 from numba.cuda.extending import intrinsic
-from numba.cuda.np import arrayobj
 
 from .ptx.asm import instruction
 
 __all__ = [
-    "all_threads_or", "at", "at4", "ballot", "bits_of_half", "bits_of_single", "device",
-    "double_of", "functions_of", "half_of", "load", "load4", "lowest_bit", "put", "put4", "shuffle_xor",
-    "single_of", "store", "thread_here",
+    "all_threads_or", "ballot", "bits_of_half", "bits_of_single", "device", "double_of", "functions_of", "half_of",
+    "load", "load4", "lowest_bit", "shuffle_xor", "single_of", "store", "store4", "thread_here",
 ]  # fmt: skip
 
-_GLOBAL = 1  # the address space of device memory
 _ALL = 0xFFFFFFFF
 
 device = cuda.jit(device=True, forceinline=True)
 
 
-# --- device memory ----------------------------------------------------------------------------------------------------
+# --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def _pointer(context: Any, builder: Any, kind: Any, address: Any, index: Any) -> Any:
-    element = context.get_data_type(kind)
-    return builder.gep(builder.inttoptr(address, element.as_pointer(_GLOBAL)), [index])
+def _wide(address: Any) -> Any:
+    return address if address == types.uint32 else types.int64
+
+
+def _elements(context: Any, builder: Any, signature: Any, values: Sequence[Any], count: int) -> list[tuple[Any, int]]:
+    """Pointers to `count` neighbours, aligned to their total size, at most 16 bytes; NVVM merges what is aligned."""
+    kind, address, *_ = signature.args
+    element, space = context.get_data_type(kind.dtype), 3 if address == types.uint32 else 1
+    size = context.get_abi_sizeof(element)
+    first = builder.gep(builder.inttoptr(values[1], element.as_pointer(space)), [values[2]])
+    if count == 1:
+        return [(first, size)]
+    return [
+        (builder.gep(first, [context.get_constant(types.int64, i)]), min(4 * size, 16) if i * size % 16 == 0 else size)
+        for i in range(count)
+    ]
 
 
 @intrinsic
@@ -42,9 +52,10 @@ def load(typing: Any, kind: Any, address: Any, index: Any) -> Any:
     """Element `index` of the elements of a type that lie from a byte address on."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.load(_pointer(context, builder, kind.dtype, *values[1:]))
+        ((pointer, align),) = _elements(context, builder, signature, values, 1)
+        return builder.load(pointer, align=align)
 
-    return kind.dtype(kind, types.int64, types.int64), codegen
+    return kind.dtype(kind, _wide(address), types.int64), codegen
 
 
 @intrinsic
@@ -52,120 +63,38 @@ def load4(typing: Any, kind: Any, address: Any, index: Any) -> Any:
     """Four elements from `index` on, as a tuple, aligned to their total size, at most 16 bytes."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        first = _pointer(context, builder, kind.dtype, *values[1:])
-        return _four(context, builder, signature.return_type, first)
+        pointers = _elements(context, builder, signature, values, 4)
+        loaded = [builder.load(pointer, align=align) for pointer, align in pointers]
+        return context.make_tuple(builder, signature.return_type, loaded)
 
-    return types.UniTuple(kind.dtype, 4)(kind, types.int64, types.int64), codegen
+    return types.UniTuple(kind.dtype, 4)(kind, _wide(address), types.int64), codegen
+
+
+def _store(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+    pointers = _elements(context, builder, signature, values, len(values) - 3)
+    for value, (pointer, align) in zip(values[3:], pointers):
+        builder.store(value, pointer, align=align)
+    return context.get_dummy_value()
 
 
 @intrinsic
 def store(typing: Any, kind: Any, address: Any, index: Any, value: Any) -> Any:
     """Write an element."""
-
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        builder.store(values[3], _pointer(context, builder, kind.dtype, *values[1:3]))
-        return context.get_dummy_value()
-
-    return types.void(kind, types.int64, types.int64, kind.dtype), codegen
-
-
-def _four(context: Any, builder: Any, kind: Any, first: Any) -> Any:
-    """Loads of four neighbours, which NVVM merges by their alignment."""
-    size = context.get_abi_sizeof(context.get_data_type(kind.dtype))
-    loaded = []
-    for i in range(4):
-        pointer = builder.gep(first, [context.get_constant(types.int64, i)])
-        loaded.append(builder.load(pointer, align=_alignment(size, i)))
-    return context.make_tuple(builder, kind, loaded)
-
-
-def _alignment(size: int, i: int) -> int:
-    return min(4 * size, 16) if i * size % 16 == 0 else size
-
-
-# --- shared memory ----------------------------------------------------------------------------------------------------
-
-
-def _element(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
-    return builder.gep(arrayobj.make_array(kind)(context, builder, array).data, [index])
+    return types.void(kind, _wide(address), types.int64, kind.dtype), _store
 
 
 @intrinsic
-def at(typing: Any, array: Any, index: Any) -> Any:
-    """array[index] of one axis, where the index is not negative."""
-
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.load(_element(context, builder, array, *values))
-
-    return array.dtype(array, types.int64), codegen
-
-
-@intrinsic
-def at4(typing: Any, array: Any, index: Any) -> Any:
-    """array[index : index + 4] as a tuple, aligned to 16 bytes."""
-
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return _four(context, builder, signature.return_type, _element(context, builder, array, *values))
-
-    return types.UniTuple(array.dtype, 4)(array, types.int64), codegen
-
-
-@intrinsic
-def put(typing: Any, array: Any, index: Any, value: Any) -> Any:
-    """array[index] = value, where the index is not negative."""
-
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        builder.store(values[2], _element(context, builder, array, *values[:2]))
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64, array.dtype), codegen
-
-
-@intrinsic
-def put4(typing: Any, array: Any, index: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """array[index : index + 4] = a, b, c, d, aligned to 16 bytes."""
-
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        size = context.get_abi_sizeof(context.get_data_type(array.dtype))
-        first = _element(context, builder, array, *values[:2])
-        for i, value in enumerate(values[2:]):
-            pointer = builder.gep(first, [context.get_constant(types.int64, i)])
-            builder.store(value, pointer, align=_alignment(size, i))
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64, *[array.dtype] * 4), codegen
+def store4(typing: Any, kind: Any, address: Any, index: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """Write four elements from `index` on, aligned as those of load4()."""
+    return types.void(kind, _wide(address), types.int64, *[kind.dtype] * 4), _store
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
-
-@device
-def single_of(bits: Any) -> Any:
-    """The float32 with these bits, an int32."""
-    return libdevice.int_as_float(bits)
-
-
-@device
-def bits_of_single(x: Any) -> Any:
-    return libdevice.float_as_int(x)
-
-
-@device
-def double_of(bits: Any) -> Any:
-    """The float64 with these bits, an int64."""
-    return libdevice.longlong_as_double(bits)
-
-
-@device
-def half_of(bits: Any) -> Any:
-    """The float16 with these bits, an int16, as float32."""
-    return libdevice.half2float(bits)
-
-
-@device
-def bits_of_half(x: Any) -> Any:
-    """A float32 rounded to float16."""
-    return libdevice.float2half_rn(x)
+half_of, bits_of_half = libdevice.half2float, libdevice.float2half_rn
+"""The float16 with these bits, an int16, as float32, and back, rounded."""
+single_of, bits_of_single, double_of = libdevice.int_as_float, libdevice.float_as_int, libdevice.longlong_as_double
+"""The float32 with these bits, an int32, and back; the float64 with these bits, an int64."""
 
 
 def functions_of(number: Any) -> tuple[Callable[..., Any], ...]:

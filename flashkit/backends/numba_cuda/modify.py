@@ -32,8 +32,6 @@ def text(spec: AttentionSpec) -> str:
         *map(_extreme, sorted(axes)),
         _function(spec, "modified_score", "s, b, h, row, q, k, p", [score], "F({0})"),
         _function(spec, "score_slope", "s, b, h, row, q, k, p", [expr.derivative(score)], "F({0})"),
-        "VISITS_DS = False\n",
-        "@device\ndef visit_ds(ds, b, h, row, q, k, p):\n    return\n",
         _function(spec, "visible", "b, h, row, q, k, p", [mask]),
         _function(spec, "classify", _CORNERS, [empty, full], "EMPTY if {0} else FULL if {1} else PARTIAL"),
     ])  # fmt: skip

@@ -58,18 +58,13 @@ class Forward(sm90_launch.Forward):
         self.pack = 1  # a tile has rows of one head
 
 
-def backward_kernel(spec: AttentionSpec) -> str:
-    """The file of kernels/ that has the main loop for a spec, and the rest of the backward pass by its parts."""
-    return "sm90/bwd_mainloop_cluster" if cluster_size(spec) > 1 else "sm90/bwd_mainloop"
-
-
 class Backward(sm90_bwd_launch.Backward):
     """The backward pass."""
 
     def __init__(self, generation: Sm90, problem: Problem, choice: Choice, tables: TileTables) -> None:
         spec, device, (tile, _, why) = problem.spec, tables.device, choice
         constants, arch = tuple(tile.constants(spec).items()), compiler.target(device.capability)
-        library = generation.kernels(backward_kernel(spec), spec, constants, arch)
+        library = generation.kernels("sm90/backward", spec, constants, arch)
         fallback = Fallback(partial(generation.older, problem, tables), spec, device, "backward")
         super().__init__(spec, device, tile, why, library, generation.kernels, fallback)
 
@@ -99,6 +94,8 @@ class Sm90(Generation):
             return Verdict(
                 False, "deterministic gradients run on the sm80 kernels, which always add to dQ in one order"
             )
+        if cluster_size(problem.spec) > 1:
+            return Verdict(False, "gradients of more than 128 columns run on the sm80 kernels")
         return Verdict(True)
 
     def tile(self, problem: Problem, row: TileRow, device: Device, direction: Direction) -> Any:

@@ -43,6 +43,7 @@ def text(name: str, spec: AttentionSpec, constants: Mapping[str, int]) -> str:
         "from numba import cuda, types",
         "from numba.types import float32, int32, int64, uint16, uint32, uint64",
         f"from {__package__}.memory import *",
+        f"from {__package__}.ptx import shared_address",
         f"from {__package__}.compile import kernel",
         f"F, F_TYPE, F_ITEMSIZE = np.{spec.lse_dtype}, types.{spec.lse_dtype}, {8 if double else 4}",
         "I, HIDDEN, INFINITE = np.int64, F(-np.inf), F(np.inf)",

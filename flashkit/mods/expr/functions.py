@@ -6,6 +6,7 @@ Their operands are traced expressions, Python's and NumPy's scalars. Arithmetic,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from .graph import Expr, arithmetic, floating, select, to_float
@@ -116,8 +117,14 @@ def clip(x: Any, low: Any, high: Any) -> Expr:
     return minimum(maximum(x, low), high)
 
 
-def exp(x: Any) -> Expr:
-    """e to the power of x.
+def _function(name: str, summary: str, given: str, result: str) -> Callable[[Any], Expr]:
+    """The function of the operation of this name. given, result: of the example in its docstring."""
+
+    def function(x: Any) -> Expr:
+        return floating(name, x)
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = f"""{summary}
 
     Parameters
     ----------
@@ -132,126 +139,25 @@ def exp(x: Any) -> Expr:
     Examples
     --------
     >>> import flashkit
-    >>> mod = flashkit.mods.score(lambda s, b, h, q, k: flashkit.exp(s))
-    >>> mod.evaluate(b=0, h=0, q=0, k=0, s=[0.0, 1.0])
-    array([1.        , 2.71828183])
+    >>> mod = flashkit.mods.score(lambda s, b, h, q, k: flashkit.{name}(s))
+    >>> mod.evaluate(b=0, h=0, q=0, k=0, s={given})
+    {result}
     """
-    return floating("exp", x)
+    return function
 
 
-def exp2(x: Any) -> Expr:
-    """2 to the power of x.
-
-    Parameters
-    ----------
-    x
-        An integer or a float; a bool counts as 0 or 1.
-
-    Returns
-    -------
-    Expr
-        A float.
-
-    Examples
-    --------
-    >>> import flashkit
-    >>> mod = flashkit.mods.score(lambda s, b, h, q, k: flashkit.exp2(s))
-    >>> mod.evaluate(b=0, h=0, q=0, k=0, s=[0.0, 3.0])
-    array([1., 8.])
-    """
-    return floating("exp2", x)
-
-
-def log(x: Any) -> Expr:
-    """The natural logarithm of x.
-
-    Parameters
-    ----------
-    x
-        An integer or a float; a bool counts as 0 or 1.
-
-    Returns
-    -------
-    Expr
-        A float.
-
-    Examples
-    --------
-    >>> import flashkit
-    >>> mod = flashkit.mods.score(lambda s, b, h, q, k: flashkit.log(s))
-    >>> mod.evaluate(b=0, h=0, q=0, k=0, s=[1.0, 2.0])
-    array([0.        , 0.69314718])
-    """
-    return floating("log", x)
-
-
-def log2(x: Any) -> Expr:
-    """The logarithm of x to base 2.
-
-    Parameters
-    ----------
-    x
-        An integer or a float; a bool counts as 0 or 1.
-
-    Returns
-    -------
-    Expr
-        A float.
-
-    Examples
-    --------
-    >>> import flashkit
-    >>> mod = flashkit.mods.score(lambda s, b, h, q, k: flashkit.log2(s))
-    >>> mod.evaluate(b=0, h=0, q=0, k=0, s=[1.0, 8.0])
-    array([0., 3.])
-    """
-    return floating("log2", x)
-
-
-def sqrt(x: Any) -> Expr:
-    """The square root of x.
-
-    Parameters
-    ----------
-    x
-        An integer or a float; a bool counts as 0 or 1.
-
-    Returns
-    -------
-    Expr
-        A float.
-
-    Examples
-    --------
-    >>> import flashkit
-    >>> mod = flashkit.mods.score(lambda s, b, h, q, k: flashkit.sqrt(s))
-    >>> mod.evaluate(b=0, h=0, q=0, k=0, s=[4.0, 9.0])
-    array([2., 3.])
-    """
-    return floating("sqrt", x)
-
-
-def tanh(x: Any) -> Expr:
-    """The hyperbolic tangent of x.
-
-    Parameters
-    ----------
-    x
-        An integer or a float; a bool counts as 0 or 1.
-
-    Returns
-    -------
-    Expr
-        A float.
-
-    Examples
-    --------
-    >>> import flashkit
-    >>> mod = flashkit.mods.score(lambda s, b, h, q, k: flashkit.tanh(s))
-    >>> mod.evaluate(b=0, h=0, q=0, k=0, s=[0.0, 1.0])
-    array([0.        , 0.76159416])
-    """
-    return floating("tanh", x)
+exp = _function("exp", "e to the power of x.", "[0.0, 1.0]", "array([1.        , 2.71828183])")
+exp2 = _function("exp2", "2 to the power of x.", "[0.0, 3.0]", "array([1., 8.])")
+log = _function("log", "The natural logarithm of x.", "[1.0, 2.0]", "array([0.        , 0.69314718])")
+log2 = _function("log2", "The logarithm of x to base 2.", "[1.0, 8.0]", "array([0., 3.])")
+sqrt = _function("sqrt", "The square root of x.", "[4.0, 9.0]", "array([2., 3.])")
+tanh = _function("tanh", "The hyperbolic tangent of x.", "[0.0, 1.0]", "array([0.        , 0.76159416])")
+sin = _function("sin", "The sine of x, in radians.", "[0.0, 1.0]", "array([0.        , 0.84147098])")
+cos = _function("cos", "The cosine of x, in radians.", "[0.0, 1.0]", "array([1.        , 0.54030231])")
+floor = _function(
+    "floor", "The greatest integer that is not above x, as a float. Its derivative counts as 0.", "[1.5, -1.5]",
+    "array([ 1., -2.])",
+)  # fmt: skip
 
 
 def sigmoid(x: Any) -> Expr:
@@ -277,75 +183,6 @@ def sigmoid(x: Any) -> Expr:
     x = to_float(x)
     e = exp(where(x >= 0.0, -x, x))  # at most 1: nothing overflows, here and in the derivative
     return where(x >= 0.0, 1.0, e) / (1.0 + e)
-
-
-def sin(x: Any) -> Expr:
-    """The sine of x, in radians.
-
-    Parameters
-    ----------
-    x
-        An integer or a float; a bool counts as 0 or 1.
-
-    Returns
-    -------
-    Expr
-        A float.
-
-    Examples
-    --------
-    >>> import flashkit
-    >>> mod = flashkit.mods.score(lambda s, b, h, q, k: flashkit.sin(s))
-    >>> mod.evaluate(b=0, h=0, q=0, k=0, s=[0.0, 1.0])
-    array([0.        , 0.84147098])
-    """
-    return floating("sin", x)
-
-
-def cos(x: Any) -> Expr:
-    """The cosine of x, in radians.
-
-    Parameters
-    ----------
-    x
-        An integer or a float; a bool counts as 0 or 1.
-
-    Returns
-    -------
-    Expr
-        A float.
-
-    Examples
-    --------
-    >>> import flashkit
-    >>> mod = flashkit.mods.score(lambda s, b, h, q, k: flashkit.cos(s))
-    >>> mod.evaluate(b=0, h=0, q=0, k=0, s=[0.0, 1.0])
-    array([1.        , 0.54030231])
-    """
-    return floating("cos", x)
-
-
-def floor(x: Any) -> Expr:
-    """The greatest integer that is not above x, as a float. Its derivative counts as 0.
-
-    Parameters
-    ----------
-    x
-        An integer or a float; a bool counts as 0 or 1.
-
-    Returns
-    -------
-    Expr
-        A float.
-
-    Examples
-    --------
-    >>> import flashkit
-    >>> mod = flashkit.mods.score(lambda s, b, h, q, k: flashkit.floor(s))
-    >>> mod.evaluate(b=0, h=0, q=0, k=0, s=[1.5, -1.5])
-    array([ 1., -2.])
-    """
-    return floating("floor", x)
 
 
 def sign(x: Any) -> Expr:

@@ -8,6 +8,7 @@ have the kernel's computing precision.
 from __future__ import annotations
 
 import keyword
+import math
 import operator
 import re
 import unicodedata
@@ -137,9 +138,15 @@ class Expr:
     def __mod__(self, other: Any) -> Expr: return arithmetic("mod", self, other)
     def __rmod__(self, other: Any) -> Expr: return arithmetic("mod", other, self)
     def __pow__(self, other: Any) -> Expr: return power(self, other)
+    def __rpow__(self, other: Any) -> Expr: return power(other, self)
     def __neg__(self) -> Expr: return arithmetic("neg", self)
     def __pos__(self) -> Expr: return self
     def __abs__(self) -> Expr: return arithmetic("abs", self)
+
+    def clip(self, min: Any = None, max: Any = None, out: None = None) -> Expr:
+        """What numpy.clip calls."""
+        low = self if min is None else arithmetic("max", self, min)
+        return low if max is None else arithmetic("min", low, max)
 
     # Comparison
     def __lt__(self, other: Any) -> Expr: return comparison("lt", self, other)
@@ -319,7 +326,11 @@ def power(x: Any, exponent: Any) -> Expr:
         return result
     if isinstance(exponent, float) and exponent == 0.5:
         return floating("sqrt", x)
-    expected = "an integer exponent from 0 to 8, or 0.5"
+    if isinstance(exponent, float) and exponent.is_integer() and 0 <= exponent <= 8:
+        return power(to_float(x), int(exponent))
+    if isinstance(exponent, Expr) and isinstance(x, int | float) and 0 < x < math.inf:
+        return floating("exp2", exponent if x == 2 else exponent * math.log2(x))
+    expected = "an integer exponent from 0 to 8, or 0.5, or a positive number as the base"
     raise ValueError(f"**: expected {expected}, got {exponent!r}; use exp(y * log(x)) otherwise")
 
 

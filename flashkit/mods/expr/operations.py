@@ -31,19 +31,27 @@ def _product(x: Expr, y: Expr) -> Expr:
     return const(0.0) if is_const(x, 0) or is_const(y, 0) else x * y
 
 
+def _same(text: str, derivative: Any = None, bounds: Any = None) -> Op:
+    """An operation that all languages write alike."""
+    return Op(text, text, text, derivative, bounds)
+
+
+def _function(name: str, factor: Callable[[Expr], Expr] | None = None) -> Op:
+    """A function of one float, of the same name in all languages; factor: its derivative."""
+    derivative = None if factor is None else lambda a, d: _product(factor(a[0]), d[0])
+    return Op(f"fk_{name}({{0}})", f"{name}({{0}})", f"np.{name}({{0}})", derivative)
+
+
 OPS: dict[str, Op] = {
-    "add": Op("{0} + {1}", "{0} + {1}", "{0} + {1}", lambda a, d: d[0] + d[1],
-              lambda a, b: (a[0] + b[0], a[1] + b[1])),
-    "sub": Op("{0} - {1}", "{0} - {1}", "{0} - {1}", lambda a, d: d[0] - d[1],
-              lambda a, b: (a[0] - b[1], a[1] - b[0])),
-    "mul": Op("{0} * {1}", "{0} * {1}", "{0} * {1}", lambda a, d: _product(d[0], a[1]) + _product(a[0], d[1]),
-              rules.mul),
+    "add": _same("{0} + {1}", lambda a, d: d[0] + d[1], lambda a, b: (a[0] + b[0], a[1] + b[1])),
+    "sub": _same("{0} - {1}", lambda a, d: d[0] - d[1], lambda a, b: (a[0] - b[1], a[1] - b[0])),
+    "mul": _same("{0} * {1}", lambda a, d: _product(d[0], a[1]) + _product(a[0], d[1]), rules.mul),
     "div": Op("fk_div({0}, {1})", "{0} / {1}", "{0} / {1}",
               lambda a, d: _product(d[0], 1.0 / a[1]) - _product(_product(d[1], a[0]), 1.0 / (a[1] * a[1]))),
     "floordiv": Op("fk_floordiv({0}, {1})", "{0} // {1}", "{0} // {1}", None, rules.floordiv),
     "mod": Op("fk_mod({0}, {1})", "{0} % {1}", "{0} % {1}",
               lambda a, d: d[0] - _product(d[1], floor(a[0] / a[1])), rules.mod),
-    "neg": Op("-{0}", "-{0}", "-{0}", lambda a, d: -d[0], lambda a: (-a[1], -a[0])),
+    "neg": _same("-{0}", lambda a, d: -d[0], lambda a: (-a[1], -a[0])),
     "abs": Op("fk_abs({0})", "abs({0})", "np.abs({0})", lambda a, d: _product(where(a[0] < 0, -1.0, 1.0), d[0]),
               lambda a: (rules.greatest(rules.greatest(a[0], -a[1]), 0), rules.greatest(-a[0], a[1]))),
     "min": Op("fk_min({0}, {1})", "minimum({0}, {1})", "np.minimum({0}, {1})",
@@ -53,33 +61,28 @@ OPS: dict[str, Op] = {
               lambda a, d: where(a[0] < a[1], d[1], d[0]),
               lambda a, b: (rules.greatest(a[0], b[0]), rules.greatest(a[1], b[1]))),
     "where": Op("{0} ? {1} : {2}", "{1} if {0} else {2}", "np.where({0}, {1}, {2})",
-                lambda a, d: where(a[0], d[1], d[2]),
-                rules.select),
-    "lt": Op("{0} < {1}", "{0} < {1}", "{0} < {1}", None, lambda a, b: (a[1] < b[0], a[0] < b[1])),
-    "le": Op("{0} <= {1}", "{0} <= {1}", "{0} <= {1}", None,
-             lambda a, b: (a[1] <= b[0], a[0] <= b[1])),
-    "eq": Op("{0} == {1}", "{0} == {1}", "{0} == {1}", None,
-             lambda a, b: ((a[0] == b[1]) & (a[1] == b[0]), (a[0] <= b[1]) & (b[0] <= a[1]))),
-    "and": Op("{0} & {1}", "{0} & {1}", "{0} & {1}", None,
-              rules.bools_only(lambda a, b: (a[0] & b[0], a[1] & b[1]))),
-    "or": Op("{0} | {1}", "{0} | {1}", "{0} | {1}", None,
-             rules.bools_only(lambda a, b: (a[0] | b[0], a[1] | b[1]))),
-    "xor": Op("{0} ^ {1}", "{0} ^ {1}", "{0} ^ {1}", None,
-              rules.bools_only(lambda a, b: ((a[0] & rules.negation(b[1])) | (b[0] & rules.negation(a[1])),
-                                    rules.negation((a[0] & b[0]) | (rules.negation(a[1]) & rules.negation(b[1])))))),
+                lambda a, d: where(a[0], d[1], d[2]), rules.select),
+    "lt": _same("{0} < {1}", None, lambda a, b: (a[1] < b[0], a[0] < b[1])),
+    "le": _same("{0} <= {1}", None, lambda a, b: (a[1] <= b[0], a[0] <= b[1])),
+    "eq": _same("{0} == {1}", None,
+                lambda a, b: ((a[0] == b[1]) & (a[1] == b[0]), (a[0] <= b[1]) & (b[0] <= a[1]))),
+    "and": _same("{0} & {1}", None, rules.bools_only(lambda a, b: (a[0] & b[0], a[1] & b[1]))),
+    "or": _same("{0} | {1}", None, rules.bools_only(lambda a, b: (a[0] | b[0], a[1] | b[1]))),
+    "xor": _same("{0} ^ {1}", None, rules.bools_only(
+        lambda a, b: ((a[0] & rules.negation(b[1])) | (b[0] & rules.negation(a[1])),
+                      rules.negation((a[0] & b[0]) | (rules.negation(a[1]) & rules.negation(b[1])))))),
     "not": Op("!{0}", "not {0}", "np.logical_not({0})", None,
               lambda a: (rules.negation(a[1]), rules.negation(a[0]))),
     "float": Op("(fk_float)({0})", "F({0})", "F({0})"),
-    "exp": Op("fk_exp({0})", "exp({0})", "np.exp({0})", lambda a, d: _product(exp(a[0]), d[0])),
-    "exp2": Op("fk_exp2({0})", "exp2({0})", "np.exp2({0})",
-               lambda a, d: _product(exp2(a[0]) * 0.6931471805599453, d[0])),
-    "log": Op("fk_log({0})", "log({0})", "np.log({0})", lambda a, d: _product(1.0 / a[0], d[0])),
-    "log2": Op("fk_log2({0})", "log2({0})", "np.log2({0})", lambda a, d: _product(1.4426950408889634 / a[0], d[0])),
-    "sqrt": Op("fk_sqrt({0})", "sqrt({0})", "np.sqrt({0})", lambda a, d: _product(0.5 / sqrt(a[0]), d[0])),
-    "tanh": Op("fk_tanh({0})", "tanh({0})", "np.tanh({0})", lambda a, d: _product(1.0 - tanh(a[0]) * tanh(a[0]), d[0])),
-    "sin": Op("fk_sin({0})", "sin({0})", "np.sin({0})", lambda a, d: _product(cos(a[0]), d[0])),
-    "cos": Op("fk_cos({0})", "cos({0})", "np.cos({0})", lambda a, d: _product(-sin(a[0]), d[0])),
-    "floor": Op("fk_floor({0})", "floor({0})", "np.floor({0})"),
+    "exp": _function("exp", exp),
+    "exp2": _function("exp2", lambda x: exp2(x) * 0.6931471805599453),
+    "log": _function("log", lambda x: 1.0 / x),
+    "log2": _function("log2", lambda x: 1.4426950408889634 / x),
+    "sqrt": _function("sqrt", lambda x: 0.5 / sqrt(x)),
+    "tanh": _function("tanh", lambda x: 1.0 - tanh(x) * tanh(x)),
+    "sin": _function("sin", cos),
+    "cos": _function("cos", lambda x: -sin(x)),
+    "floor": _function("floor"),
 }  # fmt: skip
 
 

@@ -10,21 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import TaskProgressColumn
 
 from ... import dispatch
-from ...devices import profiles
-from ...devices.progress import hidden
+from ...devices import profiles, trust
 from ...spec import ITEMSIZE
-from ..bench.environment import BackgroundLoad, background_warning
-from ..console import digits, print_table, stdout
-from . import profile
+from ..bench.environment import BackgroundLoad, background_warning, now
+from ..console import digits, print_table, progress, stdout
 from .cpu import TunableCpu
 from .cuda import TunableCuda
-from .log import Disturbance, Log
+from .log import Disturbance, Log, MeasuredPeaks, four_digits
 from .search import Outcome, Search
-from .targets import Effort, Target, TileRunner, TunableBackend
+from .targets import Effort, Target
+from .trials import TunableBackend
 
 BACKENDS = "cpu", "cupy_raw", "numba_cuda"
 DEFAULT_BACKENDS = BACKENDS[:2]
@@ -86,12 +84,8 @@ def autotune(
 
 
 def tunable_backends(backend: str | None = None) -> list[TunableBackend]:
-    """The backend of this name, or by default those of DEFAULT_BACKENDS that are available.
-
-    Raises
-    ------
-    ValueError
-        If the backend is unknown or not available.
+    """The backend of this name, or by default those of DEFAULT_BACKENDS that are available. ValueError if the backend
+    is unknown or not available.
     """
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend: expected {', '.join(BACKENDS)}, got {backend!r}")
@@ -135,7 +129,7 @@ def _tune(
     warning = background_warning(log.disturbed)
     path = None
     if force or not warning:
-        path = profile.write(profile.profile_of(outcomes, log.peaks, tunable), output)
+        path = _write(profile_of(outcomes, log.peaks, tunable), output)
     dispatch.forget()
     profiles.forget()
     _report(outcomes, targets, log, path, tunable, warning)
@@ -147,26 +141,57 @@ def _search(
     clock: Callable[[], float],
 ) -> Iterator[Outcome]:  # fmt: skip
     """Search target by target, each with an equal share of the time that is left, but no less than MIN_TIME."""
-    runner: TileRunner = tunable.runner(effort, targets)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    runner = tunable.runner(effort, targets)
     steps = 2 * effort.blocks + effort.shapes + 5
-    # Without auto_refresh: its thread would take a core from the timed calls ten times a second.
-    drawn = Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)
-    with hidden(), drawn as progress:
-        task = progress.add_task("bandwidths and peak FLOP/s", total=steps * len(targets) + 1)
+    with progress(steps * len(targets) + 1, TaskProgressColumn()) as update:
+        update(description="bandwidths and peak FLOP/s")
         if log.peaks is None:
             log.add(tunable.measure_peaks())
         best: dict[tuple[str, ...], float] = {}
         for number, target in enumerate(targets):
-            progress.update(task, description=str(target), completed=1 + number * steps, refresh=True)
+            update(description=str(target), completed=1 + number * steps)
             left = end - clock()
             deadline = clock() + min(left, max(left / (len(targets) - number), MIN_TIME))
-            step = lambda: progress.update(task, advance=1, refresh=True)
+            step = lambda: update(advance=1)
             rival_gflops = best.get(target.problem, 0.0)
             outcome = Search(target, runner, log, effort, deadline, clock, step, rival_gflops).run()
             if outcome is not None:
                 best[target.problem] = max(rival_gflops, outcome.gflops)
                 yield outcome
+
+
+def profile_of(outcomes: Sequence[Outcome], peaks: MeasuredPeaks | None, tunable: TunableBackend) -> dict[str, Any]:
+    """The fields of a profile file: the device, its measured peaks, and a row of a tile table for each outcome."""
+    versions = {name: version for name, version in tunable.versions().items() if name != "python"}
+    result: dict[str, Any] = {"schema": profiles.SCHEMA, "device": profiles.criteria(tunable.kind)}
+    if peaks is not None:
+
+        def measured(value: float) -> dict[str, Any]:
+            return {"measured": value, "date": peaks.date[:10], "versions": versions}
+
+        sram = peaks.l2_bandwidth_gbs if tunable.sram == "l2" else peaks.l1_bandwidth_gbs
+        result["memory"] = {"bandwidth_gbs": measured(peaks.bandwidth_gbs), "sram_bandwidth_gbs": measured(sram)}
+        result["peak_tflops"] = {dtype: measured(value) for dtype, value in peaks.peak_tflops.items()}
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for o in outcomes:
+        speed = {"gflops": four_digits(o.gflops)} if tunable.kind == "cpu" else {"tflops": four_digits(o.gflops / 1000)}
+        provenance = {**speed, "date": now()[:10], "versions": versions}
+        why = f"{o.why}; {tunable.conditions(o.target)}"
+        row = {**o.conditions, **o.tile.row, "why": why, "measured": provenance}
+        tables.setdefault(tunable.table(o.target), []).append(row)
+    result["tiles"] = tables
+    return result
+
+
+def _write(profile: dict[str, Any], output: Path | None) -> Path:
+    """Write a profile to `output`, replaced atomically, or by default to the user's profiles; returns its path."""
+    if output is None:
+        return profiles.write_user_profile(profile)
+    text = profiles.dump(profile)
+    profiles.parse(text, str(output))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    trust.write(output, text.encode())
+    return output
 
 
 def _report(

@@ -1,4 +1,4 @@
-"""Trials on a CUDA device: verification and timing of each kernel generation's candidates, measured peaks."""
+"""Tiles on a CUDA device: each kernel generation's candidates, and measured peaks."""
 
 from __future__ import annotations
 
@@ -14,19 +14,16 @@ from ... import dispatch
 from ...backends.cuda_common import device, launch
 from ...backends.cuda_common.arguments import Arguments
 from ...backends.cuda_common.backend import CudaBackend
-from ...backends.cuda_common.device import Device
 from ...backends.cuda_common.generation import IN_ROW, Choice, Generation, Pass, TileTables
 from ...call.arguments import prepare
-from ...call.explanation import visible_pairs
 from ...devices import host, profiles, timing
 from ...devices.schema import Kind, TileRow
-from ...devices.timing import Timing
-from ...spec import ITEMSIZE, Gradients, Problem
+from ...spec import ITEMSIZE, Problem
 from ..bench import environment
 from ..bench.cases import Case
 from .log import MeasuredPeaks, four_digits
-from .targets import DROP, Effort, Target
-from .verification import Expected
+from .targets import Effort, Target
+from .trials import VERIFIED_TOKENS, Task, TileRunner
 
 QUICK = Effort(("bfloat16", "float16", "float32"), (64, 128), tokens=2048, blocks=12, shapes=0, rounds=7, budget=150.0)
 FULL = Effort(
@@ -36,9 +33,6 @@ FULL = Effort(
 
 TOKENS, WIDTH = 16384, 2048
 """Of the problem that is timed: tokens of all batch entries, and heads times head dim, enough to fill a device."""
-
-VERIFIED_TOKENS = 777
-"""Tokens of the problem that is verified. No tile divides it, so the last tile of each row and column is ragged."""
 
 DECODED_KEYS = 32768
 
@@ -112,7 +106,25 @@ class TunableCuda:
         return CudaRunner(self.kernels, effort, targets)
 
     def measure_peaks(self) -> MeasuredPeaks:
-        return measure_peaks(device.current())
+        """Bandwidths by kernels that read, peak FLOP/s by cuBLAS."""
+        import cupy
+
+        from ...backends.cuda_common import peaks
+
+        current = device.current()
+        free, l2 = cupy.cuda.Device(current.ordinal).mem_info[0], (host.cuda_device() or {}).get("l2", 4 << 20)
+        readers = peaks.Readers(current)
+        size = min(max(32 * l2, 1 << 30), free // 4) // 4096 * 4096
+        main, middle, fast = readers.memory(size), readers.memory(l2 // 3 // 4096 * 4096, 50), readers.shared()
+        synchronize = cupy.cuda.get_current_stream().synchronize
+
+        def per_second(work: tuple[Callable[[], None], float]) -> float:
+            taken = timing.interleaved({"": work[0]}, rounds=5, synchronize=synchronize)
+            return work[1] / taken[""].best
+
+        flops = {dtype: four_digits(per_second(peaks.product(np_dtype(dtype))) / 1e12) for dtype in ITEMSIZE}
+        main_gbs, l2_gbs, shared_gbs = (four_digits(per_second(work) / 1e9) for work in (main, middle, fast))
+        return MeasuredPeaks(main_gbs, l2_gbs, shared_gbs, flops, environment.now())
 
     def table(self, target: Target) -> str:
         return f"{self.backend}.{target.direction}"
@@ -147,9 +159,7 @@ def problem_of(target: Target, tokens: int) -> Problem:
     """The problem that kernels are chosen and compiled for, made of arrays without memory."""
     case = case_of(target, tokens)
     one = np.ones(target.head_dim, np_dtype(target.dtype))
-    heads = case.heads // case.group
-    shapes = (case.heads, case.n_q), (heads, case.keys), (heads, case.keys)
-    stand_ins = (np.broadcast_to(one, (case.batch, *shape, target.head_dim)) for shape in shapes)
+    stand_ins = (np.broadcast_to(one, shape) for shape in case.shapes[:3])
     return replace(prepare(*stand_ins, **case.options)[0], array_kind="cupy")
 
 
@@ -159,20 +169,19 @@ def np_dtype(name: str) -> Any:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-class CudaRunner:
-    """Verifies and times tiles of a backend on the current device.
+class CudaRunner(TileRunner):
+    """Runs tiles of a backend on the current device.
 
     Threads compile the candidates; those of the next target while the current one is timed.
     """
 
     def __init__(self, kernels: CudaBackend, effort: Effort, targets: Sequence[Target]) -> None:
-        self.kernels = kernels
-        self.profile, self.device, self.tokens = profiles.for_device("cuda"), device.current(), effort.tokens
+        super().__init__(effort.tokens)
+        self.kernels, self.profile, self.device = kernels, profiles.for_device("cuda"), device.current()
         self.following = dict(itertools.pairwise(targets))
         self.compiled: dict[tuple[Target, CudaTile], Future[Pass]] = {}
         self.pool = ThreadPoolExecutor(host.cpu_count(), initializer=launch.stream)
         self.problems: dict[Target, Problem] = {}
-        self.tasks: dict[tuple[Any, bool], _Task] = {}
 
     def in_use(self, target: Target) -> CudaTile:
         return CudaTile.of(target.generation, self.choice(target).tile)
@@ -201,18 +210,31 @@ class CudaRunner:
     def generation(self, target: Target) -> Generation:
         return next(g for g in self.kernels.generations if g.name == target.generation)
 
-    def flops(self, target: Target) -> float:
-        return self.task(target).flops
-
-    def verify(self, target: Target, tile: CudaTile) -> str:
-        return self.task(target, small=True).complaint(self.made(target, tile))
-
-    def time(self, target: Target, tiles: Sequence[CudaTile], rounds: int, budget: float) -> dict[CudaTile, Timing]:
-        calls = {tile: self.task(target).call(self.made(target, tile)) for tile in tiles}
+    def new_task(self, target: Target, small: bool) -> Task:
         import cupy
 
-        synchronize = cupy.cuda.get_current_stream().synchronize
-        return timing.interleaved(calls, rounds=rounds, budget=budget, drop=DROP, synchronize=synchronize)
+        case = case_of(target, self.tokens, small)
+        task = Task(case, target.direction, case.arrays(cupy))
+        if target.direction == "backward":  # it reads out and lse
+            backend, plan = dispatch.plan(task.problem, self.kernels.name)
+            backend.forward(plan, task.operands)
+        return task
+
+    def call(self, target: Target, tile: CudaTile, task: Task) -> Callable[[], object]:
+        made, spec = self.made(target, tile), task.problem.spec
+
+        def run() -> None:
+            arguments = Arguments(spec, task.operands)
+            if target.direction == "backward":
+                arguments.gradients(task.gradients)
+            made.run(arguments, launch.stream())
+
+        return run
+
+    def synchronize(self) -> None:
+        import cupy
+
+        cupy.cuda.get_current_stream().synchronize()
 
     def problem(self, target: Target) -> Problem:
         if target not in self.problems:
@@ -240,94 +262,3 @@ class CudaRunner:
         if CudaTile.of(tile.generation, made.tile) != tile:
             raise ValueError(f"{tile} was replaced: {made.why}")
         return made
-
-    def task(self, target: Target, small: bool = False) -> _Task:
-        key = target.problem, small
-        if key not in self.tasks:
-            # Problems are tuned one after another, so the arrays of other problems can be freed.
-            self.tasks = {k: task for k, task in self.tasks.items() if k[0] == target.problem}
-            self.tasks[key] = _Task(self.kernels.name, case_of(target, self.tokens, small), target, small)
-        return self.tasks[key]
-
-
-class _Task:
-    """A target's problem with its arrays on the device and, if it is small, its expected results."""
-
-    def __init__(self, name: str, case: Case, target: Target, small: bool) -> None:
-        import cupy
-
-        self.direction = target.direction
-        if small:
-            host_arrays = case.arrays()
-            arrays = [cupy.asarray(x) for x in host_arrays]
-        else:
-            rng, heads = cupy.random.default_rng(0), case.heads // case.group
-            shapes = (case.heads, case.n_q), (heads, case.keys), (heads, case.keys), (case.heads, case.n_q)
-            kind = np_dtype(case.dtype)
-            arrays = [
-                rng.standard_normal((case.batch, *shape, case.head_dim), dtype=cupy.float32).astype(kind)
-                for shape in shapes
-            ]
-        *inputs, dout = arrays
-        self.problem, self.operands, _ = prepare(*inputs, **case.options)
-        self.gradients = Gradients(dout, None, *(cupy.empty_like(x) for x in inputs))
-        if self.direction == "backward":  # it reads out and lse
-            backend, plan = dispatch.plan(self.problem, name)
-            backend.forward(plan, self.operands)
-        if small:
-            q, k, v, dout = host_arrays
-            out, lse = (x.get() for x in (self.operands.out, self.operands.lse))
-            operands = replace(self.operands, q=q, k=k, v=v, out=out, lse=lse)
-            self.expected = Expected(self.problem.spec, operands, self.direction, dout)
-
-    @property
-    def flops(self) -> float:
-        return self.problem.flops(self.direction, visible_pairs(self.problem, self.operands))
-
-    def call(self, made: Pass) -> Callable[[], None]:
-        """The pass with these kernels."""
-        spec = self.problem.spec
-
-        def run() -> None:
-            arguments = Arguments(spec, self.operands)
-            if self.direction == "backward":
-                arguments.gradients(self.gradients)
-            made.run(arguments, launch.stream())
-
-        return run
-
-    @property
-    def results(self) -> dict[str, Any]:
-        op, g = self.operands, self.gradients
-        return {"out": op.out, "lse": op.lse} if self.direction == "forward" else {"dq": g.dq, "dk": g.dk, "dv": g.dv}
-
-    def complaint(self, made: Pass) -> str:
-        """The first result of the pass that is wrong; empty if all are right."""
-        for array in self.results.values():
-            array.fill(np.nan)  # an element that is not written fails
-        self.call(made)()
-        return self.expected.complaint({name: array.get() for name, array in self.results.items()})
-
-
-# --- measured peaks ---------------------------------------------------------------------------------------------------
-
-
-def measure_peaks(current: Device, rounds: int = 5) -> MeasuredPeaks:
-    """Bandwidths by kernels that read, peak FLOP/s by cuBLAS."""
-    import cupy
-
-    from ...backends.cuda_common import peaks
-
-    free, l2 = cupy.cuda.Device(current.ordinal).mem_info[0], (host.cuda_device() or {}).get("l2", 4 << 20)
-    readers = peaks.Readers(current)
-    size = min(max(32 * l2, 1 << 30), free // 4) // 4096 * 4096
-    main, middle, fast = readers.memory(size), readers.memory(l2 // 3 // 4096 * 4096, 50), readers.shared()
-    synchronize = cupy.cuda.get_current_stream().synchronize
-
-    def per_second(work: tuple[Callable[[], None], float]) -> float:
-        taken = timing.interleaved({"": work[0]}, rounds=rounds, synchronize=synchronize)
-        return work[1] / taken[""].best
-
-    flops = {dtype: four_digits(per_second(peaks.product(np_dtype(dtype))) / 1e12) for dtype in ITEMSIZE}
-    main_gbs, l2_gbs, shared_gbs = (four_digits(per_second(work) / 1e9) for work in (main, middle, fast))
-    return MeasuredPeaks(main_gbs, l2_gbs, shared_gbs, flops, environment.now())

@@ -51,24 +51,11 @@ class Disturbance(msgspec.Struct, frozen=True, tag="disturbance"):
 
 
 class Log:
-    """A log file, read when it is opened; every entry is appended at once.
+    """A log file of trials of `tile`s, read when it is opened; every entry is appended at once. Its folder is made.
 
     Lines that are no entries are skipped with one warning, and their trials are repeated; the incomplete last line of a
-    killed process is skipped without one. If the disk is full, entries stay in memory, with one warning.
-
-    Parameters
-    ----------
-    path
-        The file; its folder is made.
-    tile
-        Type of the tiles in its trials.
-    resume
-        False: begin with an empty file.
-
-    Raises
-    ------
-    UntrustedError
-        If another user could have written the file or can put files into its directory.
+    killed process is skipped without one. If the disk is full, entries stay in memory, with one warning. UntrustedError
+    if another user could have written the file or can put files into its directory.
     """
 
     def __init__(self, path: Path, tile: Any, resume: bool = True) -> None:

@@ -19,7 +19,8 @@ import msgspec
 
 from ..bench.environment import now
 from .log import Log, Stage, Trial
-from .targets import DROP, Effort, Target, Tile, TileRunner
+from .targets import DROP, Effort, Target, Tile
+from .trials import TileRunner
 
 MARGIN = 0.02
 """A tile replaces the one in use if it is faster by this share, and faster in four of five rounds. Repeated runs differ

@@ -1,16 +1,14 @@
-"""What is tuned: targets and tiles, how much is tried, and what the search asks of a backend and its device."""
+"""What is tuned: targets and tiles, and how much is tried."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from ...devices.schema import Kind, TileRow
-from ...devices.timing import Timing
+from ...devices.schema import TileRow
 from ...spec import Direction
-from .log import MeasuredPeaks
 
 DROP = 2.0
 """A tile that takes this many times as long as the best one is dropped from further rounds. A kernel generation whose
@@ -107,59 +105,3 @@ class Effort:
             for direction in ("forward", "backward")
             for causal in (False, True)
         ]
-
-
-class TileRunner(Protocol):
-    """Runs tiles of targets on a device."""
-
-    def in_use(self, target: Target) -> Any:
-        """The tile that attention uses now."""
-
-    def row_in_use(self, target: Target) -> TileRow | None:
-        """The profile's row that decided about it, before anything is written."""
-
-    def candidates(self, target: Target) -> Sequence[Any]:
-        """Possible tiles, ranked by a model, the best first."""
-
-    def flops(self, target: Target) -> float:
-        """FLOPs of the problem that is timed."""
-
-    def verify(self, target: Target, tile: Any) -> str:
-        """What is wrong with the results of this tile; empty if they are right."""
-
-    def time(self, target: Target, tiles: Sequence[Any], rounds: int, budget: float) -> dict[Any, Timing]:
-        """Interleaved timings; budget: seconds."""
-
-
-class TunableBackend(Protocol):
-    """A backend that can be tuned, on the device it runs on.
-
-    tile: the type of its tiles. levels: names of the memories whose bandwidth is measured, the slowest first. sram:
-    which of them tiles of K and V are read from.
-    """
-
-    backend: str
-    kind: Kind
-    tile: Any
-    levels: tuple[str, str, str]
-    sram: Literal["l1", "l2"]
-
-    def effort(self, quick: bool) -> Effort: ...
-
-    def targets(self, effort: Effort, dtypes: Sequence[str] | None) -> list[Target]: ...
-
-    def runner(self, effort: Effort, targets: Sequence[Target]) -> TileRunner: ...
-
-    def measure_peaks(self) -> MeasuredPeaks: ...
-
-    def table(self, target: Target) -> str:
-        """The tile table of a profile that attention asks for this target."""
-
-    def conditions(self, target: Target) -> str:
-        """The conditions of the measurement, for the `why` of a profile's row."""
-
-    def versions(self) -> dict[str, str]:
-        """Versions of the software that the speed depends on."""
-
-    def identity(self) -> Any:
-        """The device, versions and kernel sources that a log is valid for."""

@@ -11,5 +11,5 @@ Each module imports only from those above it:
     platforms       the CPU or the CUDA device: its suites, baselines and yardsticks
     memory          growth of resident memory, in a new process
     measure         one case in one direction
-    table, command  the table on the screen; the command
+    command         the command, and the table on the screen
 """

@@ -15,46 +15,20 @@ from typing import Any
 import numpy as np
 
 from ... import dispatch
-from ...api import attention, attention_vjp
 from ...devices import timing
 from ...errors import UnsupportedError
+from ...options import OPTIONS
 from ...spec import Direction
 from .cases import BLOCK, Case, dense, dense_flops
-from .contender import Contender, Entry, Yardstick, torch_entry
+from .contender import Contender, Entry, Yardstick, in_numpy, torch_entry, with_flashkit
 
 BACKENDS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
-
-
-def arrays_of(case: Case, seed: int = 0) -> tuple[Any, ...]:
-    """q, k, v and dout, normally distributed, generated on the device."""
-    import cupy
-    import ml_dtypes
-
-    rng = cupy.random.default_rng(seed)
-    kind = np.dtype(getattr(ml_dtypes, case.dtype, case.dtype))
-    return tuple(rng.standard_normal(shape, dtype=cupy.float32).astype(kind, copy=False) for shape in case.shapes)
-
-
-def with_flashkit(case: Case, arrays: Sequence[Any], direction: Direction, threads: int, **options: Any) -> Entry:
-    """flashkit with these further options of `attention`. The backward pass is timed alone."""
-    q, k, v, dout = arrays
-    options |= case.options
-    if direction == "forward":
-        forward = partial(attention, q, k, v, **options)
-        return Entry(forward, lambda: (first(case, forward()),))
-    _, vjp = attention_vjp(q, k, v, **options)
-    return Entry(partial(vjp, dout), lambda: tuple(first(case, x) for x in vjp(dout)))
-
-
-def first(case: Case, x: Any) -> np.ndarray:
-    """The heads of the first key/value head of the first batch entry, in NumPy: whole results have gigabytes."""
-    return np.asarray(x[:1, : case.group if x.shape[1] == case.heads else 1].get())
 
 
 def _in_numpy(case: Case, x: Any) -> np.ndarray:
     import cupy
 
-    return first(case, cupy.from_dlpack(x.detach().contiguous()))
+    return in_numpy(case, cupy.from_dlpack(x.detach().contiguous()))
 
 
 def _with_torch(name: str, case: Case, arrays: Sequence[Any], direction: Direction, threads: int) -> Entry | None:
@@ -186,8 +160,9 @@ def yardsticks(
 ) -> dict[str, Yardstick]:
     """flashkit itself with other options, by name.
 
-    dense: without the mask, for masked cases. softcap, alibi: with that score modification. deterministic: the backward
-    pass with reproducible bits. tf32: float32 inputs with precision="tf32". numba_cuda: the Numba CUDA backend.
+    dense: without the mask, for masked cases. alibi, and options that are numbers: with that score modification.
+    deterministic: the backward pass with reproducible bits. tf32: float32 inputs with precision="tf32". numba_cuda: the
+    Numba CUDA backend.
     """
     import cupy
 
@@ -204,7 +179,9 @@ def yardsticks(
             wanted["deterministic"] = {"deterministic": True}
         if (case.n_q, case.head_dim) == (MODIFIED, 128):
             slopes = cupy.asarray(np.geomspace(0.5, 2**-8, case.heads), np.float32)
-            wanted |= {"softcap": {"softcap": 30.0}, "alibi": {"alibi_slopes": slopes}}
+            modifying = {name: option.usual for name, option in OPTIONS.items() if not option.hides}
+            wanted |= {name: {name: usual} for name, usual in modifying.items() if usual}
+            wanted["alibi"] = {"alibi_slopes": slopes}
     by_name = {}
     for name, options in wanted.items():
         if options.get("backend", "cupy_raw") not in dispatch.registry():

@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn
 
-from ...devices.progress import hidden
-from ..console import stdout
+from ..console import digits, print_table, progress, stdout
 from . import measure
 from .baselines import missing
 from .cases import Case, directions, resized
 from .environment import background_warning, describe, now
 from .platforms import PLATFORMS, Platform
 from .results import Result, append
-from .table import show
 
 
 def main(
@@ -78,18 +76,14 @@ def main(
     cases = _cases(platform, quick, sizes, suites)
     rounds, budget = (7, 5.0) if quick else (20, 4.0) if platform.is_cpu else (20, 0.6)
 
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     results: list[Result] = []
-    # Without auto_refresh: its thread would take a core from the timed calls ten times a second.
-    drawn = Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)
-    with hidden(), drawn as progress:
-        task = progress.add_task("", total=sum(len(directions(case)) for case in cases))
-        on_start = lambda label: progress.update(task, description=label, refresh=True)
+    with progress(sum(len(directions(case)) for case in cases), MofNCompleteColumn()) as update:
+        on_start = lambda label: update(description=label)
         for result in run(cases, names, rounds=rounds, budget=budget, on_start=on_start, platform=platform):
             results.append(result)
             if output is not None:
                 append(output, result)
-            progress.advance(task)
+            update(advance=1)
     console = stdout()
     show(console, results, names)
     console.print(describe(results[-1].machine))
@@ -98,6 +92,23 @@ def main(
     if output is not None:
         console.print(f"written to {output}", soft_wrap=True)
     return 0
+
+
+def show(console: Console, results: Sequence[Result], baselines: Sequence[str]) -> None:
+    """Print a row for each result: median time with its 20 and 80 % quantiles, GFLOP/s, the speed-up over each
+    baseline, the share of each yardstick's rate, and peak memory of flashkit and of NumPy.
+    """
+    rows = []
+    for r in results:
+        t = r.timings["flashkit"]
+        milliseconds = f"{digits(t['median'] * 1e3)} ({digits(t['low'] * 1e3)}-{digits(t['high'] * 1e3)})"
+        ratios = [f"{r.times_as_fast[name]['median']:.2f}" if name in r.times_as_fast else "-" for name in baselines]
+        memory = [f"{r.memory[name] / 2**20:.1f}" if name in r.memory else "" for name in ("flashkit", "numpy")]
+        shares = ", ".join(f"{name} {share['median']:.2f}" for name, share in r.yardsticks.items())
+        gflops = f"{r.gflops('flashkit'):.1f}"
+        rows.append([f"{r.case.label}, {r.direction}", milliseconds, gflops, *ratios, shares, *memory])
+    numbers = ["ms (20-80 %)", "GFLOP/s", *(f"x {name}" for name in baselines), "share of", "MiB", "NumPy's"]
+    print_table(console, ["case"], numbers, rows)
 
 
 def _cases(platform: Platform, quick: bool, sizes: Sequence[int] | None, suites: Sequence[str] | None) -> list[Case]:
@@ -115,11 +126,6 @@ def run(
     """Measure every case in its directions; on_start gets the label of each."""
     from ...backends.cpu import threads
 
-    # Baselines are imported before flashkit starts its threads: Numba's OpenMP layer enables nested parallelism in the
-    # whole process, and a PyTorch that is imported later shares its OpenMP runtime and becomes far slower.
-    for name in baselines:
-        for package in platform.requires.get(name, ()):
-            import_module(package)
     started, count = now(), threads.count()
     for case in cases:
         for direction in directions(case):

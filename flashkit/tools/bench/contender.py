@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -33,14 +33,24 @@ Contender = Callable[[Case, Any, Direction, int], Entry | None]
 inside these functions."""
 
 
-def with_flashkit(case: Case, arrays: Arrays, direction: Direction, threads: int) -> Entry:
-    """flashkit on NumPy arrays. The backward pass is timed alone."""
+def with_flashkit(case: Case, arrays: Sequence[Any], direction: Direction, threads: int, **options: Any) -> Entry:
+    """flashkit with these further options of `attention`. The backward pass is timed alone."""
     q, k, v, dout = arrays
+    options |= case.options
     if direction == "forward":
-        forward = partial(attention, q, k, v, **case.options)
-        return Entry(forward, lambda: (forward(),))
-    _, vjp = attention_vjp(q, k, v, **case.options)
-    return Entry(partial(vjp, dout), lambda: vjp(dout))
+        forward = partial(attention, q, k, v, **options)
+        return Entry(forward, lambda: (in_numpy(case, forward()),))
+    _, vjp = attention_vjp(q, k, v, **options)
+    return Entry(partial(vjp, dout), lambda: tuple(in_numpy(case, x) for x in vjp(dout)))
+
+
+def in_numpy(case: Case, x: Any) -> np.ndarray:
+    """A result in NumPy. Of one on a device the heads of the first key/value head of the first batch entry: whole
+    results have gigabytes.
+    """
+    if isinstance(x, np.ndarray):
+        return x
+    return np.asarray(x[:1, : case.group if x.shape[1] == case.heads else 1].get())
 
 
 def torch_entry(

@@ -81,7 +81,6 @@ def machine(*distributions: str) -> dict[str, Any]:
         "caches": host.cpu_caches(),
         "cores": host.cpu_count(),
         "threads": threads.count(),
-        "threading_layer": threads.layer(),
         "clock_mhz": _clock_mhz(),
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "date": now(),

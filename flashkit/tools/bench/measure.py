@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,10 +16,10 @@ from ...call.arguments import prepare
 from ...call.explanation import visible_pairs
 from ...devices import timing
 from ...devices.timing import Timing
-from ...spec import Direction
+from ...spec import AttentionSpec, Direction, Operands
 from . import environment, memory
 from .cases import Arrays, Case
-from .contender import Entry
+from .contender import Entry, with_flashkit
 from .platforms import Platform, cpu
 from .results import Result
 
@@ -41,31 +42,12 @@ def measure(
     time: Callable[..., dict[str, Timing]] = timing.interleaved,
     growth: Callable[[Case, Direction, str], int | None] = memory.memory_growth,
 ) -> Result:  # fmt: skip
-    """Measure one case in one direction.
+    """Measure one case in one direction. A baseline that fails, or whose results differ, is not timed; the result says
+    why.
 
-    Parameters
-    ----------
-    case, direction
-        What is computed.
-    baselines
-        Names of the platform's baselines. One that fails, or whose results differ, is not timed.
-    run
-        When the run began.
-    rounds, budget
-        The most rounds, and the seconds for all of them.
-    threads
-        Threads of flashkit and of the baselines that can be limited.
-    with_memory
-        Whether to measure the growth of resident memory, in a process for each contender.
-    platform
-        By default the CPU.
-    time, growth
-        For tests: what times the calls, and what measures memory.
-
-    Returns
-    -------
-    Result
-        With `skipped` for baselines that were not timed.
+    run: when the run began. rounds, budget: the most rounds, and the seconds for all of them. threads: of flashkit and
+    of the baselines that can be limited. with_memory: measure the growth of resident memory, in a process for each
+    contender. time, growth: for tests, what times the calls and what measures memory.
     """
     platform = platform or cpu()
     arrays = platform.arrays(case)
@@ -105,10 +87,9 @@ def verified(
     case: Case, direction: Direction, baselines: Sequence[str], arrays: Arrays, threads: int, platform: Platform
 ) -> tuple[dict[str, Entry], dict[str, str], dict[str, dict[str, float]]]:
     """flashkit and the baselines that compute the same; the reasons for the others; the errors of those."""
-    entry = platform.flashkit(case, arrays, direction, threads)
-    assert entry is not None
-    entries, skipped = {"flashkit": entry}, {}
-    ours, exact = entry.result(), expected(case, arrays, direction)
+    flashkit = with_flashkit(case, arrays, direction, threads)
+    entries, skipped = {"flashkit": flashkit}, {}
+    ours, exact = flashkit.result(), expected(case, arrays, direction)
     by_name = {"flashkit": errors(ours, exact)} if exact else {}
     for name in baselines:
         try:
@@ -163,9 +144,17 @@ def expected(case: Case, arrays: Arrays, direction: Direction) -> dict[str, np.n
     parts = (x[:1, : case.group if i in (0, 3) else 1] for i, x in enumerate(arrays))
     q, k, v, dout = ((x if isinstance(x, np.ndarray) else x.get()).astype(np.float64) for x in parts)
     problem, operands, _ = prepare(q, k, v, **case.options)
+    exact = by_the_reference(problem.spec, operands, direction, dout)
+    return {name: x for name, x in exact.items() if name != "lse"}
+
+
+def by_the_reference(
+    spec: AttentionSpec, operands: Operands, direction: Direction, dout: np.ndarray, dtype: Any = np.float64
+) -> dict[str, np.ndarray]:
+    """The results of a pass, computed in this dtype, by name: out and lse, or dq, dk and dv."""
     if direction == "forward":
-        return {"out": reference.standard(problem.spec, operands)[0]}
-    grads = reference.standard_gradients(problem.spec, operands, dout)
+        return dict(zip(("out", "lse"), reference.standard(spec, operands, dtype)))
+    grads = reference.standard_gradients(spec, operands, dout, dtype=dtype)
     return {"dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
 
 

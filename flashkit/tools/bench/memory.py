@@ -17,26 +17,11 @@ from .contender import with_flashkit
 
 
 def memory_growth(case: Case, direction: Direction, name: str) -> int | None:
-    """Growth of peak resident memory in a forward pass, or in a forward and a backward pass.
+    """Bytes by which peak resident memory grows in a forward pass, or in a forward and a backward pass, of "flashkit"
+    or of a baseline on the CPU. None if the system does not report it (on anything but Linux).
 
-    A smaller call runs first in the same process: it compiles, and allocates what stays allocated.
-
-    Parameters
-    ----------
-    case, direction
-        What is computed.
-    name
-        "flashkit", or a baseline on the CPU.
-
-    Returns
-    -------
-    int or None
-        Bytes. None if the system does not report them (on anything but Linux).
-
-    Raises
-    ------
-    RuntimeError
-        If the process fails; the message has its errors.
+    A smaller call runs first in the same process: it compiles, and allocates what stays allocated. RuntimeError with
+    the errors of the process if it fails.
     """
     command = [sys.executable, "-m", "flashkit.tools.bench.memory", json.dumps([asdict(case), direction, name])]
     # glibc would keep freed memory for reuse, and the growth would be less than what is used.

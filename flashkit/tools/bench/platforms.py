@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ...spec import Direction, Verdict
 from . import cases
 from .baselines import BASELINES, REQUIRES
 from .cases import Case
-from .contender import Contender, Yardstick, with_flashkit
+from .contender import Contender, Yardstick
 from .environment import cuda_machine, machine
 from .yardsticks import yardsticks
 
@@ -27,7 +28,6 @@ class Platform:
     quick: Sequence[Case]
     baselines: Mapping[str, Contender]
     requires: Mapping[str, tuple[str, ...]]
-    flashkit: Contender
     arrays: Callable[[Case], Any]
     machine: Callable[..., dict[str, Any]]
     yardsticks: Callable[[Case, Any, Direction, Sequence[str], int], dict[str, Yardstick]]
@@ -36,17 +36,11 @@ class Platform:
 
 
 def cpu() -> Platform:
-    return Platform(cases.SUITES, cases.QUICK, BASELINES, REQUIRES, with_flashkit, Case.arrays, machine, yardsticks)
+    return Platform(cases.SUITES, cases.QUICK, BASELINES, REQUIRES, Case.arrays, machine, yardsticks)
 
 
 def cuda() -> Platform:
-    """The current CUDA device.
-
-    Raises
-    ------
-    RuntimeError
-        If the CuPy backend is not available; the message says why.
-    """
+    """The current CUDA device. RuntimeError if the CuPy backend is not available; the message says why."""
     from ... import dispatch
     from . import baselines_cuda
 
@@ -58,7 +52,7 @@ def cuda() -> Platform:
 
     return Platform(
         cases.CUDA_SUITES, cases.CUDA_QUICK, baselines_cuda.BASELINES, baselines_cuda.REQUIRES,
-        baselines_cuda.with_flashkit, baselines_cuda.arrays_of, cuda_machine, baselines_cuda.yardsticks,
+        partial(Case.arrays, library=cupy), cuda_machine, baselines_cuda.yardsticks,
         cupy.cuda.runtime.deviceSynchronize, is_cpu=False,
     )  # fmt: skip
 

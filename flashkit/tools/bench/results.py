@@ -44,13 +44,7 @@ class Result(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read(file: Path) -> list[Result]:
-    """The results of the last run in a file, in order.
-
-    Raises
-    ------
-    msgspec.ValidationError
-        If a line is no valid `Result`.
-    """
+    """The results of the last run in a file, in order. msgspec.ValidationError if a line is no valid `Result`."""
     texts = file.read_text(encoding="utf-8").splitlines()
     results = [msgspec.json.decode(text, type=Result) for text in texts if text.strip()]
     return [result for result in results if result.run == results[-1].run]

@@ -78,7 +78,7 @@ def _kernel(case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Callable
     if block[int(arguments.OUT)] != out.ctypes.data:  # as after a call without queries, which starts no kernel
         raise RuntimeError(f"a call of {case.label} leaves no argument block of its kernel behind")
     block[int(arguments.STOP)] = 0  # the word there belonged to the call
-    workers = threads.count() if block[int(arguments.PARALLEL_FOR)] else 1
+    workers = threads.count() if block[int(arguments.WORKERS)] else 1
     launch, address = threads.entry("launch"), memory.address
     out[...] = 0
 

@@ -6,35 +6,28 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ... import settings
 from .common import Json, fail, print_json
 
+if TYPE_CHECKING:
+    from ...devices.kernel_cache import Usage
+
 app = typer.Typer(rich_markup_mode=None, help="Compiled kernels on disk.")
 
 
 @app.callback(invoke_without_command=True)
 def cache(context: typer.Context, as_json: Json = False) -> None:
-    """Compiled kernels: without a command, what the cache holds and what the package carries prebuilt.
-
-    \f
-    Raises
-    ------
-    typer.Exit
-        Status 1 if the directory, FLASHKIT_CACHE_SIZE or FLASHKIT_PREBUILT is invalid.
-    """
+    """Compiled kernels: without a command, what the cache holds and what the package carries prebuilt."""
     from ...devices import kernel_cache, prebuilt
     from .. import doctor
 
     if context.invoked_subcommand is not None:
         return
-    try:
-        path, limit, enabled = str(kernel_cache.path()), kernel_cache.limit(), prebuilt.enabled()
-    except (OSError, ValueError) as error:
-        raise fail(error) from None
+    path, limit, enabled = str(kernel_cache.path()), kernel_cache.limit(), prebuilt.enabled()
     used, carried, here, stale = kernel_cache.usage(), prebuilt.contents(), "unknown", False
     with suppress(ImportError):
         from ...backends.cpu import objects, specialise, target
@@ -46,7 +39,8 @@ def cache(context: typer.Context, as_json: Json = False) -> None:
         package = {"path": str(prebuilt.path()), "enabled": enabled, "stale": stale, "contents": contents}
         print_json({"path": path, **asdict(used), "limit": limit, "cpu": here, "prebuilt": package})
         return
-    print(f"cached    {used.kernels} kernels, {doctor.size(used.bytes)} of at most {doctor.size(limit)}: {path}")
+    print(f"cached    {used.kernels} kernels, {doctor.size(used.bytes)} of at most {doctor.size(limit)}")
+    print(f"path      {path}")
     for name, one in carried.items():
         print(f"prebuilt  {name}: {one.kernels} kernels, {doctor.size(one.bytes)}")
     if not carried:
@@ -89,7 +83,7 @@ def cache_prebuild(
                 print(f"{file.name}: {doctor.size(file.bytes)}, {file.seconds:.1f} s")
     except ValueError as error:
         raise fail(error, 2) from None
-    except (CompileError, ImportError, OSError) as error:
+    except (CompileError, ImportError) as error:
         raise fail(error) from None
     if as_json:
         print_json(files)
@@ -106,22 +100,12 @@ def cache_path(as_json: Json = False) -> None:
     """Print the directory of the compiled kernels.
 
     With --json also their number and size, and the limit.
-
-    \f
-    Raises
-    ------
-    typer.Exit
-        Status 1 if the directory or FLASHKIT_CACHE_SIZE is invalid.
     """
     from ...devices import kernel_cache
 
-    try:
-        path, limit = str(kernel_cache.path()), kernel_cache.limit()
-    except (OSError, ValueError) as error:
-        raise fail(error) from None
+    path, limit = str(kernel_cache.path()), kernel_cache.limit()
     if as_json:
-        used = kernel_cache.usage()
-        print_json({"path": path, **asdict(used), "limit": limit})
+        print_json({"path": path, **asdict(kernel_cache.usage()), "limit": limit})
     else:
         print(path)
 
@@ -131,23 +115,18 @@ def cache_clear(as_json: Json = False) -> None:
     """Remove all compiled kernels.
 
     They are compiled again when they are needed.
-
-    \f
-    Raises
-    ------
-    typer.Exit
-        Status 1 if the directory is invalid or another user can write it.
     """
+    from ...devices import kernel_cache
+
+    _print_removed(kernel_cache.clear(), as_json)
+
+
+def _print_removed(removed: Usage, as_json: bool) -> None:
     from ...devices import kernel_cache
     from .. import doctor
 
-    try:
-        removed = kernel_cache.clear()
-    except OSError as error:
-        raise fail(error) from None
     if as_json:
-        path = str(kernel_cache.path())
-        print_json({"path": path, "files": removed.files, "kernels": removed.kernels, "bytes": removed.bytes})
+        print_json({"path": str(kernel_cache.path()), **asdict(removed)})
     else:
         print(f"removed {removed.files} files ({removed.kernels} kernels, {doctor.size(removed.bytes)})")
 
@@ -165,23 +144,15 @@ def cache_prune(
     Raises
     ------
     typer.Exit
-        Status 1 if the directory or FLASHKIT_CACHE_SIZE is invalid or another user can write it, 2 for an invalid size.
+        Status 2 for an invalid size.
     """
     from ...devices import kernel_cache
-    from .. import doctor
 
     try:
-        most = kernel_cache.limit() if to is None else settings.size(to)
+        most = None if to is None else settings.size(to)
     except ValueError as error:
-        raise (fail(error) if to is None else fail(f"--to: expected {error}, got {to!r}", 2)) from None
-    try:
-        removed = kernel_cache.prune(most)
-    except OSError as error:
-        raise fail(error) from None
-    if as_json:
-        print_json({"path": str(kernel_cache.path()), **asdict(removed)})
-    else:
-        print(f"removed {removed.files} files ({removed.kernels} kernels, {doctor.size(removed.bytes)})")
+        raise fail(f"--to: expected {error}, got {to!r}", 2) from None
+    _print_removed(kernel_cache.prune(kernel_cache.limit() if most is None else most), as_json)
 
 
 @app.command("warm")

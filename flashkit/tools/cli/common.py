@@ -36,13 +36,7 @@ def warnings_on_stderr() -> Iterator[None]:
 
 
 def numbers(text: str, name: str, count: int | None = None) -> list[int | None]:
-    """ "512,none" -> [512, None]; "none" is accepted with a `count` only.
-
-    Raises
-    ------
-    typer.BadParameter
-        For anything else; it names the option.
-    """
+    """ "512,none" -> [512, None]; "none" is accepted with a `count` only. BadParameter names the option."""
     values: list[int | None] = []
     for part in text.split(","):
         word = part.strip().lower()
@@ -59,13 +53,7 @@ def numbers(text: str, name: str, count: int | None = None) -> list[int | None]:
 
 
 def writable(output: Path | None, name: str = "--output") -> None:
-    """Check before a long measurement that its file can be written; None is no file.
-
-    Raises
-    ------
-    typer.BadParameter
-        If it cannot; it names the option.
-    """
+    """Check before a long measurement that its file can be written; None is no file. BadParameter names the option."""
     if output is None:
         return
     try:

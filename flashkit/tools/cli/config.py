@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from ... import settings
+from ... import dispatch, settings
 from ..console import stdout
 from .common import Json, fail, print_json
 
@@ -59,6 +59,8 @@ def _entry(setting: settings.Setting[Any]) -> dict[str, Any]:
     value = error = None
     try:
         value = setting.read()
+        if setting is settings.BACKEND and value:
+            dispatch.forced()  # which knows the names
     except ValueError as problem:
         error = str(problem)
     return {

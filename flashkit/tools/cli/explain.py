@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
+import inspect
 import math
 from typing import Annotated, Any
 
 import typer
 
 from ... import spec
+from ...options import OPTIONS, TYPES, with_axes
 from .common import Json, fail, numbers, print_json, warnings_on_stderr
 
 DTYPES = tuple(spec.DTYPES)
@@ -16,6 +17,30 @@ ARRAYS = ("numpy", "cupy")
 LAYOUTS = ("bhnd", "bnhd")
 
 
+def _with_flags(command: Any) -> Any:
+    """The command with the options of `attention` that have a flag, between its own --layout and --backend."""
+    own = inspect.signature(command, eval_str=True)
+    parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    at = [p.name for p in parameters].index("backend")
+    parameters[at:at] = [
+        inspect.Parameter(
+            name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False if hint is bool else option.default,
+            annotation=Annotated[hint, typer.Option(option.flag[0], help=option.flag[1])],
+        )
+        for name, option in OPTIONS.items() if option.flag for hint in [_hint(name)]
+    ]  # fmt: skip
+    command.__signature__ = own.replace(parameters=parameters)
+    return command
+
+
+def _hint(name: str) -> Any:
+    """The type of an option on the command line: arrays other than integers are there or not."""
+    if OPTIONS[name].axes:
+        return int | None if OPTIONS[name].is_integers else bool
+    return TYPES[name] if TYPES[name] in (bool, float, float | None) else str | None
+
+
+@_with_flags
 def explain(
     shape: Annotated[str, typer.Option(help="Of q: batch, heads, queries, head dim (or fewer axes).")] = "1,8,2048,64",
     keys: Annotated[int | None, typer.Option(help="Number of keys (default: as many as queries).", min=0)] = None,
@@ -24,18 +49,10 @@ def explain(
     dtype: Annotated[str, typer.Option(help="float64, float32, float16 or bfloat16.")] = "float32",
     array: Annotated[str, typer.Option(help="numpy or cupy.")] = "numpy",
     layout: Annotated[str, typer.Option(help="bhnd or bnhd, the order of the axes in --shape.")] = "bhnd",
-    causal: Annotated[bool, typer.Option(help="Keys up to the query's position.")] = False,
-    window: Annotated[str | None, typer.Option(help="left,right; none for no bound: 512,0")] = None,
-    q_offset: Annotated[int | None, typer.Option(help="Position of the first query.")] = None,
-    softcap: Annotated[float | None, typer.Option(help="Cap scores by tanh.")] = None,
-    alibi: Annotated[bool, typer.Option(help="ALiBi slopes.")] = False,
-    bias: Annotated[bool, typer.Option(help="A bias for every pair.")] = False,
-    mask: Annotated[bool, typer.Option(help="A Boolean mask for every pair.")] = False,
-    sinks: Annotated[bool, typer.Option(help="One attention sink a head.")] = False,
-    dropout: Annotated[float, typer.Option(help="Dropout probability.", min=0, max=1)] = 0.0,
     backend: Annotated[str | None, typer.Option(help="Only this backend.")] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Time both passes, on random NumPy arrays.")] = False,
     as_json: Json = False,
+    **flags: Any,
 ) -> None:
     """What would run a call, why, and a lower bound of its time.
 
@@ -56,16 +73,11 @@ def explain(
             expected = f"{', '.join(known[:-1])} or {known[-1]}"
             raise typer.BadParameter(f"got {value!r}, expected {expected}", param_hint=name)
     q_shape, k_shape, v_shape = _shapes(shape, keys, kv_heads, value_dim, layout)
-    head_axis, row_axis = _axes(layout)
-    heads = q_shape[head_axis] if len(q_shape) > 2 else 1
-    batch = q_shape[:-2] if layout == "bhnd" else (q_shape[0], heads)
-    pairs = (*batch, q_shape[row_axis], k_shape[row_axis])
-    options: dict[str, Any] = {"causal": causal, "layout": layout, "softcap": softcap, "dropout_p": dropout}
-    if window is not None:
-        options["window"] = tuple(numbers(window, "--window", count=2))
-    if q_offset is not None:
-        options["q_offset"] = q_offset
-    if dropout:
+    given = {name: x for name, x in flags.items() if x is not None and x is not False}
+    options: dict[str, Any] = {"layout": layout, **given}
+    if "window" in given:
+        options["window"] = tuple(numbers(given["window"], "--window", count=2))
+    if given["dropout_p"]:
         options["seed"] = 0
     if backend is not None:
         options["backend"] = backend
@@ -77,14 +89,10 @@ def explain(
             q, k, v = (_random(each, dtype, array) for each in (q_shape, k_shape, v_shape))
         else:
             q, k, v = (_stand_in(each, dtype, array) for each in (q_shape, k_shape, v_shape))
-        if alibi:
-            options["alibi_slopes"] = _stand_in((heads,), "float32", array)
-        if sinks:
-            options["sinks"] = _stand_in((heads,), "float32", array)
-        if bias:
-            options["bias"] = _stand_in(pairs, "float32", array)
-        if mask:
-            options["mask"] = _stand_in(pairs, "bool", array)
+        of_heads, of_pairs = _broad_shapes(q_shape, k_shape, layout)
+        for name in given.keys() & with_axes("heads", "pairs"):
+            of_array = of_heads if OPTIONS[name].axes == "heads" else of_pairs
+            options[name] = _stand_in(of_array, "bool" if name == "mask" else "float32", array)
         with warnings_on_stderr():
             explanation = flashkit.explain(q, k, v, measure=measure, **options)
     except (ImportError, TypeError, ValueError, NotImplementedError, OverflowError) as error:
@@ -100,6 +108,16 @@ def explain(
 def _axes(layout: str) -> tuple[int, int]:
     """The axes of heads and of rows."""
     return (2, 1) if layout == "bnhd" else (-3, -2)
+
+
+def _broad_shapes(
+    q: tuple[int, ...], k: tuple[int, ...], layout: str
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of numbers for each head, and for each pair."""
+    head_axis, row_axis = _axes(layout)
+    heads = q[head_axis] if len(q) > 2 else 1
+    batch = q[:-2] if layout == "bhnd" else (q[0], heads)
+    return (heads,), (*batch, q[row_axis], k[row_axis])
 
 
 def _shapes(
@@ -130,8 +148,11 @@ def _stand_in(shape: tuple[int, ...], dtype: str, kind: str) -> Any:
         No array is so large.
     """
     import ml_dtypes
+    import numpy as np
 
-    xp: Any = importlib.import_module(kind)
+    from ...call.views import cupy_for
+
+    xp: Any = np if kind == "numpy" else cupy_for(f"--array {kind}")
     scalar = getattr(ml_dtypes, dtype, dtype)
     if math.prod(shape) >= 2**60:
         raise ValueError(f"an array of shape {shape} has more elements than can be addressed")

@@ -15,7 +15,7 @@ from .common import fail, numbers, words, writable
 def autotune(
     quick: Annotated[bool, typer.Option("--quick", help="Few candidates, the most used sizes.")] = False,
     dtype: Annotated[list[str] | None, typer.Option(help="Only this dtype; may be repeated.")] = None,
-    budget: Annotated[float | None, typer.Option(help="Stop after this many seconds.", min=0)] = None,
+    budget: Annotated[float | None, typer.Option(help="Stop after this many seconds.")] = None,
     resume: Annotated[bool, typer.Option(help="Resume an interrupted run.")] = True,
     output: Annotated[
         Path | None, typer.Option(help="Write the profile here (default: the user's profile directory).")
@@ -35,15 +35,14 @@ def autotune(
     Raises
     ------
     typer.Exit
-        Status 1 if other processes disturbed the measurements, so that no profile was written, or if another user
-        can write the log or the profiles; 2 for an unknown dtype or backend, 130 if interrupted.
+        Status 1 if other processes disturbed the measurements, so that no profile was written; 2 for an unknown dtype
+        or backend, 130 if interrupted.
     """
-    from ...devices.trust import UntrustedError
     from ..autotune import command
 
     writable(output)
-    if budget is not None and not math.isfinite(budget):
-        raise typer.BadParameter(f"got {budget}, expected seconds", param_hint="--budget")
+    if budget is not None and not 0 < budget < math.inf:
+        raise typer.BadParameter(f"got {budget:g}, expected seconds, more than 0", param_hint="--budget")
     try:
         outcomes = command.autotune(
             quick=quick, dtypes=dtype, budget=budget, resume=resume, output=output, backend=backend, force=force
@@ -53,8 +52,6 @@ def autotune(
         raise typer.Exit(130) from None
     except ValueError as error:
         raise fail(error, 2) from None
-    except UntrustedError as error:  # the directory of the log or of the profiles
-        raise fail(error) from None
     if not all(outcome.saved for outcome in outcomes):
         raise fail("no profile was written; the reason is above")
 

@@ -59,7 +59,7 @@ def profile_show(
     Raises
     ------
     typer.Exit
-        Status 1 if there is no profile of this name or it cannot be read.
+        Status 1 if there is no profile of this name.
     """
     from ...devices import io_model, profiles
 
@@ -71,7 +71,7 @@ def profile_show(
             by_kind = {kind: read(kind) for kind in kinds}
             for profile in by_kind.values():
                 io_model.check_cpu_rows(profile)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise fail(error) from None
     if as_json:
         print_json({kind: profile.as_dict() for kind, profile in by_kind.items()})

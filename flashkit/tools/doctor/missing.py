@@ -22,10 +22,6 @@ def missing(report: dict[str, Any]) -> list[dict[str, str]]:
     if report["flashkit"].get("backends_registered") is False:
         want("flashkit's own metadata", "entry points, by which backends are found", "pip install -e .")
 
-    layers = report["threading"].get("layers", {})
-    if layers and layers.get("tbb") is not True and layers.get("omp") is not True:
-        want("a fast threading layer", "parallel calls without the overhead of workqueue", "pip install tbb")
-
     cuda = report["cuda"]
     driver = cuda.get("driver") or ""
     if driver or cuda.get("devices"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -11,17 +13,27 @@ Rows = list[tuple[str, Any]]
 
 
 def render(report: Report) -> str:
-    """The report as text, a section for each topic. A topic of unexpected form still gets a section."""
+    """The report as text, a section for each of its topics. A topic of unexpected form still gets a section."""
     lines: list[str] = []
+    columns, _ = shutil.get_terminal_size((1000, 24))  # in a file lines stay whole
 
     def section(title: str, rows: Rows) -> None:
         lines.append(title)
         width = max((len(label) for label, _ in rows), default=0)
-        lines.extend(f"  {label:<{width}}  {value}".rstrip() for label, value in rows)
+        for label, value in rows:
+            first, later = f"  {label:<{width}}  ", " " * (width + 4)
+            lines.extend(
+                textwrap.wrap(
+                    f"{value}", columns, initial_indent=first, subsequent_indent=later,
+                    break_long_words=False, break_on_hyphens=False,
+                ) or [first.rstrip()]
+            )  # fmt: skip
         lines.append("")
 
     for name, rows in _ROWS.items():
-        content = report.get(name)
+        if name not in report:
+            continue
+        content = report[name]
         if isinstance(content, dict) and set(content) == {"error"}:
             section(name, [("could not be read", content["error"])])
             continue
@@ -68,8 +80,7 @@ def _cpu_rows(cpu: Report) -> Rows:
 
 
 def _threading_rows(threading: Report) -> Rows:
-    layers = [(name, "loads" if answer is True else answer) for name, answer in threading["layers"].items()]
-    return [*layers, ("chosen", f"{threading['chosen']}, {threading['threads']} threads")]
+    return [("threads", threading["threads"]), ("workers", threading["workers"])]
 
 
 def _cache_rows(cache: Report) -> Rows:

@@ -1,5 +1,6 @@
 """Functions of one lane's operands, for the statements of operations.py."""
 
+
 @njit
 def flushed(x):
     return np.float32(0) if abs(x) < np.float32(1.17549435e-38) else x

@@ -165,9 +165,7 @@ def step(w, budget, block):
                     state[w, WGMMA_GROUPS] += 1
                 elif op == WGMMA_WAIT_GROUP_SYNC:
                     before = state[w, WGMMA_GROUPS] - np.int64(U[operands[s], 0])
-                    wgmma_complete(
-                        w, before, code, operands, R, state, block.wgmmas, shared, cta, halves, left, right
-                    )
+                    wgmma_complete(w, before, code, operands, R, state, block.wgmmas, shared, cta, halves, left, right)
                 elif op != WGMMA_FENCE_SYNC:
                     n, kind = np.int64(code[p, 4]), np.int64(op - WGMMA_F16)
                     error = wgmma_issue(kind, p, w, s, count, n, operands, R, state, block.wgmmas)

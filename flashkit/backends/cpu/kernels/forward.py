@@ -16,8 +16,6 @@ from numba import njit, types
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import entry, options
 from flashkit.backends.cpu.micro_calls import (
-    call_column_max,
-    call_exp_sum,
     call_gemm,
     call_pack_transposed,
     call_unpack_transposed,
@@ -45,47 +43,6 @@ def scores(args, k, q_t, s_t):
     """S^T = K Q^T."""
     call_gemm(args[GEMM], k, q_t, s_t)
     scale_tile(args, s_t)
-
-
-RESCALE_THRESHOLD = ACCUM(8)
-"""How far a score may exceed the row_max that P is relative to before O and l are rescaled. With e^8 no sum comes near
-overflow, and none loses precision.
-"""
-
-
-@njit(**options)
-def online_softmax(args, s_t, m, l, m_new, m_safe, rescale, o_acc):
-    """S^T to P^T = e^(S^T - m). m follows the running maximum, and l and o_acc are rescaled with it, only when a score
-    exceeds m by RESCALE_THRESHOLD: almost never after the first tiles.
-    """
-    if softmax_at_once(args, s_t, m, l, o_acc):
-        return
-    columns = s_t.shape[1]
-    for i in range(columns):
-        m_new[i] = m[i]
-    call_column_max(args[COLUMN_MAX], s_t, m_new)
-    moves = False
-    for i in range(columns):
-        moves |= m_new[i] > m[i] + RESCALE_THRESHOLD
-    if moves:
-        for i in range(columns):
-            rescale[0, i] = m[i]
-            m[i] = m_new[i]
-    for i in range(columns):
-        # 0 for a query without a visible key so far: e^(-inf - 0) is 0, e^(-inf + inf) would be NaN.
-        m_safe[i] = 0 if m[i] == -np.inf else m[i]
-    if moves:
-        scale = ACCUM(double_from_bits(args[SOFTMAX_SCALE]))
-        for i in range(columns):
-            rescale[0, i] = (rescale[0, i] - m_safe[i]) * scale
-            m_new[i] = 0
-        call_exp_sum(args[EXP_SUM], rescale, m_new, m_new)
-        for i in range(columns):
-            l[i] *= m_new[i]
-        for d in range(o_acc.shape[0]):
-            for i in range(columns):
-                o_acc[d, i] *= m_new[i]
-    call_exp_sum(args[EXP_SUM], s_t, m_safe, l)
 
 
 @njit(**options)
@@ -132,9 +89,7 @@ def forward_work_tile(args, seq, b, h, first, count, scratch, nonfinite):
     at = forward_layout(panels, panel, block_k, q_rows_padded, o_rows, ACCUM_SIZE, args[TRANSPOSED_TILES], gathered)
     m, l = accum_row(scratch + at.m, panels * panel), accum_row(scratch + at.l, panels * panel)
     o_acc = accum_tile(scratch + at.o_acc, panels * o_rows, panel, panel_bytes)
-    m_safe = accum_row(scratch + at.panel_rows, panel)
-    m_new = accum_row(scratch + at.panel_rows + panel_bytes, panel)
-    rescale_at = scratch + at.panel_rows + 2 * panel_bytes
+    check = accum_row(scratch + at.check, lanes)
 
     for i in range(panels * panel):
         m[i], l[i] = -np.inf, 0
@@ -167,7 +122,6 @@ def forward_work_tile(args, seq, b, h, first, count, scratch, nonfinite):
                 width = (columns + lanes - 1) // lanes * lanes
                 q_t = accum_tile(scratch + p * q_bytes, q_words, width, panel_bytes)
                 o_t = accum_tile(scratch + at.o_acc + p * o_bytes, dv, width, panel_bytes)
-                rescale = accum_tile(rescale_at, 1, width, panel_bytes)
                 stats = slice(p * panel, p * panel + width)
                 start = k0
                 while start < k0 + n:
@@ -186,7 +140,7 @@ def forward_work_tile(args, seq, b, h, first, count, scratch, nonfinite):
                         start = stop
                     if start > begin:
                         p_t = accum_tile(scratch + at.scores, start - begin, width, panel_bytes)
-                        online_softmax(args, p_t, m[stats], l[stats], m_new, m_safe, rescale, o_t)
+                        online_softmax(args, p_t, m[stats], l[stats], o_t)
                         if args[DROPOUT] != 0:
                             dropout(args, p_t[:, :columns], True, b, h, row0, begin)
                         v_run = v_t[:, (begin - k0) // K_PACK : (start - k0 + K_PACK - 1) // K_PACK]
@@ -201,7 +155,7 @@ def forward_work_tile(args, seq, b, h, first, count, scratch, nonfinite):
         row0 = first + p * panel
         o_t = accum_tile(scratch + at.o_acc + p * o_bytes, dv, panel, panel_bytes)
         stats = slice(p * panel, (p + 1) * panel)
-        finite &= epilogue(args, seq, b, h, row0, min(panel, first + count - row0), o_t, m[stats], l[stats], m_new)
+        finite &= epilogue(args, seq, b, h, row0, min(panel, first + count - row0), o_t, m[stats], l[stats], check)
     return finite
 
 

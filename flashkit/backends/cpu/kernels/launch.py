@@ -10,21 +10,99 @@ from numba import njit, types
 
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import entry, options
-from flashkit.backends.cpu.micro_calls import (
-    call_get_num_threads,
-    call_kernel,
-    call_parallel_for,
-    call_set_num_threads,
+from flashkit.backends.cpu.micro_calls import call_acquire, call_kernel, call_release
+from flashkit.backends.cpu.seq_info import keys_of
+from flashkit.backends.cpu.views import (
+    atomic_exchange,
+    atomic_increment,
+    atomic_read,
+    atomic_replace,
+    integer_at,
+    vector,
 )
-from flashkit.backends.cpu.seq_info import keys_of, set_lengths
-from flashkit.backends.cpu.views import integer_at, vector
+
+WORKER_SPINS = 20_000
+"""How often a worker without work looks for some before it sleeps: 0.1 to 0.2 ms, longer than Python needs between two
+calls. Waking it takes 5 to 50 microseconds.
+"""
+
+CALLER_SPINS = 2_000
+"""How often a call looks whether a worker has ended before it sleeps: some 15 microseconds."""
 
 
-@entry(types.void(*[types.int64] * 4))
-def thread_main(numbers, counts, steps, block):
-    """What a thread of the pool runs: the kernel for each thread number that it is given, mostly one."""
-    for thread in range(integer_at(numbers), integer_at(numbers) + integer_at(counts)):
-        call_kernel(integer_at(block + 8 * KERNEL), block, thread)
+# --- the pool ---------------------------------------------------------------------------------------------------------
+# A call offers its work to free workers, begins itself, and takes the offer back from those that have not started when
+# all work tiles are taken. So it waits for work tiles, never for a thread that the system has not run yet. No thread
+# spins for long: other processes need the core, and so, perhaps, does the thread that is waited for.
+
+
+@entry(types.void(types.int64))
+def work(worker):
+    """A worker, for ever."""
+    state = worker + 8 * STATE
+    spins = np.int64(0)
+    while True:
+        found = atomic_read(state)
+        if found >= ABSENT and atomic_replace(state, found, RUNNING):
+            call_kernel(integer_at(found + 8 * KERNEL), found, atomic_increment(found + 8 * NEXT_THREAD))
+            if atomic_exchange(state, DONE) == AWAITED:
+                call_release(integer_at(worker + 8 * RELEASE), integer_at(worker + 8 * ENDED))
+            spins = np.int64(0)
+        elif spins < WORKER_SPINS:
+            spins += 1
+            atomic_increment(worker + 8 * SPUN)  # takes time, and nothing that another core needs
+        elif atomic_replace(state, FREE, ASLEEP) or atomic_replace(state, DONE, DONE_ASLEEP):
+            call_acquire(integer_at(worker + 8 * ACQUIRE), integer_at(worker + 8 * WAKE), 1)
+            spins = np.int64(0)
+
+
+@njit(**options)
+def offer(worker, block):
+    """Give a worker the block if it is free; returns whether it was."""
+    state = worker + 8 * STATE
+    if atomic_read(state) == FREE and atomic_replace(state, FREE, block):
+        return True
+    if atomic_read(state) == ASLEEP and atomic_replace(state, ASLEEP, block):
+        call_release(integer_at(worker + 8 * RELEASE), integer_at(worker + 8 * WAKE))
+        return True
+    return False
+
+
+@njit(**options)
+def finish(worker, block):
+    """Take back what the worker has not started, or wait for it."""
+    state = worker + 8 * STATE
+    if atomic_replace(state, block, FREE):
+        return
+    spins = 0
+    while atomic_read(state) == RUNNING and spins < CALLER_SPINS:
+        spins += 1
+        atomic_increment(worker + 8 * SPUN)
+    if atomic_replace(state, RUNNING, AWAITED):
+        call_acquire(integer_at(worker + 8 * ACQUIRE), integer_at(worker + 8 * ENDED), 1)
+    if not atomic_replace(state, DONE, FREE):
+        atomic_exchange(state, ASLEEP)
+
+
+@njit(**options)
+def run_on(args, block, threads):
+    """Run the kernel on up to so many threads, this one among them."""
+    args[NEXT_THREAD], args[OFFERED] = 1, 0
+    free, worker, end = threads - 1, args[WORKERS], args[WORKERS] + 8 * WORKER_WORDS * args[NUM_WORKERS]
+    while free > 0 and worker < end:
+        if offer(worker, block):
+            vector(worker, WORKER_WORDS, 8, np.int64)[PREVIOUS] = args[OFFERED]
+            args[OFFERED] = worker
+            free -= 1
+        worker += 8 * WORKER_WORDS
+    call_kernel(args[KERNEL], block, 0)
+    while args[OFFERED] != 0:
+        worker = args[OFFERED]
+        args[OFFERED] = integer_at(worker + 8 * PREVIOUS)  # before another call has the worker
+        finish(worker, block)
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
 
 
 @njit(**options)
@@ -62,12 +140,7 @@ def start(args, block, threads):
     if threads == 1:
         call_kernel(args[KERNEL], block, 0)
     else:
-        args[FIRST], args[COUNT], args[STEP] = 0, threads, 1
-        first, count, step = block + 8 * FIRST, block + 8 * COUNT, block + 8 * STEP
-        allowed = call_get_num_threads(args[GET_NUM_THREADS])
-        call_parallel_for(args[PARALLEL_FOR], args[THREAD_MAIN], first, count, step, block, 0, 1, threads)
-        # The loop leaves `threads` behind as what the calling thread may use, in Numba's functions too.
-        call_set_num_threads(args[SET_NUM_THREADS], allowed)
+        run_on(args, block, threads)
 
 
 @entry(types.void(types.int64, types.int64))
@@ -85,28 +158,21 @@ def copy_block(template, block):
 
 
 @njit(**options)
-def is_finite(address, numbers, size):
-    """Whether all float32 or float64 from `address` on are: the bits of their exponents are not all 1."""
-    odd = np.int64(0)
-    if size == 4:
-        singles = vector(address, numbers, 4, np.int32)
-        for i in range(numbers):
-            odd |= (singles[i] & 0x7F800000) == 0x7F800000
-    else:
-        doubles = vector(address, numbers, 8, np.int64)
-        for i in range(numbers):
-            odd |= (doubles[i] & 0x7FF0000000000000) == 0x7FF0000000000000
-    return odd == 0
+def start_on_rows(args, block, threads, kernel):
+    """Run bwd_preprocess or bwd_postprocess."""
+    usual = args[KERNEL], args[BLOCK_Q], args[Q_TILES], args[WORK_TILES]
+    args[KERNEL], args[BLOCK_Q], args[Q_TILES], args[WORK_TILES] = (
+        kernel, ROW_BLOCK, args[ROW_TILES], args[ROW_WORK_TILES]
+    )  # fmt: skip
+    start(args, block, max(min(threads, args[WORK_TILES]), 1))
+    args[KERNEL], args[BLOCK_Q], args[Q_TILES], args[WORK_TILES] = usual
 
 
-@entry(types.int64(*[types.int64] * 22))
-def pull_back(
-    template, block, preprocess, row_block, row_tiles, row_work, kernel, block_q, q_tiles, work, numbers, size,
-    q, k, v, out, lse, dout, dlse, dq, dk, dv,
-):
-    """Run the backward pass on one thread, with a copy of the template and these NumPy arrays. dQ is summed in place:
-    `numbers` of `size` bytes. `block`: memory for the copy, followed by bwd_lse, delta and scratch memory; in the
-    template these addresses are distances from it. Returns whether a gradient is not finite.
+@entry(types.void(*[types.int64] * 15))
+def pull_back(template, block, threads, stop, dq_accum, q, k, v, out, lse, dout, dlse, dq, dk, dv):
+    """Run the backward pass with a copy of the template and these NumPy arrays. dq_accum: its address, or 0 where dQ is
+    summed in place. `block`: memory for the copy, followed by bwd_lse, delta and scratch memory; in the template these
+    addresses are distances from it.
     """
     args = copy_block(template, block)
     args[Q], args[K], args[V] = integer_at(q + ADDRESS), integer_at(k + ADDRESS), integer_at(v + ADDRESS)
@@ -114,28 +180,35 @@ def pull_back(
     if args[DLSE] != 0:
         args[DLSE] = integer_at(dlse + ADDRESS)
     args[DQ], args[DK], args[DV] = integer_at(dq + ADDRESS), integer_at(dk + ADDRESS), integer_at(dv + ADDRESS)
-    args[DQ_ACCUM] = args[DQ]
+    args[DQ_ACCUM] = dq_accum if dq_accum != 0 else args[DQ]
     args[BWD_LSE] += block
     args[DELTA] += block
     args[SCRATCH] += block
-    args[KERNEL], args[BLOCK_Q], args[Q_TILES], args[WORK_TILES] = preprocess, row_block, row_tiles, row_work
-    start(args, block, 1)
-    args[KERNEL], args[BLOCK_Q], args[Q_TILES], args[WORK_TILES] = kernel, block_q, q_tiles, work
-    start(args, block, 1)
-    return args[IS_NONFINITE] != 0 or not is_finite(args[DQ], numbers, size)
+    args[STOP] = stop
+    start_on_rows(args, block, threads, args[BWD_PREPROCESS])
+    for nonfinite in range(2):
+        # P = 0 times an infinity that the mask hides is NaN. Then, rarely, all is computed again by the non-finite
+        # fallback, which skips such terms.
+        args[NONFINITE], args[IS_NONFINITE] = nonfinite, 0
+        start(args, block, max(min(threads, args[WORK_TILES]), 1))
+        start_on_rows(args, block, threads, args[BWD_POSTPROCESS])
+        if args[IS_NONFINITE] == 0:
+            break
 
 
-@entry(types.void(*[types.int64] * 12))
-def call(template, block, threads, stop, q, k, v, out, lse, lengths, offsets, table):
+@entry(types.void(*[types.int64] * 14))
+def call(template, block, threads, stop, q, k, v, out, lse, lengths, offsets, table, k_scale, v_scale):
     """Run a copy of the template with these NumPy arrays. `block`: memory for the copy, followed by scratch memory.
-    The last three are read where PER_CALL says so.
+    The last five are read where PER_CALL says so.
     """
     args = copy_block(template, block)
     args[Q], args[K], args[V] = integer_at(q + ADDRESS), integer_at(k + ADDRESS), integer_at(v + ADDRESS)
     args[OUT], args[LSE] = integer_at(out + ADDRESS), integer_at(lse + ADDRESS)
-    if args[PER_CALL] >= 1:
-        set_lengths(args, integer_at(lengths + ADDRESS), integer_at(offsets + ADDRESS))
-    if args[PER_CALL] >= 2:
+    if args[PER_CALL] & 1:
+        args[KV_LENGTHS], args[Q_OFFSETS] = integer_at(lengths + ADDRESS), integer_at(offsets + ADDRESS)
+    if args[PER_CALL] & 2:
         args[PAGE_TABLE] = integer_at(table + ADDRESS)
+    if args[PER_CALL] & 4:
+        args[K_SCALE], args[V_SCALE] = integer_at(k_scale + ADDRESS) - args[K], integer_at(v_scale + ADDRESS) - args[V]
     args[SCRATCH], args[STOP] = block + HEADER, stop
     start(args, block, threads)

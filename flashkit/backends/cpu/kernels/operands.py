@@ -6,8 +6,8 @@ from numba import njit
 
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import options
-from flashkit.backends.cpu.micro_calls import call_gemm, call_softmax_backward
-from flashkit.backends.cpu.tile_ops import nonfinite_gemm, nonfinite_gemm_t
+from flashkit.backends.cpu.micro_calls import call_gemm, call_online_softmax, call_softmax_backward
+from flashkit.backends.cpu.tile_ops import nonfinite_gemm
 
 K_PACK = 1
 """Elements along the summed axis in one element of a packed operand."""
@@ -74,16 +74,18 @@ def attend_at_once(args, count, q, q_panel, k, v_t, scores, m, l, o, o_panel):
 
 
 @njit(**options)
-def softmax_at_once(args, s_t, m, l, o_acc):
-    """The online softmax by one micro-kernel. Returns False where there is none."""
-    return False
+def online_softmax(args, s_t, m, l, o_acc):
+    """S^T to P^T = e^(S^T - m). m follows the running maximum, and l and o_acc are rescaled with it, only when a score
+    exceeds m by a threshold: almost never after the first tiles.
+    """
+    call_online_softmax(args[ONLINE_SOFTMAX], s_t, m, l, o_acc)
 
 
 @njit(**options)
 def accumulate(args, v_t, p_t, count, o_acc, nonfinite):
     """O^T += V^T P^T over `count` keys."""
     if nonfinite:
-        nonfinite_gemm_t(v_t, p_t, o_acc)
+        nonfinite_gemm(p_t.T, v_t.T, o_acc.T)
     else:
         call_gemm(args[GEMM_ADD], v_t, p_t, o_acc)
 

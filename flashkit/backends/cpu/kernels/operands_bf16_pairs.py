@@ -13,6 +13,7 @@ from flashkit.backends.cpu.micro_calls import (
     call_attend_backward_bf16_pairs,
     call_attend_bf16_pairs,
     call_gemm,
+    call_online_softmax,
     call_online_softmax_bf16_pairs,
     call_pack_rows,
     call_round_bf16_pairs,
@@ -103,13 +104,12 @@ def attend_at_once(args, count, q, q_panel, k, v_t, scores, m, l, o, o_panel):
 
 
 @njit(**options)
-def softmax_at_once(args, s_t, m, l, o_acc):
-    """The online softmax by one micro-kernel, with P^T as bf16 pairs. Returns False where dropout follows, which P^T is
-    rounded after.
-    """
+def online_softmax(args, s_t, m, l, o_acc):
+    """S^T to P^T as bf16 pairs, or in float32 where dropout follows, which P^T is rounded after."""
     if args[DROPOUT] == 0:
         call_online_softmax_bf16_pairs(args[ONLINE_SOFTMAX_BF16_PAIRS], s_t, m, l, o_acc, args[SOFTMAX_SCALE_LOG2])
-    return args[DROPOUT] == 0
+    else:
+        call_online_softmax(args[ONLINE_SOFTMAX], s_t, m, l, o_acc)
 
 
 @njit(**options)
@@ -117,13 +117,6 @@ def halves(words):
     """The numbers of words: (rows, columns, 2)."""
     rows, columns = words.shape
     return tensor3(words.ctypes.data, rows, columns, 2, words.strides[0], words.strides[1], STORAGE_SIZE, STORAGE)
-
-
-@njit(**options)
-def halves_t(words):
-    """The numbers of words^T: (columns, rows, 2)."""
-    rows, columns = words.shape
-    return tensor3(words.ctypes.data, columns, rows, 2, words.strides[1], words.strides[0], STORAGE_SIZE, STORAGE)
 
 
 @njit(**options)
@@ -240,6 +233,6 @@ def accumulate_gradients(args, p, ds, q, do, k, dq, dk, dv, address, nonfinite):
     _add_dkv(args, p, do, dv, transposed, nonfinite)
     _add_dkv(args, ds, q, dk, transposed, nonfinite)
     if nonfinite:
-        nonfinite_gemm_pairs(halves_t(k), halves_t(ds_words), dq.T)
+        nonfinite_gemm_pairs(halves(k.T), halves(ds_words.T), dq.T)
     else:
         call_gemm(args[GEMM_ADD], ds_words, k, dq)

@@ -9,8 +9,18 @@ import numpy as np
 from numba import njit, types
 
 from flashkit.backends.cpu.functions import entry, options
-from flashkit.backends.cpu.rotary_arguments import *
 from flashkit.backends.cpu.views import integer_at, vector
+
+(
+    BATCH, HEADS, TOKENS, DIM,
+    HALF,  # pairs that are rotated; 0: rows are copied, and there are no tables and positions
+    INTERLEAVED, SIGN,
+    ROWS,  # of the tables
+    PAGE, SLOTS,  # of a page, and of all pages; 0: there are no places
+    X_BATCH, X_HEAD, X_TOKEN, OUT_BATCH, OUT_HEAD, OUT_TOKEN,
+    SIZE,
+) = map(np.int64, range(17))  # fmt: skip
+"""Indices in `sizes`, which backends/cpu/rotary.py makes. Strides are in bytes."""
 
 
 @njit(**options)
@@ -32,7 +42,7 @@ def rotate_row(x, out, cos, sin, sign, interleaved):
 
 @entry(types.void(*[types.int64] * 7))
 def rotary(sizes, x, out, cos, sin, positions, places):
-    """NumPy array objects: `sizes` as rotary_arguments.py has them, and what they say is there of the others."""
+    """NumPy array objects: `sizes`, and what they say is there of the others."""
     a = vector(integer_at(sizes + ADDRESS), SIZE, 8, np.int64)
     sign, half, tokens = ACCUM(a[SIGN]), a[HALF], a[TOKENS]
     x, out = integer_at(x + ADDRESS), integer_at(out + ADDRESS)

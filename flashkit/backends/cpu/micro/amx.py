@@ -194,11 +194,10 @@ def emit_end(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, 
 
 
 def emit_gemm(
-    builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock, *, accumulate: bool,
+    b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock, *, accumulate: bool,
     emulated: bool = False,
 ) -> None:  # fmt: skip
     """c (+)= a @ b, see bf16_pairs.py; a_col is 4: tiles are loaded by whole rows. Between emit_begin and emit_end."""
-    b = builder
     a, a_row, _, b_, b_row, c, c_row, m, n, k = args
     tiles = Emulation if emulated else Instructions
     state = tiles.state(b)

@@ -6,9 +6,9 @@ bfloat16 with contiguous rows, read as words. The right operand has rows 2k and 
 
     begin_products, end_products ()
         before the first and after the last product of a kernel, in each thread
-    gemm_bf16_pairs, gemm_add_bf16_pairs (a, a_row, a_col, b, b_row, c, c_row, m, n, k)
+    gemm, gemm_add (a, a_row, a_col, b, b_row, c, c_row, m, n, k)
         c = a @ b, c += a @ b in float32; k words. By vectors (AVX512-BF16) here, by tiles in amx.py
-    pack_columns (source, source_row, target, target_row, m, n, scale)
+    pack_transposed (source, source_row, target, target_row, m, n, scale)
         word [j][i] of target = scale * source[i, 2j], source[i, 2j+1]: rows become columns; scale is a power of two
     pack_rows (source, source_row, target, target_row, m, n)
         word [i][j] of target = source[2i, j], source[2i+1, j]
@@ -17,9 +17,8 @@ bfloat16 with contiguous rows, read as words. The right operand has rows 2k and 
     pack_rows_t (source, source_row, target, target_row, m, n)
         word [j][i] of target = source[2i, j], source[2i+1, j]
     online_softmax_bf16_pairs (s, s_row, rows, columns, m, l, o, o_row, o_rows, scale_log2)
-        a step of the online softmax: where a score exceeds m by RESCALE_THRESHOLD, m follows the running maximum, and l
-        and o are rescaled; p[i, j] = 2^(scale_log2 * (s[i, j] - m[j])), m = 0 for -inf; l[j] += sum_i p[i, j];
-        word [i][j] of s = p[2i, j], p[2i+1, j]
+        as online_softmax (softmax.py), but p[i, j] = 2^(scale_log2 * (s[i, j] - m[j])), and word [i][j] of
+        s = p[2i, j], p[2i+1, j]
     attend_bf16_pairs (columns, panel, q, q_panel, k, k_row, v, v_row, s, m, l, o, o_panel, keys, words, o_rows,
                        scale_log2)
         a tile of keys of which each query sees all: s = k @ q, online_softmax, o += v @ s, panel by panel. A panel has
@@ -52,7 +51,7 @@ from . import amx
 from .exponentials import LOG2E, exp2, exp2_short, normal_power
 from .gemm import emit_gemm
 from .register_block import RegisterBlock
-from .softmax import column_max
+from .softmax import online_softmax
 from .vector import (
     I16,
     I32,
@@ -61,7 +60,6 @@ from .vector import (
     Memory,
     at_most,
     call,
-    column_groups,
     declared,
     fill,
     fma,
@@ -262,12 +260,6 @@ def _emit_pack_rows_t(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Typ
 Exponent = Callable[[ir.Value], ir.Value]
 """From scores to what 2 is raised to."""
 
-RESCALE_THRESHOLD = 8.0
-"""How far a score may exceed the row_max that P is relative to before O and l are rescaled. With e^16, its weight where
-scale_log2 is the most it can be, no sum comes near overflow.
-"""
-
-
 LARGE_SHIFT = 2.0**13
 """Of row references in base 2. Below, their rounding is 3e-4 of a weight at most, and `scale * s - shift` is one
 operation. From there on, scores and references are subtracted first, which is exact where weights count.
@@ -282,35 +274,14 @@ def _is_large(b: ir.IRBuilder, shifts: Sequence[ir.Value]) -> ir.Value:
 
 
 def _emit_online_softmax(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
-    s, row, count, columns, m, l, o, o_row, o_rows, scale_bits = args
-    lanes = shape.lanes
-    memory = Memory(b, element, lanes)
-    scale_log2, zero = splat(b, from_bits(b, scale_bits, element), lanes), fill(memory.vector, 0.0)
-    nothing_seen, threshold = fill(memory.vector, float("-inf")), fill(memory.vector, RESCALE_THRESHOLD)
+    s, row, count, _, _, l, *_, scale_bits = args
+    memory = Memory(b, element, shape.lanes)
+    scale_log2, zero = splat(b, from_bits(b, scale_bits, element), shape.lanes), fill(memory.vector, 0.0)
 
-    def group(j: ir.Value, width: int) -> None:
-        offsets = [b.shl(b.add(j, I64(v * lanes)), I64(2)) for v in range(width)]
-        before = [memory.load(b.add(m, offset)) for offset in offsets]
-        greatest = column_max(b, memory, s, row, count, offsets, before)
-        exceeds = [b.fcmp_ordered(">", x, b.fadd(y, threshold)) for x, y in zip(greatest, before)]
-        moves = b.icmp_signed("!=", b.bitcast(reduce(b.or_, exceeds), ir.IntType(lanes)), ir.IntType(lanes)(0))
-        with b.if_then(moves, likely=False):
-            factors = [exp2(b, b.fmul(b.fsub(x, y), scale_log2)) for x, y in zip(before, greatest)]
-            # Nothing seen before, nor now: m stays -inf, whose difference is NaN.
-            factors = [b.select(b.fcmp_ordered("==", x, nothing_seen), zero, f) for x, f in zip(before, factors)]
-            for offset, x, factor in zip(offsets, greatest, factors):
-                memory.store(x, b.add(m, offset))
-                memory.store(b.fmul(memory.load(b.add(l, offset)), factor), b.add(l, offset))
-            with Loop(b, I64(0), o_rows, 1, [o]) as (_, (at,), advance):
-                for offset, factor in zip(offsets, factors):
-                    memory.store(b.fmul(memory.load(b.add(at, offset)), factor), b.add(at, offset))
-                advance([b.add(at, o_row)])
-        row_max = [b.select(moves, x, y) for x, y in zip(greatest, before)]
-        # 0 for a query without a visible key so far: 2^(-inf - 0) is 0, 2^(-inf + inf) would be NaN.
-        row_max = [b.select(b.fcmp_ordered("==", x, nothing_seen), zero, x) for x in row_max]
+    def store_weights(offsets: list[ir.Value], row_max: list[ir.Value]) -> None:
         shift = [b.fneg(b.fmul(x, scale_log2)) for x in row_max]
 
-        def store_weights(exponent: Callable[[ir.Value, int], ir.Value]) -> None:
+        def store(exponent: Callable[[ir.Value, int], ir.Value]) -> None:
             def p_at(at: ir.Value, v: int) -> ir.Value:
                 return exp2_short(b, exponent(memory.load(b.add(at, offsets[v])), v))
 
@@ -320,36 +291,38 @@ def _emit_online_softmax(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.
             with loop as (_, carried, advance):
                 *sums, at, to = carried
                 new = []
-                for v in range(width):
+                for v in range(len(offsets)):
                     low, high = p_at(at, v), p_at(b.add(at, row), v)
                     memory.store(b.bitcast(rounded_weights(b, low, high), memory.vector), b.add(to, offsets[v]))
                     new.append(b.fadd(sums[v], b.fadd(low, high)))
                 advance([*new, b.add(at, b.shl(row, I64(1))), b.add(to, row)])
-            last = Loop(b, I64(0), b.and_(count, I64(1)), 1, loop.results[:width])
+            last = Loop(b, I64(0), b.and_(count, I64(1)), 1, loop.results[: len(offsets)])
             with last as (_, sums, advance):
-                at, to = loop.results[width:]
+                at, to = loop.results[len(offsets) :]
                 new = []
-                for v in range(width):
+                for v in range(len(offsets)):
                     low = p_at(at, v)
                     memory.store(b.bitcast(rounded_weights(b, low, zero), memory.vector), b.add(to, offsets[v]))
                     new.append(b.fadd(sums[v], low))
                 advance(new)
-            for v in range(width):
+            for v in range(len(offsets)):
                 memory.store(last.results[v], b.add(l, offsets[v]))
 
         with b.if_else(_is_large(b, shift), likely=False) as (large, otherwise):
             with large:
-                store_weights(lambda score, v: b.fmul(b.fsub(score, row_max[v]), scale_log2))
+                store(lambda score, v: b.fmul(b.fsub(score, row_max[v]), scale_log2))
             with otherwise:
-                store_weights(lambda score, v: fma(b, score, scale_log2, shift[v]))
+                store(lambda score, v: fma(b, score, scale_log2, shift[v]))
 
-    column_groups(b, columns, shape.vectors, lanes, group)
+    online_softmax(
+        b, memory, args[:-1], shape.vectors, lambda difference: exp2(b, b.fmul(difference, scale_log2)), store_weights
+    )  # fmt: skip
 
 
 def _emit_attend(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
     columns, panel, q, q_panel, k, k_row, v, v_row, s, m, l, o, o_panel, keys, words, o_rows, scale_log2 = args
     gemm, online_softmax, gemm_add = (
-        b.module.globals[name] for name in ("gemm_bf16_pairs", "online_softmax_bf16_pairs", "gemm_add_bf16_pairs")
+        b.module.globals[name] for name in ("gemm", "online_softmax_bf16_pairs", "gemm_add")
     )
     row = b.shl(panel, I64(2))
     with Loop(b, I64(0), columns, panel, [q, o, m, l]) as (first, (q_at, o_at, m_at, l_at), advance):
@@ -423,7 +396,7 @@ def _emit_attend_backward(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir
         q, q_row, k, k_row, words, do, do_row, v, v_row, words_v, p_words, ds_words, words_row,
         rows, keys, lse, delta, scale, s_scale, ds_rows, ds_rows_row, chunk,
     ) = args  # fmt: skip
-    gemm, softmax_backward = (b.module.globals[name] for name in ("gemm_bf16_pairs", "softmax_backward_bf16_pairs"))
+    gemm, softmax_backward = (b.module.globals[name] for name in ("gemm", "softmax_backward_bf16_pairs"))
     most_rows, most_keys = int(CHUNK_ROWS), int(CHUNK_KEYS)
     row, dp = I64(4 * most_keys), b.add(chunk, I64(4 * most_rows * most_keys))
 
@@ -470,7 +443,7 @@ def _emit_round_bf16_pairs(b: ir.IRBuilder, args: Sequence[ir.Value], element: i
 
 
 KERNELS: dict[str, tuple[int, Callable[..., None]]] = {
-    "pack_columns": (7, _emit_pack_columns),
+    "pack_transposed": (7, _emit_pack_columns),
     "pad_rows": (6, _emit_pad_rows),
     "pack_rows": (6, _emit_pack_rows),
     "pack_rows_t": (6, _emit_pack_rows_t),
@@ -481,7 +454,10 @@ KERNELS: dict[str, tuple[int, Callable[..., None]]] = {
 
 
 def kernels(method: str) -> dict[str, tuple[int, Callable[..., None]]]:
-    """Name: number of arguments, emitter. method: "avx512bf16", "amx" or "emulate" (bf16.py)."""
+    """Name: number of arguments, emitter. They replace those for widened operands that have the same names.
+
+    method: "avx512bf16", "amx" or "emulate" (bf16.py).
+    """
 
     def gemm(*args: Any, accumulate: bool) -> None:
         if method == "avx512bf16":
@@ -495,8 +471,8 @@ def kernels(method: str) -> dict[str, tuple[int, Callable[..., None]]]:
     return KERNELS | {
         "begin_products": (0, amx.emit_begin if method == "amx" else nothing),
         "end_products": (0, amx.emit_end if method == "amx" else nothing),
-        "gemm_bf16_pairs": (10, lambda *args: gemm(*args, accumulate=False)),
-        "gemm_add_bf16_pairs": (10, lambda *args: gemm(*args, accumulate=True)),
+        "gemm": (10, lambda *args: gemm(*args, accumulate=False)),
+        "gemm_add": (10, lambda *args: gemm(*args, accumulate=True)),
         "attend_bf16_pairs": (17, _emit_attend),
         "attend_backward_bf16_pairs": (22, _emit_attend_backward),
     }

@@ -7,7 +7,7 @@ one kernel serves all register blocks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from llvmlite import binding
@@ -22,8 +22,7 @@ from .register_block import RegisterBlock, module
 KERNELS: dict[str, tuple[int, Callable[..., None]]] = {
     "gemm": (10, partial(gemm.emit_gemm, accumulate=False)),
     "gemm_add": (10, partial(gemm.emit_gemm, accumulate=True)),
-    "column_max": (5, softmax.emit_column_max),
-    "exp_sum": (6, softmax.emit_exp_sum),
+    "online_softmax": (9, softmax.emit_online_softmax),
     "pack_transposed": (7, transpose.emit_pack_transposed),
     "unpack_transposed": (8, transpose.emit_unpack_transposed),
     "softmax_backward": (8, softmax.emit_softmax_backward),
@@ -55,12 +54,7 @@ def assemble(block: RegisterBlock, wanted: Target, gemv_kernels: bool = False) -
 
 def addresses(block: RegisterBlock, gemv_kernels: bool = False) -> Functions:
     """Address of each micro-kernel for the register block on this machine."""
-    return _addresses(block, gemv_kernels, target.target())
-
-
-@cache
-def _addresses(block: RegisterBlock, gemv_kernels: bool, _: Target) -> Functions:
-    return objects.functions(source(block, gemv_kernels))
+    return objects.kept(source, block, gemv_kernels)
 
 
 def source(block: RegisterBlock, gemv_kernels: bool = False) -> Source:

@@ -52,25 +52,24 @@ MANTISSA_BITS = {"float": 23, "double": 52}
 EXPONENT_BIAS = {"float": 127, "double": 1023}
 
 
-def exp2(builder: ir.IRBuilder, x: ir.Value, coefficients: Sequence[float] = ()) -> ir.Value:
+def exp2(b: ir.IRBuilder, x: ir.Value, coefficients: Sequence[float] = ()) -> ir.Value:
     """2^x for a vector of x <= 127: exactly 0 below the normal numbers and at -inf, NaN at NaN.
 
     coefficients: instead of EXP2_COEFFICIENTS.
     """
-    b, coefficients = builder, coefficients or EXP2_COEFFICIENTS[str(x.type.element)]
+    coefficients = coefficients or EXP2_COEFFICIENTS[str(x.type.element)]
     if not _is_native(b, x.type):
         return _power(b, x, _whole(b, x), lambda whole: b.fsub(x, whole), coefficients)
     r = _avx512(b, "reduce", x, I32(_REDUCE_TO_NEAREST))
     return _power(b, x, b.fsub(x, r), lambda whole: r, coefficients)
 
 
-def exp2_short(builder: ir.IRBuilder, x: ir.Value, used: ir.Value | None = None) -> ir.Value:
+def exp2_short(b: ir.IRBuilder, x: ir.Value, used: ir.Value | None = None) -> ir.Value:
     """2^x likewise, for float32 that is rounded to bfloat16 (4e-3) next: relative error 1.04e-4, 2^0 is 1.
     FlashAttention-4 takes a polynomial of this degree for weights of 16 bits, too (arXiv 2603.05451).
 
     used: lanes of normal_power that count; the others are 0.
     """
-    b = builder
     used = normal_power(b, x) if used is None else used
     if not _is_native(b, x.type):
         return b.select(used, exp2(b, x, EXP2_SHORT), fill(x.type, 0.0))
@@ -84,11 +83,11 @@ def normal_power(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     return b.fcmp_unordered(">=", x, fill(x.type, EXP2_UNDERFLOW[str(x.type.element)]))
 
 
-def exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+def exp(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """e^x likewise, within about one ulp. The multiple of ln 2 is subtracted from x itself: x log2(e) has a rounding
     error that grows with x.
     """
-    b, vector = builder, x.type
+    vector = x.type
     in_twos = b.fmul(x, fill(vector, LOG2E))
     ln2 = fill(vector, -math.log(2))
     coefficients = EXP_COEFFICIENTS[str(vector.element)]
@@ -135,11 +134,11 @@ _REDUCE_TO_FLOOR = 9  # x - floor(x)
 _ROUNDING_OF_MODE = 4
 
 
-def _avx512(builder: ir.IRBuilder, name: str, x: ir.Value, y: ir.Value, mask: ir.Value | None = None) -> ir.Value:
+def _avx512(b: ir.IRBuilder, name: str, x: ir.Value, y: ir.Value, mask: ir.Value | None = None) -> ir.Value:
     """An AVX-512 instruction without a portable LLVM intrinsic: `reduce` (x minus an integer) or `scalef` (x times 2 to
     the floor of y). Lanes outside of the mask are 0.
     """
-    b, vector = builder, x.type
+    vector = x.type
     single = str(vector.element) == "float"
     full = f"llvm.x86.avx512.mask.{name}.p{'s' if single else 'd'}.512"
     lanes = ir.IntType(vector.count)

@@ -22,19 +22,13 @@ result than one running sum.
 
 
 def emit_gemm(
-    builder: ir.IRBuilder,
-    args: Sequence[ir.Value],
-    element: ir.Type,
-    shape: RegisterBlock,
-    *,
-    accumulate: bool,
+    b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock, *, accumulate: bool,
     multiply: Multiply = fma,
-) -> None:
+) -> None:  # fmt: skip
     """c[i, j] (+)= sum_k a[i, k] b[k, j], in panels of vectors x lanes columns and blocks of `rows` rows.
 
-    multiply(builder, a, b, c): a * b + c of vectors.
+    multiply(b, x, y, z): x * y + z of vectors.
     """
-    b = builder
     a, a_row, a_col, b_, b_row, c, c_row, m, n, k = args
     rows, vectors, lanes = shape.rows, shape.vectors, shape.lanes
     memory = Memory(b, element, lanes)

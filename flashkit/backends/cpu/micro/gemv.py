@@ -32,8 +32,7 @@ _HEAD_DIMS_IN_REGISTERS = (64, 128)
 """Head dims whose queries stay in registers during the loop over the keys."""
 
 
-def _emit_qk(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, block: RegisterBlock) -> None:
-    b = builder
+def _emit_qk(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, block: RegisterBlock) -> None:
     q, q_row, k, k_row, s, s_row, m, n, d, scale_bits = args
     lanes = block.lanes
     memory, stored = Memory(b, element, lanes), operands_of(b, element, block)
@@ -119,8 +118,7 @@ def _emit_qk(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, 
 # --- online softmax ---------------------------------------------------------------------------------------------------
 
 
-def _emit_softmax(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, block: RegisterBlock) -> None:
-    b = builder
+def _emit_softmax(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, block: RegisterBlock) -> None:
     s, s_row, rows, n, m, l, rescale = args
     lanes = block.lanes
     memory, stored = Memory(b, element, lanes), operands_of(b, element, block)
@@ -183,8 +181,7 @@ def _emit_softmax(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.T
 # --- O = O * rescale + P V --------------------------------------------------------------------------------------------
 
 
-def _emit_pv(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, block: RegisterBlock) -> None:
-    b = builder
+def _emit_pv(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, block: RegisterBlock) -> None:
     p, p_row, v, v_row, o, o_row, rescale, m, n, d = args
     lanes = block.lanes
     memory, stored = Memory(b, element, lanes), operands_of(b, element, block)

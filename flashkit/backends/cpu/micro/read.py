@@ -17,8 +17,7 @@ LINE = 64
 """Bytes of a cache line."""
 
 
-def emit_read(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, block: RegisterBlock) -> None:
-    b = builder
+def emit_read(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, block: RegisterBlock) -> None:
     memory_at, lines, times, distance, total = args
     size = SIZE[block.element]
     vectors = max(1, LINE // (block.lanes * size))

@@ -1,16 +1,15 @@
 """Softmax on tiles of scores, and its gradient; conventions: vector.py.
 
-    column_max (s, s_row, rows, columns, m)
-        m[j] = max(m[j], max_i s[i, j])
-    exp_sum (s, s_row, rows, columns, m, l)
-        s[i, j] = p = exp(s[i, j] - m[j]); l[j] += sum_i p
+    online_softmax (s, s_row, rows, columns, m, l, o, o_row, o_rows)
+        a step of the online softmax: where a score exceeds m by RESCALE_THRESHOLD, m follows the running maximum, and l
+        and o are rescaled; s[i, j] = p = exp(s[i, j] - m[j]), m = 0 for -inf; l[j] += sum_i p
     softmax_backward (s, s_row, rows, columns, dp, lse, delta, scale)
         s[i, j] = p = exp(s[i, j] - lse[i]); dp[i, j] = ds = scale * p * (dp[i, j] - delta[i])
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 
 from llvmlite import ir
@@ -53,59 +52,81 @@ def column_max(
     return rest.results[:-1]
 
 
-def emit_column_max(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
-    b = builder
-    s, row, count, columns, m = args
-    memory = Memory(b, element, shape.lanes)
+RESCALE_THRESHOLD = 8.0
+"""How far a score may exceed the row_max that P is relative to before O and l are rescaled. With e^8, or e^16 where the
+softmax scales scores by almost 2, no sum comes near overflow, and none loses precision.
+"""
+
+
+def online_softmax(
+    b: ir.IRBuilder, memory: Memory, args: Sequence[ir.Value], vectors: int, power: Callable[[ir.Value], ir.Value],
+    store_weights: Callable[[list[ir.Value], list[ir.Value]], None],
+) -> None:  # fmt: skip
+    """The step by groups of columns.
+
+    power: from a difference of scores to a factor. store_weights(offsets, row_max) stores P and adds its sums to l, for
+    vectors of columns at these offsets.
+    """
+    s, row, count, columns, m, l, o, o_row, o_rows = args
+    lanes = memory.vector.count
+    zero, nothing_seen, threshold = (fill(memory.vector, x) for x in (0.0, float("-inf"), RESCALE_THRESHOLD))
 
     def group(j: ir.Value, width: int) -> None:
-        offsets = [b.mul(b.add(j, I64(v * shape.lanes)), I64(memory.size)) for v in range(width)]
-        start = [memory.load(b.add(m, offset)) for offset in offsets]
-        for offset, x in zip(offsets, column_max(b, memory, s, row, count, offsets, start)):
-            memory.store(x, b.add(m, offset))
+        offsets = [b.mul(b.add(j, I64(v * lanes)), I64(memory.size)) for v in range(width)]
+        before = [memory.load(b.add(m, offset)) for offset in offsets]
+        greatest = column_max(b, memory, s, row, count, offsets, before)
+        exceeds = [b.fcmp_ordered(">", x, b.fadd(y, threshold)) for x, y in zip(greatest, before)]
+        moves = b.icmp_signed("!=", b.bitcast(reduce(b.or_, exceeds), ir.IntType(lanes)), ir.IntType(lanes)(0))
+        with b.if_then(moves, likely=False):
+            factors = [power(b.fsub(x, y)) for x, y in zip(before, greatest)]
+            # Nothing seen before, nor now: m stays -inf, whose difference is NaN.
+            factors = [b.select(b.fcmp_ordered("==", x, nothing_seen), zero, f) for x, f in zip(before, factors)]
+            for offset, x, factor in zip(offsets, greatest, factors):
+                memory.store(x, b.add(m, offset))
+                memory.store(b.fmul(memory.load(b.add(l, offset)), factor), b.add(l, offset))
+            with Loop(b, I64(0), o_rows, 1, [o]) as (_, (at,), advance):
+                for offset, factor in zip(offsets, factors):
+                    memory.store(b.fmul(memory.load(b.add(at, offset)), factor), b.add(at, offset))
+                advance([b.add(at, o_row)])
+        row_max = [b.select(moves, x, y) for x, y in zip(greatest, before)]
+        # 0 for a query without a visible key so far: e^(-inf - 0) is 0, e^(-inf + inf) would be NaN.
+        store_weights(offsets, [b.select(b.fcmp_ordered("==", x, nothing_seen), zero, x) for x in row_max])
 
-    column_groups(b, columns, shape.vectors, shape.lanes, group)
+    column_groups(b, columns, vectors, lanes, group)
 
 
 ROWS_PER_SUM = 16
 """Rows that are summed before they are added to l, which rounds less often at the size of l."""
 
 
-def emit_exp_sum(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
-    b = builder
-    s, row, count, columns, m, l = args
-    vectors, lanes = shape.vectors, shape.lanes
-    memory = Memory(b, element, lanes)
+def emit_online_softmax(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
+    s, row, count, _, _, l, *_ = args
+    memory = Memory(b, element, shape.lanes)
 
-    def group(j: ir.Value, width: int) -> None:
-        offsets = [b.mul(b.add(j, I64(v * lanes)), I64(memory.size)) for v in range(width)]
-        row_max = [memory.load(b.add(m, o)) for o in offsets]
+    def store_weights(offsets: list[ir.Value], row_max: list[ir.Value]) -> None:
         outer = Loop(b, I64(0), count, ROWS_PER_SUM, [*(memory.load(b.add(l, o)) for o in offsets), s])
         with outer as (i, carried, advance_outer):
             *totals, at = carried
             last = at_most(b, b.add(i, I64(ROWS_PER_SUM)), count)
-            inner = Loop(b, i, last, 1, [*[fill(memory.vector, 0.0)] * width, at])
+            inner = Loop(b, i, last, 1, [*[fill(memory.vector, 0.0)] * len(offsets), at])
             with inner as (_, carried, advance):
                 *sums, at = carried
                 new = []
-                for v in range(width):
+                for offset, m, so_far in zip(offsets, row_max, sums):
                     # Subtract first: the difference is exact near the maximum, where p is large.
-                    p = exp(b, b.fsub(memory.load(b.add(at, offsets[v])), row_max[v]))
-                    memory.store(p, b.add(at, offsets[v]))
-                    new.append(b.fadd(sums[v], p))
+                    p = exp(b, b.fsub(memory.load(b.add(at, offset)), m))
+                    memory.store(p, b.add(at, offset))
+                    new.append(b.fadd(so_far, p))
                 advance([*new, b.add(at, row)])
             *sums, at = inner.results
             advance_outer([*(b.fadd(x, y) for x, y in zip(totals, sums)), at])
-        for v in range(width):
-            memory.store(outer.results[v], b.add(l, offsets[v]))
+        for offset, total in zip(offsets, outer.results):
+            memory.store(total, b.add(l, offset))
 
-    column_groups(b, columns, vectors, lanes, group)
+    online_softmax(b, memory, args, shape.vectors, lambda difference: exp(b, difference), store_weights)
 
 
-def emit_softmax_backward(
-    builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock
-) -> None:
-    b = builder
+def emit_softmax_backward(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
     s, row, count, columns, dp, lse, delta, scale_bits = args
     lanes = shape.lanes
     memory = Memory(b, element, lanes)

@@ -34,10 +34,7 @@ from .vector import (
 )
 
 
-def emit_pack_transposed(
-    builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock
-) -> None:
-    b = builder
+def emit_pack_transposed(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
     source, source_row, target, target_row, m, n, scale_bits = args
     lanes = shape.lanes
     memory, stored = Memory(b, element, lanes), Memory(b, STORED.get(shape.storage, element), lanes)
@@ -71,10 +68,7 @@ def emit_pack_transposed(
             memory.store(column, b.add(b.add(target, b.mul(j, target_row)), b.mul(i, I64(memory.size))))
 
 
-def emit_unpack_transposed(
-    builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock
-) -> None:
-    b = builder
+def emit_unpack_transposed(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
     source, source_row, target, target_row, m, n, factor, check = args
     lanes = shape.lanes
     memory, stored = Memory(b, element, lanes), Memory(b, STORED.get(shape.storage, element), lanes)
@@ -110,9 +104,8 @@ def emit_unpack_transposed(
 
 
 def emit_transpose(
-    builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock, *, size: int
+    b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock, *, size: int
 ) -> None:
-    b = builder
     source, source_row, target, target_row, m, n = args
     square = min(16, shape.lanes * SIZE[shape.element] // size)
     memory = Memory(b, ir.IntType(8 * size), square)

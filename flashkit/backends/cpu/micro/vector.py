@@ -38,8 +38,8 @@ def fill(vector: ir.VectorType, value: float | int) -> ir.Constant:
 def call(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
     """Call an LLVM intrinsic; its name is completed by the vector type it works on."""
     suffix = f"v{result.count}{'f32' if str(result.element) == 'float' else 'f64'}"
-    full = f"{name}.{suffix}" + (".p0" if ".masked." in name else "")
-    return builder.call(declared(builder.module, full, ir.FunctionType(result, [a.type for a in args])), args)
+    function = declared(builder.module, f"{name}.{suffix}", ir.FunctionType(result, [a.type for a in args]))
+    return builder.call(function, args)
 
 
 def declared(module: ir.Module, name: str, kind: ir.FunctionType) -> ir.Function:
@@ -82,27 +82,23 @@ class Memory:
         return self.builder.inttoptr(address, kind.as_pointer())
 
     def load(self, address: ir.Value, mask: ir.Value | None = None) -> ir.Value:
-        b = self.builder
+        """Lanes outside of the mask are 0 and are not read."""
         if mask is None:
-            return b.load(self.at(address, self.vector), align=self.size)
-        return call(
-            b,
-            "llvm.masked.load",
-            self.vector,
-            self.at(address, self.vector),
-            I32(self.size),
-            mask,
-            fill(self.vector, 0.0),
-        )
+            return self.builder.load(self.at(address, self.vector), align=self.size)
+        zeros = ir.Constant(self.vector, None)
+        return self._masked("load", self.vector, self.at(address, self.vector), I32(self.size), mask, zeros)
 
     def store(self, value: ir.Value, address: ir.Value, mask: ir.Value | None = None) -> None:
-        b = self.builder
         if mask is None:
-            b.store(value, self.at(address, self.vector), align=self.size)
+            self.builder.store(value, self.at(address, self.vector), align=self.size)
         else:
-            name = f"llvm.masked.store.v{self.vector.count}{'f32' if self.size == 4 else 'f64'}.p0"
-            args = [value, self.at(address, self.vector), I32(self.size), mask]
-            b.call(declared(b.module, name, ir.FunctionType(ir.VoidType(), [a.type for a in args])), args)
+            self._masked("store", ir.VoidType(), value, self.at(address, self.vector), I32(self.size), mask)
+
+    def _masked(self, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
+        element = {"float": "f32", "double": "f64"}.get(str(self.element), str(self.element))
+        full = f"llvm.masked.{name}.v{self.vector.count}{element}.p0"
+        function = declared(self.builder.module, full, ir.FunctionType(result, [a.type for a in args]))
+        return self.builder.call(function, args)
 
     def load_scalar(self, address: ir.Value) -> ir.Value:
         return self.builder.load(self.at(address, self.element), align=self.size)
@@ -121,11 +117,8 @@ def load_narrow(
     b: ir.IRBuilder, address: ir.Value, count: int, remaining: ir.Value, element: ir.IntType = I16
 ) -> ir.Value:  # fmt: skip
     """`count` elements of 16 or 8 bits; those from `remaining` on are 0 and are not read."""
-    kind, lanes = ir.VectorType(element, count), ir.VectorType(I32, count)
-    mask = b.icmp_signed("<", ir.Constant(lanes, list(range(count))), splat(b, b.trunc(remaining, I32), count))
-    args = [b.inttoptr(address, kind.as_pointer()), I32(element.width // 8), mask, fill(kind, 0)]
-    signature = ir.FunctionType(kind, [a.type for a in args])
-    return b.call(declared(b.module, f"llvm.masked.load.v{count}i{element.width}.p0", signature), args)
+    memory = Memory(b, element, count)
+    return memory.load(address, memory.tail_mask(remaining))
 
 
 class Loop:
@@ -187,56 +180,47 @@ def column_groups(
         emit(j, 1)
 
 
+def _like(x: ir.Value, element: ir.Type) -> ir.Type:
+    """A scalar of this type, or a vector with as many lanes as x."""
+    return ir.VectorType(element, x.type.count) if isinstance(x.type, ir.VectorType) else element
+
+
+def _number(kind: ir.Type, value: int) -> ir.Value:
+    return fill(kind, value) if isinstance(kind, ir.VectorType) else kind(value)
+
+
 def widen(b: ir.IRBuilder, x: ir.Value, storage: str, element: ir.Type) -> ir.Value:
     """Stored elements, integers of 16 or 8 bits where `storage` names a dtype, to elements of the accumulators'."""
-    scalar = not isinstance(x.type, ir.VectorType)
-    to = element if scalar else ir.VectorType(element, x.type.count)
+    to, word, half = (_like(x, kind) for kind in (element, I16, ir.HalfType()))
     if storage == "int8":
-        return b.sitofp(b.sext(x, I32 if scalar else ir.VectorType(I32, x.type.count)), to)
+        return b.sitofp(b.sext(x, _like(x, I32)), to)
     if storage == "e4m3":
         # The bits of a float16, whose exponent has another bias: E4M3_UNIT times less, for subnormal numbers too. 0x7F
         # is NaN.
-        word, half = (I16, ir.HalfType()) if scalar else (
-            ir.VectorType(I16, x.type.count), ir.VectorType(ir.HalfType(), x.type.count)
-        )  # fmt: skip
-
-        def number(value: int) -> ir.Value:
-            return word(value) if scalar else fill(word, value)
-
         wide = b.sext(x, word)
-        bits = b.and_(b.shl(wide, number(7)), number(0xBFFF - 0x10000))
-        is_nan = b.icmp_signed("==", b.and_(wide, number(0x7F)), number(0x7F))
-        bits = b.select(is_nan, number(0x7E00), bits)
-        return b.fpext(b.bitcast(bits, half), to)
+        bits = b.and_(b.shl(wide, _number(word, 7)), _number(word, 0xBFFF - 0x10000))
+        is_nan = b.icmp_signed("==", b.and_(wide, _number(word, 0x7F)), _number(word, 0x7F))
+        return b.fpext(b.bitcast(b.select(is_nan, _number(word, 0x7E00), bits), half), to)
     if storage == "float16":
-        half = ir.HalfType() if scalar else ir.VectorType(ir.HalfType(), x.type.count)
         return b.fpext(b.bitcast(x, half), to)
     if storage == "bfloat16":
-        word = I32 if scalar else ir.VectorType(I32, x.type.count)
-        sixteen = I32(16) if scalar else fill(word, 16)
-        return b.bitcast(b.shl(b.zext(x, word), sixteen), to)
+        bits = b.zext(x, _like(x, I32))
+        return b.bitcast(b.shl(bits, _number(bits.type, 16)), to)
     return x
 
 
 def narrow(b: ir.IRBuilder, x: ir.Value, storage: str) -> ir.Value:
     """The inverse of widen, rounded to nearest, ties to even; a NaN stays one."""
-    scalar = not isinstance(x.type, ir.VectorType)
-
-    def of(kind: ir.Type) -> ir.Type:
-        return kind if scalar else ir.VectorType(kind, x.type.count)
-
-    def number(kind: ir.Type, value: int) -> ir.Value:
-        return kind(value) if scalar else fill(of(kind), value)
-
+    word = _like(x, I16)
     if storage == "float16":
-        return b.bitcast(b.fptrunc(x, of(ir.HalfType())), of(I16))
+        return b.bitcast(b.fptrunc(x, _like(x, ir.HalfType())), word)
     if storage == "bfloat16":
-        bits = b.bitcast(x, of(I32))
-        odd = b.and_(b.lshr(bits, number(I32, 16)), number(I32, 1))
-        carried = b.add(bits, b.add(odd, number(I32, 0x7FFF)))
-        quiet = b.or_(bits, number(I32, 0x400000))
+        bits = b.bitcast(x, _like(x, I32))
+        odd = b.and_(b.lshr(bits, _number(bits.type, 16)), _number(bits.type, 1))
+        carried = b.add(bits, b.add(odd, _number(bits.type, 0x7FFF)))
+        quiet = b.or_(bits, _number(bits.type, 0x400000))
         found = b.select(b.fcmp_unordered("uno", x, x), quiet, carried)
-        return b.trunc(b.lshr(found, number(I32, 16)), of(I16))
+        return b.trunc(b.lshr(found, _number(bits.type, 16)), word)
     return x
 
 

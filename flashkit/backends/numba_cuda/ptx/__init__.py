@@ -4,14 +4,12 @@ asm         makes a function of an instruction; the only file that knows LLVM
 entry       addresses of tensor maps and shared memory
 numbers     scalars and lanes
 barriers    mbarriers, named barriers, fences, setmaxnreg
-clusters    clusters and distributed shared memory
 copies      cp.async, TMA and bulk copies
 matrices    ldmatrix, stmatrix, mma.sync, wgmma
 tuples      functions of a scalar, applied to a fragment
 """
 
 from .barriers import *
-from .clusters import *
 from .copies import *
 from .entry import *
 from .matrices import *

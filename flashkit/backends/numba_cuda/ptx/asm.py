@@ -35,7 +35,7 @@ def instruction(text: str, result: Any, *takes: Any, pure: bool = False, tied: b
     tied: the result's registers are those of the first argument, which has its type.
     """
 
-    def define(*kinds: Any) -> Any:
+    def define(_: Any, *kinds: Any) -> Any:
         constants = [each for each, take in zip(kinds, takes) if take is CONSTANT]
         if not all(isinstance(each, types.IntegerLiteral) for each in constants):
             return None
@@ -53,9 +53,13 @@ def instruction(text: str, result: Any, *takes: Any, pure: bool = False, tied: b
 
         return signature, generate
 
-    # Numba wants a name for each argument, and no more than there are.
-    names = "".join(f", x{i}" for i in range(len(takes)))
-    return intrinsic(eval(f"lambda typing{names}: define({names[2:]})", {"define": define}))
+    return intrinsic_of(len(takes), define)
+
+
+def intrinsic_of(arguments: int, define: Any) -> Any:
+    """The intrinsic that define(typing, *kinds) types: Numba wants a name for each argument, and no more."""
+    names = "".join(f", x{i}" for i in range(arguments))
+    return intrinsic(eval(f"lambda typing{names}: define(typing{names})", {"define": define}))
 
 
 def count(kind: Any) -> int:

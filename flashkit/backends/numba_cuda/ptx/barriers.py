@@ -11,7 +11,7 @@ from numba.cuda.types import boolean, int32, uint32
 from .asm import CONSTANT, NOTHING, instruction
 
 __all__ = [
-    "arrive_and_expect_once", "fence_mbarrier_init", "fence_proxies", "fence_proxy_async", "griddepcontrol_wait",
+    "fence_mbarrier_init", "fence_proxy_async", "griddepcontrol_wait",
     "mbarrier_arrive", "mbarrier_arrive_expect_tx", "mbarrier_arrive_once", "mbarrier_init", "mbarrier_try_wait",
     "mbarrier_wait_spin", "named_barrier_arrive", "named_barrier_sync", "nap", "setmaxnreg_dec", "setmaxnreg_inc",
     "threads_sync",
@@ -34,12 +34,6 @@ mbarrier_arrive_expect_tx = instruction(
     "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", NOTHING, uint32, int32
 )
 """mbarrier_arrive_expect_tx(barrier, bytes): arrives, and expects the bytes of a copy."""
-
-arrive_and_expect_once = instruction(
-    "{ .reg .pred p; elect.sync _|p, -1; @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1; }",
-    NOTHING, uint32, int32,
-)  # fmt: skip
-"""The same by one lane of a warp."""
 
 mbarrier_try_wait = instruction(
     "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2; selp.b32 $0, 1, 0, p; }",
@@ -70,9 +64,6 @@ named_barrier_arrive = instruction("bar.arrive $0, #0;", NOTHING, int32, CONSTAN
 
 fence_proxy_async = instruction("fence.proxy.async.shared::cta;", NOTHING)
 """Makes this thread's writes to shared memory visible to TMA and wgmma."""
-
-fence_proxies = instruction("fence.proxy.async;", NOTHING)
-"""fence_proxy_async() for global and shared memory."""
 
 griddepcontrol_wait = instruction("griddepcontrol.wait; griddepcontrol.launch_dependents;", NOTHING)
 """Programmatic dependent launch (launch.py): waits for the end of the predecessor, and lets the successor start."""

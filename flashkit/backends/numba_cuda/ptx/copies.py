@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from numba.cuda.types import UniTuple, float32, int32, uint32, uint64
+from numba.cuda.types import UniTuple, float32, int32, uint16, uint32, uint64
 
 from .asm import CONSTANT, NOTHING, instruction
 
 __all__ = [
     "add_bulk_once", "bulk_commit", "bulk_wait", "bulk_wait_read", "cp_async_commit", "cp_async_if",
-    "cp_async_wait", "load_bulk", "load_two", "load_vec", "store_four", "store_vec", "tma_load", "tma_store",
+    "cp_async_wait", "load_bulk", "load_f32", "load_two", "load_vec", "load_word", "store_four", "store_half",
+    "store_vec", "store_word", "store_zeros", "tma_load", "tma_store",
 ]  # fmt: skip
 
 cp_async_if = instruction(
@@ -18,6 +19,14 @@ cp_async_if = instruction(
 )  # fmt: skip
 """cp_async_if(target, source, row, rows, wanted): 16 bytes to shared memory if wanted is not 0; zeros if row >= rows,
 and then `source` need not be a valid address"""
+
+load_word = instruction("ld.shared.b32 $0, [$1];", int32, uint32)
+"""load_word(address), load_f32(address): 4 bytes of shared memory"""
+load_f32 = instruction("ld.shared.b32 $0, [$1];", float32, uint32)
+store_word = instruction("st.shared.b32 [$0], $1;", NOTHING, uint32, int32)
+store_half = instruction("st.shared.b16 [$0], $1;", NOTHING, uint32, uint16)
+store_zeros = instruction("st.shared.v4.b32 [$0], {$1, $1, $1, $1};", NOTHING, uint32, int32)
+"""store_zeros(address, 0): 16 bytes of shared memory"""
 FOUR = UniTuple(uint32, 4)
 load_vec = instruction("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", FOUR, uint32)
 """load_vec(address): 16 bytes of shared memory"""

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
-
 from numba.cuda.types import UniTuple, boolean, float32, int32, int64, uint32, uint64
 
 from .asm import NOTHING, instruction
 
 __all__ = [
     "across", "all_lanes", "any_lane", "block", "blocks", "clock", "count_if", "elect_one", "exp2_fast",
-    "fetch_add", "fma", "from_lane", "from_lane_float", "greater", "lanes_sync", "load_acquire", "load_from",
-    "load_relaxed", "log2_fast", "lowest_set_bit", "ones", "opaque", "or_lanes", "pack_bfloat16", "pack_float16",
-    "reciprocal", "red_add", "red_add_four", "red_add_release", "red_or", "red_or_release", "store_to",
-    "store_zeros", "thread", "times_rounded", "vote",
+    "fetch_add", "fma", "from_lane", "from_lane_float", "greater", "lanes_sync", "load_relaxed", "log2_fast",
+    "lowest_set_bit", "ones", "opaque", "or_lanes", "pack_bfloat16", "pack_float16", "reciprocal", "red_add",
+    "red_add_four", "red_or", "red_or_release", "thread", "times_rounded", "vote",
 ]  # fmt: skip
 
 exp2_fast = instruction("ex2.approx.ftz.f32 $0, $1;", float32, float32, pure=True)
@@ -39,26 +35,6 @@ opaque = instruction("{ .reg .b32 l; mov.u32 l, %laneid; shfl.sync.idx.b32 $0, $
 from hoisting address computations into the main loop."""
 
 
-@lru_cache
-def load_from(space: str, kind: Any, constant: bool = False) -> Any:
-    """load_from(space, kind)(address), from `space`, "global" or "shared"; constant: no kernel writes there
-    meanwhile.
-    """
-    address = uint32 if space == "shared" else uint64
-    how = "global.nc" if constant else space
-    return instruction(f"ld.{how}.b{kind.bitwidth} $0, [$1];", kind, address, pure=constant)
-
-
-@lru_cache
-def store_to(space: str, kind: Any) -> Any:
-    """store_to(space, kind)(address, x), to `space`, "global" or "shared"."""
-    address = uint32 if space == "shared" else uint64
-    return instruction(f"st.{space}.b{kind.bitwidth} [$0], $1;", NOTHING, address, kind)
-
-
-store_zeros = instruction("st.shared.v4.b32 [$0], {$1, $1, $1, $1};", NOTHING, uint32, int32)
-"""store_zeros(address, 0): 16 bytes of shared memory."""
-
 fetch_add = instruction("atom.global.add.u32 $0, [$1], $2;", uint32, uint64, uint32)
 """fetch_add(address, n): atomic addition to a word of global memory; returns the old value."""
 count_if = instruction(
@@ -76,12 +52,8 @@ red_add_four = instruction(f"{_ADD}.v4.f32 [$0], {{$1, $2, $3, $4}};", NOTHING, 
 red_or = instruction("red.relaxed.gpu.global.or.b32 [$0], $1;", NOTHING, uint64, uint32)
 red_or_release = instruction("red.release.gpu.global.or.b32 [$0], $1;", NOTHING, uint64, uint32)
 """red_or(address, bits): atomic or on a word of global memory. red_or_release orders earlier writes before it."""
-red_add_release = instruction("red.release.gpu.global.add.u32 [$0], $1;", NOTHING, uint64, uint32)
-"""red_add_release(address, n): atomic addition that orders earlier writes before it."""
 load_relaxed = instruction("ld.relaxed.gpu.global.b32 $0, [$1];", uint32, uint64)
 """Relaxed load of a word that other CTAs change."""
-load_acquire = instruction("ld.acquire.gpu.global.b32 $0, [$1];", uint32, uint64)
-"""Acquire load: later reads see what was written before the matching release."""
 
 # --- lanes ------------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,16 @@
 // lane holds two neighbouring columns of every eight.
 #pragma once
 
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+
+constexpr int up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+constexpr int larger(int a, int b) { return a > b ? a : b; }
+
+template <bool FIRST, typename A, typename B> struct Select { using type = A; };
+template <typename A, typename B> struct Select<false, A, B> { using type = B; };
+
+DEVICE bool is_finite(float x) { return fabsf(x) < INFINITE; }
+
 // Two float32 as 16-bit elements, the first in the low half; float16 where the tensors are float32.
 DEVICE unsigned pack(float low, float high) {
     unsigned r;
@@ -32,6 +42,81 @@ DEVICE float across_lanes(float x, F join) {
     return x;
 }
 
+// A head's sink, one more logit without a value: the row reference in base 2 and the row sum with it, the factor on O.
+DEVICE void add_sink(const Params& p, int h, float& reference, float& sum, float& factor) {
+    const float sink = static_cast<const float*>(p.sinks)[h] * LOG2E, before = reference;
+    if (sink == HIDDEN) return;
+    reference = fmaxf(reference, sink);
+    factor = exp2_fast(before - reference);
+    sum = sum * factor + exp2_fast(sink - reference);
+}
+
+// --- the non-finite fallback -----------------------------------------------------------------------------------------
+//
+// Rows computed again from global memory, pair by pair, where a masked pair or P = 0 has met infinity or NaN in V, or
+// where products of terms or codes do not stand for those of the elements. No branch differs between the lanes of a
+// warp, as the compiler would take nothing behind it as uniform.
+
+// Sums of P V over keys first ... end - 1 of a row, by a warp, whose lane has columns column, column + 32, ...; and
+// what they are relative to, the row reference in base 2 and the row sum. has_sink: the head's sink is in the sum.
+// scale_of(tensor, b, h, n): what 1 in an element of query or key n stands for. value_of(n)[column]: of V.
+struct RowSums { float top, sum; };
+template <typename OPERAND, int OWN, typename F, typename V>
+DEVICE RowSums row_nonfinite(const Params& p, int b, int h, int row, int first, int end, bool has_sink, int lane,
+                             int column, float (&sums)[OWN], F scale_of, V value_of) {
+    const long long position = row + seq_info(p, b).q_position;
+    const OPERAND* q = q_row<const OPERAND>(p, p.q, b, h, row);
+    const float q_scale = scale_of(p.q_scale, b, h, row);
+    const auto existing = [&](int k) { return k < end ? k : end - 1; };
+    const auto score_log2 = [&](int k) {
+        const OPERAND* key = kv_row<const OPERAND>(p, p.k, b, h / GQA_GROUP, existing(k));
+        float s = 0;
+#pragma unroll 1
+        for (int d = 0; d < HEAD_DIM; ++d) s = fmaf(widen(q[d]), widen(key[d]), s);
+        s *= q_scale * scale_of(p.k_scale, b, h / GQA_GROUP, existing(k));
+        if (k >= end) return (float)HIDDEN;
+        s = modify<true>(s * (float)p.softmax_scale, b, h, row, position, k, p);
+        return __fmul_rn(s, LOG2E);  // not fused with the subtraction of a great row reference
+    };
+    float top = HIDDEN, sum = 0;
+#pragma unroll 1
+    for (int k0 = first; k0 < end; k0 += 32) top = fmaxf(top, score_log2(k0 + lane));
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+    const float sink = has_sink ? static_cast<const float*>(p.sinks)[h] * LOG2E : HIDDEN;
+    top = fmaxf(top, sink);
+    const float shift = top == HIDDEN ? 0.0f : top;
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) sums[i] = 0;
+#pragma unroll 1
+    for (int k0 = first; k0 < end; k0 += 32) {
+        float x = exp2_fast(score_log2(k0 + lane) - shift);
+        sum += x;
+        if constexpr (HAS_DROPOUT) x = drop(x, p, b, h, row, k0 + lane);
+#pragma unroll 1
+        for (int other = 0; other < 32; ++other) {
+            const float weight = __shfl_sync(~0u, x, other);  // 0 past the last key
+            const int from = existing(k0 + other);
+            const auto value = value_of(from);
+            const float v_scale = scale_of(p.v_scale, b, h / GQA_GROUP, from);
+#pragma unroll
+            for (int i = 0; i < OWN; ++i) {
+                const float v = widen(value[column + 32 * i < HEAD_DIM_V ? column + 32 * i : 0]) * v_scale;
+                sums[i] += weight == 0 ? 0.0f : weight * v;
+            }
+        }
+    }
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    return {shift, sum + exp2_fast(sink - shift)};
+}
+template <typename OPERAND, int OWN, typename F>
+DEVICE RowSums row_nonfinite(const Params& p, int b, int h, int row, int first, int end, bool has_sink, int lane,
+                             int column, float (&sums)[OWN], F scale_of) {
+    const auto value_of = [&](int n) { return kv_row<const OPERAND>(p, p.v, b, h / GQA_GROUP, n); };
+    return row_nonfinite<OPERAND>(p, b, h, row, first, end, has_sink, lane, column, sums, scale_of, value_of);
+}
+
 // --- the order of tiles ----------------------------------------------------------------------------------------------
 //
 // The order in which a persistent grid takes the tiles of all heads: L2 swizzle and longest-processing-time-first
@@ -55,3 +140,40 @@ DEVICE TileCoord tile_coord(int index, int before_tail, int heads, int heads_at_
 // How many of a head's tiles come before the LPT tail: three quarters under a mask whose tiles shrink along the order.
 // A mask that is read from arrays says nothing of their sizes, and a tail would only lose L2 hits.
 DEVICE int tiles_before_lpt_tail(int tiles) { return HAS_MASK && !MASK_READS_ARRAYS ? tiles - tiles / 4 : tiles; }
+
+// --- the tiles that a mask leaves ------------------------------------------------------------------------------------
+
+// Appends the next of `tiles` tiles that exist; returns how many and advances `next`. `seen` is the union of their
+// states.
+//
+// states_of(index, count) gives the states of tiles index ... index + count - 1 together, 0 if all are EMPTY. The warp
+// asks for 32 tiles at a time, after 32 groups of 32 where a query may span so many. only_first: stop at the first
+// tiles found, where the pipeline is still empty.
+template <typename List, typename States>
+DEVICE int fill(List& list, int& next, int tiles, unsigned& seen, States states_of, bool only_first = false) {
+    constexpr int CAPACITY = sizeof(list.entry) / sizeof(int);
+    const int lane = threadIdx.x % 32;
+    int count = 0;
+    seen = 0;
+    __syncwarp();
+#pragma unroll 1
+    while (next < tiles && count + 32 <= CAPACITY && !(only_first && count > 0)) {
+        if (HAS_MASK && !MASK_READS_ARRAYS && tiles - next > 32) {
+            const int first = next + 32 * lane, many = tiles - first < 32 ? tiles - first : 32;
+            const unsigned groups = __ballot_sync(~0u, many > 0 && states_of(first, many) != 0);
+            if (groups == 0) {
+                next += 1024;
+                continue;
+            }
+            next += 32 * (__ffs(groups) - 1);
+        }
+        const int index = next + lane;
+        const unsigned states = index < tiles ? states_of(index, 1) : 0, live = __ballot_sync(~0u, states != 0);
+        if (states != 0) list.entry[count + __popc(live & ((1u << lane) - 1))] = index << 8 | states;
+        seen |= __reduce_or_sync(~0u, states);
+        count += __popc(live);
+        next += 32;
+    }
+    __syncwarp();
+    return count;
+}

@@ -6,7 +6,7 @@
 //     generated/params.cuh  struct Params (cuda_common/params.py)
 //     params.cuh            this file
 //     scalar.cuh            conversion of stored elements, the functions that generated code calls
-//     generated             modified_score, score_slope, visit_ds, visible, classify (cupy_raw/modify.py)
+//     generated             modified_score, score_slope, visible, classify (cupy_raw/modify.py)
 //     tiles.cuh             mask classification of tiles, the walk over tiles that are not EMPTY, modify(), drop()
 //     <name>.cu             the kernels
 //

@@ -10,6 +10,3 @@ template <> struct Position<INTEGERS> { using type = int; using start = int; };
 template <> struct Position<FLOATS> { using type = float; using start = int; };
 using position = Position<POSITIONS>::type;
 using start = Position<POSITIONS>::start;
-
-template <bool FIRST, typename A, typename B> struct Select { using type = A; };
-template <typename A, typename B> struct Select<false, A, B> { using type = B; };

@@ -140,22 +140,6 @@ DEVICE float tanh_of(float x) {
     return tanh_fast(x);
 }
 
-// The tanh of a score modification, accurate;
-struct Tanh {
-    __device__ __forceinline__ fk_float operator()(fk_float x) const { return fk_tanh(x); }
-};
-// or a polynomial, to 1e-5 for |x| <= MAX. The caller compares max_abs with MAX afterwards. It spares the MUFU pipe,
-// which bounds the softmax, the exponential and the division.
-struct TanhPoly {
-    static constexpr float MAX = 0.75f;
-    float max_abs;
-    __device__ __forceinline__ float operator()(float x) {
-        max_abs = fmaxf(max_abs, fabsf(x));
-        const float y = x * x;
-        return x * fmaf(fmaf(fmaf(-0.0354525842f, y, 0.127426786f), y, -0.332696662f), y, 0.999988981f);
-    }
-};
-
 #define FK_FUNCTION(name)                                    \
     DEVICE float fk_##name(float x) { return name##f(x); }   \
     DEVICE double fk_##name(double x) { return name(x); }

@@ -8,9 +8,8 @@
 // Generated functions, defined before this text (cupy_raw/modify.py). b, h: batch entry and query head; row: index of
 // the query; q: its position, row + SeqInfo::q_position; k: index of the key. The corners of classify() are inclusive.
 //
-//     fk_float modified_score<I>(fk_float s, b, h, row, q, k, q - k, tanh, p)   I: type of its integers
+//     fk_float modified_score<I>(fk_float s, b, h, row, q, k, q - k, p)   I: type of its integers
 //     fk_float score_slope(fk_float s, b, h, row, q, k, p)         d modified_score / d s
-//     void visit_ds(fk_float ds, b, h, row, q, k, p)               called with dS of each pair, before dS is rounded
 //     bool visible(b, h, row, q, k, p)
 //     int classify(b, h, row0, row1, q0, q1, k0, k1, p)            a TileState
 //
@@ -42,14 +41,12 @@ struct TileWalk {
     long long tile;                        // the tile that next() found
     int state;                             // PARTIAL or FULL
     long long chunk;                       // tiles chunk ... chunk + 31 are classified
-    unsigned live, full, groups;           // bit masks: not EMPTY and not yet visited; FULL; groups that are not EMPTY
-    long long first_group;
+    unsigned live, full;                   // bit masks: not EMPTY and not yet visited; FULL
 
     __device__ __forceinline__ TileWalk(const Params& p, long long b, long long h, long long from, long long to,
                                         long long n)
         : p(p), b(b), h(h), q_position(seq_info(p, b).q_position), from(from), to(to), n(n),
-          tiles((n + BLOCK - 1) / BLOCK), tile(-1), state(FULL), chunk(-32), live(0), full(0), groups(0),
-          first_group(-32) {}
+          tiles((n + BLOCK - 1) / BLOCK), tile(-1), state(FULL), chunk(-32), live(0), full(0) {}
 
     __device__ __forceinline__ int classify_tiles(long long first, long long last) const {  // first ... last - 1
         const long long start = first * BLOCK, end = last * BLOCK < n ? last * BLOCK : n;
@@ -62,18 +59,13 @@ struct TileWalk {
         if constexpr (!HAS_MASK) return ++tile < tiles;
         const int lane = threadIdx.x % 32;
         while (live == 0) {
-            if constexpr (!MASK_READS_ARRAYS) {
-                while (groups == 0) {
-                    first_group += 32;
-                    if (first_group * 32 >= tiles) return false;
-                    const long long group = first_group + lane;
-                    groups = __ballot_sync(~0u, classify_tiles(group * 32, group * 32 + 32) != EMPTY);
-                }
-                chunk = (first_group + __ffs(groups) - 1) * 32;
-                groups &= groups - 1;
-            } else {
-                chunk += 32;
-                if (chunk >= tiles) return false;
+            chunk += 32;
+            if (chunk >= tiles) return false;
+            if (!MASK_READS_ARRAYS && tiles - chunk > 32) {
+                const long long group = chunk + 32 * lane;
+                const unsigned groups = __ballot_sync(~0u, classify_tiles(group, group + 32) != EMPTY);
+                chunk += 32 * (groups == 0 ? 31 : __ffs(groups) - 1);
+                if (groups == 0) continue;
             }
             const int found = classify_tiles(chunk + lane, chunk + lane + 1);
             live = __ballot_sync(~0u, found != EMPTY);
@@ -94,8 +86,7 @@ template <bool PARTIAL_TILE, typename I = long long>
 DEVICE fk_float modify(fk_float s, typename Integer<I>::type b, typename Integer<I>::type h,
                        typename Integer<I>::type row, typename Integer<I>::type q, typename Integer<I>::type k,
                        const Params& p) {
-    const Tanh tanh;
-    if constexpr (HAS_SCORE) s = modified_score<I>(s, b, h, row, q, k, q - k, tanh, p);
+    if constexpr (HAS_SCORE) s = modified_score<I>(s, b, h, row, q, k, q - k, p);
     if constexpr (HAS_MASK && PARTIAL_TILE) s = visible(b, h, row, q, k, p) ? s : HIDDEN;
     return s;
 }

@@ -52,9 +52,6 @@ DEVICE void softmax_backward(const Params& p, int state, fk_float (&s)[ROWS_PER_
             fk_float ds = s[i][j] * (dp[i][j] - delta[x]) * (fk_float)p.softmax_scale;
             if constexpr (HAS_SCORE) ds *= slope[i][j];
             dp[i][j] = s[i][j] == 0 ? (fk_float)0 : ds;
-            const int along = ty + i * TY, across = tx + j * TX;
-            const long long row = row0 + (BACKWARD_KEYS ? across : along), k = k0 + (BACKWARD_KEYS ? along : across);
-            visit_ds(dp[i][j], b, h, row, row + seq_info(p, b).q_position, k, p);
         }
 }
 

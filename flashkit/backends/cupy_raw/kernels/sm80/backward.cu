@@ -13,12 +13,12 @@
 // The warps share each product in a grid of its own: WARPS_S of them along the queries of S and dP, WARPS_KV along the
 // keys of dK and dV, WARPS_Q along the queries of dQ, the others along the second axis.
 //
-// dQ is summed over CTAs. With ORDERED they add to a query tile in a fixed order, so the result is deterministic
+// dQ is summed over CTAs. They add to a query tile in a fixed order, so the result is deterministic
 // (dq_semaphore.cuh). CTAs take their work tiles in that order (bwd_layout.cuh), so a CTA only ever waits for a
 // resident one. p.heads_per_l2_group heads are worked on at the same time: their operands and dQ accumulators stay in
 // the L2 cache, and under a causal mask, where CTAs wait for accumulators, that matters most.
 //
-// Constants of the head: BLOCK_Q, BLOCK_K, WARPS, WARPS_S, WARPS_KV, WARPS_Q, ORDERED, BLOCKS_PER_SM, POSITIONS, FAR.
+// Constants of the head: BLOCK_Q, BLOCK_K, WARPS, WARPS_S, WARPS_KV, WARPS_Q, BLOCKS_PER_SM, POSITIONS, FAR.
 // Shared memory (cupy_raw/sm80.py: Sm80BackwardTile.smem): K at 0, AT_V, AT_QDO, AT_P, AT_DS, AT_TILE_LIST; within a
 // stage of QDO, of STAGE_BYTES bytes, Q at 0, AT_STAGE_DOUT, AT_STAGE_ROWS. Measurements: docs/notes/ampere.md.
 #include "sm80/bwd_layout.cuh"
@@ -45,15 +45,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ unsigned broadcast;
     TileList& list = *reinterpret_cast<TileList*>(shared + AT_TILE_LIST);
-    const unsigned begin = smem_address(shared);
-    const unsigned base = !UNIFORM_REGISTERS ? begin : HAS_MASK && HEAD_DIM <= 64 ? opaque(begin) : begin & 0xffffff;
+    const unsigned begin = smem_address(shared), base = HAS_MASK && HEAD_DIM <= 64 ? opaque(begin) : begin & 0xffffff;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     BackwardTileScheduler scheduler;
     const TileCoord coord = scheduler.initial(p, &broadcast);
     const int heads = scheduler.heads;
     const bool descending = scheduler.descending;
-    const auto known = [](int x) { return UNIFORM_REGISTERS ? (int)uniform(x) : x; };
+    const auto known = [](int x) { return (int)uniform(x); };  // in a uniform register
     const SeqTile key_tile = k_tile(p, coord.bh / heads, coord.tile, BLOCK_K);
     const int tile_k = known((int)key_tile.tile), b = known((int)key_tile.b);
     const int head = known(coord.bh % heads), n_k = known((int)seq_info(p, b).n_k);
@@ -68,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
     clear(dv);
 
     if (at.k0 < n_k) {
-        if (ORDERED && HAS_MASK) {  // query tiles that see none of these keys do not wait for this CTA
+        if (HAS_MASK) {  // query tiles that see none of these keys do not wait for this CTA
             for (int h = at.h; h < at.h + GQA_GROUP; ++h)
                 for (int tile = threadIdx.x; tile < tiles_q; tile += THREADS) {
                     const int end = tile * BLOCK_Q + BLOCK_Q < at.n_q ? tile * BLOCK_Q + BLOCK_Q : at.n_q;
@@ -88,17 +87,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
             if (threadIdx.x == 0) list.next = 0;
             int previous = -1;  // the query tile whose dQ this CTA added to last
 #pragma unroll 1
-            for (bool first_pass = tiles_q > 0;; first_pass = false) {
-                if (!(USE_TILE_LIST
-                          ? fill<BLOCK_Q, false, 1>(list, p, b, at.h, at.k0, at.k1, 0, tiles_q, at.n_q, descending)
-                          : first_pass))
-                    break;
-                const int count = USE_TILE_LIST ? list.count : tiles_q;
-                const auto entry_of = [&](int i) {
-                    return USE_TILE_LIST ? (int)load_word(base + AT_TILE_LIST + 4 * i) : 2 * i + 1;
-                };
-                const auto row_of = [&](int i) { return entry_of(i) / 2 * BLOCK_Q; };
-                if (!USE_TILE_LIST) __syncthreads();  // all threads have finished the previous head
+            while (fill<BLOCK_Q, false, 1>(list, p, b, at.h, at.k0, at.k1, 0, tiles_q, at.n_q, descending)) {
+                const int count = list.count;
+                const auto entry_of = [&](int i) { return (int)load_word(base + AT_TILE_LIST + 4 * i); };
+                const auto tile_of = [&](int i) { return TileList::tile(entry_of(i)); };
+                const auto row_of = [&](int i) { return tile_of(i) * BLOCK_Q; };
                 const auto stage_of = [&](int i) { return base + AT_QDO + i % 2 * STAGE_BYTES; };
                 const auto load_rows = [&](int row0, unsigned stage, bool wanted) {  // bwd_lse, then delta
                     const bool first = threadIdx.x < BLOCK_Q / 4;
@@ -113,10 +106,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                 cp_async_commit();
 #pragma unroll 1
                 for (int i = 0; i < count; ++i) {
-                    const int tile = entry_of(i) / 2, row0 = tile * BLOCK_Q;
-                    const bool full = entry_of(i) & 1;
-                    const int at_stage = AT_QDO + i % 2 * STAGE_BYTES;
-                    const unsigned stage = base + at_stage, next = stage_of(i + 1);
+                    const int tile = tile_of(i), row0 = tile * BLOCK_Q;
+                    const bool full = TileList::full(entry_of(i));
+                    const unsigned stage = stage_of(i), next = stage_of(i + 1);
                     cp_async_wait<0>();
                     __syncthreads();  // all threads see the tile and have finished the previous one
                     const bool more = i + 1 < count;
@@ -137,8 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                         cp_async_commit();
                     }
                     const auto row_value = [&](int i) {
-                        return UNIFORM_REGISTERS ? __uint_as_float(load_word(stage + AT_STAGE_ROWS + 4 * i))
-                                                 : reinterpret_cast<const float*>(shared + at_stage + AT_STAGE_ROWS)[i];
+                        return __uint_as_float(load_word(stage + AT_STAGE_ROWS + 4 * i));
                     };
                     float bwd_lse[S_TILES][2], delta[S_TILES][2];
 #pragma unroll
@@ -184,14 +175,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                     compute_ds(p, at, s, dp, delta, row0, base + AT_DS);
                     __syncthreads();  // all threads see P and dS
 
-                    if (ORDERED) {  // the additions to the previous tile have completed, so the release hardly waits
-                        if (previous >= 0 && threadIdx.x == THREADS - 1)
-                            semaphore_release(semaphore_at(p, b, at.h, previous), tile_k);
-                        previous = tile;
-                    }
+                    // The additions to the previous tile have completed, so the release hardly waits.
+                    if (previous >= 0 && threadIdx.x == THREADS - 1)
+                        semaphore_release(semaphore_at(p, b, at.h, previous), tile_k);
+                    previous = tile;
                     const unsigned* semaphore = semaphore_at(p, b, at.h, tile);
                     unsigned bits = 0;  // of the semaphore, read ahead of their use
-                    if (ORDERED && (add_after / 32 + lane) * 32 < add_end)
+                    if ((add_after / 32 + lane) * 32 < add_end)
                         bits = semaphore_load(semaphore + add_after / 32 + lane);
                     // The additions to dQ are interleaved with the next products: many at a time fill the memory queue.
                     float dq[Q_TILES][Q_COLUMNS][4];
@@ -200,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                         gemm_nn<BLOCK_K / STEP, false, PITCH_S, HEAD_DIM>(
                             dq, base + AT_DS + warp / (WARPS / WARPS_Q) * 16 * Q_TILES * PITCH_S, base,
                             warp % (WARPS / WARPS_Q));
-                        if (ORDERED) semaphore_wait(semaphore, bits, add_after, add_end);
+                        semaphore_wait(semaphore, bits, add_after, add_end);
                     };
                     float* dq_accum = row_at<float>(p.dq_accum, b, at.h, q_tile_number(p, b, tile, BLOCK_Q)) +
                                       warp * Q_TILES * Q_COLUMNS * 128 + lane * 4;
@@ -226,8 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                         });
                 }
             }
-            if (ORDERED && !USE_TILE_LIST) __syncthreads();  // all threads have added to the last tile
-            if (ORDERED && previous >= 0 && threadIdx.x == THREADS - 1)
+            if (previous >= 0 && threadIdx.x == THREADS - 1)
                 semaphore_release(semaphore_at(p, b, at.h, previous), tile_k);
         }
     }

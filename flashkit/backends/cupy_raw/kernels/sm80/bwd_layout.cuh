@@ -14,9 +14,6 @@ constexpr bool COPY_DURING_MMA = !IS_FLOAT32 && HEAD_DIM > 64;
 constexpr bool DQ_FIRST = !IS_FLOAT32 && (HEAD_DIM <= 64 || HEAD_DIM > 128);
 // All of dQ is added during the product of dV: the CTA that waits for this tile of dQ waits less.
 constexpr bool DQ_WITH_DV = DQ_FIRST && HAS_MASK && HEAD_DIM > 128;
-// Puts the coordinates of the work tile into uniform registers, and takes one base address for all shared memory.
-constexpr bool UNIFORM_REGISTERS = HAS_MASK || HEAD_DIM <= 128;
-constexpr bool USE_TILE_LIST = HAS_MASK || IS_FLOAT32;  // float32: without the list other values spill
 static_assert(S_KEYS % 2 == 0 && K_COLUMNS % 2 == 0 && V_COLUMNS % 2 == 0 && Q_COLUMNS % 2 == 0,
               "ldmatrix_x4 loads two operands");
 
@@ -24,7 +21,7 @@ constexpr int SIZE = sizeof(storage), PITCH = pitch(HEAD_DIM), PITCH_V = pitch(H
 constexpr int PITCH_S = BLOCK_K * SIZE + 16;
 
 // A masked pair has P = 0 and dS = 0, but 0 times inf or NaN is NaN: non-finite gradients are recomputed
-// (bwd_epilogue.cuh).
+// (common/bwd_fallback.cuh).
 constexpr bool MAY_HIDE = HAS_MASK || HAS_SCORE || HAS_DROPOUT;
 
 // --- the tile scheduler ----------------------------------------------------------------------------------------------
@@ -40,11 +37,9 @@ struct BackwardTileScheduler {
     bool descending;
 
     __device__ __forceinline__ TileCoord initial(const Params& p, unsigned* broadcast) {
-        if (ORDERED) {
-            if (threadIdx.x == 0) *broadcast = atomicAdd(p.tile_counter, 1u);
-            __syncthreads();
-        }
-        const unsigned index = ORDERED ? *broadcast : blockIdx.x;
+        if (threadIdx.x == 0) *broadcast = atomicAdd(p.tile_counter, 1u);
+        __syncthreads();
+        const unsigned index = *broadcast;
         heads = (int)p.heads / GQA_GROUP;
         tiles_k = (int)num_k_tiles(p, BLOCK_K);
         const int all = heads * (int)num_entries(p), group = (int)p.heads_per_l2_group;

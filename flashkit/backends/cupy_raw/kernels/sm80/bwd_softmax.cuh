@@ -61,7 +61,6 @@ DEVICE void mask_tile(const Params& p, const WorkTile& at, float (&s)[S_TILES][S
 template <bool PLAIN, typename POSITION = int>
 DEVICE void recompute_p(const Params& p, const WorkTile& at, float (&s)[S_TILES][S_KEYS][4],
                     const float (&bwd_lse)[S_TILES][2], AffineScore (&affine)[S_TILES][2], int row0, unsigned target) {
-    const Tanh tanh;
     float scale = (float)(HAS_SCORE ? p.softmax_scale : p.softmax_scale * 1.4426950408889634);
     if (!HAS_SCORE && scale == 0) scale = 1.1754944e-38f;  // 0 would make NaN of the -inf of a masked pair
 #pragma unroll
@@ -99,7 +98,7 @@ DEVICE void recompute_p(const Params& p, const WorkTile& at, float (&s)[S_TILES]
                     } else {
                         slope = score_slope(x, at.b, at.h, row, q, k, p);
                         const I step = (I)(8 * n + c);
-                        x = LOG2E * modified_score<I>(x, at.b, at.h, row, q, k_first + step, distance - step, tanh, p);
+                        x = LOG2E * modified_score<I>(x, at.b, at.h, row, q, k_first + step, distance - step, p);
                         if constexpr (HAS_MASK) x = visible(at.b, at.h, row, q, k, p) ? x : HIDDEN;
                     }
                     p_pair[c] = x == HIDDEN ? 0.0f : exp2_fast(x - lse_log2);
@@ -129,11 +128,7 @@ DEVICE void compute_ds(const Params& p, const WorkTile& at, const float (&s)[S_T
                               at.k0 + at.key(n));
                 float d[2];
 #pragma unroll
-                for (int c = 0; c < 2; ++c) {
-                    d[c] = s[i][n][2 * half + c] * (dp[i][n][2 * half + c] - delta[i][half]);
-                    const int row = row0 + at.row(i, half), key = at.k0 + at.key(n) + c;
-                    visit_ds(d[c], at.b, at.h, row, row + at.q_position, key, p);
-                }
+                for (int c = 0; c < 2; ++c) d[c] = s[i][n][2 * half + c] * (dp[i][n][2 * half + c] - delta[i][half]);
                 store_fragment(target, at.row(i, half), at.key(n), d[0], d[1]);
             }
 }

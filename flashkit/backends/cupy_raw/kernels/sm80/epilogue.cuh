@@ -1,56 +1,34 @@
-// The epilogue of the forward pass, and the recomputation of tiles with a non-finite O.
+// The epilogue of the forward pass, and the recomputation of rows with a non-finite O.
 #pragma once
 #include "sm80/layout.cuh"
 
-// S = Q K^T by FFMA.
-DEVICE void scores_nonfinite(float (&s)[TILES][KEYS][4], unsigned char* q, unsigned char* k) {
+// The non-finite fallback: a warp's rows again, of keys first ... end - 1. The warps that share rows take turns.
+DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, int split, int first, int end) {
+    constexpr int OWN = (HEAD_DIM_V + 31) / 32;  // columns of a lane
+    const int lane = threadIdx.x % 32;
+    const auto unscaled = [](const Tensor&, int, int, int) { return 1.0f; };
 #pragma unroll 1
-    for (int d = 0; d < HEAD_DIM; ++d)
+    for (int r = at.warp_column(); r < 16 * TILES; r += WARPS_K) {
+        const int index = at.row0 + at.row_of_warp() + r, row = index / PACK_GQA, h = at.h + index % PACK_GQA;
+        if (index >= at.rows) break;
+        float sums[OWN];
+        const RowSums of = row_nonfinite<storage>(p, at.b, h, row, first, end, HAS_SINKS && !SPLIT_KV, lane, lane, sums,
+                                                  unscaled);
+        const bool empty = of.sum == 0;
+        const long long entry = split * p.batch + at.b;
+        if (lane == 0) {
+            if constexpr (SPLIT_KV)
+                *row_at<float2>(p.lse_partial, entry, h, row) = float2{empty ? HIDDEN : of.top, of.sum};
+            else *q_row<float>(p, p.lse, at.b, h, row) = empty ? HIDDEN : fmaf(of.top, LN2, logf(of.sum));
+        }
 #pragma unroll
-        for (int i = 0; i < TILES; ++i)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int row = WorkTile::row_of_warp() + 16 * i + 8 * half + threadIdx.x % 32 / 4;
-                const float x = (float)widen(element<HEAD_DIM>(q, row, d));
-#pragma unroll
-                for (int n = 0; n < KEYS; ++n)
-#pragma unroll
-                    for (int c = 0; c < 2; ++c)
-                        s[i][n][2 * half + c] += x * (float)widen(element<HEAD_DIM>(k, WorkTile::key(n) + c, d));
-            }
-}
-
-// O += P V by FFMA; skips rows of V whose P is 0.
-DEVICE void accumulate_nonfinite(float (&o)[TILES][COLUMNS][4], const float (&s)[TILES][KEYS][4],
-                                 const storage* p_tile, unsigned char* v) {
-    float own[TILES][KEYS][4];  // indexed at run time, hence in local memory
-    if constexpr (WARPS_K == 1) {
-#pragma unroll
-        for (int i = 0; i < TILES; ++i)
-#pragma unroll
-            for (int n = 0; n < KEYS; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) own[i][n][e] = s[i][n][e];
-    }
-#pragma unroll 1
-    for (int k = 0; k < BLOCK_K; ++k) {
-#pragma unroll
-        for (int i = 0; i < TILES; ++i)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int row = WorkTile::row_of_warp() + 16 * i + 8 * half + threadIdx.x % 32 / 4;
-                const float x = WARPS_K == 1
-                    ? __shfl_sync(~0u, own[i][k / 8 % KEYS][2 * half + k % 2], (threadIdx.x & 28) + k % 8 / 2)
-                    : (float)widen(p_tile[row * (PITCH_P / (int)sizeof(storage)) + k]);
-                if (x != 0) {
-#pragma unroll
-                    for (int n = 0; n < COLUMNS; ++n)
-#pragma unroll
-                        for (int c = 0; c < 2; ++c)
-                            o[i][n][2 * half + c] +=
-                                x * (float)widen(element<HEAD_DIM_V>(v, k, WorkTile::column(n) + c));
-                }
-            }
+        for (int i = 0; i < OWN; ++i) {
+            const int column = lane + 32 * i;
+            const float x = empty ? 0.0f : sums[i] / of.sum;
+            if (column >= HEAD_DIM_V) break;
+            if constexpr (SPLIT_KV) row_at<float>(p.o_partial, entry, h, row)[column] = x;
+            else q_row<storage>(p, p.out, at.b, h, row)[column] = narrow(x);
+        }
     }
 }
 
@@ -65,14 +43,7 @@ DEVICE void epilogue(const Params& p, const WorkTile& at, int split, const float
         for (int half = 0; half < 2; ++half) {
             const int index = at.row(i, half), row = index / PACK_GQA, h = at.h + index % PACK_GQA;
             float row_max = m[i][half], row_sum = l[i][half], factor = 1;
-            if (HAS_SINKS && !SPLIT_KV) {  // one more logit in the row sum, without a value
-                const float sink = static_cast<const float*>(p.sinks)[h] * LOG2E;
-                if (sink != HIDDEN) {
-                    row_max = fmaxf(row_max, sink);
-                    factor = exp2_fast(m[i][half] - row_max);
-                    row_sum = row_sum * factor + exp2_fast(sink - row_max);
-                }
-            }
+            if (HAS_SINKS && !SPLIT_KV) add_sink(p, h, row_max, row_sum, factor);
             const bool empty = row_sum == 0;  // no visible key
             // For 16-bit elements approximations of the logarithm and the reciprocal are accurate enough.
             const float lse = empty        ? HIDDEN

@@ -42,8 +42,7 @@ struct RowState {
 DEVICE RowState& row_state() { return reinterpret_cast<RowState*>(shared + AT_ROW_STATE)[threadIdx.x]; }
 
 // A masked pair has P = 0, but 0 times inf or NaN is NaN. Where O is not finite though its row sum is, the CTA
-// recomputes its work tile without tensor cores and skips products with 0. TF32x3, which makes NaN of inf, needs that
-// as well.
+// recomputes its rows without tensor cores and skips products with 0. TF32x3, which makes NaN of inf, needs that, too.
 constexpr bool MAY_HIDE = HAS_MASK || HAS_SCORE || HAS_DROPOUT, TF32X3 = IS_FLOAT32 && TF32_TERMS == 3;
 
 // The work tile of a CTA, and which of its rows, keys and columns a lane holds.
@@ -99,142 +98,132 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
 
     float o[TILES][COLUMNS][4];
     RowState now;
-#pragma unroll 1
-    for (bool nonfinite = false;; nonfinite = true) {
-        clear(o);
+    clear(o);
 #pragma unroll
-        for (int i = 0; i < TILES; ++i) now.m[i][0] = now.m[i][1] = HIDDEN, now.l[i][0] = now.l[i][1] = 0;
-        row_state() = now;
-        if (threadIdx.x == 0) list.next = 0;
-        if (!nonfinite) {
-            load_tile<BLOCK_Q, HEAD_DIM, THREADS>(Rows<PACK_GQA>(p.q, b, h, seq_info(p, b).row_offset), row0, rows,
-                                                  q_shared);
-        }
-        const auto load_kv = [&](int tile, int i) {
-            kv.load_k(tile, i, stages + i * STAGE_BYTES);
-            if (STAGES_AHEAD > 0) kv.load_v(tile, i, stages + i * STAGE_BYTES);
-        };
-        // The first key tile is loaded before the mask is evaluated: mostly it is not EMPTY.
-        bool waited_for_q = false, speculative_load = !IS_PAGED && first < last;
-        if (speculative_load) load_kv(first, 0);
+    for (int i = 0; i < TILES; ++i) now.m[i][0] = now.m[i][1] = HIDDEN, now.l[i][0] = now.l[i][1] = 0;
+    row_state() = now;
+    if (threadIdx.x == 0) list.next = 0;
+    load_tile<BLOCK_Q, HEAD_DIM, THREADS>(Rows<PACK_GQA>(p.q, b, h, seq_info(p, b).row_offset), row0, rows,
+                                          q_shared);
+    const auto load_kv = [&](int tile, int i) {
+        kv.load_k(tile, i, stages + i * STAGE_BYTES);
+        if (STAGES_AHEAD > 0) kv.load_v(tile, i, stages + i * STAGE_BYTES);
+    };
+    // The first key tile is loaded before the mask is evaluated: mostly it is not EMPTY.
+    bool waited_for_q = false, speculative_load = !IS_PAGED && first < last;
+    if (speculative_load) load_kv(first, 0);
 
 #pragma unroll 1
-        for (bool first_pass = first < last;; first_pass = false) {
-            if (!(HAS_MASK ? fill<BLOCK_K, true, PACK_GQA>(list, p, b, h, from, to, first, last, at.n_k) : first_pass))
-                break;
-            const int count = HAS_MASK ? list.count : last - first;
-            const auto entry_of = [&](int i) { return HAS_MASK ? list.entry[i] : 2 * (first + i) + 1; };
-            const auto key_of = [&](int i) { return entry_of(i) / 2 * BLOCK_K; };
-            const auto stage_of = [&](int i) { return i % STAGES * STAGE_BYTES; };
-            const auto tile_to_look_up = [&](int i) { return entry_of(i < count ? i : count - 1) / 2; };
-            if constexpr (IS_PAGED) {
+    for (bool first_pass = first < last;; first_pass = false) {
+        if (!(HAS_MASK ? fill<BLOCK_K, true, PACK_GQA>(list, p, b, h, from, to, first, last, at.n_k) : first_pass))
+            break;
+        const int count = HAS_MASK ? list.count : last - first;
+        const auto tile_of = [&](int i) { return HAS_MASK ? TileList::tile(list.entry[i]) : first + i; };
+        const auto key_of = [&](int i) { return tile_of(i) * BLOCK_K; };
+        const auto stage_of = [&](int i) { return i % STAGES * STAGE_BYTES; };
+        const auto tile_to_look_up = [&](int i) { return tile_of(i < count ? i : count - 1); };
+        if constexpr (IS_PAGED) {
 #pragma unroll 1
-                for (int i = 0; i <= PREFETCH; ++i) kv.keep(kv.look_up(tile_to_look_up(i)), tile_to_look_up(i), i);
-                __syncthreads();
-            }
-#pragma unroll
-            for (int i = 0; i < PREFETCH; ++i) {
-                if (i == 0 && speculative_load && entry_of(0) / 2 != first)
-                    cp_async_wait_all(), speculative_load = false;
-                if (i < count && !(i == 0 && speculative_load)) load_kv(entry_of(i) / 2, i);
-                cp_async_commit();
-            }
-            speculative_load = false;
-#pragma unroll 1
-            for (int i = 0; i < count; ++i) {
-                cp_async_wait<PREFETCH - 1>();
-                __syncthreads();  // all threads see tile i and have finished tile i - 1
-                const int k0 = key_of(i), at_stage = stage_of(i);
-                const bool full = entry_of(i) & 1, more = i + PREFETCH < count, more_v = STAGES_AHEAD == 0 || more;
-                const int next_k0 = more ? key_of(i + PREFETCH) : 0, next_v0 = STAGES_AHEAD == 0 ? k0 : next_k0;
-                const unsigned stage = stages + at_stage, to = stages + stage_of(i + STAGES_AHEAD);
-                const int to_look_up = IS_PAGED ? tile_to_look_up(i + PREFETCH + 1) : 0;
-                KvSource::Pages pages;
-                if constexpr (IS_PAGED) pages = kv.look_up(to_look_up);
-                KvSource::CopyK copy_k;
-                KvSource::CopyV copy_v;
-                const bool copied = copy_k.can(kv.k) && copy_v.can(kv.v);
-                if (!copied) {
-                    if (STAGES_AHEAD > 0 && more) copy_k.store(kv.k, next_k0, at.n_k, to);
-                    if (more_v) copy_v.store(kv.v, next_v0, at.n_k, to + AT_STAGE_V);
-                }
-                const auto copy_next_k = [&](int step, int steps) {
-                    if (step == 0) copy_k.start(kv.k, next_k0, at.n_k, to, more && copied, kv.rows(i + PREFETCH).k);
-                    copy_k.copy(step, steps);
-                };
-                const auto copy_next_v = [&](int step, int steps) {
-                    const auto& rows = kv.rows(STAGES_AHEAD == 0 ? i : i + PREFETCH).v;
-                    if (step == 0) copy_v.start(kv.v, next_v0, at.n_k, to + AT_STAGE_V, more_v && copied, rows);
-                    copy_v.copy(step, steps);
-                };
-                const auto copy_next = [&](int step, int steps) {
-                    const int half = STAGES_AHEAD > 0 ? steps / 2 : 0;
-                    if (STAGES_AHEAD > 0 && (step < half || steps == 1)) copy_next_k(step, larger(half, 1));
-                    if (step >= half) copy_next_v(step - half, steps - half);
-                };
-                if (!COPY_DURING_MMA) copy_next(0, 1);
-                float s[TILES][KEYS][4];
-                clear(s);
-                if (TF32X3 && nonfinite) {
-                    if (COPY_DURING_MMA) copy_next(0, 1);
-                    scores_nonfinite(s, shared, shared + AT_KV + at_stage);
-                } else {
-                    const unsigned keys = stage + at.warp_column() * 8 * KEYS * pitch(HEAD_DIM);
-                    const auto interleave = [&](int step, int steps) {
-                        if (COPY_DURING_MMA) copy_next(step, steps);
-                    };
-                    if constexpr (PREFETCH_OPERANDS) gemm_nt_pipelined<HEAD_DIM>(s, q_of_warp, keys, interleave);
-                    else gemm_nt<HEAD_DIM>(s, q_of_warp, keys, interleave);
-                }
-                if (STAGES_AHEAD == 0) {
-                    cp_async_commit();
-                    cp_async_wait_all();
-                    __syncthreads();  // all threads see V and have finished with K
-                    if (more && !copied) copy_k.store(kv.k, next_k0, at.n_k, to);
-                    copy_next_k(0, 1);
-                    cp_async_commit();
-                }
-                const bool plain = !HAS_SCORE && full && k0 + BLOCK_K <= at.n_k && scale > 0;
-                float factor = 1;
-                if (!plain) modify_tile(p, at, full, s, k0, factor);
-                online_softmax(s, o, plain ? scale : factor);
-                if constexpr (HAS_DROPOUT) drop_tile(p, at, s, k0);
-                if constexpr (WARPS_K > 1) store_p(s, p_tile);
-                sync_row_warps();
-                if (STAGES_AHEAD > 0) cp_async_commit();
-                waited_for_q = true;
-                if ((MAY_HIDE || TF32X3) && nonfinite)
-                    accumulate_nonfinite(o, s, p_tile, shared + AT_KV + at_stage + AT_STAGE_V);
-                else if constexpr (WARPS_K == 1)
-                    gemm_rs<HEAD_DIM_V>(o, s, stage + AT_STAGE_V);
-                else
-                    gemm_nn<BLOCK_K / STEP, false, PITCH_P, HEAD_DIM_V>(
-                        o, q_shared + AT_P + at.row_of_warp() * PITCH_P, stage + AT_STAGE_V, at.warp_column());
-                if constexpr (IS_PAGED) kv.keep(pages, to_look_up, i + PREFETCH + 1);
-            }
-        }
-        if (!waited_for_q) {  // Q may still be arriving in the memory that O goes through
-            cp_async_wait_all();
+            for (int i = 0; i <= PREFETCH; ++i) kv.keep(kv.look_up(tile_to_look_up(i)), tile_to_look_up(i), i);
             __syncthreads();
         }
-        bool nonfinite_o = false;
-        now = row_state();
-        const float(&l)[TILES][2] = now.l;
-        across_rows(now.l, [](float x, float y) { return x + y; });
 #pragma unroll
-        for (int i = 0; i < TILES; ++i)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                if (TF32X3 && at.row(i, half) < rows) nonfinite_o |= !is_finite(l[i][half]);
-                if ((MAY_HIDE || TF32X3) && at.row(i, half) < rows && is_finite(l[i][half])) {
-#pragma unroll
-                    for (int n = 0; n < COLUMNS; ++n)
-                        nonfinite_o |= !is_finite(o[i][n][2 * half]) || !is_finite(o[i][n][2 * half + 1]);
-                }
+        for (int i = 0; i < PREFETCH; ++i) {
+            if (i == 0 && speculative_load && tile_of(0) != first)
+                cp_async_wait_all(), speculative_load = false;
+            if (i < count && !(i == 0 && speculative_load)) load_kv(tile_of(i), i);
+            cp_async_commit();
+        }
+        speculative_load = false;
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) {
+            cp_async_wait<PREFETCH - 1>();
+            __syncthreads();  // all threads see tile i and have finished tile i - 1
+            const int k0 = key_of(i), at_stage = stage_of(i);
+            const bool full = !HAS_MASK || TileList::full(list.entry[i]), more = i + PREFETCH < count;
+            const bool more_v = STAGES_AHEAD == 0 || more;
+            const int next_k0 = more ? key_of(i + PREFETCH) : 0, next_v0 = STAGES_AHEAD == 0 ? k0 : next_k0;
+            const unsigned stage = stages + at_stage, to = stages + stage_of(i + STAGES_AHEAD);
+            const int to_look_up = IS_PAGED ? tile_to_look_up(i + PREFETCH + 1) : 0;
+            KvSource::Pages pages;
+            if constexpr (IS_PAGED) pages = kv.look_up(to_look_up);
+            KvSource::CopyK copy_k;
+            KvSource::CopyV copy_v;
+            const bool copied = copy_k.can(kv.k) && copy_v.can(kv.v);
+            if (!copied) {
+                if (STAGES_AHEAD > 0 && more) copy_k.store(kv.k, next_k0, at.n_k, to);
+                if (more_v) copy_v.store(kv.v, next_v0, at.n_k, to + AT_STAGE_V);
             }
-        if (!(MAY_HIDE || TF32X3) || nonfinite || !__syncthreads_or(nonfinite_o)) break;
+            const auto copy_next_k = [&](int step, int steps) {
+                if (step == 0) copy_k.start(kv.k, next_k0, at.n_k, to, more && copied, kv.rows(i + PREFETCH).k);
+                copy_k.copy(step, steps);
+            };
+            const auto copy_next_v = [&](int step, int steps) {
+                const auto& rows = kv.rows(STAGES_AHEAD == 0 ? i : i + PREFETCH).v;
+                if (step == 0) copy_v.start(kv.v, next_v0, at.n_k, to + AT_STAGE_V, more_v && copied, rows);
+                copy_v.copy(step, steps);
+            };
+            const auto copy_next = [&](int step, int steps) {
+                const int half = STAGES_AHEAD > 0 ? steps / 2 : 0;
+                if (STAGES_AHEAD > 0 && (step < half || steps == 1)) copy_next_k(step, larger(half, 1));
+                if (step >= half) copy_next_v(step - half, steps - half);
+            };
+            if (!COPY_DURING_MMA) copy_next(0, 1);
+            float s[TILES][KEYS][4];
+            clear(s);
+            const unsigned keys = stage + at.warp_column() * 8 * KEYS * pitch(HEAD_DIM);
+            const auto interleave = [&](int step, int steps) {
+                if (COPY_DURING_MMA) copy_next(step, steps);
+            };
+            if constexpr (PREFETCH_OPERANDS) gemm_nt_pipelined<HEAD_DIM>(s, q_of_warp, keys, interleave);
+            else gemm_nt<HEAD_DIM>(s, q_of_warp, keys, interleave);
+            if (STAGES_AHEAD == 0) {
+                cp_async_commit();
+                cp_async_wait_all();
+                __syncthreads();  // all threads see V and have finished with K
+                if (more && !copied) copy_k.store(kv.k, next_k0, at.n_k, to);
+                copy_next_k(0, 1);
+                cp_async_commit();
+            }
+            const bool plain = !HAS_SCORE && full && k0 + BLOCK_K <= at.n_k && scale > 0;
+            float factor = 1;
+            if (!plain) modify_tile(p, at, full, s, k0, factor);
+            online_softmax(s, o, plain ? scale : factor);
+            if constexpr (HAS_DROPOUT) drop_tile(p, at, s, k0);
+            if constexpr (WARPS_K > 1) store_p(s, p_tile);
+            sync_row_warps();
+            if (STAGES_AHEAD > 0) cp_async_commit();
+            waited_for_q = true;
+            if constexpr (WARPS_K == 1)
+                gemm_rs<HEAD_DIM_V>(o, s, stage + AT_STAGE_V);
+            else
+                gemm_nn<BLOCK_K / STEP, false, PITCH_P, HEAD_DIM_V>(
+                    o, q_shared + AT_P + at.row_of_warp() * PITCH_P, stage + AT_STAGE_V, at.warp_column());
+            if constexpr (IS_PAGED) kv.keep(pages, to_look_up, i + PREFETCH + 1);
+        }
     }
+    if (!waited_for_q) {  // Q may still be arriving in the memory that O goes through
+        cp_async_wait_all();
+        __syncthreads();
+    }
+    bool nonfinite = false;
+    now = row_state();
+    const float(&l)[TILES][2] = now.l;
+    across_rows(now.l, [](float x, float y) { return x + y; });
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (TF32X3 && at.row(i, half) < rows) nonfinite |= !is_finite(l[i][half]);
+            if ((MAY_HIDE || TF32X3) && at.row(i, half) < rows && is_finite(l[i][half])) {
+#pragma unroll
+                for (int n = 0; n < COLUMNS; ++n)
+                    nonfinite |= !is_finite(o[i][n][2 * half]) || !is_finite(o[i][n][2 * half + 1]);
+            }
+        }
     epilogue(p, at, split, now.m, now.l, o, shared + WorkTile::row_of_warp() * pitch(HEAD_DIM));
+    if ((MAY_HIDE || TF32X3) && __syncthreads_or(nonfinite))
+        rows_nonfinite(p, at, split, first * BLOCK_K, min(last * BLOCK_K, at.n_k));
 }
 
 #include "sm80/combine.cuh"

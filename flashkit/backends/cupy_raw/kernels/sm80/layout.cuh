@@ -16,12 +16,8 @@
 #include "common/fragment.cuh"
 
 constexpr bool IS_FLOAT32 = sizeof(storage) == 4;
-constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 constexpr int STEP = IS_FLOAT32 ? 8 : 16;           // columns that one instruction multiplies
 constexpr int VEC_ELEMENTS = 16 / sizeof(storage);  // elements of a vector of 16 bytes
-
-constexpr int up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
-constexpr int larger(int a, int b) { return a > b ? a : b; }
 
 // Rows in shared memory are filled up with zeros to a multiple of GRANULE columns. Eight rows that a warp reads at the
 // same column have to lie on different banks. Either the vectors of a row are swizzled, among as many as divide its
@@ -64,8 +60,6 @@ DEVICE unsigned opaque(unsigned x) {
     asm volatile("mov.b32 %0, %0;" : "+r"(x));
     return x;
 }
-
-DEVICE bool is_finite(float x) { return fabsf(x) < INFINITE; }
 
 #include "sm80/load.cuh"
 #include "sm80/mma.cuh"

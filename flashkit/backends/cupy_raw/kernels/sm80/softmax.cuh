@@ -12,7 +12,6 @@ template <bool PARTIAL_TILE, typename POSITION>
 DEVICE void modify_tile(const Params& p, const WorkTile& at, float (&s)[TILES][KEYS][4], int k0) {
     using I = typename Select<sizeof(POSITION) == 4, position, long long>::type;  // of the score modification
     const float scale = HAS_SCORE ? (float)p.softmax_scale : softmax_scale_log2(p);
-    const Tanh tanh;
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
 #pragma unroll
@@ -36,7 +35,7 @@ DEVICE void modify_tile(const Params& p, const WorkTile& at, float (&s)[TILES][K
                     } else if (k < end) {
                         const I step = (I)(8 * n + c);
                         if constexpr (HAS_SCORE)
-                            x = LOG2E * modified_score<I>(x, at.b, h, row, q, k_first + step, distance - step, tanh, p);
+                            x = LOG2E * modified_score<I>(x, at.b, h, row, q, k_first + step, distance - step, p);
                         if constexpr (HAS_MASK && PARTIAL_TILE) x = visible(at.b, h, row, q, k, p) ? x : HIDDEN;
                     } else {
                         x = HIDDEN;

@@ -3,12 +3,12 @@
 #include "common/fragment.cuh"
 
 // Tiles along one axis that are not EMPTY, in shared memory: the registers of the main loops are needed for
-// accumulators. The first warp classifies 32 tiles at once, and before that 32 groups of 32 tiles where one call of
-// classify() may cover them.
+// accumulators.
 struct TileList {
-    static constexpr int CAPACITY = 510;
-    int entry[CAPACITY];  // 2 * tile + (state == FULL)
-    int count, next;      // entries; the first step of the walk that is not classified yet
+    int entry[510];   // tile << 8 | State
+    int count, next;  // entries; the first step of the walk that is not classified yet
+    static __device__ __forceinline__ int tile(int entry) { return entry >> 8; }
+    static __device__ __forceinline__ bool full(int entry) { return (entry & 3) == FULL; }
 };
 
 // Fills the list with the next tiles of first ... last - 1, backwards if `descending`; false if none is left. For all
@@ -18,43 +18,25 @@ DEVICE bool fill(TileList& list, const Params& p, int b, int h, int from, int to
                  bool descending = false) {
     __syncthreads();
     if (threadIdx.x < 32) {
-        const int lane = threadIdx.x, tiles = last - first;
         const long long q_position = seq_info(p, b).q_position;
-        auto classify_steps = [&](int step, int steps) {  // the tiles of `steps` steps of the walk
-            if (step >= tiles) return (int)EMPTY;
-            const int end_step = step + steps < tiles ? step + steps : tiles;
-            const int low = descending ? last - end_step : first + step;
-            const int high = descending ? last - step : first + end_step;
-            const int start = low * BLOCK, end = high * BLOCK < n ? high * BLOCK : n;
-            int state = ALONG_KEYS ? tile_state(p, b, h, q_position, from, to, start, end)
-                                   : tile_state(p, b, h, q_position, start, end, from, to);
+        const auto tile_at = [&](int step, int steps) { return descending ? last - step - steps : first + step; };
+        const auto state_of = [&](int step, int steps) {  // of the tiles of `steps` steps of the walk
+            const int start = tile_at(step, steps) * BLOCK, whole = start + steps * BLOCK, end = whole < n ? whole : n;
+            int state = EMPTY;
 #pragma unroll 1
-            for (int other = 1; other < HEADS; ++other) {
-                const int found = ALONG_KEYS ? tile_state(p, b, h + other, q_position, from, to, start, end)
-                                             : tile_state(p, b, h + other, q_position, start, end, from, to);
-                state = state == found ? state : (int)PARTIAL;
+            for (int i = 0; i < HEADS; ++i) {
+                const int found = ALONG_KEYS ? tile_state(p, b, h + i, q_position, from, to, start, end)
+                                             : tile_state(p, b, h + i, q_position, start, end, from, to);
+                state = i == 0 || state == found ? found : (int)PARTIAL;
             }
-            return state;
+            return (unsigned)state;
         };
-        int count = 0, step = list.next;
-        while (step < tiles && count + 32 <= TileList::CAPACITY) {
-            if (HAS_MASK && !MASK_READS_ARRAYS && tiles - step > 32) {
-                const unsigned groups = __ballot_sync(~0u, classify_steps(step + 32 * lane, 32) != EMPTY);
-                if (groups == 0) {
-                    step += 1024;
-                    continue;
-                }
-                step += 32 * (__ffs(groups) - 1);
-            }
-            const int state = classify_steps(step + lane, 1);
-            const unsigned live = __ballot_sync(~0u, state != EMPTY);
-            const int tile = descending ? last - 1 - step - lane : first + step + lane;
-            if (state != EMPTY) list.entry[count + __popc(live & ((1u << lane) - 1))] = 2 * tile + (state == FULL);
-            count += __popc(live);
-            step += 32;
-        }
-        __syncwarp();  // all lanes have read list.next
-        if (lane == 0) list.count = count, list.next = step;
+        int next = list.next;
+        unsigned seen;
+        const int count = fill(list, next, last - first, seen, state_of);
+        for (int i = threadIdx.x; i < count; i += 32)
+            list.entry[i] = tile_at(list.entry[i] >> 8, 1) << 8 | (list.entry[i] & 3);
+        if (threadIdx.x == 0) list.count = count, list.next = next;
     }
     __syncthreads();
     return list.count > 0;

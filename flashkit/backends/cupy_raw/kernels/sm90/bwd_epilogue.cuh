@@ -36,34 +36,15 @@ DEVICE void store_keys(const Tensor& tensor, const WarpKeys& keys, int chunk, un
     }
 }
 
-// float32: 32 columns at a time through BYTES_PIECE of shared memory, so that stores are of whole 128-byte lines. The
-// groups of bulk stores are empty.
+// float32: by lines. The groups of bulk stores are empty.
 template <int DIM>
 DEVICE void store_dkv_float32(const Params& p, const Tensor& tensor, const WarpKeys& keys, int lane, unsigned buffer,
                               const float (&x)[padded(DIM) / 2], float factor) {
-    const auto& [at, key, left, box] = keys;
     bulk_wait_read();
-#pragma unroll
-    for (int c0 = 0; c0 < padded(DIM); c0 += 32) {
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < 8 && c0 + i / 2 * 8 < padded(DIM); ++i) {
-            const int e = (c0 / 8 + i / 2) * 4 + 2 * (i % 2);
-            store_floats(buffer + swizzled(lane / 4 + 8 * (i % 2), 2 * (i / 2) + lane % 4 / 2) + lane % 2 * 8,
-                         x[e] * factor, x[e + 1] * factor);
-        }
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int row = 4 * i + lane / 8;
-            const unsigned source = buffer + swizzled(row, lane % 8);
-            const float2 low = load_floats(source), high = load_floats(source + 8);
-            if (key + row < (int)max_n_k(p))
-                store_float32<DIM>(row_at<float>(tensor, at.b, at.head, key + row), c0 + lane % 8 * 4,
-                                   {low.x, low.y, high.x, high.y}, p);
-        }
-    }
-    __syncwarp();
+    store_lines<DIM>(x, factor, buffer, lane, [&](int row, int column, const float4& four) {
+        if (keys.key + row < (int)max_n_k(p))
+            store_float32<DIM>(row_at<float>(tensor, keys.at.b, keys.at.head, keys.key + row), column, four, p);
+    });
 #pragma unroll
     for (int chunk = 0; chunk < chunks(DIM); ++chunk) bulk_commit();
 }

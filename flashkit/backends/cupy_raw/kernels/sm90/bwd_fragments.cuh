@@ -3,18 +3,20 @@
 //
 // Keys are the rows, as wgmma leaves them. Element 4 n + 2 half + c of a lane is at
 //
-//     key lane_key(half) of the 64,     row lane_row(n, c) of the query tile
+//     key row_of_lane(half) of the 64,  row lane_row(n, c) of the query tile
 //
 // so four lanes share a key.
 #pragma once
 #include "sm90/bwd_layout.cuh"
 
-DEVICE int lane_key(int half) { return threadIdx.x % 128 / 32 * 16 + 8 * half + threadIdx.x % 32 / 4; }
 DEVICE int lane_row(int n, int c) { return 8 * n + threadIdx.x % 4 * 2 + c; }
 
 // Row statistics (log-sum-exps or deltas) of elements 4 n ...: [c]. address: lane_stats() bytes into the tile's.
 DEVICE unsigned lane_stats(int lane) { return lane % 4 * 8; }
-DEVICE void load_row_stats(float (&x)[2], unsigned address, int n) { load_float2(x, address + 32 * n); }
+DEVICE void load_row_stats(float (&x)[2], unsigned address, int n) {
+    const float2 pair = load_floats(address + 32 * n);
+    x[0] = pair.x, x[1] = pair.y;
+}
 
 // Query tile n and work tile `number` of the CTA, and which 64 of the work tile's keys: the warp group's or, in a
 // cluster, the CTA's.
@@ -36,10 +38,10 @@ DEVICE FragmentCoord coord_of(const Params& p, const FragmentId& id) {
             CLUSTER_SIZE > 1 ? 0 : WARPGROUP_KEYS * id.key_group};
 }
 
-// Whether positions and their differences fit 32 bits. A vote, so that the compiler knows it is uniform.
-constexpr long long NEAR_POSITIONS = 1 << 26;
+// Whether positions, their differences and, where SMALL_SCORE, what a score modification computes with them fit 32
+// bits. A vote, so that the compiler knows it is uniform.
 DEVICE bool positions_are_near(const Params& p, long long offset) {
-    constexpr long long most = NEAR_POSITIONS;
+    constexpr long long most = HAS_SCORE ? 1 << 20 : 1 << 26;
     return __all_sync(~0u, offset >= -most && offset + max_n_q(p) < most && max_n_k(p) < most);
 }
 
@@ -95,7 +97,7 @@ struct DropoutMask {
             for (int m = 0; m < S_REGS / 8; ++m) {
                 const int e = 4 * m + part;
                 const int row = row0 + lane_row(e / 2, e % 2);
-                own |= kept_of_four_keys(p, b, h, row, k0 + lane_key(half)) << (16 * half + 4 * m);
+                own |= kept_of_four_keys(p, b, h, row, k0 + row_of_lane(half)) << (16 * half + 4 * m);
             }
 #pragma unroll
         for (int i = 0; i < 4; ++i) bits[i] = __shfl_sync(~0u, own, (threadIdx.x % 32 & ~12) | 4 * i) >> part;
@@ -128,20 +130,11 @@ struct RowDeltas {
     }
 };
 
-// Element 4 n + 2 half + c of a lane to visit_ds. Where it lies is found only if the hook is used.
-DEVICE void visit_element(float ds, const FragmentId& id, int n, int half, int c, const Params& p) {
-    if constexpr (VISITS_DS) {
-        const FragmentCoord at = coord_of(p, id);
-        const int row = at.row0 + lane_row(n, c);
-        visit_ds(ds, at.b, at.h, row, row + seq_info(p, at.b).q_position, at.k0 + lane_key(half), p);
-    }
-}
-
 // dS = P * slope * (dP - delta), rounded. p_slope: P times the slope of the score modification (softmax_p). UNMASKED:
 // every pair is visible; else pairs whose P is 0 get a dS of 0, whatever dP is.
 template <bool UNMASKED>
 DEVICE void compute_ds(const Params& p, const float (&p_slope)[S_REGS], float (&dp)[S_REGS], unsigned (&ds)[S_REGS / 2],
-                       const RowDeltas& deltas, const DropoutMask& dropout, const FragmentId& id) {
+                       const RowDeltas& deltas, const DropoutMask& dropout) {
 #pragma unroll
     for (int n = 0; n < S_REGS / 4; ++n) {
         float delta[2];
@@ -155,7 +148,6 @@ DEVICE void compute_ds(const Params& p, const float (&p_slope)[S_REGS], float (&
                 if (HAS_DROPOUT) dp[i] = dropout.kept(n, half, c) ? dp[i] * (float)p.dropout_scale : 0.0f;
                 x[c] = p_slope[i] * minus_delta(dp[i], delta[c]);
                 if (!UNMASKED && p_slope[i] == 0) x[c] = 0;
-                visit_element(x[c], id, n, half, c, p);
             }
             ds[2 * n + half] = pack(x[0], x[1]);
         }

@@ -6,7 +6,7 @@
 // warp groups 1, 2            consumers: bwd_mainloop.cuh, or bwd_mainloop_cluster.cuh where CLUSTER_SIZE is 2
 //
 // From the head: BLOCK_Q, BLOCK_K, STAGES (of Q), DOUT_STAGES, KEY_BUFFERS (of K), CLUSTER_SIZE, DETERMINISTIC,
-// FUSED_PREPROCESS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, WATCHDOG, SMALL_SCORE (modification.is_small),
+// FUSED_PREPROCESS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, WATCHDOG, SMALL_SCORE (modification.positions),
 // NUM_LISTS, LIST_CAPACITY, LIST_BYTES, SHARED_BYTES, and the offsets of shared memory, laid out by BackwardTile.smem
 // (cuda_common/sm90_bwd_launch.py):
 //
@@ -35,7 +35,6 @@
 #pragma once
 #include "sm90/fp16x2_terms.cuh"
 #include "sm90/pipeline.cuh"
-#include "sm90/packed_tiles.cuh"
 
 // --- tiles -----------------------------------------------------------------------------------------------------------
 
@@ -124,20 +123,16 @@ static_assert(sizeof(QueryTileList) == LIST_BYTES, "BackwardTile.smem and QueryT
 
 // --- shared memory ---------------------------------------------------------------------------------------------------
 
-DEVICE Pipeline<STAGES> q_pipe(unsigned base) { return {base + AT_Q_PIPE, base + AT_Q_PIPE + 8 * STAGES}; }
-DEVICE Pipeline<DOUT_STAGES> dout_pipe(unsigned base) {
-    return {base + AT_DOUT_PIPE, base + AT_DOUT_PIPE + 8 * DOUT_STAGES};
-}
-DEVICE Pipeline<KEY_BUFFERS> k_pipe(unsigned base) { return {base + AT_K_PIPE, base + AT_K_PIPE + 8 * KEY_BUFFERS}; }
-DEVICE Pipeline<1> v_pipe(unsigned base) { return {base + AT_V_PIPE, base + AT_V_PIPE + 8}; }
-DEVICE Pipeline<1> peer_k_pipe(unsigned base) { return {base + AT_PEER_K_PIPE, base + AT_PEER_K_PIPE + 8}; }
-DEVICE Pipeline<NUM_LISTS> list_pipe(unsigned base) {
-    return {base + AT_LIST_PIPE, base + AT_LIST_PIPE + 8 * NUM_LISTS};
-}
+DEVICE Pipeline<STAGES> q_pipe(unsigned base) { return Pipeline<STAGES>::at(base + AT_Q_PIPE); }
+DEVICE Pipeline<DOUT_STAGES> dout_pipe(unsigned base) { return Pipeline<DOUT_STAGES>::at(base + AT_DOUT_PIPE); }
+DEVICE Pipeline<KEY_BUFFERS> k_pipe(unsigned base) { return Pipeline<KEY_BUFFERS>::at(base + AT_K_PIPE); }
+DEVICE Pipeline<1> v_pipe(unsigned base) { return Pipeline<1>::at(base + AT_V_PIPE); }
+DEVICE Pipeline<1> peer_k_pipe(unsigned base) { return Pipeline<1>::at(base + AT_PEER_K_PIPE); }
+DEVICE Pipeline<NUM_LISTS> list_pipe(unsigned base) { return Pipeline<NUM_LISTS>::at(base + AT_LIST_PIPE); }
 DEVICE Pipeline<CLUSTER_SIZE == 1 ? 2 : 1> ds_pipe(unsigned base) {
     return {base + AT_DS_PIPE, base + AT_DS_PIPE + 16};
 }
-DEVICE Pipeline<1> dsmem_pipe(unsigned base) { return {base + AT_DSMEM_PIPE, base + AT_DSMEM_PIPE + 8}; }
+DEVICE Pipeline<1> dsmem_pipe(unsigned base) { return Pipeline<1>::at(base + AT_DSMEM_PIPE); }
 
 // Of query tile n of the CTA; of work tile `number` of the CTA.
 DEVICE unsigned tile_desc_slot(unsigned base, unsigned n) {
@@ -152,16 +147,10 @@ DEVICE unsigned nonfinite_keys_slot(unsigned base, unsigned number) {
     return base + AT_NONFINITE_KEYS + 4 * NONFINITE_WORDS * (number % KEY_BUFFERS);
 }
 
-DEVICE void load_float2(float (&x)[2], unsigned address) {
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(address) : "memory");
-}
 DEVICE float load_float(unsigned address) {
     float x;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
     return x;
-}
-DEVICE void clear_vec(unsigned address) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
 }
 
 // --- the CTA's share -------------------------------------------------------------------------------------------------
@@ -310,16 +299,9 @@ DEVICE void ask_for_fallback(const Params& p, bool asks) {
 // dP - delta, in whose unit delta is.
 DEVICE float minus_delta(float dp, float delta) { return IS_FLOAT32 ? fmaf(dp, DP_UNIT, -delta) : dp - delta; }
 
-// Four columns of a row of a gradient, which is contiguous.
+// Four columns of a row of a gradient.
 template <int DIM>
 DEVICE void store_float32(float* row, int column, const float4& x, const Params& p) {
     ask_for_fallback(p, !(is_finite(x.x) && is_finite(x.y) && is_finite(x.z) && is_finite(x.w)));
-    if (DIM % 4 == 0 && ((unsigned long long)row & 15) == 0) {
-        if (column < DIM) *reinterpret_cast<float4*>(row + column) = x;
-        return;
-    }
-    if (column < DIM) row[column] = x.x;
-    if (column + 1 < DIM) row[column + 1] = x.y;
-    if (column + 2 < DIM) row[column + 2] = x.z;
-    if (column + 3 < DIM) row[column + 3] = x.w;
+    store_four<DIM>(row, column, x);
 }

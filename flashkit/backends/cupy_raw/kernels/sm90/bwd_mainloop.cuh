@@ -157,8 +157,8 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
             // V of the next work tile may be loaded during the epilogue
             if (last) pipe_v.consumer_release(number, lane);
             unsigned ds[S_REGS / 2];
-            if (unmasked || !CLEARS_KEYS) compute_ds<true>(p, s, dp, ds, deltas, dropout, id);
-            else compute_ds<false>(p, s, dp, ds, deltas, dropout, id);
+            if (unmasked || !CLEARS_KEYS) compute_ds<true>(p, s, dp, ds, deltas, dropout);
+            else compute_ds<false>(p, s, dp, ds, deltas, dropout);
             auto issue_dq_and_dk = [&]() {
                 if (DK_FIRST) issue_dk(n, ds, first);
                 if (!first) pipe_ds.consumer_wait(n - 1);

@@ -225,8 +225,8 @@ DEVICE void fused_preprocess(const Params& p, const TensorMap& out_map, const Te
 // After Hopper's backward kernel: dq_accum to dq.
 //
 // The kernel is launched early (programmatic dependent launch) and converts each query tile as soon as its dQ is
-// complete, on SMs reserved for it or whose CTAs have ended. Of packed sequences it waits for the end of the kernel, as
-// only that one's scheduler warps have counted the work tiles.
+// complete, where CTAs have ended. Of packed sequences it waits for the end of the kernel, as only that one's scheduler
+// warps have counted the work tiles.
 
 // Until a query tile's dQ is complete: DETERMINISTIC, until all key tiles have added to it; else until all work tiles
 // of its head are finished. All CTAs of the backward kernel are resident by then.
@@ -248,7 +248,7 @@ DEVICE void wait_for_dq(const Params& p, int b, int h, int tile) {
     __syncthreads();
 }
 
-using DqElement = conditional<IS_FLOAT32, float, unsigned short>::type;
+using DqElement = Select<IS_FLOAT32, float, unsigned short>::type;
 constexpr int DQ_PITCH = 64 * CHUNKS + 16 / (int)sizeof(DqElement);  // of a row in shared memory
 
 // A query tile becomes rows again in shared memory. stored: whether dq_accum has a sum of it.

@@ -206,6 +206,6 @@ DEVICE void producer(const Params& p, const KvSource& kv, const TensorMap& q_map
             if (claims && (DETERMINISTIC || claim_at == count) && leader) mbarrier_arrive(base + AT_CLAIM);
         }
         __syncwarp();
-        if (leader) mbarrier_arrive(pipe_list.empty + 8 * pipe_list.stage(c));
+        if (leader) mbarrier_arrive(pipe_list.empty_barrier(c));
     }
 }

@@ -38,24 +38,15 @@ DEVICE bool claims_early(int n_q, int n_k) {
 }
 
 DEVICE void scheduler(const Params& p, const KvSource& kv, unsigned base, QueryTileList* lists) {
-    const auto pipe_list = list_pipe(base);
+    ListWriter<QueryTileList, NUM_LISTS, BACKOFF_NS> writer{list_pipe(base), lists};
     const auto pipe_k = k_pipe(base);
     TileScheduler work{p, base};
     const bool leader = threadIdx.x % 32 == 0;
     const int num_work_tiles = work.count();
-    unsigned n = 0, number = 0;  // lists and work tiles so far
+    unsigned number = 0;  // work tiles so far
     int claim = 0;
     bool claimed = false;          // early, by claims_early()
     unsigned early_claims = 0;
-    auto acquire_list = [&]() -> QueryTileList& {
-        mbarrier_wait_backoff(pipe_list.empty + 8 * pipe_list.stage(n), (n / NUM_LISTS & 1) ^ 1, BACKOFF_NS);
-        return lists[n % NUM_LISTS];
-    };
-    auto commit_list = [&]() {
-        __syncwarp();
-        if (leader) mbarrier_arrive(pipe_list.full + 8 * pipe_list.stage(n));
-        ++n;
-    };
     auto announce = [&](const WorkTile& at, bool descending) {
         pipe_k.producer_acquire(number);
         const unsigned slot = work_tile_slot(base, number);
@@ -116,11 +107,11 @@ DEVICE void scheduler(const Params& p, const KvSource& kv, unsigned base, QueryT
                         skip_dq(dq_semaphore(p, at.b, h, tile).added(p), at.k0 / BLOCK_K);
                 return states;
             };
-            QueryTileList& list = acquire_list();
+            QueryTileList& list = writer.acquire();
             // Before a list is free it would be too early: other CTAs may be sooner done.
             if (claimed && first) claim = work.claim(leader), ++early_claims;
             unsigned all_states;
-            const int count = fill(list, next, tiles_q, all_states, states_of, n == 0);
+            const int count = fill(list, next, tiles_q, all_states, states_of, writer.n == 0);
             if (const int lane = threadIdx.x % 32; DETERMINISTIC && lane < count)
                 list.entry[lane] = tile_at(list.entry[lane] >> 8, 1) << 8 | (list.entry[lane] & 255);
             if (leader) {
@@ -129,7 +120,7 @@ DEVICE void scheduler(const Params& p, const KvSource& kv, unsigned base, QueryT
                 const bool ends = next >= tiles_q && member == GQA_GROUP - 1;
                 list.ends = ends && claimed ? QueryTileList::CLAIMED : ends;
             }
-            commit_list();
+            writer.commit();
             if (next >= tiles_q) next = 0, ++member;
             if (!first) continue;
             first = false;
@@ -144,9 +135,9 @@ DEVICE void scheduler(const Params& p, const KvSource& kv, unsigned base, QueryT
         }
     }
     // END to the producer, the consumers and the fused preprocess.
-    QueryTileList& list = acquire_list();
+    QueryTileList& list = writer.acquire();
     if (leader) list.b = END;
-    commit_list();
+    writer.commit();
     announce({END, 0, 0}, false);
     if (leader) mbarrier_arrive(kv.k_full(number));
     if (FUSED_PREPROCESS && leader) mbarrier_arrive(base + AT_CLAIMED);

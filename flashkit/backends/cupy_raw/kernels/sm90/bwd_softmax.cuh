@@ -64,23 +64,6 @@ DEVICE void add_bias_early(const AffineTile& tile, float (&stats)[EARLY][2]) {
         for (int c = 0; c < 2; ++c) stats[n][c] = bias_minus_lse(tile, stats[n][c], n, 0, c);
 }
 
-// tanh. For bfloat16 the hardware's, accurate to 2^-11. For float16, up to |x| = TANH_POLY_MAX, polynomials of x^2 for
-// tanh(x) / x and for the slope, accurate to 2e-5 and 2e-4; beyond, and where registers are short, the exact tanh.
-constexpr bool HAS_TANH_POLY = CAPPED && STORAGE != BFLOAT16 && S_REGS <= 32;
-constexpr float TANH_POLY_MAX = 0.5f;
-constexpr float TANH_POLY[3] = {0.99997744f, -0.3316915f, 0.11520976f};
-constexpr float SLOPE_POLY[3] = {0.99983822f, -0.98864075f, 0.5423509f};
-
-DEVICE bool tanh_poly_ok(const float (&s)[S_REGS], const AffineTile& tile) {
-    float greatest[4] = {};
-#pragma unroll
-    for (int i = 0; i < S_REGS; ++i) greatest[i % 4] = fmaxf(greatest[i % 4], fabsf(s[i]));
-    const float of_all = fmaxf(fmaxf(greatest[0], greatest[1]), fmaxf(greatest[2], greatest[3]));
-    return __all_sync(~0u, of_all * fabsf(tile.rate) <= TANH_POLY_MAX);
-}
-
-// --- S to P ----------------------------------------------------------------------------------------------------------
-
 // --- masks -----------------------------------------------------------------------------------------------------------
 
 // Element 4 n + 2 half + c, or -inf if it is masked. Where the mask SHIFTS, queries are counted from the lane's first
@@ -88,7 +71,7 @@ DEVICE bool tanh_poly_ok(const float (&s)[S_REGS], const AffineTile& tile) {
 template <typename POSITION>
 DEVICE float mask_score(const Params& p, const FragmentCoord& at, float x, int n, int half, int c, POSITION offset,
                         int n_q, int n_k) {
-    const int k = at.k0 + lane_key(half), own = at.row0 + lane_row(n, c), last = n_q - 1;
+    const int k = at.k0 + row_of_lane(half), own = at.row0 + lane_row(n, c), last = n_q - 1;
     const int row = own < last ? own : last;
     const POSITION first = at.row0 + lane_row(0, 0) + offset;
     const POSITION q = SHIFTS ? 8 * n + c : row + offset, key = SHIFTS ? k - first : k;
@@ -123,7 +106,7 @@ DEVICE void mask_scores(const Params& p, const FragmentCoord& at, float (&s)[S_R
 template <bool PARTIAL_TILE, typename POSITION>
 DEVICE float softmax_p_one(const Params& p, const FragmentCoord& at, float& x, int n, int half, int c, long long offset,
                            int n_q, int n_k, float scale, float lse, bool nonfinite_key) {
-    const int k = at.k0 + lane_key(half), row = at.row0 + lane_row(n, c);
+    const int k = at.k0 + row_of_lane(half), row = at.row0 + lane_row(n, c);
     float slope = 1;
     x *= scale;
     if (k < n_k && row < n_q) {
@@ -150,8 +133,8 @@ DEVICE void softmax_p_general(const Params& p, const FragmentCoord& at, float (&
     const long long offset = at.seq.q_position();
     const float scale = IS_FLOAT32 ? scale_log2
         : (float)(HAS_SCORE ? p.softmax_scale : p.softmax_scale * 1.4426950408889634);
-    auto nonfinite_keys_from = [&](int half) {  // bits from that of lane_key(half) on
-        const int bit = at.first_key + lane_key(half);
+    auto nonfinite_keys_from = [&](int half) {  // bits from that of row_of_lane(half) on
+        const int bit = at.first_key + row_of_lane(half);
         return (unsigned)load_word(at.nonfinite_keys + bit / 32 * 4) >> bit % 32;
     };
     auto round_and_drop = [&](int i, float w, float v) {
@@ -226,10 +209,10 @@ DEVICE void softmax_p_plain(float (&s)[S_REGS], unsigned (&p_frag)[S_REGS / 2], 
 }
 
 // An affine modification; all pairs are visible.
-template <bool TANH_POLY_OK, int EARLY>
+template <int EARLY>
 DEVICE void softmax_p_affine(float (&s)[S_REGS], unsigned (&p_frag)[S_REGS / 2], const float (&early)[EARLY][2],
                              unsigned lse_address, const AffineTile& tile) {
-    const float gain = tile.gain, slope = tile.slope, rate = tile.rate, square = rate * rate, eight = 8 * tile.step;
+    const float gain = tile.gain, slope = tile.slope, eight = 8 * tile.step;
     softmax_p_each(s, p_frag, early, lse_address, [&](float& x, float stat, int n, int half, int c) {
         const float bias = !AFFINE_AHEAD         ? bias_minus_lse(tile, stat, n, half, c)
                            : SLOPED && half == 1 ? stat + eight
@@ -238,14 +221,8 @@ DEVICE void softmax_p_affine(float (&s)[S_REGS], unsigned (&p_frag)[S_REGS / 2],
         if constexpr (!CAPPED) {
             w = exp2_fast(fmaf(x, gain, bias));
             x = UNIT_SLOPE ? w : w * slope;
-        } else if constexpr (TANH_POLY_OK) {
-            const float y = x * x, high = gain * rate;
-            const float tanh_tail = fmaf(TANH_POLY[2] * high * square * square, y, TANH_POLY[1] * high * square);
-            const float slope_tail = fmaf(SLOPE_POLY[2] * slope * square * square, y, SLOPE_POLY[1] * slope * square);
-            w = exp2_fast(fmaf(x, fmaf(tanh_tail, y, TANH_POLY[0] * high), bias));
-            x = w * fmaf(slope_tail, y, SLOPE_POLY[0] * slope);
         } else {
-            const float t = tanh_of(x * rate);
+            const float t = tanh_of(x * tile.rate);
             w = exp2_fast(fmaf(t, gain, bias));
             x = w * (UNIT_SLOPE ? fmaf(-t, t, 1.0f) : fmaf(-slope * t, t, slope));
         }
@@ -277,8 +254,7 @@ DEVICE bool softmax_p(const Params& p, const FragmentId& id, int tile_desc, bool
     }
     if constexpr (AFFINE_PATH) {
         if (full && keys_finite && !(tile_desc & TileDesc::NONFINITE_ROWS) && affine.valid) {
-            if (HAS_TANH_POLY && tanh_poly_ok(s, affine)) softmax_p_affine<true>(s, p_frag, early, lse_address, affine);
-            else softmax_p_affine<false>(s, p_frag, early, lse_address, affine);
+            softmax_p_affine(s, p_frag, early, lse_address, affine);
             return true;
         }
     }

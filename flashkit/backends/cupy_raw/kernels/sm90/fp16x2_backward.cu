@@ -19,9 +19,71 @@
 //
 // Each row of dO has a scale of its own, as gradients may be of any magnitude. So has each row of W in a tile, which is
 // put back when the tile's product is added.
-#include "sm90/fp16x2_bwd_epilogue.cuh"
+#include "common/bwd_fallback.cuh"
 #include "sm90/fp16x2_bwd_producer.cuh"
-#include "sm90/fp16x2_bwd_layout.cuh"
+
+// --- P of a pair -----------------------------------------------------------------------------------------------------
+
+DEVICE float dropout(float x, const Params& p, const WorkTile& at, int h, int query, int key) {
+    return HAS_DROPOUT ? drop(x, p, at.b, h, query, key) : x;
+}
+
+// P of a pair, 0 where it is masked. scale: what 1 stands for in s. lse: of the query, in base 2, or its fraction.
+template <bool UNMASKED>
+DEVICE float probability(const Params& p, const WorkTile& at, int h, int query, int key, float s, float scale,
+    float lse, float& slope) {
+    if constexpr (UNMASKED && !HAS_SCORE) return exp2_fast(fmaf(s, scale, -lse));
+    if (!UNMASKED && (query >= (int)seq_info(p, at.b).n_q || key >= at.n_k)) return 0;
+    float x = s * scale;
+    if constexpr (HAS_SCORE) slope = score_slope(x, at.b, h, query, query + at.offset, key, p);
+    x = modify<!UNMASKED>(x, at.b, h, query, query + at.offset, key, p);
+    return x == HIDDEN ? 0.0f : exp2_fast(fmaf(x, HAS_SCORE ? LOG2E : 1.0f, -lse));
+}
+
+// --- the epilogue ----------------------------------------------------------------------------------------------------
+
+// A gradient of a warp's 16 rows to global memory. all: rows of the tensor, which get zeros from at.rows on.
+template <int DIM, int M>
+DEVICE void store_gradient(const Tensor& gradient, const WorkTile& at, int first, int all, const float (&sums)[M],
+    float factor, unsigned staged) {
+    store_lines<DIM>(sums, factor, staged, threadIdx.x % 32, [&](int own, int column, const float4& x) {
+        if (first + own < all)
+            store_four<DIM>(row_at<float>(gradient, at.b, at.h, first + own), column,
+                            first + own < at.rows ? x : float4{0, 0, 0, 0});
+    });
+}
+
+// The gradients of a work tile; `staged`: its warp group's rows of A1, which are no longer read.
+DEVICE void epilogue(const Params& p, const WorkTile& at, int wg, float (&acc_1)[ACC_COLUMNS_1 / 2 + 1],
+    float (&acc_2)[ACC_COLUMNS_2 / 2 + 1], const float (&factor)[2], bool is_nonfinite, unsigned staged) {
+    const int warp = uniform(threadIdx.x % 128 / 32), first = at.row0 + 64 * wg + 16 * warp,
+        all = DQ_KERNEL ? (int)seq_info(p, at.b).n_q : (int)max_n_k(p);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int i = 0; i < ACC_COLUMNS_1 / 4; ++i) {
+            float& x = acc_1[i / 2 * 4 + 2 * half + i % 2];
+            x *= factor[half], is_nonfinite |= !is_finite(x);
+        }
+#pragma unroll
+        for (int i = 0; i < ACC_COLUMNS_2 / 4; ++i) is_nonfinite |= !is_finite(acc_2[i / 2 * 4 + 2 * half + i % 2]);
+    }
+    named_barrier_sync(1 + wg, 128);  // no warp of the warp group reads the rows any more
+    staged += 16 * warp * CHUNK_ROW;
+    store_gradient<HEAD_DIM>(DQ_KERNEL ? p.dq : p.dk, at, first, all, acc_1, (float)p.softmax_scale, staged);
+    if constexpr (!DQ_KERNEL) store_gradient<HEAD_DIM_V>(p.dv, at, first, all, acc_2, 1.0f, staged);
+    if (__any_sync(~0u, is_nonfinite)) {
+#pragma unroll 1
+        for (int row = opaque(first), end = row + 16 < at.rows ? row + 16 : at.rows; row < end; ++row) {
+            recompute_row<DQ_KERNEL ? DQ : DK>(p, at.b, at.h, row, 0, HEAD_DIM, (float)p.softmax_scale);
+            if constexpr (!DQ_KERNEL) recompute_row<DV>(p, at.b, at.h, row, 0, HEAD_DIM_V, 1.0f);
+        }
+    }
+    fence_proxy_async();
+    __syncwarp();
+}
+
+// --- the consumer ----------------------------------------------------------------------------------------------------
 
 // A log-sum-exp in base 2 as a fraction, to which P is relative, and a whole number, which goes into a scale: power =
 // 2^-whole. An exponent of 15 and a fraction would cost P four bits of precision. `scale` times `power` stays a normal

@@ -19,20 +19,14 @@
 
 #include "common/fragment.cuh"
 
-constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
-
-constexpr int up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
-constexpr int larger(int a, int b) { return a > b ? a : b; }
-
 constexpr int padded(int dim) { return up(dim, 16); }  // columns of a product; those past `dim` are zeros
 constexpr int chunks(int dim) { return up(dim, 64) / 64; }
 constexpr int CHUNK_ROW = 128, VEC_BYTES = 16;  // bytes
 
-template <bool, typename T, typename> struct conditional { using type = T; };
-template <typename T, typename U> struct conditional<false, T, U> { using type = U; };
-template <bool VALUE> struct Constant { static constexpr bool value = VALUE; };  // an argument of generic lambdas
+template <auto VALUE> struct Constant { static constexpr auto value = VALUE; };  // an argument of generic lambdas
 
-DEVICE bool is_finite(float x) { return fabsf(x) < INFINITE; }
+// A lane's row of an accumulator, among the 64 of its warp group.
+DEVICE int row_of_lane(int half) { return threadIdx.x % 128 / 32 * 16 + 8 * half + threadIdx.x % 32 / 4; }
 
 // --- shared and global memory ----------------------------------------------------------------------------------------
 
@@ -70,6 +64,10 @@ DEVICE int load_word(unsigned address) {
     int x;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
     return x;
+}
+
+DEVICE void clear_vec(unsigned address) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
 }
 
 // --- mbarriers -------------------------------------------------------------------------------------------------------
@@ -245,8 +243,7 @@ DEVICE void clear_rows(unsigned tile, int first, int chunk_bytes) {
     first = first < 0 ? 0 : first;
     for (int i = threadIdx.x % 128; i < (ROWS - first) * chunks(DIM) * 8; i += 128) {
         const int vec = i % 8, chunk = i / 8 % chunks(DIM), row = first + i / 8 / chunks(DIM);
-        const unsigned target = tile + chunk * chunk_bytes + row * CHUNK_ROW + vec * VEC_BYTES;
-        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(target), "r"(0) : "memory");
+        clear_vec(tile + chunk * chunk_bytes + row * CHUNK_ROW + vec * VEC_BYTES);
     }
     fence_proxy_async();
 }
@@ -314,6 +311,46 @@ DEVICE void mma_m16n8k16(float* c, const unsigned (&a)[4], unsigned b0, unsigned
     if constexpr (STORAGE == BFLOAT16) MMA_M16N8K16("bf16");
     else MMA_M16N8K16("f16");
 #undef MMA_M16N8K16
+}
+
+// --- float32 accumulators --------------------------------------------------------------------------------------------
+
+// A warp's 16 rows times `factor`, 32 columns at a time through 2 KiB of shared memory, so that stores are of whole
+// 128-byte lines: store(row, column, four elements).
+template <int DIM, int N, typename F>
+DEVICE void store_lines(const float (&x)[N], float factor, unsigned staged, int lane, F store) {
+#pragma unroll
+    for (int c0 = 0; c0 < padded(DIM); c0 += 32) {
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 8 && c0 + i / 2 * 8 < padded(DIM); ++i) {
+            const int e = (c0 / 8 + i / 2) * 4 + 2 * (i % 2);
+            store_floats(staged + swizzled(lane / 4 + 8 * (i % 2), 2 * (i / 2) + lane % 4 / 2) + lane % 2 * 8,
+                         x[e] * factor, x[e + 1] * factor);
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = 4 * i + lane / 8;
+            const unsigned source = staged + swizzled(row, lane % 8);
+            const float2 low = load_floats(source), high = load_floats(source + 8);
+            store(row, c0 + lane % 8 * 4, float4{low.x, low.y, high.x, high.y});
+        }
+    }
+    __syncwarp();
+}
+
+// Four columns of a row of DIM, which is contiguous.
+template <int DIM>
+DEVICE void store_four(float* row, int column, const float4& x) {
+    if (DIM % 4 == 0 && ((unsigned long long)row & 15) == 0) {
+        if (column < DIM) *reinterpret_cast<float4*>(row + column) = x;
+        return;
+    }
+    if (column < DIM) row[column] = x.x;
+    if (column + 1 < DIM) row[column + 1] = x.y;
+    if (column + 2 < DIM) row[column + 2] = x.z;
+    if (column + 3 < DIM) row[column + 3] = x.w;
 }
 
 // --- registers -------------------------------------------------------------------------------------------------------

@@ -1,13 +1,12 @@
 // Tile shape, registers and shared memory of Hopper's forward pass.
 //
-// From the head: BLOCK_K, MMA_WARPGROUPS, STAGES, Q_BUFFERS, PACK_GQA, PING_PONG, ROW_SUM_BY_MMA, NUM_TERMS,
+// From the head: BLOCK_K, MMA_WARPGROUPS, STAGES, Q_BUFFERS, PACK_GQA, PING_PONG, NUM_TERMS,
 // CONSUMER_REGISTERS, PRODUCER_REGISTERS, WATCHDOG, READS_ARRAYS, POSITIONS, FAR, SHARED_BYTES,
 // LIST_HEADER, LIST_CAPACITY and the offsets AT_* of the parts of shared memory, which ForwardTile.smem lays out
 // (cuda_common/sm90_launch.py):
 //
 //     AT_Q                  [Q_BUFFERS][MMA_WARPGROUPS][64][..]; O on its way out lies there, too
 //     AT_K, AT_V            [STAGES][BLOCK_K][..]
-//     AT_ONES               a chunk of ones behind every V, where ROW_SUM_BY_MMA
 //     AT_Q_PIPE, AT_K_PIPE, AT_V_PIPE, AT_LIST_PIPE     full and empty barriers
 //     AT_CLAIM              barrier: the work tile is near its end, so the scheduler may claim the next one
 //     AT_OUT_READY          barriers, for each buffer of Q and warp group: O is in the buffer
@@ -24,7 +23,6 @@
 #pragma once
 #include "common/positions.cuh"
 #include "sm90/pipeline.cuh"
-#include "sm90/packed_tiles.cuh"
 #include "sm90/fp16x2_terms.cuh"
 
 // --- elements of e4m3 ------------------------------------------------------------------------------------------------
@@ -57,7 +55,7 @@ DEVICE unsigned pack_e4m3(float x0, float x1, float x2, float x3) {
 constexpr bool SCALES_OF_HEADS = FP8 == 1, SCALES_OF_BLOCKS = FP8 == 2, SCALES_OF_TOKENS = FP8 == 3;
 constexpr int SCALE_BLOCK = 128;
 
-// The scale of query n or of key n; 1 where elements have none.
+// The scale of query n or of key n.
 DEVICE float scale_of_query(const Params& p, int b, int h, int n) {
     if constexpr (!FP8) return 1;
     if constexpr (SCALES_OF_BLOCKS) return *row_at<const float>(p.q_scale, b, h, n / SCALE_BLOCK);
@@ -69,11 +67,18 @@ DEVICE float scale_of_key(const Params& p, const Tensor& scales, int b, int h, i
     return *row_at<const float>(scales, IS_PAGED ? 0 : b, h, SCALES_OF_BLOCKS ? n / SCALE_BLOCK : 0);
 }
 
-// V of a key: GETS_VT, in the order of V^T, where among 16 keys key 8 j + 2 t + c stands at 4 t + 2 j + c.
-DEVICE int place_in_vt(int key) { return key & ~15 | (key & 6) << 1 | (key & 8) >> 2 | key & 1; }
-DEVICE operand value_of(const Params& p, int b, int h, int key, int column) {
-    if constexpr (GETS_VT) return row_at<const operand>(p.v, b, h, column)[place_in_vt(key)];
-    return kv_row<const operand>(p, p.v, b, h, key)[column];
+DEVICE float scale_of(const Tensor&, int, int, int) { return 1; }  // where elements have none
+
+// V of a key, GETS_VT in the order of V^T, where among 16 keys key 8 j + 2 t + c stands at 4 t + 2 j + c.
+struct ValuesOfKey {
+    const operand* first;  // of column 0
+    long long stride;
+    __device__ __forceinline__ const operand& operator[](int column) const { return first[column * stride]; }
+};
+DEVICE ValuesOfKey values_of_key(const Params& p, int b, int h, int key) {
+    if constexpr (!GETS_VT) return {kv_row<const operand>(p, p.v, b, h, key), 1};
+    const int place = key & ~15 | (key & 6) << 1 | (key & 8) >> 2 | key & 1;
+    return {row_at<const operand>(p.v, b, h, 0) + place, p.v.token};
 }
 
 // --- tiles and shared memory -----------------------------------------------------------------------------------------
@@ -107,8 +112,7 @@ constexpr int VT_LINES = COLUMNS + 8 * (COLUMNS <= 128);  // FP8, of V^T: column
 constexpr int BYTES_K = CHUNK_BYTES * CHUNKS_K, BYTES_V = GETS_VT ? VT_LINES * CHUNK_ROW : CHUNK_BYTES * CHUNKS_V;
 constexpr int V_STAGES = FP8 && !GETS_VT ? (COLUMNS <= 128 ? 2 : 1) : STAGES;
 
-// Registers of a lane. Where ROW_SUM_BY_MMA the last four of O are sums of P.
-constexpr int O_REGS = COLUMNS / 2 + 4 * ROW_SUM_BY_MMA, S_REGS = BLOCK_K / 2, P_REGS = BLOCK_K / 4;
+constexpr int O_REGS = COLUMNS / 2, S_REGS = BLOCK_K / 2, P_REGS = BLOCK_K / 4;  // of a lane
 
 constexpr int AFFINE_BYTES = 24;  // of AT_AFFINE, for a warp
 
@@ -118,19 +122,8 @@ constexpr int FIRST_TILE = 64, END = -1, NO_DESC = -2;
 constexpr int PAIR = 128;  // FP8: the next tile of the work tile has the same states
 constexpr int DESC_BYTES = FP8 ? 16 : 4;
 
-// ROW_SUM_BY_MMA: one chunk of ones follows the chunks of V of every stage, as the last column block of the second
-// product. A descriptor has a single chunk stride, so the stages of V have different strides, and with two chunks of V
-// a stage of K lies in between.
-static_assert(!ROW_SUM_BY_MMA || CHUNKS_V == 1 || (CHUNKS_V == 2 && CHUNKS_K == 2 && STAGES == 2), "no room for ones");
-DEVICE constexpr int at_k(int stage) {
-    return ROW_SUM_BY_MMA && CHUNKS_V == 2 ? AT_ONES - (5 + 3 * stage) * CHUNK_BYTES : AT_K + stage * BYTES_K;
-}
-DEVICE constexpr int chunk_stride_v(int stage) {
-    return ROW_SUM_BY_MMA ? (1 + CHUNKS_V * stage) * CHUNK_BYTES : CHUNK_BYTES;
-}
-DEVICE constexpr int at_v(int stage) {
-    return ROW_SUM_BY_MMA ? AT_ONES - CHUNKS_V * chunk_stride_v(stage) : AT_V + stage * BYTES_V;
-}
+DEVICE constexpr int at_k(int stage) { return AT_K + stage * BYTES_K; }
+DEVICE constexpr int at_v(int stage) { return AT_V + stage * BYTES_V; }
 
 // For each warp group.
 enum NamedBarrier { PING_PONG_BARRIER = 1, WARPGROUP_BARRIER = PING_PONG_BARRIER + MMA_WARPGROUPS };
@@ -169,9 +162,6 @@ DEVICE WorkTile read_work_tile(const Params& p, unsigned base, int number, int w
         row0 = uniform(load_word(slot + 8)) + 64 * wg;
     return {b, h, row0, (start)seq_of(p, b, slot).q_position(), slot};
 }
-
-// A lane's row among the 64 of its warp group.
-DEVICE int row_of_lane(int half) { return threadIdx.x % 128 / 32 * 16 + 8 * half + threadIdx.x % 32 / 4; }
 
 // Head and token of a packed row; rows past the end stand for the last one.
 struct HeadRow { int h, row; };

@@ -1,6 +1,6 @@
 // Q to shared memory, and the epilogue of latent attention: a warp group's columns of O, of all keys or of a split.
 #pragma once
-#include "sm90/softmax.cuh"
+#include "sm90/epilogue.cuh"
 #include "sm90/mla_scheduler.cuh"
 
 // Copies 16 bytes, or writes zeros; then `source` need not be a valid address.
@@ -33,51 +33,28 @@ DEVICE void store_element(const Params& p, const Unit& unit, int h, int row, int
     else q_row<storage>(p, p.out, unit.at.b, h, row)[column] = narrow(x);
 }
 
-// The non-finite fallback: those of a warp's 16 rows that `wanted` has bits for, again from global memory, pair by
-// pair, as a masked pair has met infinity or NaN in V. lse: of the unit's keys, in base 2.
+// The non-finite fallback: those of a warp's 16 rows that `wanted` has bits for.
 template <int WG>
-DEVICE void unit_nonfinite(const Params& p, const Unit& unit, const float (&lse)[2], unsigned wanted) {
+DEVICE void unit_nonfinite(const Params& p, const Unit& unit, unsigned wanted) {
     constexpr int OWN = HALF_COLUMNS / 32;  // columns of a lane
     const WorkTile& at = unit.at;
-    const int lane = threadIdx.x % 32, row0 = uniform(threadIdx.x % 128 / 32) * 16;
-    const int n_k = (int)seq_info(p, at.b).n_k;
+    const int lane = threadIdx.x % 32, first_column = WG * HALF_COLUMNS + lane;
+    const int row0 = uniform(threadIdx.x % 128 / 32) * 16, n_k = (int)seq_info(p, at.b).n_k;
     const TileRange range = tile_range(p, n_k, unit.split);
     const int first = range.first * BLOCK_K, end = n_k - first < (range.end - range.first) * BLOCK_K
                                                        ? n_k : range.end * BLOCK_K;
-    const long long offset = seq_info(p, at.b).q_position;
 #pragma unroll 1
     for (int r = 0; r < 16; ++r) {
         if (!(wanted >> r & 1)) continue;
         const HeadRow of = clamped_row(p, at.b, at.h, at.row0 + row0 + r);
-        const float reference = __shfl_sync(~0u, r < 8 ? lse[0] : lse[1], r % 8 * 4);
-        const storage* q = q_row<const storage>(p, p.q, at.b, of.h, of.row);
-        float sums[OWN] = {};
-#pragma unroll 1
-        for (int k0 = first; k0 < end; k0 += 32) {
-            const int k = k0 + lane < end ? k0 + lane : end - 1;
-            const storage* key = kv_row<const storage>(p, p.k, at.b, of.h / GQA_GROUP, k);
-            float x = 0;
-#pragma unroll 1
-            for (int d = 0; d < HEAD_DIM; ++d) x += widen(q[d]) * widen(key[d]);
-            x = modify<true>(x * (float)p.softmax_scale, at.b, of.h, of.row, of.row + offset, k, p);
-            x = exp2_fast(fmaf(x, LOG2E, -reference));
-#pragma unroll 1
-            for (int other = 0; other < 32; ++other) {
-                const float weight = __shfl_sync(~0u, k0 + lane < end ? x : 0.0f, other);
-                const storage* value =
-                    kv_row<const storage>(p, p.v, at.b, of.h / GQA_GROUP, k0 + other < end ? k0 + other : end - 1);
-#pragma unroll
-                for (int i = 0; i < OWN; ++i) {
-                    const int column = WG * HALF_COLUMNS + lane + 32 * i;
-                    const float v = widen(value[column < HEAD_DIM_V ? column : 0]);
-                    sums[i] += weight == 0 ? 0.0f : weight * v;
-                }
-            }
-        }
+        float sums[OWN];
+        const bool has_sink = HAS_SINKS && p.num_splits == 1;
+        const float sum = row_nonfinite<operand>(p, at.b, of.h, of.row, first, end, has_sink, lane, first_column, sums,
+                                                 scale_of).sum;
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {
-            const int column = WG * HALF_COLUMNS + lane + 32 * i;
-            if (column < HEAD_DIM_V) store_element(p, unit, of.h, of.row, column, sums[i]);
+            const int column = first_column + 32 * i;
+            if (column < HEAD_DIM_V) store_element(p, unit, of.h, of.row, column, sums[i] / sum);
         }
     }
 }
@@ -89,7 +66,6 @@ DEVICE void mla_epilogue(const Params& p, const Unit& unit, const float (&m)[2],
     const WorkTile& at = unit.at;
     const bool is_split = p.num_splits > 1;
     const int t = threadIdx.x % 4, rows = (int)max_n_q(p) * PACK_GQA;
-    float lse[2];  // in base 2
     unsigned nonfinite = 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -99,7 +75,6 @@ DEVICE void mla_epilogue(const Params& p, const Unit& unit, const float (&m)[2],
         if (HAS_SINKS && exists && !is_split) add_sink(p, h, top, sum, factor);
         const bool empty = sum == 0;  // no key is visible
         factor = empty ? 0.0f : factor * reciprocal(sum);
-        lse[half] = empty ? HIDDEN : top + log2_fast(sum);
         float zero = 0;  // NaN if an element is not finite
 #pragma unroll
         for (int n = 0; n < HALF_COLUMNS / 8; ++n)
@@ -116,7 +91,7 @@ DEVICE void mla_epilogue(const Params& p, const Unit& unit, const float (&m)[2],
         }
         if (WG == 0 && exists && t == 0) {
             if (is_split) *row_at<float2>(p.lse_partial, unit.split * p.batch + at.b, h, row) = float2{top, sum};
-            else *q_row<float>(p, p.lse, at.b, h, row) = LN2 * lse[half];
+            else *q_row<float>(p, p.lse, at.b, h, row) = empty ? HIDDEN : LN2 * (top + log2_fast(sum));
         }
         if (is_split) {
             float* target = row_at<float>(p.o_partial, unit.split * p.batch + at.b, h, row);
@@ -142,5 +117,5 @@ DEVICE void mla_epilogue(const Params& p, const Unit& unit, const float (&m)[2],
             }
         }
     }
-    if (MAY_HIDE && nonfinite != 0) unit_nonfinite<WG>(p, unit, lse, nonfinite);
+    if (MAY_HIDE && nonfinite != 0) unit_nonfinite<WG>(p, unit, nonfinite);
 }

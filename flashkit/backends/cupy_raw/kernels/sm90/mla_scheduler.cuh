@@ -164,7 +164,7 @@ DEVICE void store_unit_without_keys(const Params& p, const Unit& unit) {
 
 // As scheduler_warp(): it runs ahead of the producer.
 DEVICE void unit_scheduler_warp(const Params& p, unsigned base, UnitList* lists) {
-    ListWriter<UnitList> writer{list_pipe(base), lists};
+    ListWriter<UnitList, 2> writer{list_pipe(base), lists};
     const UnitScheduler scheduler{p};
     const bool leader = threadIdx.x % 32 == 0;
     const int count = scheduler.count();

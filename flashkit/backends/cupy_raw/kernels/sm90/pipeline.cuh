@@ -1,10 +1,10 @@
-// A circular buffer in shared memory between a producer and its consumers, as in CUTLASS: a full and an empty mbarrier
-// for each stage.
+// What producers, consumers and tile schedulers share: pipelines, the counter of work tiles, tiles of packed sequences.
 #pragma once
 #include "sm90/instructions.cuh"
 
-// Index n of the sequence lies in stage n % STAGES. The addresses are those of the first full and the first empty
-// barrier.
+// A circular buffer in shared memory between a producer and its consumers, as in CUTLASS: a full and an empty mbarrier
+// for each stage. Index n of the sequence lies in stage n % STAGES. The addresses are those of the first full and the
+// first empty barrier.
 template <int STAGES>
 struct Pipeline {
     unsigned full, empty;
@@ -16,8 +16,8 @@ struct Pipeline {
     __device__ __forceinline__ void producer_acquire(unsigned n) const {
         mbarrier_wait(empty_barrier(n), (n / STAGES & 1) ^ 1);
     }
-    __device__ __forceinline__ void producer_acquire_backoff(unsigned n) const {
-        mbarrier_wait_backoff(empty_barrier(n), (n / STAGES & 1) ^ 1);
+    __device__ __forceinline__ void producer_acquire_backoff(unsigned n, int nanoseconds = 100) const {
+        mbarrier_wait_backoff(empty_barrier(n), (n / STAGES & 1) ^ 1, nanoseconds);
     }
     // One arrival for a warp that no longer reads the stage.
     __device__ __forceinline__ void consumer_release(unsigned n, int lane = threadIdx.x % 32) const {
@@ -29,45 +29,152 @@ struct Pipeline {
     }
 };
 
+// --- the counter of work tiles ---------------------------------------------------------------------------------------
+
+// A persistent grid: a CTA begins with the work tile of its own number, and claims others. The last one resets the
+// counter for the next launch.
+struct WorkTileCounter {
+    const Params& p;
+
+    __device__ __forceinline__ int initial() const { return blockIdx.x; }
+    // By a warp: claims an index, which claimed() tells of the result. Meanwhile there is time for something else.
+    __device__ __forceinline__ int claim() const { return count_if(threadIdx.x % 32 == 0, p.tile_counter); }
+    __device__ __forceinline__ int claimed(int claim) const { return uniform(claim) + gridDim.x; }
+    __device__ __forceinline__ void reset() const {  // by one thread of each CTA, at its end
+        if (atomicAdd(p.tile_counter + 1, 1u) == gridDim.x - 1) p.tile_counter[0] = 0, p.tile_counter[1] = 0;
+    }
+};
+
 // --- lists of tiles --------------------------------------------------------------------------------------------------
 //
-// Lists of the tiles that a mask leaves, made by one warp: which of an axis' tiles exist, and in which state.
+// Lists of the tiles that a mask leaves, made by one warp (fill).
+
+// The scheduler warp's side.
+template <typename List, int LISTS, int NANOSECONDS = 100>
+struct ListWriter {
+    Pipeline<LISTS> pipe;
+    List* lists;
+    unsigned n = 0;  // lists so far
+
+    __device__ __forceinline__ List& acquire() const {
+        pipe.producer_acquire_backoff(n, NANOSECONDS);
+        return lists[n % LISTS];
+    }
+    __device__ __forceinline__ void commit() {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(pipe.full_barrier(n));
+        ++n;
+    }
+};
 
 struct TileList {
     int entry[224];  // index << 8 | states of the warp groups' rows, two bits each
 };
 
-// Appends the next of `tiles` tiles that exist; returns how many and advances `next`. `seen` is the union of their
-// states.
+// --- packed sequences ------------------------------------------------------------------------------------------------
 //
-// states_of(index, count) gives the states of tiles index ... index + count - 1 together, 0 if all are EMPTY. The warp
-// asks for 32 tiles at a time, after 32 groups of 32 where a query may span so many. only_first: stop at the first
-// tiles found, where the pipeline is still empty.
-template <typename List, typename States>
-DEVICE int fill(List& list, int& next, int tiles, unsigned& seen, States states_of, bool only_first = false) {
-    constexpr int CAPACITY = sizeof(list.entry) / sizeof(int);
-    const int lane = threadIdx.x % 32;
-    int count = 0;
-    seen = 0;
-    __syncwarp();
-#pragma unroll 1
-    while (next < tiles && count + 32 <= CAPACITY && !(only_first && count > 0)) {
-        if (HAS_MASK && !MASK_READS_ARRAYS && tiles - next > 32) {
-            const int first = next + 32 * lane, many = tiles - first < 32 ? tiles - first : 32;
-            const unsigned groups = __ballot_sync(~0u, many > 0 && states_of(first, many) != 0);
-            if (groups == 0) {
-                next += 1024;
-                continue;
-            }
-            next += 32 * (__ffs(groups) - 1);
-        }
-        const int index = next + lane;
-        const unsigned states = index < tiles ? states_of(index, 1) : 0, live = __ballot_sync(~0u, states != 0);
-        if (states != 0) list.entry[count + __popc(live & ((1u << lane) - 1))] = index << 8 | states;
-        seen |= __reduce_or_sync(~0u, states);
-        count += __popc(live);
-        next += 32;
+// Their tiles, numbered without the gaps of SeqTile: half of that one's numbers are of no tile where sequences are as
+// short as a tile, and each would cost a claim.
+
+// The sum of n over the lanes up to this one.
+DEVICE int sum_to_lane(int n) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_sync(~0u, n, (threadIdx.x - step) % 32);
+        if (threadIdx.x % 32 >= step) n += other;
     }
-    __syncwarp();
-    return count;
+    return n;
 }
+
+enum PackedAxis { QUERIES, KEYS };
+
+// Found by a warp, whose lanes know how many tiles precede step() sequences each, and for 32 sequences from `first` on
+// how many those up to theirs have.
+template <PackedAxis AXIS, int BLOCK>
+struct PackedTiles {
+    const Params& p;
+    int before, total;
+    int first = 0, before_first = 0, until = 0;
+
+    __device__ __forceinline__ PackedTiles(const Params& p) : p(p) {
+        if constexpr (!IS_PACKED) return;
+        int count = 0;
+        for (int i = 0; i < step(); ++i) count += of_sequence(threadIdx.x % 32 * step() + i);
+        const int after = sum_to_lane(count);
+        before = after - count, total = __shfl_sync(~0u, after, 31);
+    }
+    __device__ __forceinline__ int step() const { return ((int)p.batch + 31) / 32; }
+    __device__ __forceinline__ int covered() const { return __shfl_sync(~0u, until, 31); }
+    __device__ __forceinline__ int of_sequence(int b) const {
+        if (b >= p.batch) return 0;
+        const SeqInfo of = seq_info(p, b);
+        return ((int)(AXIS == QUERIES ? of.n_q : of.n_k) + BLOCK - 1) / BLOCK;
+    }
+    __device__ __forceinline__ SeqTile tile(int number) {
+        const bool is_known = number >= before_first && number - before_first < covered();
+        if (!is_known) look_up(number);
+        const int rest = number - before_first, lane = __ffs(__ballot_sync(~0u, until > rest)) - 1;
+        const int before_lane = __shfl_sync(~0u, until, (lane + 31) % 32);
+        return {first + lane, lane > 0 ? rest - before_lane : rest};
+    }
+    __device__ __forceinline__ void look_up(int number) {
+        const int lane = __popc(__ballot_sync(~0u, before <= number)) - 1;
+        first = lane * step(), before_first = __shfl_sync(~0u, before, lane);
+#pragma unroll 1
+        while (until = sum_to_lane(of_sequence(first + threadIdx.x % 32)), number - before_first >= covered())
+            first += 32, before_first += covered();
+    }
+};
+
+// As packed_tile(), by a warp: 32 places of the search at a time.
+DEVICE SeqTile packed_tile_by_warp(const long long* cu_seqlens, int batch, int number, int block) {
+    int low = 0, high = batch;
+#pragma unroll 1
+    while (high - low > 1) {
+        const int step = (high - low + 31) / 32, place = low + threadIdx.x % 32 * step;
+        const bool begins_before = place < high && first_tile(cu_seqlens, place, block) <= number;
+        low += (__popc(__ballot_sync(~0u, begins_before)) - 1) * step;
+        if (low + step < high) high = low + step;
+    }
+    return {low, number - first_tile(cu_seqlens, low, block)};
+}
+
+// --- a sequence's place ----------------------------------------------------------------------------------------------
+//
+// What is asked of a work tile's sequence. Of packed sequences the scheduler warp writes it into shared memory with the
+// work tile: it takes several arrays in global memory to say it. Else Params says it.
+
+struct SeqSlot {
+    const Params& p;
+    int b;
+    unsigned address;
+    static constexpr int BYTES = IS_PACKED ? 24 : 0;
+    enum { N_Q = 0, N_K = 4, ROW_OFFSET = 8, KEY_OFFSET = 12, POSITION = 16 };
+
+    __device__ __forceinline__ void store(const SeqInfo& of) const {
+        if constexpr (!IS_PACKED) return;
+        store_word(address + N_Q, (int)of.n_q), store_word(address + N_K, (int)of.n_k);
+        store_word(address + ROW_OFFSET, (int)of.row_offset), store_word(address + KEY_OFFSET, (int)of.key_offset);
+        store_word(address + POSITION, (int)of.q_position), store_word(address + POSITION + 4, of.q_position >> 32);
+    }
+    __device__ __forceinline__ void copy_from(unsigned other) const {
+#pragma unroll
+        for (int i = 0; i < BYTES; i += 4) store_word(address + i, load_word(other + i));
+    }
+    __device__ __forceinline__ int n_q() const {
+        return IS_PACKED ? load_word(address + N_Q) : (int)seq_info(p, b).n_q;
+    }
+    __device__ __forceinline__ int n_k() const {
+        return IS_PACKED ? load_word(address + N_K) : (int)seq_info(p, b).n_k;
+    }
+    __device__ __forceinline__ long long q_position() const {
+        if constexpr (!IS_PACKED) return seq_info(p, b).q_position;
+        return (long long)load_word(address + POSITION + 4) << 32 | (unsigned)load_word(address + POSITION);
+    }
+    // The rows of its queries and keys among those of all sequences.
+    __device__ __forceinline__ int q_row(int n) const { return IS_PACKED ? load_word(address + ROW_OFFSET) + n : n; }
+    __device__ __forceinline__ int key_row(int n) const { return IS_PACKED ? load_word(address + KEY_OFFSET) + n : n; }
+};
+
+// Of a work tile that lies in `slot`: behind its three words.
+DEVICE SeqSlot seq_of(const Params& p, int b, unsigned slot) { return {p, b, slot + 12}; }

@@ -8,9 +8,8 @@
 // The tile scheduler of the forward pass: a persistent grid takes work tiles from an atomic counter. A warp of its own
 // claims them and lists the K/V tiles that the mask leaves of each.
 
-// The order of work tiles, their counter, and its reset by the last CTA of the launch.
-struct TileScheduler {
-    const Params& p;
+// The order of work tiles.
+struct TileScheduler : WorkTileCounter {
     PackedTiles<QUERIES, BLOCK_Q> packed{p};
 
     // Work tiles: BLOCK_Q rows of PACK_GQA heads.
@@ -21,13 +20,6 @@ struct TileScheduler {
     }
     __device__ __forceinline__ int count() const {
         return tiles() * (int)(p.heads / PACK_GQA * num_entries(p));
-    }
-    __device__ __forceinline__ int initial() const { return blockIdx.x; }
-    // By a warp: claims an index, which claimed() tells of the result. Meanwhile there is time for something else.
-    __device__ __forceinline__ int claim() const { return count_if(threadIdx.x % 32 == 0, p.tile_counter); }
-    __device__ __forceinline__ int claimed(int claim) const { return uniform(claim) + gridDim.x; }
-    __device__ __forceinline__ void reset() const {  // by one thread of each CTA, at its end
-        if (atomicAdd(p.tile_counter + 1, 1u) == gridDim.x - 1) p.tile_counter[0] = 0, p.tile_counter[1] = 0;
     }
     // Under a mask: longest first, with L2 swizzle and LPT tail. Packed sequences: in turn, with L2 swizzle, as a row
     // of one head is next to those of the others. Otherwise head after head, the ragged tiles last.
@@ -98,24 +90,6 @@ constexpr int CLAIM_AHEAD = MASK_READS_ARRAYS ? 12 : 4;  // K/V tiles before the
 // For the producer: the entry of a list of `count` before which the next work tile is claimed, -1 for none.
 DEVICE int claim_before(bool late, int count) { return !late ? -1 : count > CLAIM_AHEAD ? count - CLAIM_AHEAD : 0; }
 
-// The scheduler warp's side of the lists.
-template <typename List>
-struct ListWriter {
-    Pipeline<2> pipe;
-    List* lists;
-    unsigned n = 0;  // lists so far
-
-    __device__ __forceinline__ List& acquire() const {
-        pipe.producer_acquire_backoff(n);
-        return lists[n % 2];
-    }
-    __device__ __forceinline__ void commit() {
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(pipe.full_barrier(n));
-        ++n;
-    }
-};
-
 // O and the log-sum-exp of a packed sequence without keys. A modification must not be asked about it: those queries
 // that follow the last sequence are of no batch entry.
 DEVICE void store_without_keys(const Params& p, const WorkTile& at) {
@@ -132,7 +106,7 @@ DEVICE void store_without_keys(const Params& p, const WorkTile& at) {
 // The scheduler warp. It runs ahead of the producer: classifying tiles is a latency-bound chain, and may take as long
 // as the products of a tile.
 DEVICE void scheduler_warp(const Params& p, unsigned base, WorkTileList* lists) {
-    ListWriter<WorkTileList> writer{list_pipe(base), lists};
+    ListWriter<WorkTileList, 2> writer{list_pipe(base), lists};
     TileScheduler scheduler{p};
     const bool leader = threadIdx.x % 32 == 0;
     const int count = scheduler.count();
@@ -226,33 +200,33 @@ struct KvSource {
     }
 
     template <int CHUNKS>
-    __device__ __forceinline__ void load_pages(const TensorMap& map, const KvTile& at, unsigned target, int chunk,
+    __device__ __forceinline__ void load_pages(const TensorMap& map, const KvTile& at, unsigned target,
                                                unsigned barrier) const {
         const unsigned row = threadIdx.x % 32 * box_rows();
         if (is_leader()) mbarrier_arrive_expect_tx(barrier, BLOCK_K * CHUNK_ROW * CHUNKS);
         if (row < BLOCK_K)
             load_tile<1, CHUNKS, BLOCK_K, CHUNK_COLUMNS>(
-                target + row * CHUNK_ROW, map, Box{0, at.row, at.head, (int)existing_page(p, at.page)}, barrier, 0, chunk);
+                target + row * CHUNK_ROW, map, Box{0, at.row, at.head, (int)existing_page(p, at.page)}, barrier, 0,
+                BLOCK_K * CHUNK_ROW);
         __syncwarp();  // a lane that fell behind would wait for a phase of the pipeline that is over
     }
     __device__ __forceinline__ static bool is_leader() { return !IS_PAGED || threadIdx.x % 32 == 0; }
 
     __device__ __forceinline__ void load_k(const KvTile& at, unsigned target, unsigned barrier) const {
-        if constexpr (IS_PAGED) return load_pages<CHUNKS_K>(k_map, at, target, CHUNK_BYTES, barrier);
+        if constexpr (IS_PAGED) return load_pages<CHUNKS_K>(k_map, at, target, barrier);
         mbarrier_arrive_expect_tx(barrier, BYTES_K);
         load_tile<1, CHUNKS_K, BLOCK_K, CHUNK_COLUMNS>(target, k_map, kv_box(p, at.b, at.head, at.tile * BLOCK_K),
                                                        barrier);
     }
-    __device__ __forceinline__ void load_v(const KvTile& at, unsigned target, int chunk_stride,
-            unsigned barrier) const {
-        if constexpr (IS_PAGED) return load_pages<CHUNKS_V>(v_map, at, target, chunk_stride, barrier);
+    __device__ __forceinline__ void load_v(const KvTile& at, unsigned target, unsigned barrier) const {
+        if constexpr (IS_PAGED) return load_pages<CHUNKS_V>(v_map, at, target, barrier);
         if constexpr (GETS_VT) {  // the keys of each column
             mbarrier_arrive_expect_tx(barrier, COLUMNS * CHUNK_ROW);
             return tma_load<1>(target, v_map, Box{at.tile * BLOCK_K, 0, at.head, at.b}, barrier);
         }
         mbarrier_arrive_expect_tx(barrier, BYTES_V);
         load_tile<1, CHUNKS_V, BLOCK_K, CHUNK_COLUMNS>(target, v_map, kv_box(p, at.b, at.head, at.tile * BLOCK_K),
-                                                       barrier, 0, chunk_stride);
+                                                       barrier);
     }
 };
 
@@ -294,7 +268,7 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
         pipe_v.producer_acquire(n - 1);
         const unsigned stage = (n - 1) % V_STAGES;
         if constexpr (FP8 && !GETS_VT) store_v_tile(v_tile_slot(base, n - 1), previous);
-        kv.load_v(previous, base + at_v(stage), chunk_stride_v(stage), pipe_v.full_barrier(n - 1));
+        kv.load_v(previous, base + at_v(stage), pipe_v.full_barrier(n - 1));
     };
 #pragma unroll 1
     for (unsigned c = 0;; ++c) {

@@ -32,20 +32,18 @@ DEVICE void scale_below_great(float (&s)[S_REGS], const float (&row_ref)[2], flo
 // A key past the end stands for the last one, so no array is read beyond its end. Its pair is masked anyway.
 DEVICE int key_inside(int k, int n_k) { return min(k, n_k > 0 ? n_k - 1 : 0); }
 
-// Masks all but the first `keys` keys of the tile: S becomes -inf, or P (OF_P) becomes 0.
-template <bool OF_P>
+// Masks all but the first `keys` keys of the tile.
 DEVICE void mask_past_end(float (&s)[S_REGS], int keys) {
     const int left = keys - threadIdx.x % 4 * 2;
 #pragma unroll
-    for (int i = 0; i < S_REGS; ++i) s[i] = i / 4 * 8 + i % 2 < left ? s[i] : OF_P ? 0.0f : HIDDEN;
+    for (int i = 0; i < S_REGS; ++i) s[i] = i / 4 * 8 + i % 2 < left ? s[i] : HIDDEN;
 }
 
-// S of a tile, modified, and -inf where masked; or P (OF_P), 0 where masked. Positions are in range
-// (positions_in_range). Where the mask SHIFTS, it depends on q - k alone, and keys count from the lane's first one:
-// each becomes an immediate of the comparison.
-template <bool PARTIAL_TILE, bool OF_P = false, typename T>
-DEVICE void modify_in_range(const Params& p, const WorkTile& at, start offset, float (&s)[S_REGS], int k0, float scale,
-    T& tanh) {
+// S of a tile, modified, and -inf where masked. Positions are in range (positions_in_range). Where the mask SHIFTS, it
+// depends on q - k alone, and keys count from the lane's first one: each becomes an immediate of the comparison.
+template <bool PARTIAL_TILE>
+DEVICE void modify_in_range(const Params& p, const WorkTile& at, start offset, float (&s)[S_REGS], int k0,
+                            float scale) {
     const SeqSlot seq = seq_of(p, at);
     const int n_q = seq.n_q(), n_k = PARTIAL_TILE ? seq.n_k() : 0;
     constexpr bool CLAMPED = PARTIAL_TILE && READS_ARRAYS;
@@ -64,24 +62,23 @@ DEVICE void modify_in_range(const Params& p, const WorkTile& at, start offset, f
                 const position step = (position)(8 * n + c);
                 const position k_of = CLAMPED ? (position)inside : k_first + step;
                 const position distance = CLAMPED ? (position)(q - inside) : distance_first - step;
-                if constexpr (HAS_SCORE && !OF_P)
-                    x = modified_score<position>(x * scale, at.b, h, row, q, k_of, distance, tanh, p);
+                if constexpr (HAS_SCORE)
+                    x = modified_score<position>(x * scale, at.b, h, row, q, k_of, distance, p);
                 if constexpr (PARTIAL_TILE) {
                     const bool shown =
                         HAS_MASK ? visible(at.b, h, row, SHIFTS ? q - first : q, SHIFTS ? 8 * n + c : inside, p)
                             : k < n_k;
-                    x = shown ? x : OF_P ? 0.0f : HIDDEN;
+                    x = shown ? x : HIDDEN;
                 }
             }
     }
-    if (PARTIAL_TILE && HAS_MASK && n_k - k0 < BLOCK_K) mask_past_end<OF_P>(s, n_k - k0);
+    if (PARTIAL_TILE && HAS_MASK && n_k - k0 < BLOCK_K) mask_past_end(s, n_k - k0);
 }
 
 // The same for positions of any size, in 64 bits and one pair at a time.
 DEVICE void modify_any_position(const Params& p, const WorkTile& at, long long offset, bool full, float (&s)[S_REGS],
     int k0) {
     const int n_k = (int)seq_info(p, at.b).n_k;
-    const Tanh tanh;
     float copy[S_REGS];  // in local memory, as its index is not constant
 #pragma unroll
     for (int i = 0; i < S_REGS; ++i) copy[i] = s[i];
@@ -92,7 +89,7 @@ DEVICE void modify_any_position(const Params& p, const WorkTile& at, long long o
         const long long q = row + offset;
         float x = copy[i];
         if constexpr (HAS_SCORE)
-            x = modified_score<long long>(x * (float)p.softmax_scale, at.b, h, row, q, k, q - k, tanh, p);
+            x = modified_score<long long>(x * (float)p.softmax_scale, at.b, h, row, q, k, q - k, p);
         if constexpr (HAS_MASK) x = full || visible(at.b, h, row, q, k, p) ? x : HIDDEN;
         copy[i] = key < n_k ? x : HIDDEN;
     }
@@ -106,17 +103,8 @@ DEVICE bool positions_in_range(const Params& p, long long offset) {
     return POSITIONS == ANY || __all_sync(~0u, offset >= -FAR && offset + max_n_q(p) < FAR && max_n_k(p) < FAR);
 }
 
-// An unmasked tile with positions in range. False where the polynomial for tanh does not hold for all scores, which
-// then have to be computed again.
-DEVICE bool modify_unmasked(const Params& p, const WorkTile& at, float (&s)[S_REGS], int k0, float scale) {
-    TanhPoly tanh{0};
-    if constexpr (HAS_SCORE) modify_in_range<false>(p, at, at.offset, s, k0, scale, tanh);
-    return tanh.max_abs <= TanhPoly::MAX;
-}
-
 // Any tile. Returns whether positions are in range, as far as a later unmasked tile needs it.
 DEVICE bool modify_tile(const Params& p, const WorkTile& at, bool full, float (&s)[S_REGS], int k0, float scale) {
-    const Tanh tanh;
     bool in_range = true;
     asm volatile("" : "+r"(k0));  // or what depends on k0 alone is computed for every tile, whether needed or not
     if constexpr (HAS_SCORE || HAS_MASK) {
@@ -124,10 +112,10 @@ DEVICE bool modify_tile(const Params& p, const WorkTile& at, bool full, float (&
         const long long offset = seq_of(p, at).q_position();
         in_range = positions_in_range(p, offset);
         if (!in_range) modify_any_position(p, at, offset, full, s, k0);
-        else if (!full) modify_in_range<true>(p, at, (start)offset, s, k0, scale, tanh);
-        else if (HAS_SCORE) modify_in_range<false>(p, at, (start)offset, s, k0, scale, tanh);
+        else if (!full) modify_in_range<true>(p, at, (start)offset, s, k0, scale);
+        else if (HAS_SCORE) modify_in_range<false>(p, at, (start)offset, s, k0, scale);
     } else if (!full) {
-        modify_in_range<true>(p, at, 0, s, k0, scale, tanh);
+        modify_in_range<true>(p, at, 0, s, k0, scale);
     }
     return in_range || !HAS_SCORE;
 }
@@ -141,19 +129,6 @@ DEVICE void dropout_tile(const Params& p, const WorkTile& at, float (&s)[S_REGS]
             drop_pair(s[4 * n + 2 * half], s[4 * n + 2 * half + 1], p, at.b, at.h + index % PACK_GQA, index / PACK_GQA,
                       k0 + 8 * n + threadIdx.x % 4 * 2);
     }
-}
-
-// --- sinks -----------------------------------------------------------------------------------------------------------
-//
-// Attention sinks: a logit of each head that is in the row sum alone.
-
-// A head's sink, one more logit without a value: the row reference and the row sum with it, and the factor on O.
-DEVICE void add_sink(const Params& p, int h, float& reference, float& sum, float& factor) {
-    const float sink = static_cast<const float*>(p.sinks)[h] * LOG2E, before = reference;
-    if (sink == HIDDEN) return;
-    reference = fmaxf(reference, sink);
-    factor = exp2_fast(before - reference);
-    sum = sum * factor + exp2_fast(sink - reference);
 }
 
 // --- the online softmax ----------------------------------------------------------------------------------------------
@@ -247,10 +222,9 @@ DEVICE void online_softmax_below(float (&s)[S_REGS], float (&m)[2], float (&l)[2
             return fmaf(x, factor[half], -shift[half]); });
 }
 
-// S to P relative to m as it is. False on a misprediction: m is too low, a score is NaN, or the scores are not `valid`
-// anyway.
-DEVICE bool speculative_softmax(float (&s)[S_REGS], const float (&m)[2], float (&sum)[2], const float (&scale_log2)[2],
-    bool valid) {
+// S to P relative to m as it is. False on a misprediction: m is too low, or a score is NaN.
+DEVICE bool speculative_softmax(float (&s)[S_REGS], const float (&m)[2], float (&sum)[2],
+                                const float (&scale_log2)[2]) {
     if constexpr (HEAD_DIM <= 64) {  // a lane's two rows take turns
         float total[2][2] = {};
 #pragma unroll
@@ -265,7 +239,7 @@ DEVICE bool speculative_softmax(float (&s)[S_REGS], const float (&m)[2], float (
         for (int half = 0; half < 2; ++half)
             sum[half] = exp2_row(s, half, [&](float x) { return fmaf(x, scale_log2[half], -m[half]); });
     }
-    return __all_sync(~0u, sum[0] <= MAX_SUM && sum[1] <= MAX_SUM && valid);
+    return __all_sync(~0u, sum[0] <= MAX_SUM && sum[1] <= MAX_SUM);
 }
 
 // After a misprediction: S of a warp's 16 rows again, by the mma instruction of a single warp, whose accumulator has

@@ -1,65 +1,23 @@
-# parts: common/tiles
-# Backward preprocess and sink gradients, shared by all generations.
-
-VEC_ELEMENTS = 16 // ITEMSIZE
-ROW_VECS = -(-HEAD_DIM_V // VEC_ELEMENTS)
-LANES = 32 if ROW_VECS > 16 else 16 if ROW_VECS > 8 else 8  # per row
-PADDING_LSE, MAX_BWD_LSE = F(1e30), F(46516320)  # the latter 2^26 in base 2, which tells P within a factor of 2^7
-
-
-@device
-def dot_vec(x, y, vec):
-    """The dot product of 16 bytes of two rows."""
-    total = ZERO
-    if ITEMSIZE == 2:
-        a, c = load4(np.int32, x, 4 * vec), load4(np.int32, y, 4 * vec)
-        for i in range(4):
-            total += widen(np.int16(a[i])) * widen(np.int16(c[i]))
-            total += widen(np.int16(a[i] >> 16)) * widen(np.int16(c[i] >> 16))
-    else:
-        for d in range(VEC_ELEMENTS * vec, VEC_ELEMENTS * vec + VEC_ELEMENTS):
-            total += widen(load(STORED, x, d)) * widen(load(STORED, y, d))
-    return total
+# parts: common/row_stats
+# Backward preprocess and sink gradients.
 
 
 @kernel(128)
 def bwd_preprocess(p):
-    """delta = rowsum(dO * O) - dlse, and bwd_lse, the log-sum-exp with +inf for rows without a visible key, so that
-    their P is 0. It is 0 of rows beyond MAX_BWD_LSE, too, if it is computed in BASE_2. Rows past n_q, up to a multiple
-    of the query tile, get a finite bwd_lse that makes their P 0 as well.
-    """
     rows, heads = U(p.bwd_lse.head), U(p.heads)  # unsigned quotients take fewer instructions
-    index, lane = (U(cuda.blockIdx.x) * U(128) + U(cuda.threadIdx.x)) // U(LANES), I(cuda.threadIdx.x) % LANES
-    exists = I(index) < num_entries(p) * p.heads * p.bwd_lse.head
+    index = (U(cuda.blockIdx.x) * U(128) + U(cuda.threadIdx.x)) // U(ROW_LANES)
     head = index // rows
-    at, h, entry = I(index - head * rows), I(head % heads), I(head // heads) if exists else I(0)
+    stored = I(index) < num_entries(p) * p.heads * p.bwd_lse.head
+    at, h, entry = I(index - head * rows), I(head % heads), I(head // heads) if stored else I(0)
     row, b = at, entry
     if IS_PACKED:
         number = I(U(at) // U(p.row_block))
         tile = q_tile(p, entry, number, p.row_block)
         row, b = at + (tile.tile - number) * p.row_block, tile.b
-    total = ZERO
-    if exists and row < seq_info(p, b).n_q:
-        out, dout = q_row_address(p, p.out, b, h, row), q_row_address(p, p.dout, b, h, row)
-        if HEAD_DIM_V % VEC_ELEMENTS == 0 and (out | dout) % 16 == 0:
-            for vec in range(lane, ROW_VECS, LANES):
-                total += dot_vec(out, dout, vec)
-        else:
-            for d in range(lane, HEAD_DIM_V, LANES):
-                total += widen(load(STORED, out, d)) * widen(load(STORED, dout, d))
-    step = LANES // 2
-    while step > 0:
-        total += shuffle_xor(total, step)
-        step //= 2
-    if lane == 0 and exists:
-        lse = PADDING_LSE
-        if row < seq_info(p, b).n_q:
-            lse = load(F, number_address(p.lse, b, h, q_token(p, b, row)), 0)
-            if p.dlse.data != 0:
-                total -= load(F, number_address(p.dlse, b, h, q_token(p, b, row)), 0)
-        empty, great = lse == HIDDEN, BASE_2 and row < seq_info(p, b).n_q and abs(lse) > MAX_BWD_LSE
-        store(F, number_address(p.delta, entry, h, at), 0, ZERO if empty else total)
-        store(F, number_address(p.bwd_lse, entry, h, at), 0, INFINITE if empty or great else lse)
+    exists = stored and row < seq_info(p, b).n_q
+    total = row_dot(p, b, h, row, exists)
+    if stored and I(cuda.threadIdx.x) % ROW_LANES == 0:
+        store_row_stats(p, entry, h, at, b, row, exists, total)
 
 
 @kernel(256)
@@ -75,7 +33,8 @@ def bwd_sinks(p):
         rows = p.bwd_lse.head if IS_PACKED else p.n_q
         for index in range(thread, num_entries(p) * rows, 256):
             b, row = index // rows, index % rows
-            p_sink = exp(sink - load(F, number_address(p.bwd_lse, b, h, row), 0))
+            lse = load(F, number_address(p.bwd_lse, b, h, row), 0)
+            p_sink = exp2(sink * LOG2E - lse) if BASE_2 else exp(sink - lse)
             if p_sink != ZERO:
                 total -= np.float64(p_sink * load(F, number_address(p.delta, b, h, row), 0))
     part[thread] = total

@@ -6,8 +6,6 @@
 #
 # A generation adds: ROWS of a lane, 2 or 4; WARP_ROWS, 16 or 32; GROUP_THREADS, which share a tile of rows.
 
-from numba.cuda.types import int32, uint16
-
 from flashkit.backends.numba_cuda.fragments import *
 from flashkit.backends.numba_cuda.ptx import *
 
@@ -29,8 +27,6 @@ def chunks(dim):
 
 
 pack = pack_float16 if STORAGE == "float16" else pack_bfloat16
-load_word, store_word = load_from("shared", int32), store_to("shared", int32)
-store_half = store_to("shared", uint16)
 
 
 @device

@@ -25,14 +25,22 @@ def modify_full(x, column, row, rest):
     return modify(x * np.float32(p.softmax_scale) if HAS_SCORE else x, FULL, b, h, r, q, key + column, p)
 
 
-@device
-def modify_partial(x, column, row, rest):
-    p, b, key, n_k = rest
-    h, r, q = row
-    k = key + column
-    inside = min(k, max(n_k, 1) - 1)  # a key past the end stands for the last one: no array is read beyond its end
-    x = modify(x * np.float32(p.softmax_scale) if HAS_SCORE else x, PARTIAL, b, h, r, q, inside, p)
-    return x if k < n_k else HIDDEN
+def make_modify_partial(integer):
+    """modify_partial(x, column, row, rest). integer: the type of positions."""
+
+    @device
+    def modify_partial(x, column, row, rest):
+        p, b, key, n_k = rest
+        h, r, q = row
+        k = integer(key + column)
+        inside = min(k, integer(max(n_k, 1) - 1))  # no array is read beyond its end
+        x = modify(x * np.float32(p.softmax_scale) if HAS_SCORE else x, PARTIAL, b, h, r, q, inside, p)
+        return x if k < n_k else HIDDEN
+
+    return modify_partial
+
+
+modify_partial, modify_partial_near = make_modify_partial(I), make_modify_partial(i32)
 
 
 @device

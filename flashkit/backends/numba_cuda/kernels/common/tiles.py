@@ -9,7 +9,6 @@
 #
 #     modified_score(s, b, h, row, q, k, p)
 #     score_slope(s, b, h, row, q, k, p)                   d modified_score / d s
-#     visit_ds(ds, b, h, row, q, k, p)                     if VISITS_DS: called with dS of each pair, before rounding
 #     visible(b, h, row, q, k, p)
 #     classify(b, h, row0, row1, q0, q1, k0, k1, p)        EMPTY, PARTIAL or FULL
 

@@ -17,7 +17,7 @@ def softmax_backward(p, state, s, dp, slope, b, h, row0, k0, n_k):
     modification. Where P is 0 dS is 0, whatever dP is.
     """
     tx, ty = thread_coord()
-    n_q, stats, q_position = seq_info(p, b).n_q, stats_row(p, b, row0), seq_info(p, b).q_position
+    n_q, stats = seq_info(p, b).n_q, stats_row(p, b, row0)
     modify_tile(p, state, s, slope, True, b, h, row0, k0, n_k)
     if HAS_DROPOUT:
         drop_tile(p, dp, b, h, row0, k0)
@@ -33,10 +33,6 @@ def softmax_backward(p, state, s, dp, slope, b, h, row0, k0, n_k):
             if HAS_SCORE:
                 ds *= slope[i, j]
             s[i, j], dp[i, j] = p_ij, ZERO if p_ij == ZERO else ds
-            if VISITS_DS:
-                along, across = ty + i * TY, tx + j * TX
-                k = k0 + (along if BACKWARD_KEYS else across)
-                visit_ds(dp[i, j], b, h, row0 + row, row0 + row + q_position, k, p)
 
 
 @device
@@ -133,7 +129,7 @@ def dq_tile(p, shared):
 
 @kernel(THREADS, BLOCKS_PER_SM)
 def simt_backward(p):
-    shared = cuda.shared.array(0, F_TYPE)
+    shared = shared_address()
     if BACKWARD_KEYS:
         dkdv_tile(p, shared)
     else:

@@ -75,7 +75,7 @@ def epilogue(p, b, h, row0, m, l, o):
 
 @kernel(THREADS, BLOCKS_PER_SM)
 def simt_forward(p):
-    shared = cuda.shared.array(0, F_TYPE)
+    shared = shared_address()
     block, entries, tiles = I(cuda.blockIdx.x), num_entries(p), num_q_tiles(p, BLOCK_Q)
     h, entry = block % p.heads, block // p.heads % entries
     b, tile = q_tile(p, entry, tiles - 1 - block // (p.heads * entries), BLOCK_Q)

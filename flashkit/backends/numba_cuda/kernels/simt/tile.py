@@ -139,7 +139,7 @@ def load_tile(source, first, column, rows, shape, shared, start):
                         y = widen(load(STORED, address, 1)) if left > 1 else ZERO
                         z = widen(load(STORED, address, 2)) if left > 2 else ZERO
                         w = widen(load(STORED, address, 3)) if left > 3 else ZERO
-                put4(shared, start + (row + i) * shape.pitch + lane_column, x, y, z, w)
+                store4(F, shared, start + (row + i) * shape.pitch + lane_column, x, y, z, w)
             address += step * source.token * ITEMSIZE
 
 
@@ -167,9 +167,9 @@ def scores(a, b, shape, s, shared):
         for d in range(0, rolled(min(CHUNK, shape.dim - column)), 4):
             x = cuda.local.array((ROWS_PER_THREAD, 4), F_TYPE)
             for i in range(ROWS_PER_THREAD):
-                x[i, 0], x[i, 1], x[i, 2], x[i, 3] = at4(shared, rows_a + i * TY * CHUNK_PITCH + d)
+                x[i, 0], x[i, 1], x[i, 2], x[i, 3] = load4(F, shared, rows_a + i * TY * CHUNK_PITCH + d)
             for j in range(COLUMNS_PER_THREAD):
-                y = at4(shared, rows_b + j * TX * CHUNK_PITCH + d)
+                y = load4(F, shared, rows_b + j * TX * CHUNK_PITCH + d)
                 for i in range(ROWS_PER_THREAD):
                     s[i, j] = s[i, j] + x[i, 0] * y[0] + x[i, 1] * y[1] + x[i, 2] * y[2] + x[i, 3] * y[3]
         stage = other
@@ -181,7 +181,7 @@ def store_tile(tile, shared):
     tx, ty = thread_coord()
     for i in range(ROWS_PER_THREAD):
         for j in range(COLUMNS_PER_THREAD):
-            put(shared, P_TILE + (ty + i * TY) * P_PITCH + tx + j * TX, tile[i, j])
+            store(F, shared, P_TILE + (ty + i * TY) * P_PITCH + tx + j * TX, tile[i, j])
 
 
 @device
@@ -203,20 +203,20 @@ def accumulate(b, shape, acc, shared, nonfinite):
         if nonfinite:
             for k in range(rolled(KEYS)):
                 for i in range(ROWS_PER_THREAD):
-                    x = at(shared, own + i * TY * P_PITCH + first + k)
+                    x = load(F, shared, own + i * TY * P_PITCH + first + k)
                     if x != ZERO:
                         for c in range(0, shape.pitch // TX, 4):
-                            y = at4(shared, rows + k * shape.pitch + c * TX)
+                            y = load4(F, shared, rows + k * shape.pitch + c * TX)
                             for e in range(4):
                                 acc[i, c + e] += x * y[e]
         else:
             for k in range(0, rolled(KEYS), 4):
                 x = cuda.local.array((ROWS_PER_THREAD, 4), F_TYPE)
                 for i in range(ROWS_PER_THREAD):
-                    x[i, 0], x[i, 1], x[i, 2], x[i, 3] = at4(shared, own + i * TY * P_PITCH + first + k)
+                    x[i, 0], x[i, 1], x[i, 2], x[i, 3] = load4(F, shared, own + i * TY * P_PITCH + first + k)
                 for e in range(4):
                     for c in range(0, shape.pitch // TX, 4):
-                        y = at4(shared, rows + (k + e) * shape.pitch + c * TX)
+                        y = load4(F, shared, rows + (k + e) * shape.pitch + c * TX)
                         for i in range(ROWS_PER_THREAD):
                             acc[i, c] += x[i, e] * y[0]
                             acc[i, c + 1] += x[i, e] * y[1]

@@ -111,7 +111,7 @@ def sm80_backward(p):
             dp = dp_scores(qdo, base + AT_V, rows, keys, copy_dout)
             load_rows_async(free, p, b, h, row0, more)
             cp_async_commit()
-            compute_ds(p, staged + (AT_DS - AT_P), full, dp, p_slope, dropped, own_rows, pairs)
+            compute_ds(staged + (AT_DS - AT_P), full, dp, p_slope, dropped, own_rows)
             threads_sync()  # all threads see P and dS
             if previous >= 0 and thread() == THREADS - 1:
                 semaphore_release(p, b, h, previous, tile_k)

@@ -11,14 +11,6 @@ def store_eight(p, b, h, row, column, x):
         store_vec(row_address(p.dq, I(b), I(h), I(row)) + ITEMSIZE * column, words)
 
 
-@device
-def finite_eight(x):
-    total = ZERO
-    for i in range(8):
-        total += x[i] * ZERO
-    return total == ZERO
-
-
 @kernel(256, 5)  # registers: occupancy hides the loads, and the recomputation is rare
 def bwd_postprocess(p):
     tiles, index = i32(num_q_tiles(p, BLOCK_Q)), i32(block())
@@ -39,10 +31,4 @@ def bwd_postprocess(p):
         store_eight(p, b, h, row, column, upper)
         store_eight(p, b, h, row + 8, column, lower)
         if MAY_HIDE:  # dS = 0 may have met inf or NaN in K
-            nonfinite = vote(not (finite_eight(upper) and finite_eight(lower)))
-            while nonfinite != u32(0):
-                lane = lowest_set_bit(nonfinite)
-                nonfinite = u32(nonfinite & (nonfinite - u32(1)))
-                for r in range(2):
-                    n_q = i32(p.n_q)
-                    recompute_row(p, DQ, b, h, from_lane(row, lane) + 8 * r, from_lane(column, lane), 8, n_q, scale)
+            recompute_dq(p, b, h, row, column, finite_eight(upper) and finite_eight(lower), 2)

@@ -1,15 +1,13 @@
 # parts: common/tiles common/fragment sm80/bwd_layout sm80/mma common/softmax sm80/bwd_mma
 # modify and softmax of the backward pass in registers: S to P, and dP to dS.
 
-load_f32 = load_from("shared", types.float32)
-
 
 @device
 def row_values(j, rest):
     """Of a lane's query row: its index, the log-sum-exp in base 2, and delta."""
     stage_rows, row0 = rest
     row = row0 + 8 * j + i32(thread() % 32 // 4)
-    return row, load_f32(stage_rows + 4 * row) * LOG2E, load_f32(stage_rows + 4 * BLOCK_Q + 4 * row)
+    return row, load_f32(stage_rows + 4 * row), load_f32(stage_rows + 4 * BLOCK_Q + 4 * row)
 
 
 # What modifications and dropout need of Params and of the tile. row0, key0: the first query of the tile, the first key
@@ -96,28 +94,13 @@ def minus_delta(x, row, _):
 
 
 @device
-def visit_element(ds, column, row, rest):
-    p, pairs = rest
-    query, key = pair_of(column, row, pairs)
-    visit_ds(ds, pairs.b, pairs.h, query, query + pairs.q_position, key, p)
-    return ds
-
-
-@device
-def store_ds(p, at, ds, rows, pairs):
-    if VISITS_DS:
-        ds = each_at(visit_element, ds, rows, (p, pairs))
-    groups(store_fragment, FRAGMENT, join(pack, ds), at)
-
-
-@device
-def compute_ds(p, at, full, dp, p_slope, dropped, rows, pairs):
+def compute_ds(at, full, dp, p_slope, dropped, rows):
     """dP to dS = P (dP - delta), which goes to shared memory for the products of dQ and dK."""
     if not MAY_HIDE or (full and not HAS_SCORE and not HAS_DROPOUT):
         ds = both(times, p_slope, each(minus_delta, dp, rows, 0))
-        store_ds(p, at, ds, rows, pairs)
+        groups(store_fragment, FRAGMENT, join(pack, ds), at)
     else:
         if HAS_DROPOUT:
             dp = both(times_nonzero, dropped, dp)
         ds = both(times_nonzero, p_slope, each(minus_delta, dp, rows, 0))
-        store_ds(p, at, ds, rows, pairs)
+        groups(store_fragment, FRAGMENT, join(pack, ds), at)

@@ -1,6 +1,6 @@
-# parts: sm90/backward
-# Consumers of Hopper's backward pass where each warp group owns 64 of the work tile's 128 keys. All products are
-# transposed: keys are the rows.
+# parts: sm90/bwd_softmax sm90/bwd_fragments sm90/bwd_epilogue
+# Consumers of Hopper's backward pass. Each warp group owns 64 of the work tile's 128 keys. All products are transposed:
+# keys are the rows.
 #
 #     S, P         [64][BLOCK_Q]   registers
 #     dP, dS       [64][BLOCK_Q]   registers; dS also in shared memory, two query tiles, for dQ
@@ -17,12 +17,9 @@
 
 DK_FIRST = CHUNKS == 1
 
-BUFFERS = BYTES_DQ_WARP // BYTES_PIECE
-store_dv, store_dk = (
-    make_store_dkv(columns, before, BUFFERS, BYTES_PIECE)
-    for columns, before in ((PADDED_DIM_V, 0), (PADDED_DIM, CHUNKS_V))
-)
-
+wgmma_s = wgmma(STORAGE, BLOCK_Q, along_rows(HEAD_DIM, BLOCK_K), along_rows(HEAD_DIM, BLOCK_Q), fresh=True)
+wgmma_dp = wgmma(STORAGE, BLOCK_Q, along_rows(HEAD_DIM_V, BLOCK_K), along_rows(HEAD_DIM_V, BLOCK_Q), fresh=True)
+wgmma_dv = wgmma_registers(STORAGE, PADDED_DIM_V, along_columns(BLOCK_Q), trans_b=True)
 wgmma_dk = wgmma_registers(STORAGE, PADDED_DIM, along_columns(BLOCK_Q), trans_b=True)
 wgmma_dq = wgmma(
     STORAGE, DQ_PART_ROWS, along_columns(BLOCK_K), along_rows(BLOCK_K, BLOCK_Q), trans_a=True, fresh=True
@@ -30,6 +27,34 @@ wgmma_dq = wgmma(
 
 # Where a warp group's part of dQ begins in K and in dS.
 K_STRIDE, DS_STRIDE = (BLOCK_K * CHUNK_ROW, 0) if DQ_BY_COLUMNS else (0, DQ_PART_ROWS * CHUNK_ROW)
+
+
+@device
+def issue_s(base, k_tile, wg, n):
+    """S^T = K Q^T"""
+    q_tile = base + AT_Q + stage_of(n, STAGES) * BYTES_Q
+    wgmma_fence()
+    s = wgmma_s(descriptor(k_tile + wg * 64 * CHUNK_ROW, 16), descriptor(q_tile, 16))
+    wgmma_commit()
+    return s
+
+
+@device
+def issue_dp(base, wg, dout_tile):
+    """dP^T = V dO^T"""
+    wgmma_fence()
+    dp = wgmma_dp(descriptor(base + AT_V + wg * 64 * CHUNK_ROW, 16), descriptor(dout_tile, 16))
+    wgmma_commit()
+    return dp
+
+
+@device
+def issue_dv(dv_acc, p_frag, dout_tile, first):
+    """dV += P^T dO"""
+    wgmma_fence()
+    dv_acc = wgmma_dv(dv_acc, p_frag, descriptor(dout_tile, BLOCK_Q * CHUNK_ROW), 0 if first else 1)
+    wgmma_commit()
+    return dv_acc
 
 
 @device
@@ -92,21 +117,32 @@ def send_dq(p, base, index, warp):
     bulk_commit()
 
 
+@device
+def add_dq_four(i, four, target):
+    red_add_four(target + 512 * i, four)
+
+
 # --- the main loop ----------------------------------------------------------------------------------------------------
 
 
 @device
-def prologue(base, k_tile, number, n, acc, warp_args):
+def prologue(p, base, k_tile, number, wg, n):
+    """S of a work tile's first query tile, issued."""
+    if HAS_LENGTHS:  # 0 * NaN of a key past the length must not show in dQ
+        at = read_work_tile(base, number)
+        first = max(i32(seq_info(p, I(at[0])).n_k) - at[2], WARPGROUP_KEYS * wg)
+        clear_rows(k_tile, first, i32(WARPGROUP_KEYS * (wg + 1)), BLOCK_K, CHUNKS)
     consumer_wait(base + AT_Q_PIPE, n, STAGES)
-    s = issue_s(base, k_tile, warp_args[0], n)
+    s = issue_s(base, k_tile, wg, n)
     consumer_wait(base + AT_V_PIPE, number, 1)
-    # Query tiles, as indices among all: whose dQ is in shared memory, and the one before n.
-    return s, acc[0], acc[1], i32(-1), i32(-1)
+    return s
 
 
 @device
-def mma_step(p, base, k_tile, number, keys_finite, step, state, warp_args):
-    n, first = step
+def mma_step(p, base, k_tile, number, n, first, state, warp_args):
+    """A query tile. State: S; dK and dV; the query tiles, as indices among all, whose dQ is in shared memory, and the
+    one before n.
+    """
     wg, (stats_of_lane, dq_of_lane, ds_of_lane, warp), scale_log2 = warp_args
     s, dk_acc, dv_acc, staged, previous = state
     stage, dout_stage = stage_of(n, STAGES), stage_of(n, DOUT_STAGES)
@@ -120,14 +156,12 @@ def mma_step(p, base, k_tile, number, keys_finite, step, state, warp_args):
     wgmma_wait(0)  # S, and dK of the step before
     s = fence_operand(s)
     dp = issue_dp(base, wg, dout_tile)
-    s, p_frag, dropout, unmasked = softmax_p(
-        p, base, n, number, tile_desc, wg, keys_finite, s, early_lse, lse, scale_log2
-    )  # fmt: skip
+    s, p_frag, dropout, unmasked = softmax_p(p, base, n, number, tile_desc, wg, s, early_lse, lse, scale_log2)
     dv_acc = issue_dv(dv_acc, p_frag, dout_tile, first)
     wgmma_wait(1)  # dP
     if last:  # V of the next work tile may be loaded during the epilogue
         consumer_release(base + AT_V_PIPE, number, 1)
-    ds = compute_ds(p, s, fence_operand(dp), unmasked, delta, dropout, (base, n, number, wg))
+    ds = compute_ds(s, fence_operand(dp), unmasked, delta, dropout, np.float32(p.dropout_scale))
     store_ds(base, n, ds, ds_of_lane)
     if staged >= 0:
         send_dq(p, base, staged, warp)
@@ -173,14 +207,15 @@ def epilogue(p, base, k_tile, number, n, state, warp_args):
     consumer_release(base + AT_K_PIPE, number, KEY_BUFFERS)
     lane, buffer = opaque(thread() % 32), base + AT_DQ + BYTES_DQ_WARP * warp
     key = i32(at[2] + 16 * warp)
-    store_dv(map_address("map_dv"), at, key, lane, buffer, dv_acc, np.float32(1))
-    store_dk(map_address("map_dk"), at, key, lane, buffer, dk_acc, np.float32(p.softmax_scale))
+    store_dv(p, map_address("map_dv"), at, key, lane, buffer, dv_acc, np.float32(1))
+    store_dk(p, map_address("map_dk"), at, key, lane, buffer, dk_acc, np.float32(p.softmax_scale))
     return dk_acc, dv_acc
 
 
 @device
 def consumer(p, base, wg):
-    scale_log2 = scale_log2_of(p)
+    # Kept in a uniform register, or it is recomputed in float64.
+    scale_log2 = as_float(uniform(as_int(np.float32(p.softmax_scale * 1.4426950408889634))))
     # Made once: reading the thread's index again would wait for all stores to shared memory before.
     lane, warp = opaque(thread() % 32), i32(uniform(thread() // 32) - 4)
     # Where a lane's row statistics are, its part of a tile of dQ, and its matrices of dS; its warp.
@@ -191,6 +226,20 @@ def consumer(p, base, wg):
                  + swizzled(lane % 8 + lane // 16 * 8, warp % 4 * 2 + lane // 8 % 2))),
         warp,
     )  # fmt: skip
-    acc = filled(ZERO, DK_REGS), filled(ZERO, DV_REGS)
-    consume_work_tiles(p, base, acc, prologue, mma_step, epilogue, (wg, places, scale_log2))
+    warp_args = wg, places, scale_log2
+    dk_acc, dv_acc = filled(ZERO, DK_REGS), filled(ZERO, DV_REGS)  # which the first step of a work tile overwrites
+    n, number = u32(0), u32(0)  # query tiles and work tiles so far
+    while True:
+        consumer_wait(base + AT_K_PIPE, number, KEY_BUFFERS)
+        if uniform(load_word(work_tile_slot(base, number))) == END:
+            break
+        k_tile = base + AT_K + stage_of(number, KEY_BUFFERS) * BYTES_K
+        s = prologue(p, base, k_tile, number, wg, n)
+        state, first, last = (s, dk_acc, dv_acc, i32(-1), i32(-1)), YES, NO
+        while not last:
+            state, last = mma_step(p, base, k_tile, number, n, first, state, warp_args)
+            first, n = NO, u32(n + 1)
+        wgmma_wait(0)
+        dk_acc, dv_acc = epilogue(p, base, k_tile, number, n, state, warp_args)
+        number = u32(number + 1)
     bulk_wait()

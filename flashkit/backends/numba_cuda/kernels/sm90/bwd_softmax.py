@@ -7,7 +7,7 @@
 # memory.
 
 NEAR_POSITIONS = 1 << 26  # positions and their differences fit 32 bits
-FEW_REGISTERS = CLUSTER_SIZE > 1 or S_REGS > 32
+FEW_REGISTERS = S_REGS > 32
 EARLY_LSE = min(S_REGS // 4, 8)  # log-sum-exps that are loaded before they are needed
 
 
@@ -30,48 +30,43 @@ def lse_of(i, early_lse, address):
 
 
 # What of Params and of the fragment's place an element needs. keys: a lane's two; first_row: a lane's first; last_row:
-# of all; n_k: of the batch entry; nonfinite_keys: address of a bit for each key from nonfinite_k0 on.
-FragmentCoord = namedtuple(
-    "FragmentCoord", "values scale b h keys first_row last_row n_k q_position nonfinite_keys nonfinite_k0"
-)
+# of all; n_k: of the batch entry.
+FragmentCoord = namedtuple("FragmentCoord", "values scale b h keys first_row last_row n_k q_position")
 
 
 @device
-def fragment_coord(p, base, n, number, key_group):
+def fragment_coord(p, base, n, number, wg):
     """Of query tile n and work tile `number`; from shared memory, as it is needed rarely or once a tile, and would
-    always take registers. key_group: which 64 of the work tile's keys, the warp group's or the CTA's.
+    always take registers.
     """
     tile_desc, slot = tile_desc_slot(base, n), work_tile_slot(base, number)
-    b, h, k0 = load_word(slot), load_word(tile_desc + DESC_HEAD), load_word(slot + 8)
-    first_row, key0 = (load_word(tile_desc) >> 8) * BLOCK_Q + i32(thread() % 4 * 2), k0 + WARPGROUP_KEYS * key_group
-    k0 = i32(key0 if CLUSTER_SIZE > 1 else k0)
+    b, h, key0 = load_word(slot), load_word(tile_desc + DESC_HEAD), load_word(slot + 8) + WARPGROUP_KEYS * wg
+    first_row, seq = (load_word(tile_desc) >> 8) * BLOCK_Q + i32(thread() % 4 * 2), seq_info(p, I(b))
     keys = i32(key0 + lane_key(0)), i32(key0 + lane_key(1))
-    seq = seq_info(p, I(b))
     return FragmentCoord(
-        p.values, p.softmax_scale, b, h, keys, i32(first_row), i32(seq.n_q - 1), i32(seq.n_k), seq.q_position,
-        nonfinite_keys_slot(base, number), k0,
-    )  # fmt: skip
+        p.values, p.softmax_scale, b, h, keys, i32(first_row), i32(seq.n_q - 1), i32(seq.n_k), seq.q_position
+    )
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------
 
 
-@device
-def mask_score(x, column, key, coord):
-    """An element `column` rows after the lane's first one, or -inf if it is masked."""
-    row = min(i32(coord.first_row + column), coord.last_row)
-    inside = min(key, i32(coord.n_k - 1))  # masks may read what has no element there
-    x = modify(x, PARTIAL, coord.b, coord.h, row, row + coord.q_position, inside, coord)
-    return x if key < coord.n_k else HIDDEN
+def make_mask_score(position):
+    """mask_score(x, column, key, coord): an element `column` rows after the lane's first one, or -inf if it is masked.
+    position: the type of positions.
+    """
+
+    @device
+    def mask_score(x, column, key, coord):
+        row = min(i32(coord.first_row + column), coord.last_row)
+        inside = min(key, i32(coord.n_k - 1))  # masks may read what has no element there
+        x = modify(x, PARTIAL, coord.b, coord.h, row, position(row + coord.q_position), inside, coord)
+        return x if key < coord.n_k else HIDDEN
+
+    return mask_score
 
 
-@device
-def mask_score_near(x, column, key, coord):
-    """The same where positions fit 32 bits."""
-    row = min(i32(coord.first_row + column), coord.last_row)
-    inside = min(key, i32(coord.n_k - 1))
-    x = modify(x, PARTIAL, coord.b, coord.h, row, i32(row + coord.q_position), inside, coord)
-    return x if key < coord.n_k else HIDDEN
+mask_score, mask_score_near = make_mask_score(I), make_mask_score(i32)
 
 
 @device
@@ -84,24 +79,20 @@ def mask_scores(s, coord):
     return each_at(mask_score, s, coord.keys, coord)
 
 
-# --- any modification, dropout, non-finite rows and keys --------------------------------------------------------------
+# --- S to P -----------------------------------------------------------------------------------------------------------
 
 
 @device
 def softmax_p_one(x, lse, column, key, coord):
     """P of one score, and P times the slope of the score modification."""
     row, slope = i32(coord.first_row + column), np.float32(1)
-    exists, bit = key < coord.n_k and row <= coord.last_row, u32(key - coord.nonfinite_k0)
+    exists = key < coord.n_k and row <= coord.last_row
     row, key = min(row, coord.last_row), min(key, i32(coord.n_k - 1))
     position, x = row + coord.q_position, x * np.float32(coord.scale)
     if HAS_SCORE:
         slope = score_slope(x, coord.b, coord.h, row, position, key, coord)
     x = modify(x, PARTIAL, coord.b, coord.h, row, position, key, coord)
-    masked = x == HIDDEN or not exists
-    w = ZERO if masked else exp2_fast(x * LOG2E - lse)
-    # The score of a non-finite key was -inf, or has made the row's sum infinite or NaN.
-    if load_word(coord.nonfinite_keys + bit // u32(32) * u32(4)) >> i32(bit % u32(32)) & 1 != 0:
-        w = ZERO if masked or is_finite(lse) else NAN
+    w = ZERO if x == HIDDEN or not exists else exp2_fast(x * LOG2E - lse)
     if HAS_SCORE:
         return w, w * slope if w != ZERO else ZERO
     return w, w
@@ -119,15 +110,13 @@ def softmax_p_four(i, s, args):
 
 @device
 def softmax_p_general(p, coord, s, lse):
+    """Any modification, and dropout."""
     dropout, p_and_slope = NO_DROPOUT, groups(softmax_p_four, 4, s, (lse, coord))
     weights, p_slope = alike(first_of, p_and_slope, 0), alike(second_of, p_and_slope, 0)
     if HAS_DROPOUT:
         dropout = dropout_mask(p, coord)
         weights = groups(drop_four, 4, weights, (dropout, np.float32(p.dropout_scale)))
     return p_slope, join(pack, weights), dropout
-
-
-# --- no modification, or masked already -------------------------------------------------------------------------------
 
 
 @device
@@ -140,18 +129,21 @@ def softmax_p_plain_four(i, s, args):
     )  # fmt: skip
 
 
-# --- all --------------------------------------------------------------------------------------------------------------
+@device
+def unless_masked(x, weight):
+    return ZERO if x == HIDDEN else weight  # the row's log-sum-exp may be NaN
 
 
 @device
-def softmax_p(p, base, n, number, tile_desc, key_group, keys_finite, s, early_lse, lse, scale_log2):
+def softmax_p(p, base, n, number, tile_desc, wg, s, early_lse, lse, scale_log2):
     """P times slope, P as a fragment, the dropout mask, and whether all pairs are visible."""
-    full, dropout = i32(tile_desc & 3 << 2 * key_group) == i32(FULL << 2 * key_group), NO_DROPOUT
-    if MAY_HIDE:
-        if HAS_SCORE or HAS_DROPOUT or not keys_finite or tile_desc & NONFINITE_ROWS != 0:
-            s, p_frag, dropout = softmax_p_general(p, fragment_coord(p, base, n, number, key_group), s, lse)
-            return s, p_frag, dropout, False
-    if not full:
-        s = mask_scores(s, fragment_coord(p, base, n, number, key_group))
-    s = groups(softmax_p_plain_four, 4, s, (early_lse, lse, scale_log2))
+    full, dropout = i32(tile_desc & 3 << 2 * wg) == i32(FULL << 2 * wg), NO_DROPOUT
+    if HAS_SCORE or HAS_DROPOUT:
+        s, p_frag, dropout = softmax_p_general(p, fragment_coord(p, base, n, number, wg), s, lse)
+        return s, p_frag, dropout, False
+    if full:
+        s = groups(softmax_p_plain_four, 4, s, (early_lse, lse, scale_log2))
+    else:
+        s = mask_scores(s, fragment_coord(p, base, n, number, wg))
+        s = both(unless_masked, s, groups(softmax_p_plain_four, 4, s, (early_lse, lse, scale_log2)))
     return s, join(pack, s), dropout, full

@@ -13,7 +13,6 @@
 #     AT_WORK_TILES         for each buffer of Q its work tile: b, h, row0
 #     AT_LISTS              lists of K/V tiles
 
-CLUSTER_SIZE = 1
 BLOCK_Q, THREADS = 64 * MMA_WARPGROUPS, 128 * (MMA_WARPGROUPS + 1)
 COLUMNS, COLUMNS_QK = padded(HEAD_DIM_V), padded(HEAD_DIM)  # of the products P V and Q K^T
 chunks_q, chunks_v = chunks(HEAD_DIM), chunks(HEAD_DIM_V)

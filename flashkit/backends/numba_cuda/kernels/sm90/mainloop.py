@@ -48,22 +48,13 @@ def issue_qk(base, q, n):
 
 
 @device
-def clear_rows(tile, first):
-    """Write zeros to the rows of a V tile from `first` on, by a warp group: 0 * NaN past the length must not matter."""
-    for i in range(thread() % 128, (BLOCK_K - first) * chunks_v * 8, 128):
-        vec, chunk, row = i % 8, i // 8 % chunks_v, first + i // 8 // chunks_v
-        store_zeros(tile + (chunk * BLOCK_K + row) * CHUNK_ROW + vec * VEC_BYTES, 0)
-    fence_proxy_async()
-
-
-@device
 def issue_pv(base, wg, n, o, p_packed, accumulate, valid_keys):
     """O += P V(n)"""
     tile = base + AT_V + stage_of(n, STAGES) * BYTES_V
     consumer_wait(base + AT_V_PIPE, n, STAGES)
     if HAS_LENGTHS:
         if valid_keys < BLOCK_K:
-            clear_rows(tile, max(valid_keys, 0))
+            clear_rows(tile, max(valid_keys, 0), BLOCK_K, BLOCK_K, chunks_v)
             named_barrier_sync(WARPGROUP_BARRIER + wg, 128)
     v = descriptor(base, BLOCK_K * CHUNK_ROW) + (AT_V >> 4) + stage_of(n, STAGES) * (BYTES_V >> 4)
     wgmma_fence()

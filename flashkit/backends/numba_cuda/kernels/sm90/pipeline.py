@@ -17,13 +17,19 @@ def along_columns(keys):
 
 @device
 def descriptor(address, chunk):
-    """The lower half of a descriptor: address and, if it is read along columns, the stride from chunk to chunk.
-
-    In a cluster an address above 2^18 names the CTA, which a descriptor does not hold.
-    """
-    if CLUSTER_SIZE > 1:
-        address = u32(address) & u32(0x3FFFF)
+    """The lower half of a descriptor: address and, if it is read along columns, the stride from chunk to chunk."""
     return u32(u32(u32(address) >> u32(4)) + u32(chunk >> 4 << 16))
+
+
+@device
+def clear_rows(tile, first, end, rows, many):
+    """Write zeros to rows first ... end - 1 of a tile of `rows` rows and `many` chunks, by a warp group: 0 * NaN past
+    the length must not matter.
+    """
+    for i in range(thread() % 128, (end - first) * many * 8, 128):
+        vec, chunk, row = i % 8, i // 8 % many, first + i // 8 // many
+        store_zeros(tile + (chunk * rows + row) * CHUNK_ROW + vec * VEC_BYTES, 0)
+    fence_proxy_async()
 
 
 # --- pipelines --------------------------------------------------------------------------------------------------------

@@ -14,15 +14,6 @@ def row_in_range(row, _):
 
 
 @device
-def mask_in_range(x, column, row, rest):
-    p, b, key, n_k = rest
-    k = i32(key + column)
-    inside = min(k, i32(max(n_k, 1) - 1))
-    x = modify(x, PARTIAL, b, row[0], row[1], row[2], inside, p)
-    return x if k < n_k else HIDDEN
-
-
-@device
 def modified(p, at, full, s, k0):
     """modify_tile(); a mask without a score modification in 32 bits, where positions fit."""
     if HAS_MASK and not HAS_SCORE:
@@ -32,7 +23,7 @@ def modified(p, at, full, s, k0):
         if all_lanes(abs(offset) < MAX_POSITION and p.n_q < MAX_POSITION and p.n_k < MAX_POSITION):
             rows = alike(row_in_range, listed(row_of_tile, ROWS, (p, at, offset)), 0)
             first, n_k = i32(opaque(k0) + i32(thread() % 4 * 2)), i32(seq_info(p, at[0]).n_k)
-            return each_at(mask_in_range, s, rows, (Modification(p.values, p.softmax_scale), at[0], first, n_k))
+            return each_at(modify_partial_near, s, rows, (Modification(p.values, p.softmax_scale), at[0], first, n_k))
     return modify_tile(p, at, full, s, k0)
 
 

@@ -1,0 +1,191 @@
+"""GPT-2 trained by examples/gpt beside the same model in PyTorch: same initial weights, same batches, in turns.
+
+    python benchmarks/gpt.py [--device cuda] [--layers 12 --heads 12 --width 768] [--context 1024] [--tokens 16384]
+        [--steps 300] [--ways arrays sdpa flashkit naive] [--out results.jsonl]
+
+Ways: `arrays` is examples/gpt, and `window1024` with a window of so many tokens; the others are PyTorch (compiled and
+with fused AdamW on a GPU): `sdpa` with its own attention, `flashkit` with flashkit.torch's, `naive` by the formula. A
+turn is `--turn` steps of each. Losses are of the same steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from threadpoolctl import threadpool_limits
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from examples.gpt.data import END, Text, standard_library
+from examples.gpt.model import GPT, Batch, Config
+from examples.gpt.optimizer import AdamW
+
+Tensor = torch.Tensor
+
+
+def attention_of(way: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Causal attention of (B, H, N, D)."""
+    if way == "sdpa":
+        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    if way == "flashkit":
+        flashkit_torch = importlib.import_module("flashkit.torch")
+        return lambda q, k, v: flashkit_torch.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def naive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+        hidden = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1)
+        return s.masked_fill(hidden, float("-inf")).softmax(-1) @ v
+
+    return naive
+
+
+class TorchGPT(torch.nn.Module):
+    """The model of examples/gpt, with its parameters."""
+
+    def __init__(self, config: Config, state: dict[str, Any], way: str, device: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config, self.attention = config, attention_of(way)
+        for name in config.shapes():
+            value = torch.from_numpy(np.array(state[name])).to(device, dtype)
+            self.register_parameter(name.replace(".", "_"), torch.nn.Parameter(value))
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """The loss of sequences (B, N)."""
+        p, c = self, self.config
+        b, n = ids.shape
+        x = F.embedding(ids, p.wte_weight) + p.wpe_weight[:n]
+        for i in range(c.layers):
+
+            def of(name: str, i: int = i) -> tuple[Tensor, Tensor]:
+                return getattr(p, f"h_{i}_{name}_weight"), getattr(p, f"h_{i}_{name}_bias")
+
+            def linear(x: Tensor, name: str, of: Any = of) -> Tensor:
+                weight, bias = of(name)
+                return F.linear(x, weight.T, bias)
+
+            a = F.layer_norm(x, (c.width,), *of("ln_1"))
+            q, k, v = linear(a, "attn_c_attn").view(b, n, 3, c.heads, -1).permute(2, 0, 3, 1, 4)
+            x = x + linear(self.attention(q, k, v).transpose(1, 2).reshape(b, n, -1), "attn_c_proj")
+            f = F.gelu(linear(F.layer_norm(x, (c.width,), *of("ln_2")), "mlp_c_fc"), approximate="tanh")
+            x = x + linear(f, "mlp_c_proj")
+        y = F.layer_norm(x, (c.width,), p.ln_f_weight, p.ln_f_bias)
+        logits = F.linear(y, p.wte_weight)
+        return F.cross_entropy(logits.view(b * n, -1).float() if y.dtype != torch.float64 else logits.view(b * n, -1),
+                               targets.view(-1), ignore_index=-1)  # fmt: skip
+
+
+def torch_steps(
+    config: Config, state: dict[str, Any], way: str, device: str, optimizer: AdamW
+) -> Callable[[Batch, int], Any]:
+    """A function that makes a step of training and returns its loss, not yet read."""
+    model, cuda = TorchGPT(config, state, way, device, torch.float32), device == "cuda"
+    groups = [
+        {"params": [x for x in model.parameters() if x.dim() > 1], "weight_decay": optimizer.decay},
+        {"params": [x for x in model.parameters() if x.dim() == 1], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=optimizer.rate, betas=optimizer.betas, fused=True)
+    forward = torch.compile(model) if cuda else model
+
+    def step(batch: Batch, number: int) -> Any:
+        for group in adamw.param_groups:
+            group["lr"] = optimizer.rate_at(number)
+        ids, targets = (
+            torch.from_numpy(x.reshape(len(batch.cu_seqlens) - 1, -1).astype(np.int64)).to(device, non_blocking=True)
+            for x in (batch.ids, batch.targets)
+        )
+        with torch.autocast(device, torch.bfloat16, enabled=cuda):
+            loss = forward(ids, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer.clip)
+        adamw.step()
+        adamw.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def array_steps(config: Config, way: str, device: str, dtype: str, optimizer: AdamW) -> Callable[[Batch, int], Any]:
+    ops = importlib.import_module("examples.gpt." + ("gpu" if device == "cuda" else "cpu"))
+    options = {"window": (int(way.removeprefix("window")) - 1, 0)} if way.startswith("window") else {}
+    model = GPT(config, ops, dtype, **options)
+
+    def step(batch: Batch, number: int) -> Any:
+        with threadpool_limits(1, "blas"):
+            loss = model.add_gradients(batch)
+            optimizer.update(model.parameters, number, ops)
+        return loss
+
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    for name, default in (
+        ("layers", 4), ("heads", 4), ("width", 128), ("context", 256), ("tokens", 4096), ("steps", 60), ("turn", 10),
+        ("vocabulary", 0), ("warmup", 10),
+    ):  # fmt: skip
+        add(f"--{name}", type=int, default=default)
+    add("--rate", type=float, default=2e-3)
+    add("--device", default="cpu", choices=("cpu", "cuda"))
+    add("--ways", nargs="*", default=["arrays", "sdpa"])
+    add("--out", type=Path)
+    args = parser.parse_args()
+    text = Text.of_documents(standard_library())
+    config = Config(args.vocabulary or END + 1, args.context, args.layers, args.heads, args.width)
+    optimizer = AdamW(args.steps, args.rate, args.warmup)
+    cuda = args.device == "cuda"
+    dtype = "bfloat16" if cuda else "float32"
+    initial = GPT(config, importlib.import_module("examples.gpt.cpu")).parameters.state()
+    makers = {
+        way: (lambda way=way: torch_steps(config, initial, way, args.device, optimizer))
+        if way in ("sdpa", "flashkit", "naive")
+        else (lambda way=way: array_steps(config, way, args.device, dtype, optimizer))
+        for way in args.ways
+    }  # fmt: skip
+    steps = {way: make() for way, make in makers.items()}
+    losses: dict[str, list[float]] = {way: [] for way in args.ways}
+    seconds: dict[str, list[float]] = {way: [] for way in args.ways}
+    batches = [text.batch(i, args.tokens // args.context, args.context) for i in range(args.steps)]
+
+    def wait() -> None:
+        if cuda:
+            torch.cuda.synchronize()
+
+    for turn in range(0, args.steps, args.turn):
+        for way in args.ways if turn // args.turn % 2 else args.ways[::-1]:
+            wait()
+            begun, made = time.perf_counter(), []
+            for number in range(turn, min(turn + args.turn, args.steps)):
+                made.append(steps[way](batches[number], number))
+            wait()
+            seconds[way].append((time.perf_counter() - begun) / len(made))
+            losses[way] += map(float, made)
+    device = torch.cuda.get_device_name() if cuda else "cpu"
+    lines = [
+        {
+            "way": way, "device": device, "dtype": dtype, "config": vars(config), "tokens": args.tokens,
+            "steps": args.steps, "tokens_per_second": round(args.tokens / float(np.median(seconds[way][1:]))),
+            "losses": [round(x, 4) for x in losses[way]], "torch": torch.__version__,
+        }
+        for way in args.ways
+    ]  # fmt: skip
+    for line in lines:
+        print(line["way"], line["tokens_per_second"], "tokens/s; last losses", line["losses"][-3:])
+    if args.out:
+        with args.out.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+if __name__ == "__main__":
+    main()

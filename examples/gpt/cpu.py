@@ -1,0 +1,229 @@
+"""The array functions of model.py and optimizer.py in NumPy. gpu.py has the same functions for CuPy.
+
+Everything runs over chunks of rows that fit a core's cache, on as many threads as there are cores: NumPy's functions
+release the interpreter lock. Products are BLAS's, which the caller keeps to one thread (threadpoolctl).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from flashkit.devices import host
+
+Array = np.ndarray
+xp = np
+
+CHUNK = 1 << 16  # elements
+EPSILON = 1e-5  # of a variance, as in GPT-2
+GELU = math.sqrt(2 / math.pi)
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(host.cpu_count())
+
+
+def _by_rows(rows: int, width: int, function: Callable[[slice], Any]) -> list[Any]:
+    """The results of the function for slices that together are all rows, in their order."""
+    step = max(1, min(CHUNK // width, -(-rows // host.cpu_count())))
+    slices = [slice(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
+    return [function(slices[0])] if len(slices) == 1 else list(_threads().map(function, slices))
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+def product(a: Array, b: Array, out: Array | None = None) -> Array:
+    """a b."""
+    found = np.empty((len(a), b.shape[1]), a.dtype) if out is None else out
+
+    def multiply(rows: slice) -> None:
+        np.matmul(a[rows], b, out=found[rows])
+
+    _by_rows(len(a), b.shape[1], multiply)
+    return found
+
+
+def add_product(total: Array, a: Array, b: Array) -> None:
+    """total += a b."""
+
+    def multiply(rows: slice) -> None:
+        total[rows] += a[rows] @ b
+
+    _by_rows(len(a), CHUNK // -(-len(a) // host.cpu_count()), multiply)
+
+
+def add_column_sums(total: Array, x: Array) -> None:
+    """total (E,) += the sum of the rows of x (T, E)."""
+    total += np.ones(len(x), x.dtype) @ x
+
+
+def add_bias(x: Array, bias: Array) -> Array:
+    """x (T, E) + bias (E,), in place of x."""
+    x += bias
+    return x
+
+
+# --- embedding --------------------------------------------------------------------------------------------------------
+
+
+def embed(ids: Array, positions: Array, words: Array, places: Array) -> Array:
+    """Rows `ids` of words plus rows `positions` of places."""
+    return words[ids] + places[positions]
+
+
+def add_rows(total: Array, index: Array, x: Array) -> None:
+    """total[index[t]] += x[t], in the order of t."""
+    order = np.argsort(index, kind="stable")
+    rows, begins = np.unique(index[order], return_index=True)
+    total[rows] += np.add.reduceat(x[order], begins, axis=0)
+
+
+# --- normalisation ----------------------------------------------------------------------------------------------------
+
+
+def add_norm(x: Array, added: Array | None, bias: Array | None, weight: Array, shift: Array) -> tuple[Array, ...]:
+    """x + added + bias (T, E), its layer normalisation (Ba et al. 2016), and the mean and reciprocal deviation (2, T)
+    of each row.
+    """
+    y, stats = np.empty_like(x), np.empty((2, len(x)), x.dtype)
+    total = x if added is None else np.empty_like(x)
+
+    def norm(rows: slice) -> None:
+        if added is not None:
+            np.add(x[rows], added[rows], out=total[rows])
+            total[rows] += bias
+        stats[0, rows] = total[rows].mean(1)
+        centred = total[rows] - stats[0, rows, None]
+        stats[1, rows] = 1 / np.sqrt(np.einsum("te,te->t", centred, centred) / x.shape[1] + EPSILON)
+        centred *= stats[1, rows, None]
+        centred *= weight
+        np.add(centred, shift, out=y[rows])
+
+    _by_rows(*x.shape, norm)
+    return total, y, stats
+
+
+def norm_gradient(
+    dy: Array, x: Array, stats: Array, weight: Array, dx: Array | None, dweight: Array, dshift: Array
+) -> Array:
+    """The gradient by x of `add_norm` plus dx; adds to those by weight and shift."""
+    found = np.empty_like(x)
+
+    def gradient(rows: slice) -> tuple[Array, Array]:
+        normal = (x[rows] - stats[0, rows, None]) * stats[1, rows, None]
+        sums = np.einsum("te,te->e", dy[rows], normal), dy[rows].sum(0)
+        d = dy[rows] * weight
+        normal *= np.einsum("te,te->t", d, normal)[:, None] / x.shape[1]
+        d -= d.mean(1, keepdims=True)
+        d -= normal
+        d *= stats[1, rows, None]
+        if dx is not None:
+            d += dx[rows]
+        found[rows] = d
+        return sums
+
+    for of_weight, of_shift in _by_rows(*x.shape, gradient):
+        dweight += of_weight
+        dshift += of_shift
+    return found
+
+
+# --- GELU -------------------------------------------------------------------------------------------------------------
+
+
+def gelu(x: Array, bias: Array) -> Array:
+    """GELU of x + bias (Hendrycks and Gimpel 2016), by the formula with tanh."""
+    out = np.empty_like(x)
+
+    def activate(rows: slice) -> None:
+        z = x[rows] + bias
+        t = z * z
+        t *= 0.044715 * GELU
+        t += GELU
+        t *= z
+        np.tanh(t, out=t)
+        t += 1
+        t *= z
+        np.multiply(t, 0.5, out=out[rows])
+
+    _by_rows(*x.shape, activate)
+    return out
+
+
+def gelu_gradient(dy: Array, x: Array, bias: Array) -> Array:
+    """The gradient by x, in place of dy."""
+
+    def gradient(rows: slice) -> None:
+        z = x[rows] + bias
+        square = z * z
+        t = np.tanh((square * (0.044715 * GELU) + GELU) * z)
+        slope = square * (3 * 0.044715 * GELU) + GELU
+        slope *= z
+        slope *= 1 - t * t
+        slope += t
+        slope += 1
+        slope *= 0.5
+        dy[rows] *= slope
+
+    _by_rows(*x.shape, gradient)
+    return dy
+
+
+# --- cross-entropy ----------------------------------------------------------------------------------------------------
+
+
+def cross_entropy(logits: Array, targets: Array, scale: float | None) -> Array:
+    """The sum over rows of log sum exp(logits) - logits[target], without rows whose target is negative.
+
+    With a scale, the gradient of `scale` times the sum takes the place of the logits.
+    """
+
+    def loss(rows: slice) -> Any:
+        s, target = logits[rows], targets[rows]
+        kept = target >= 0
+        at = np.arange(len(s)), np.where(kept, target, 0)
+        top = s.max(1)
+        chosen = s[at] - top
+        p = np.exp(s - top[:, None])
+        sums = p.sum(1)
+        if scale is not None:
+            p *= np.where(kept, scale / sums, 0).astype(s.dtype)[:, None]
+            p[at] -= np.where(kept, s.dtype.type(scale), 0)
+            logits[rows] = p
+        return np.where(kept, np.log(sums) - chosen, 0).sum(dtype=np.float64)
+
+    return np.asarray(sum(_by_rows(*logits.shape, loss)))
+
+
+# --- the optimizer ----------------------------------------------------------------------------------------------------
+
+
+def adamw(
+    master: Array, value: Array, gradient: Array, mean: Array, variance: Array, factor: Array,
+    rate: float, decay: float, betas: tuple[float, float], corrections: tuple[float, float],
+) -> None:  # fmt: skip
+    """One step of AdamW for arrays (size,), with the gradient times `factor`. It leaves the gradient 0.
+
+    rate: the step; decay: of the master, times the rate; corrections: 1 - beta ** step of both averages.
+    """
+
+    def step(part: slice) -> None:
+        g = gradient[part] * factor
+        gradient[part] = 0
+        mean[part] *= betas[0]
+        mean[part] += (1 - betas[0]) * g
+        variance[part] *= betas[1]
+        g *= g
+        variance[part] += (1 - betas[1]) * g
+        size = np.sqrt(variance[part] / corrections[1]) + 1e-8
+        master[part] *= 1 - rate * decay
+        master[part] -= rate / corrections[0] * mean[part] / size
+
+    _by_rows(len(master), 1, step)

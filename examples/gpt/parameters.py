@@ -1,0 +1,74 @@
+"""All parameters of a model as one array, and AdamW's arrays beside it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+Array = Any
+ALIGNMENT = 64  # elements: whole vectors and cache lines
+
+
+class Parameters:
+    """Named arrays, each a part of flat ones.
+
+    `masters` are what the optimizer updates, in float32 (float64 for a float64 model); `values` are what the model
+    computes with, the same array or its copy in bfloat16. Matrices come first: AdamW decays them, and no vectors.
+
+    Parameters
+    ----------
+    shapes
+        By name.
+    ops
+        The module of array functions, cpu.py or gpu.py.
+    dtype
+        Of `values`.
+    """
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], ops: Any, dtype: Any) -> None:
+        matrices = {name: shape for name, shape in shapes.items() if len(shape) > 1}
+        self.xp = ops.xp
+        self.shapes = matrices | {name: shape for name, shape in shapes.items() if len(shape) == 1}
+        self.offsets: dict[str, int] = {}
+        size = 0
+        for name, shape in self.shapes.items():
+            self.offsets[name] = size
+            size += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
+            if name in matrices:
+                self.decayed = size
+        wide = np.float64 if dtype == np.float64 else np.float32
+        self.masters, self.gradients, self.mean, self.variance = (ops.xp.zeros(size, wide) for _ in range(4))
+        self.values = self.masters if dtype == wide else ops.xp.zeros(size, dtype)
+
+    def _part(self, flat: Array, name: str) -> Array:
+        shape, offset = self.shapes[name], self.offsets[name]
+        return flat[offset : offset + math.prod(shape)].reshape(shape)
+
+    def __getitem__(self, name: str) -> Array:
+        """What the model computes with."""
+        return self._part(self.values, name)
+
+    def gradient(self, name: str) -> Array:
+        return self._part(self.gradients, name)
+
+    def state(self) -> dict[str, Array]:
+        """What a checkpoint holds: masters by name, and the optimizer's averages."""
+        return {name: self._part(self.masters, name) for name in self.shapes} | {
+            f"{kind}.{name}": self._part(flat, name)
+            for kind, flat in (("adam.mean", self.mean), ("adam.variance", self.variance))
+            for name in self.shapes
+        }
+
+    def load(self, state: dict[str, Array]) -> None:
+        """Copy arrays of `state()`'s names; averages may be missing, as in a published model."""
+        for name, to in self.state().items():
+            if name in state:
+                if state[name].shape != to.shape:
+                    raise ValueError(f"{name}: expected shape {to.shape}, got {state[name].shape}")
+                to[...] = self.xp.asarray(state[name])
+            elif not name.startswith("adam."):
+                raise ValueError(f"the checkpoint has no {name}")
+        if self.values is not self.masters:
+            self.values[...] = self.masters.astype(self.values.dtype)
