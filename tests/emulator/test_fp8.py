@@ -19,6 +19,8 @@ from flashkit import Quantized
 from flashkit.backends.cuda_common import backend as cuda_backend
 from flashkit.backends.cuda_common import compiler, launch, verify
 from flashkit.backends.cupy_raw import sm90, sm90_fp8, specialise
+from flashkit.call import plans
+from flashkit.call.planned import Planned
 
 if TYPE_CHECKING:
     from .device import Device
@@ -118,8 +120,8 @@ def only_sm90(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if request.node.originalname not in (
         "test_numbers_that_scales_cannot_carry", "test_a_fresh_kernel_is_checked", "test_equal_scores_of_any_size"
     ):  # fmt: skip
-        plant(monkeypatch, "sm90/epilogue.cuh", "if constexpr (HAS_SCALES) rows_nonfinite(p, at, staged);",
-              "if constexpr (HAS_SCALES) {}")  # fmt: skip
+        plant(monkeypatch, "sm90/epilogue.cuh", "        rows_nonfinite(p, at, staged);",
+              "")  # fmt: skip
     yield
     launch._shared.clear()
 
@@ -127,6 +129,28 @@ def only_sm90(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def test_scales_of_heads(device: Device, launched: list[str]) -> None:
     """Odd sizes, grouped heads, a causal mask."""
     check(quantised(*inputs(2, "4:2", 150, 270, 64), "head"), launched, causal=True)
+
+
+@pytest.mark.parametrize("per", ["head", "token"])
+def test_calls_of_one_layout_share_a_plan(
+    per: str, device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has its own codes and scales."""
+    made: list[object] = []
+    make = Planned.__init__
+
+    def counted(*given: Any, **named: Any) -> None:
+        if named.get("scales"):  # the yardstick has plans, too
+            made.append(0)
+        make(*given, **named)
+
+    monkeypatch.setattr(Planned, "__init__", counted)
+    plans.clear()
+    q, k, v = inputs(1, "2:1", 70, 130, 64)
+    for factor in (1, 3, 0.25):
+        launched.clear()
+        check(quantised(q, (k.astype(np.float32) * factor).astype(k.dtype), v, per), launched, causal=True)
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("per", ["head", "token"])
