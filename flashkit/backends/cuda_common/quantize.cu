@@ -1,4 +1,5 @@
-// `flashkit.quantize` of 16-bit arrays to codes of e4m3 with a scale for each block of 128 tokens of a head, in one pass.
+// `flashkit.quantize` of 16-bit arrays to codes of e4m3 with a scale for each block of 128 tokens of a head, in one
+// pass.
 //
 // A CTA takes a block. A lane has 16 columns of a row, in registers from the load to the codes: the Hadamard transform
 // (DIM is a power of two) takes sums of them and, in its last stages, those of other lanes. V^T is made from the codes in
@@ -19,7 +20,8 @@ struct Arguments {
 };
 
 constexpr int BLOCK = 128, THREADS = 256, COLUMNS = 16;  // tokens; of a lane
-constexpr int LANES = DIM / COLUMNS, DOWN = 32 / LANES, STEPS = BLOCK / (8 * DOWN);  // of a row; rows and steps of a warp
+constexpr int LANES = DIM / COLUMNS;  // of a row
+constexpr int DOWN = 32 / LANES, STEPS = BLOCK / (8 * DOWN);  // rows and steps of a warp
 constexpr float LARGEST = 448, MIN_SCALE = 1.1754944e-38f;
 
 static __device__ __forceinline__ float widen(unsigned bits) {

@@ -57,14 +57,14 @@ DEVICE void add_sink(const Params& p, int h, float& reference, float& sum, float
 // where products of terms or codes do not stand for those of the elements. No branch differs between the lanes of a
 // warp, as the compiler would take nothing behind it as uniform.
 
-// Elements of Q, K and V: what 1 in one of query or key n stands for, and V of a key.
+// Elements of Q, K and V: what 1 in one of query or key n stands for, and V of a key by column.
 template <typename T>
 struct PlainElements {
     using element = T;
     __device__ __forceinline__ static float query_scale(const Params&, int, int, int) { return 1; }
     __device__ __forceinline__ static float key_scale(const Params&, const Tensor&, int, int, int) { return 1; }
-    __device__ __forceinline__ static T value(const Params& p, int b, int h, int key, int column) {
-        return kv_row<const T>(p, p.v, b, h, key)[column];
+    __device__ __forceinline__ static const T* values(const Params& p, int b, int h, int key) {
+        return kv_row<const T>(p, p.v, b, h, key);
     }
 };
 
@@ -109,11 +109,11 @@ DEVICE RowSums row_nonfinite(const Params& p, int b, int h, int row, int first, 
         for (int other = 0; other < 32; ++other) {
             const float weight = __shfl_sync(~0u, x, other);  // 0 past the last key
             const int from = existing(k0 + other);
+            const auto value = OF::values(p, b, h / GQA_GROUP, from);
             const float v_scale = OF::key_scale(p, p.v_scale, b, h / GQA_GROUP, from);
 #pragma unroll
             for (int i = 0; i < OWN; ++i) {
-                const int own = column + 32 * i < HEAD_DIM_V ? column + 32 * i : 0;
-                const float v = widen(OF::value(p, b, h / GQA_GROUP, from, own)) * v_scale;
+                const float v = widen(value[column + 32 * i < HEAD_DIM_V ? column + 32 * i : 0]) * v_scale;
                 sums[i] += weight == 0 ? 0.0f : weight * v;
             }
         }

@@ -6,16 +6,17 @@
 //     O         [64][HEAD_DIM_V]         registers, sums of the tensor cores; SUMS_BY_ONES: and row sums
 //     promoted  [64][HEAD_DIM_V]         shared memory, or global memory that stays in L2: sums of CUDA cores
 //
-// S(n) is issued together with P(n-1) V(n-1), and the softmax of tile n overlaps with the second product. Warp groups do
-// not ping-pong. Tiles that hide nothing come in pairs, the codes of one in the registers that the other leaves free.
+// S(n) is issued together with P(n-1) V(n-1), and the softmax of tile n overlaps with the second product. Warp groups
+// do not ping-pong. Tiles that hide nothing come in pairs, the codes of one in the registers that the other leaves
+// free.
 //
 // Promotion: a tensor core aligns each product to its accumulator and loses what lies under 2^-13 of it. So O goes to a
 // part that CUDA cores sum, and begins anew, every PROMOTE_TILES tiles: weights of one size and values of one sign lose
 // two per cent by then. Each thread has its own elements of that part, and their reference, so nothing waits.
 //
 // Row sums: eight lines of ones behind V^T make the tensor cores sum the codes, and the rounding of a great weight
-// cancels in O. Every SUM_TILES tiles, and where V's scale changes, CUDA cores add them up. The log-sum-exp needs sums of weights that are not rounded
-// (EXACT_LSE).
+// cancels in O. Every SUM_TILES tiles, and where V's scale changes, CUDA cores add them up. The log-sum-exp needs sums
+// of weights that are not rounded (EXACT_LSE).
 //
 // Rows whose scales are not positive numbers, or too far from 1 for products of scales, and rows that a masked NaN in V
 // has spoilt, are computed again from global memory (rows_nonfinite in epilogue.cuh).
@@ -47,8 +48,8 @@ static_assert(BLOCK_K % 32 == 0 && BLOCK_K <= 128, "a line of V^T has up to 128 
 static_assert(!SCALES_OF_BLOCKS || BLOCK_K == 128, "a tile has one scale");
 static_assert(GETS_VT || AT_VT - AT_V == V_STAGES * BYTES_V, "sm90_fp8.py and V_STAGES differ");
 
-// V^T comes by TMA (GETS_VT); or warps transpose V: a warp group of its own, or where consumers leave no registers for it
-// warps 1 and 3 of warp group 0.
+// V^T comes by TMA (GETS_VT); or warps transpose V: a warp group of its own, or where consumers leave no registers for
+// it warps 1 and 3 of warp group 0.
 constexpr int TRANSPOSE_WARPS = GETS_VT ? 0 : MMA_WARPGROUPS < 3 && IS_NARROW ? 4 : 2;
 constexpr int WARPGROUPS = MMA_WARPGROUPS + (TRANSPOSE_WARPS == 4 ? 2 : 1);
 constexpr int LAUNCH_REGISTERS = 65536 / (128 * WARPGROUPS) / 8 * 8;  // of a thread
@@ -161,9 +162,11 @@ DEVICE void epilogue_fp8(const Params& p, const WorkTile& at, const float (&m)[2
 // --- the consumer ----------------------------------------------------------------------------------------------------
 
 // e4m3 has no bits for P below 2^-9, and 448 is its greatest number. The greatest weight is FIRST_WEIGHT after a first
-// tile, which leaves room for greater ones, and GREATEST after one that was too great: a power of two, which e4m3 holds.
+// tile, which leaves room for greater ones, and GREATEST after one that was too great: a power of two, which e4m3
+// holds.
 // LAZY: by how many octaves the maximum may grow before O is rescaled.
-constexpr float GREATEST = 8, FIRST_WEIGHT = SUMS_BY_ONES ? 4 : SCALES_OF_TOKENS ? 8 : 5, LAZY = IS_NARROW || SCALES_OF_TOKENS ? 0 : 3;
+constexpr float GREATEST = 8, FIRST_WEIGHT = SUMS_BY_ONES ? 4 : SCALES_OF_TOKENS ? 8 : 5,
+                LAZY = IS_NARROW || SCALES_OF_TOKENS ? 0 : 3;
 constexpr unsigned TO_SIGN = 0x08080808, SIGNS = 0x80808080;  // a code of 2^8 or more plus 8 has its sign set
 constexpr float NO_MAXIMUM = -1e30f;  // m of a row without a visible key so far
 
@@ -343,7 +346,8 @@ struct ConsumerFp8 {
     // S to weights relative to the row maximum so far; with PACKS to codes as well.
     template <bool FIRST, bool PACKS>
     __device__ __forceinline__ bool exact_softmax(unsigned (&codes)[CODE_REGS], unsigned key_scales) {
-        const bool grows = raise_maximum<FIRST>(PACKS ? GREATEST : FIRST_WEIGHT, PACKS ? GREATEST : FIRST_WEIGHT + LAZY);
+        const float first = PACKS ? GREATEST : FIRST_WEIGHT;
+        const bool grows = raise_maximum<FIRST>(first, PACKS ? GREATEST : FIRST_WEIGHT + LAZY);
         scale_below_great();
         const float add[2] = {shift - m[0], shift - m[1]};
         float sum[4] = {0, 0, 0, 0};
@@ -451,7 +455,8 @@ struct ConsumerFp8 {
     // them. more: whether the work tile may have tiles behind the one in hand.
     __device__ __forceinline__ void end_product(bool grows, bool more) {
         const bool promotes = ++tiles >= PROMOTE_TILES && more,
-                   adds = SUMS_BY_ONES && (tiles % SUM_TILES == 0 || (SCALES_OF_BLOCKS && inverse_v != pending_inverse_v));
+                   changes = SCALES_OF_BLOCKS && inverse_v != pending_inverse_v,
+                   adds = SUMS_BY_ONES && (tiles % SUM_TILES == 0 || changes);
         if (__builtin_expect(grows || adds || promotes, 0)) {
             __syncwarp();
 #pragma unroll
@@ -477,8 +482,9 @@ struct ConsumerFp8 {
     __device__ __forceinline__ void begin_work_tile() {
         q_pipe(base).consumer_wait(number);
         const WorkTile at = read_work_tile(params, base, number, wg);
-        const float k_scale = SCALES_OF_HEADS ? Elements::key_scale(params, params.k_scale, at.b, at.h / GQA_GROUP, 0) : 1.0f;
-        v_scale = SCALES_OF_HEADS ? Elements::key_scale(params, params.v_scale, at.b, at.h / GQA_GROUP, 0) : 1.0f;
+        const int head = at.h / GQA_GROUP;
+        const float k_scale = SCALES_OF_HEADS ? Elements::key_scale(params, params.k_scale, at.b, head, 0) : 1.0f;
+        v_scale = SCALES_OF_HEADS ? Elements::key_scale(params, params.v_scale, at.b, head, 0) : 1.0f;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const auto [h, row] = clamped_row(params, at.b, at.h, at.row0 + row_of_lane(half));
@@ -504,8 +510,9 @@ struct ConsumerFp8 {
                                                   float v_scale, bool promoted) {
         if (promoted) add_promoted(m);
         float sum[2] = {l[0], l[1]};
-        if (SUMS_BY_ONES)
-            sum[0] = fmaf(sum_by_ones(0), pending_inverse_v, l[0]), sum[1] = fmaf(sum_by_ones(1), pending_inverse_v, l[1]);
+#pragma unroll
+        for (int half = 0; SUMS_BY_ONES && half < 2; ++half)
+            sum[half] = fmaf(sum_by_ones(half), pending_inverse_v, sum[half]);
         epilogue_fp8(params, read_work_tile(params, base, number - 1, wg), m, sum, exact_l, v_scale, o);
     }
 
@@ -544,7 +551,8 @@ struct ConsumerFp8 {
         const unsigned key_scales = base + AT_KEY_SCALES + (++loads % 2 * MMA_WARPGROUPS + wg) * 3 * SCALE_BYTES;
         issue_qk();
         if (PENDING) issue_pv(p);
-        if (SCALES_OF_TOKENS) load_key_scales(params, read_work_tile(params, base, number, wg), tile * BLOCK_K, key_scales, wg);
+        if (SCALES_OF_TOKENS)
+            load_key_scales(params, read_work_tile(params, base, number, wg), tile * BLOCK_K, key_scales, wg);
         wait_s<PENDING>();
         modify(full, tile * BLOCK_K, key_scales);
         const bool grows = exact_softmax<FIRST, false>(p, key_scales);

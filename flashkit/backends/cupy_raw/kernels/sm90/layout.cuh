@@ -11,15 +11,15 @@
 //     AT_CLAIM              barrier: the work tile is near its end, so the scheduler may claim the next one
 //     AT_OUT_READY          barriers, for each buffer of Q and warp group: O is in the buffer
 //     AT_TILE_DESCS         for each stage of K its tile descriptor; FP8: and the scales of blocks of keys
-//     AT_WORK_TILES         for each buffer of Q its work tile: b, h, row0; of packed sequences with a SeqSlot. FP8: two
-//                           more, as consumers release Q before they are done with it
+//     AT_WORK_TILES         for each buffer of Q its work tile: b, h, row0; of packed sequences with a SeqSlot. FP8:
+//                           two more, as consumers release Q before they are done with it
 //     AT_LISTS              two WorkTileLists
 //     AT_LIST_SEQS          of packed sequences, a SeqSlot for each list
 //     AT_V_TILES            FP8, for each stage of V its tile: b, tile
 //     AT_SCALES, AT_AFFINE  softmax scales; for each consumer warp the row-uniform part of its AffineScore
 //
-// FP8 says what shares a scale of codes in fp8_forward.cu, whose further constants and parts fp8_mainloop.cuh lists, and
-// is 0 in other kernels. GETS_VT: V comes as V^T.
+// FP8 says what shares a scale of codes in fp8_forward.cu, whose further constants and parts fp8_mainloop.cuh lists,
+// and is 0 in other kernels. GETS_VT: V comes as V^T.
 #pragma once
 #include "common/positions.cuh"
 #include "sm90/pipeline.cuh"
@@ -51,12 +51,21 @@ DEVICE unsigned pack_e4m3(float x0, float x1, float x2, float x3) {
     return codes;
 }
 
-// What shares a scale: a head, a block of SCALE_BLOCK tokens, or one token. Queries of heads may have scales of their own.
+// What shares a scale: a head, a block of SCALE_BLOCK tokens, or one token. Queries of heads may have scales of their
+// own.
 constexpr bool SCALES_OF_HEADS = FP8 == 1, SCALES_OF_BLOCKS = FP8 == 2, SCALES_OF_TOKENS = FP8 == 3;
 constexpr int SCALE_BLOCK = 128;
 
-// Where a key stands in V^T: among 16 keys key 8 j + 2 t + c stands at 4 t + 2 j + c.
-DEVICE int place_in_vt(int key) { return key & ~15 | (key & 6) << 1 | (key & 8) >> 2 | key & 1; }
+// GETS_VT: V of a key. In V^T among 16 keys key 8 j + 2 t + c stands at 4 t + 2 j + c.
+struct ValuesOfKey {
+    const operand* first;  // of column 0
+    long long stride;
+    __device__ __forceinline__ ValuesOfKey(const Params& p, int b, int h, int key) : stride(p.v.token) {
+        const int place = key & ~15 | (key & 6) << 1 | (key & 8) >> 2 | key & 1;
+        first = row_at<const operand>(p.v, b, h, 0) + place;
+    }
+    __device__ __forceinline__ const operand& operator[](int column) const { return first[column * stride]; }
+};
 
 // What row_nonfinite() reads.
 struct Elements : PlainElements<operand> {
@@ -70,9 +79,9 @@ struct Elements : PlainElements<operand> {
         if constexpr (SCALES_OF_TOKENS) return *kv_row<const float>(p, scales, b, h, n);
         return *row_at<const float>(scales, IS_PAGED ? 0 : b, h, SCALES_OF_BLOCKS ? n / SCALE_BLOCK : 0);
     }
-    __device__ __forceinline__ static operand value(const Params& p, int b, int h, int key, int column) {
-        if constexpr (GETS_VT) return row_at<const operand>(p.v, b, h, column)[place_in_vt(key)];
-        return PlainElements<operand>::value(p, b, h, key, column);
+    __device__ __forceinline__ static auto values(const Params& p, int b, int h, int key) {
+        if constexpr (GETS_VT) return ValuesOfKey(p, b, h, key);
+        else return PlainElements<operand>::values(p, b, h, key);
     }
 };
 
