@@ -229,7 +229,7 @@ def device_times(dim: int, causal: bool, n: int, batch: int, heads: int) -> None
     calls: dict[Any, Any] = {("bfloat16", ""): partial(chosen.forward, plan, operands)}
     tables = TileTables("cupy_raw", profiles.for_device("cuda"), device.current(), "forward")
     kept = []  # arguments of kernels hold addresses
-    for per in ("head", "token"):
+    for per in ("head", "block", "token"):
         codes = [flashkit.quantize(x, "e4m3", per, transpose=i == 2) for i, x in enumerate(given)]
         with Call("attention", *codes, {"causal": causal}) as call:
             assert call.quantised is not None
@@ -247,7 +247,7 @@ def device_times(dim: int, causal: bool, n: int, batch: int, heads: int) -> None
     taken = timing.interleaved(calls, rounds=7, budget=4.0, min_rounds=3, synchronize=wait)
     flops = problem.flops() * (0.5 if causal else 1)
     rates = {key: flops / found.median / 1e12 for key, found in taken.items()}
-    for per in ("head", "token"):
+    for per in ("head", "block", "token"):
         tiles = "; ".join(f"{tile}: {rate:.0f}" for (of, tile), rate in rates.items() if of == per)
         mask, wide = "causal" if causal else "full", rates["bfloat16", ""]
         print(f"| {dim} | {mask} | {n} | {wide:.0f} | {per} | {tiles} |", flush=True)

@@ -16,6 +16,10 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 
+class SettingError(ValueError):
+    """A variable has a value that it cannot have."""
+
+
 @dataclass(frozen=True)
 class Setting(Generic[T]):
     """An environment variable.
@@ -35,12 +39,12 @@ class Setting(Generic[T]):
         return os.environ.get(self.name, "")
 
     def read(self) -> T | None:
-        """The value of the variable, None where it is not set. ValueError names it, what is expected, and the text."""
+        """The value, None where it is not set. SettingError names the variable, what is expected, and the text."""
         text = self.text()
         try:
             return self.parse(text) if text else None
         except ValueError as error:
-            raise ValueError(f"{self.name}: expected {error}, got {text!r}") from None
+            raise SettingError(f"{self.name}: expected {error}, got {text!r}") from None
 
     def raw(self) -> Any:
         """The variable as the system stores it (bytes, text or None), for comparison."""
