@@ -47,7 +47,9 @@ def cases(suite: str) -> list[Case]:
             lengths = (1024, 4096, 16384) if dtype == "bfloat16" else (1024, 4096)
             found += [
                 {"dtype": dtype, "d": d, "heads": 2048 // d, "n": n, "batch": 16384 // n, "causal": causal}
-                for d in dims for causal in (False, True) for n in lengths
+                for d in dims
+                for causal in (False, True)
+                for n in lengths
             ]
         base = {"dtype": "bfloat16", "d": 128, "heads": 16, "n": 4096, "batch": 4, "causal": True}
         found += [{**base, "softcap": 30.0}, {**base, "alibi": True}, {**base, "deterministic": True}]
@@ -59,9 +61,7 @@ def cases(suite: str) -> list[Case]:
     if suite == "shapes":
         grid = [(777, 64, False), (384, 80, False), (384, 80, True), (1536, 80, False), (1536, 96, False)]
     dtype = "bfloat16" if suite == "shapes" else suite
-    return [
-        {"dtype": dtype, "d": d, "heads": 8, "n": n, "batch": 1, "causal": causal} for n, d, causal in grid
-    ]
+    return [{"dtype": dtype, "d": d, "heads": 8, "n": n, "batch": 1, "causal": causal} for n, d, causal in grid]
 
 
 def described(case: Case) -> str:
@@ -119,9 +119,7 @@ def arrays(case: Case, backend: str) -> tuple[Any, ...]:
     )
 
 
-def attention_call(
-    case: Case, package: Any, given: tuple[Any, ...], direction: str, backend: str
-) -> Callable[[], Any]:
+def attention_call(case: Case, package: Any, given: tuple[Any, ...], direction: str, backend: str) -> Callable[[], Any]:
     q, k, v, dout = given
     named = options(case, package, array_library(backend))
     if direction == "forward":
@@ -132,6 +130,7 @@ def attention_call(
 def timed(old: Callable[[], Any], new: Callable[[], Any], backend: str, seconds: float) -> np.ndarray:
     """Times of (old, new) in each round, which come in an order that changes."""
     if backend == "cpu":
+
         def sample(call: Callable[[], Any], repeats: int) -> float:
             start = time.perf_counter()
             for _ in range(repeats):

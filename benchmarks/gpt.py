@@ -165,11 +165,11 @@ def main() -> None:
     for turn in range(0, args.steps, args.turn):
         for way in args.ways if turn // args.turn % 2 else args.ways[::-1]:
             wait()
-            begun, made = time.perf_counter(), []
+            start, made = time.perf_counter(), []
             for number in range(turn, min(turn + args.turn, args.steps)):
                 made.append(steps[way](batches[number], number))
             wait()
-            seconds[way].append((time.perf_counter() - begun) / len(made))
+            seconds[way].append((time.perf_counter() - start) / len(made))
             losses[way] += map(float, made)
     device = torch.cuda.get_device_name() if cuda else "cpu"
     lines = [

@@ -1,6 +1,6 @@
 """Time of a call from a JAX program on a CPU: flashkit.jax beside jax.nn and a pure_callback, interleaved.
 
-    python benchmarks/jax_calls.py
+python benchmarks/jax_calls.py
 """
 
 from __future__ import annotations

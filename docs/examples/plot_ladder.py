@@ -27,9 +27,9 @@ arrays, milliseconds, megabytes = problem(), [], []
 for module in steps.values():
     attention, memory = importlib.import_module(f"examples.ladder.{module}").attention, SlowMemory()
     attention(*arrays, memory)  # compiles, in the last step
-    begun = perf_counter()
+    start = perf_counter()
     attention(*arrays, SlowMemory())
-    milliseconds.append(1e3 * (perf_counter() - begun))
+    milliseconds.append(1e3 * (perf_counter() - start))
     megabytes.append(memory.moved / 1e6)
 
 # %%

@@ -114,7 +114,7 @@ def main(arguments: list[str]) -> int:
     print(f"{len(text.train):,} characters of documentation; {model.parameters.masters.size:,} parameters", flush=True)
     if step:
         print(f"{args.file} has {step} steps; training goes on from there", flush=True)
-    begun, tokens, mean = perf_counter(), 0, None
+    start, tokens, mean = perf_counter(), 0, None
     with interrupts() as interrupted, threadpool_limits(1, "blas"):
         while step < args.steps and not interrupted:
             for part in range(args.accumulate):
@@ -125,7 +125,7 @@ def main(arguments: list[str]) -> int:
             step += 1
             if step % 10 == 0 or step == args.steps:  # reading the loss waits for a GPU
                 mean = float(loss) if mean is None else 0.8 * mean + 0.2 * float(loss)
-                seconds = perf_counter() - begun
+                seconds = perf_counter() - start
                 left = seconds / tokens * (args.steps - step) * args.accumulate * args.sequences * args.context
                 line = f"step {step:5}  loss {mean:.3f}  {tokens / seconds:9,.0f} tokens/s  {left:4.0f} s left"
                 print("\r" + line, end="", flush=True)

@@ -50,9 +50,9 @@ def show(name: str, step: Attention, before: Attention | None, arrays: list[Arra
         error = max(float(np.abs(a - b).max()) for a, b in pairs)
     times = []
     for _ in range(3):
-        begun = perf_counter()
+        start = perf_counter()
         step(*arrays, SlowMemory())
-        times.append(perf_counter() - begun)
+        times.append(perf_counter() - start)
     ms, mb = 1e3 * min(times), memory.moved / 1e6
     print(f"{name:34} {ms:8.1f} ms {mb:9.2f} MB moved   differs from the step before by {error:.0e}", flush=True)
     return error

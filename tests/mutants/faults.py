@@ -103,7 +103,9 @@ ROWS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("offset", f"{CPU}.kernels.rotary:rotary", "where[b * tokens + n]", "where[n]"),
         ("bounds", f"{CPU}.kernels.rotary:rotary", "slot >= a[SLOTS]", "slot > a[SLOTS]"),
     ),
-    "tests/unit/test_cascade.py": (("lengths", "cache.cascade:Rest.__init__", "self.lengths[at] -= tokens", "pass"),),
+    "tests/unit/test_cascade.py": (
+        ("lengths", "cache.step_plans:Rest.__init__", "self.lengths[at] -= tokens", "pass"),
+    ),
     "tests/unit/test_quantised_cache.py -k dense_arrays": (
         ("quantised", f"{CPU}.kernels.decode:scores_of", "s[i, done + j] *= scale[j] * KV_UNIT", "pass"),
     ),
