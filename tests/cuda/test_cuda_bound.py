@@ -38,7 +38,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(launch, "_cupy", lambda: cupy)  # which would remember it
     monkeypatch.setattr(arguments, "on_device", on_device)
-    monkeypatch.setattr(backend, "_device_of", lambda operands: replace(MODELS["sm_90a"], ordinal=0))
+    monkeypatch.setattr(backend, "_check_device", lambda plan, operands: None)
     monkeypatch.setattr(launch, "stream", lambda: 7)
     monkeypatch.setattr(launch, "keep", lambda stream, *memory: found.extend(memory))
     monkeypatch.setattr(arguments, "dummy_slot", lambda ordinal, size: OnDevice(np.zeros(8, np.int8)))
@@ -65,7 +65,8 @@ def watched(problem: Any) -> tuple[Any, list[list[int]]]:
     """A plan, and the words that its kernels have got."""
     seen: list[list[int]] = []
     made = SimpleNamespace(run=lambda block, stream: seen.append(list(block.words)))
-    return SimpleNamespace(problem=problem, on=lambda here, direction: made), seen
+    device = replace(MODELS["sm_90a"], ordinal=0)
+    return SimpleNamespace(problem=problem, device=device, forward=(made, None), backward=(made, None)), seen
 
 
 def given(seed: int) -> dict[str, np.ndarray]:
@@ -277,7 +278,7 @@ def test_pull_backs_at_the_same_time(kept: list[Any]) -> None:
             bound(*inner)
         seen.append(list(block.words))
 
-    plan.on = lambda here, direction: SimpleNamespace(run=run)
+    plan.backward = SimpleNamespace(run=run), None
     bound = CupyRawBackend().bind_backward(plan, *outer)
     bound(*outer)
     assert seen == [words_alone(problem, *inner), words_alone(problem, *outer)] and seen[0] != seen[1]

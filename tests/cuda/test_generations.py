@@ -23,7 +23,7 @@ from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
 from flashkit.devices import profiles, schema
 from flashkit.devices.schema import TileRow
 from flashkit.mods import expr
-from flashkit.spec import AttentionSpec, Direction, Problem, Tokens, Verdict
+from flashkit.spec import AttentionSpec, Direction, Fp8, Problem, Tokens, Verdict
 from flashkit.tools.autotune import cuda as tune_cuda
 
 HOPPER = MODELS["sm_90a"]
@@ -152,6 +152,7 @@ def test_the_shipped_rows_choose_what_was_fastest(profile: str, backend: str) ->
         sizes = [fields.pop(name) for name in ("batch", "heads", "n_q", "n_k")]
         tokens = Tokens(*fields.pop("tokens")) if "tokens" in fields else None
         fields |= {name: GRAPHS[fields[name]] for name in ("score", "mask") if name in fields}
+        fields |= {"fp8": Fp8(fields["fp8"])} if "fp8" in fields else {}
         problem = Problem(AttentionSpec(**fields), *sizes, "cupy", tokens)
         choice = subject.choose(problem, found, device, direction)
         assert choice.generation is not None and choice.choice is not None

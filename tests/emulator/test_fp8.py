@@ -483,7 +483,7 @@ def test_a_fresh_kernel_is_checked(
     monkeypatch.setattr(compiler.Binary, "mark_checked", lambda self: None)
     if wrong:
         plant(monkeypatch, "sm90/fp8_forward.cu", "0x6420", "0x6240")
-    given = [on_device(x) for x in quantised(*inputs(1, "2:1", 100, 100, 32), "token")]
+    given = [on_device(x) for x in quantised(*inputs(1, "2:1", 100, 100, 32), "token", transpose=False)]
     if wrong:
         with pytest.raises(verify.MiscompiledError, match="out of the freshly compiled forward pass"):
             flashkit.attention(*given, backend="cupy_raw")
