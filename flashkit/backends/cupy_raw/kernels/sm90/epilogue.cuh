@@ -11,7 +11,8 @@ DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, unsigned staged)
     const int lane = opaque(threadIdx.x % 32), row0 = opaque(uniform(threadIdx.x % 128 / 32)) * 16;
     const int n_k = uniform((int)seq_info(p, at.b).n_k), rows = (int)seq_info(p, at.b).n_q * PACK_GQA;
 #pragma unroll 1
-    for (int r = row0; r < row0 + 16; ++r) {
+    for (int n = 0; n < 16; ++n) {  // counting r itself, ptxas would spill in the main loop of FP8
+        const int r = row0 + n;
         const auto [h, row] = clamped_row(p, at.b, at.h, at.row0 + r);
         float sums[OWN];
         const RowSums of = row_nonfinite<Elements>(p, at.b, h, row, 0, n_k, HAS_SINKS, lane, lane, sums);
