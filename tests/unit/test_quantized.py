@@ -367,14 +367,18 @@ def test_precision_fp8_does_not_look_ahead() -> None:
     hold; in either layout, and in a plan.
     """
     q, k, v = tensors(300, 300, BF16)
-    changed = [x.copy() for x in (k, v)]
-    for x in changed:
+    great, unknown = ([x.copy() for x in (k, v)] for _ in range(2))
+    for x, y in zip(great, unknown, strict=True):
         x[:, :, 128:] = 1e4
-        x[:, :, 200:] = np.nan
+        y[:, :, 200:] = np.nan
     for options in ({"causal": True}, {"kv_lengths": [128, 15], "q_offset": 0}):
-        found, expected = (attention(q, *kv, precision="fp8", **options) for kv in (changed, (k, v)))
-        rows = slice(128 if "causal" in options else 300)
-        same(found[:, :, rows], expected[:, :, rows])
+        of_great, of_unknown, expected = (
+            attention(q, *kv, precision="fp8", **options)[:, :, : 128 if "causal" in options else 300]
+            for kv in (great, unknown, (k, v))
+        )
+        same(of_great, expected)
+        # Beside NaN that a mask hides a tile is summed again in another order.
+        np.testing.assert_allclose(of_unknown.astype(np.float32), expected.astype(np.float32), rtol=2**-7, atol=2**-9)
     swapped = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v)]
     given = {"precision": "fp8", "causal": True, "layout": "bnhd"}
     other = attention(*swapped, **given)
