@@ -170,7 +170,7 @@ def gelu_gradient(dy: Array, x: Array, bias: Array) -> Array:
 
 
 def cross_entropy(logits: Array, targets: Any, scale: float | None) -> Array:
-    losses = cupy.empty(len(logits), np.float32)
+    losses = cupy.empty(len(logits), _wide(logits.dtype))
     _launch(
         "cross_entropy", logits.dtype, len(logits), 512, logits, cupy.asarray(np.asarray(targets, np.int32)), losses,
         _wide(logits.dtype)(scale or 0), np.int32(scale is not None), np.int32(logits.shape[1]),

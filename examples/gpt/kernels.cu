@@ -179,7 +179,7 @@ KERNEL gelu_gradient(T* dy, const T* x, const T* bias, int width) {
 
 // --- cross-entropy ---------------------------------------------------------------------------------------------------
 
-KERNEL cross_entropy(T* logits, const int* targets, float* losses, WIDE scale, int backward, int width) {
+KERNEL cross_entropy(T* logits, const int* targets, WIDE* losses, WIDE scale, int backward, int width) {
   logits += size_t(blockIdx.x) * width;
   int target = targets[blockIdx.x];
   // Each thread's maximum and sum first, in one pass.
@@ -191,7 +191,7 @@ KERNEL cross_entropy(T* logits, const int* targets, float* losses, WIDE scale, i
   }
   WIDE of_row = reduce<Max>(top);
   sum = reduce<Sum>(sum * exp(top - of_row));
-  if (threadIdx.x == 0) losses[blockIdx.x] = target < 0 ? 0 : float(log(sum) + of_row - WIDE(logits[target]));
+  if (threadIdx.x == 0) losses[blockIdx.x] = target < 0 ? 0 : log(sum) + of_row - WIDE(logits[target]);
   if (!backward) return;
   __syncthreads();  // thread 0 has read its target
   WIDE factor = target < 0 ? 0 : scale / sum;

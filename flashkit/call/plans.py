@@ -74,7 +74,8 @@ def _on_codes(call: Call, backend: str | None, return_lse: bool) -> Planned | On
     if type(call.q) is not np.ndarray:
         if (transposed := transposed_of(v, call.options)) is not None:
             call.v = transposed
-        addresses = tuple([x.data.ptr % ALIGNMENT for x in (call.q, call.k, call.v)])
+        own = [x for x in (call.q, call.k, call.v) if type(x) is not np.ndarray]  # others are refused later
+        addresses = tuple([x.data.ptr % ALIGNMENT for x in own])
     key = key_of(call, backend, return_lse)
     if key is not None:
         key = *key, *signatures, addresses
