@@ -2,8 +2,8 @@
 // pass.
 //
 // A CTA takes a block. A lane has 16 columns of a row, in registers from the load to the codes: the Hadamard transform
-// (DIM is a power of two) takes sums of them and, in its last stages, those of other lanes. V^T is made from the codes in
-// shared memory: a thread permutes the bytes of 32 keys and four columns.
+// (DIM is a power of two) takes sums of them and, in its last stages, those of other lanes. V^T is made from the codes
+// in shared memory: a thread permutes the bytes of 32 keys and four columns.
 //
 // Constants of the head: DIM, 64, 128 or 256; IS_BFLOAT16.
 

@@ -200,7 +200,7 @@ struct ConsumerFp8 {
     int tiles = 0;             // in O, since it began or was promoted
     int next_desc;             // tile descriptor, read ahead
     unsigned loads = 0;        // of key scales
-    unsigned careful = 0;      // SIGNS: m is great, so that no tile is taken as it is
+    unsigned exact_signs = 0;      // SIGNS: m is great, so that no tile is taken as it is
     bool begins = false;       // the next tile is the warp group's first one of its work tile
     bool looks = true;         // the next tile looks for the maximum
     bool promoted = false;     // a part of O is elsewhere
@@ -322,7 +322,7 @@ struct ConsumerFp8 {
                 if (SUMS_OF_FLOATS) float_sum(half) *= rescale[half];
             }
         }
-        if (FIRST || grows) careful = __any_sync(~0u, is_great(m[0]) || is_great(m[1])) ? SIGNS : 0;
+        if (FIRST || grows) exact_signs = __any_sync(~0u, is_great(m[0]) || is_great(m[1])) ? SIGNS : 0;
         return grows;
     }
     __device__ __forceinline__ float& float_sum(int half) { return SUMS_BY_ONES ? exact_l[half] : l[half]; }
@@ -333,7 +333,7 @@ struct ConsumerFp8 {
 
     // Where m is great S is scaled and rounded before m is subtracted.
     __device__ __forceinline__ void scale_below_great() {
-        if (__builtin_expect(careful == 0, 1)) return;
+        if (__builtin_expect(exact_signs == 0, 1)) return;
 #pragma unroll
         for (int i = 0; i < S_REGS; ++i) s[i] = __fadd_rn(__fmul_rn(s[i], factor[i / 2 % 2]), shift);
         factor[0] = factor[1] = 1, shift = 0;
@@ -378,7 +378,7 @@ struct ConsumerFp8 {
     // there.
     __device__ __forceinline__ bool optimistic_softmax(unsigned (&codes)[CODE_REGS]) {
         const float add[2] = {shift - m[0], shift - m[1]};
-        unsigned greatest = careful;
+        unsigned greatest = exact_signs;
         float sum[2] = {0, 0};
 #pragma unroll
         for (int i = 0; i < CODE_REGS; ++i) {
