@@ -11,6 +11,8 @@ from functools import cache
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from .devices.lazy import cached_property
 from .mods import expr
 from .mods.expr import Expr, Kind
@@ -263,6 +265,22 @@ class Problem:
         return f"{s.dtype}, {sizes}{extra} on {self.array_kind} arrays"
 
 
+BLOCK, PADDING = 128, 32
+"""Tokens of a block by default, which are a tile of Hopper's kernel; keys that V^T has a multiple of."""
+
+
+def transposed_codes(xp: Any, codes: Any) -> Any:
+    """V^T of codes (..., keys, columns), uint8: keys innermost, permuted in groups of 16; 0 past the last key."""
+    *rest, n, columns = codes.shape
+    keys = -(-n // PADDING) * PADDING
+    padded = xp.zeros((*rest, keys, columns), np.uint8)
+    padded[..., :n, :] = codes
+    sixteens = padded.reshape((*rest, -1, 2, 4, 2, columns))
+    m = sixteens.ndim
+    permuted = sixteens.transpose((*range(m - 5), m - 1, m - 5, m - 3, m - 4, m - 2))
+    return xp.ascontiguousarray(permuted).reshape((*rest, columns, keys))
+
+
 @dataclass
 class Operands:
     """The arrays and numbers of one call as backends get them: four axes, defaults filled in.
@@ -282,7 +300,7 @@ class Operands:
     Keys in two arrays: k has the first columns of the keys and k_pe the last pe_dim; the other axes are k's.
 
     Codes of e4m3: q, k and v are uint8. scales: those of q, k and v, float32 (B, heads, tokens, 1), any strides; with
-    scales per block one for each block of 128 tokens. spec.fp8.transposed: v is V^T (quantized.transposed_values).
+    scales per block one for each block of 128 tokens. spec.fp8.transposed: v is V^T (transposed_codes).
 
     Keys and values of 8 bits: k_scale and v_scale, float32, have one factor for each token of a head; they are as k and
     v but for the last axis, of length 1.

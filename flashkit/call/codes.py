@@ -16,11 +16,11 @@ import numpy as np
 
 from .. import dispatch
 from ..devices.lazy import cached_property
-from ..spec import DTYPES, Fp8
+from ..spec import BLOCK, DTYPES, Fp8
 from . import arrays
 from .arguments import Fp8Arrays, Memory, Prepared, prepare
 from .checks import check_out
-from .quantized import BLOCK, Per, Quantized, block_scales, check_shape, quantize, scale_shape, token_scales
+from .quantized import Per, Quantized, block_scales, check_shape, quantize, scale_shape, token_scales
 
 FP8_DTYPES = ("float16", "bfloat16")
 """What precision="fp8" quantises."""

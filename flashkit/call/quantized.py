@@ -12,7 +12,7 @@ from ..devices.lazy import cached_property
 from ..errors import shown
 from ..mods.dropout import philox
 from ..numeric import integer
-from ..spec import DTYPES, MAX_HEAD_DIM, name_of
+from ..spec import BLOCK, DTYPES, MAX_HEAD_DIM, PADDING, name_of, transposed_codes
 from . import arrays, interop
 from .checks import choice, flag
 from .shape import HEADS_AND_TOKENS, LAYOUTS
@@ -24,9 +24,6 @@ LARGEST: dict[str, int] = {"e4m3": 448, "int8": 127}
 """Formats of 8 bits and the greatest number of each."""
 
 PER = ("tensor", "head", "block", "token")
-
-BLOCK, PADDING = 128, 32
-"""Tokens of a block by default, which are a tile of Hopper's kernel; keys that V^T has a multiple of."""
 
 MIN_SCALE = float(np.finfo(np.float32).tiny)
 """Below it float32 numbers lose bits. The scale of a group of zeros."""
@@ -402,14 +399,8 @@ def _transposed_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
 
 def transposed_values(xp: Any, data: Any, layout: str) -> Any:
     """Codes of v with keys innermost, in the order of `quantize`; 0 past the last key."""
-    shape = _transposed_shape(data.shape, layout)
     codes = data.view(np.uint8)
-    codes = codes.swapaxes(-3, -2) if layout == "bnhd" and data.ndim > 2 else codes
-    padded = xp.zeros((*shape[:-2], shape[-1], shape[-2]), np.uint8)
-    padded[..., : codes.shape[-2], :] = codes
-    sixteens = padded.reshape((*shape[:-2], -1, 2, 4, 2, shape[-2]))  # j, t, c
-    n = sixteens.ndim
-    return xp.ascontiguousarray(sixteens.transpose((*range(n - 5), n - 1, n - 5, n - 3, n - 4, n - 2))).reshape(shape)
+    return transposed_codes(xp, codes.swapaxes(-3, -2) if layout == "bnhd" and data.ndim > 2 else codes)
 
 
 def _token_axis(ndim: int, layout: str) -> int:

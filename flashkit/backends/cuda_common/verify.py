@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...call.quantized import BLOCK, transposed_values
-from ...spec import AttentionSpec, Direction, Gradients, Operands, Slot
+from ...spec import BLOCK, AttentionSpec, Direction, Gradients, Operands, Slot, transposed_codes
 from .arguments import Arguments
 from .device import Device
 from .generation import Pass
@@ -186,7 +185,7 @@ def _computed(compiled: Pass, spec: AttentionSpec, problem: Operands, direction:
         # One element each, with strides of 0, so that every index reads it.
         arrays = {name: _OneElement(cupy.asarray(x[(0,) * x.ndim]), x.ndim) for name, x in problem.arrays.items()}
         is_transposed = spec.fp8 is not None and spec.fp8.transposed
-        values = transposed_values(np, problem.v, "bhnd") if is_transposed else problem.v
+        values = transposed_codes(np, problem.v.view(np.uint8)) if is_transposed else problem.v
         q, k, v = (cupy.asarray(x) for x in (problem.q, problem.k, values))
         if getattr(compiled, "values_in_keys", False):
             v = k[..., : spec.head_dim_v]
