@@ -141,3 +141,22 @@ def own_folders(own_profiles: None, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Neither reads nor writes the user's own profiles and cache; returns the folder that holds both."""
     monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path
+
+
+@pytest.fixture
+def plans_on_codes(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """As many objects as plans are made that take scales with each call; a yardstick in float makes none."""
+    from flashkit.call import plans
+    from flashkit.call.planned import Planned
+
+    made: list[object] = []
+    make = Planned.__init__
+
+    def counted(*given: object, **named: object) -> None:
+        if named.get("scales"):
+            made.append(0)
+        make(*given, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Planned, "__init__", counted)
+    plans.clear()
+    return made

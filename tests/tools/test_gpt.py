@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from examples.gpt import command
+from examples.gpt.command import on_host
 from examples.gpt.data import END, Text, batch_of, decode, encode
 from examples.gpt.model import GPT, Batch, Config
 from examples.gpt.optimizer import AdamW
@@ -23,10 +24,6 @@ def ops_of(name: str):
     if name == "gpu":
         pytest.importorskip("cupy")
     return importlib.import_module(f"examples.gpt.{name}")
-
-
-def to_numpy(x):
-    return x if isinstance(x, np.ndarray) else x.get()
 
 
 def random_model(ops, config=SMALL, dtype="float64") -> GPT:
@@ -47,7 +44,7 @@ def random_batch(config=SMALL, lengths=(12, 12), seed=2) -> Batch:
 def of_torch(model: GPT, batch: Batch):
     """Loss and gradients of the same model in PyTorch, one sequence after the other."""
     torch, peer = pytest.importorskip("torch"), importlib.import_module("gpt")
-    state = {name: to_numpy(x) for name, x in model.parameters.state().items()}
+    state = {name: on_host(x) for name, x in model.parameters.state().items()}
     other = peer.TorchGPT(model.config, state, "naive", "cpu", torch.float64)
     count, total = (batch.targets >= 0).sum(), 0
     for begin, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
@@ -69,7 +66,7 @@ def test_gradients_are_those_of_pytorch(device):
     assert abs(float(model.add_gradients(batch, 0.5)) - loss) < 1e-10
     assert abs(float(model.add_gradients(batch, 0.5)) - loss) < 1e-10  # gradients are sums
     for name, expected in gradients.items():
-        error = np.abs(to_numpy(model.parameters.gradient(name)) - expected).max()
+        error = np.abs(on_host(model.parameters.gradient(name)) - expected).max()
         assert error < 1e-10 * max(1, np.abs(expected).max()), name
 
 
@@ -82,7 +79,7 @@ def test_bfloat16_gradients_are_near_those_of_float64():
     assert abs(float(exact.add_gradients(batch)) - float(rounded.add_gradients(batch))) < 0.01
     for name in config.shapes():
         expected = exact.parameters.gradient(name)
-        error = np.abs(to_numpy(rounded.parameters.gradient(name)) - expected)
+        error = np.abs(on_host(rounded.parameters.gradient(name)) - expected)
         assert np.linalg.norm(error) < 0.03 * np.linalg.norm(expected), name
 
 
@@ -92,7 +89,7 @@ def test_adamw_is_pytorchs(device):
     ops, optimizer = ops_of(device), AdamW(steps=10, rate=0.1, warmup=2, clip=0.5)
     model = random_model(ops, Config(20, 12, 1, 2, 64))
     names = list(model.parameters.shapes)
-    peers = {n: torch.nn.Parameter(torch.from_numpy(to_numpy(model.parameters[n]).copy())) for n in names}
+    peers = {n: torch.nn.Parameter(torch.from_numpy(on_host(model.parameters[n]).copy())) for n in names}
     groups = [
         {"params": [x for x in peers.values() if x.dim() == axes], "weight_decay": decay}
         for axes, decay in ((2, 0.1), (1, 0.0))
@@ -109,8 +106,8 @@ def test_adamw_is_pytorchs(device):
         peer.step()
         optimizer.update(model.parameters, step, ops)
         for name, x in peers.items():
-            np.testing.assert_allclose(to_numpy(model.parameters[name]), x.detach().numpy(), rtol=1e-9, atol=1e-9)
-            assert not to_numpy(model.parameters.gradient(name)).any()
+            np.testing.assert_allclose(on_host(model.parameters[name]), x.detach().numpy(), rtol=1e-9, atol=1e-9)
+            assert not on_host(model.parameters.gradient(name)).any()
 
 
 def test_the_rate_rises_and_falls_to_a_tenth():
