@@ -21,7 +21,7 @@ xp = np
 
 CHUNK = 1 << 16  # elements
 EPSILON = 1e-5  # of a variance, as in GPT-2
-GELU = math.sqrt(2 / math.pi)
+GELU = 2 * math.sqrt(2 / math.pi)
 
 
 @cache
@@ -34,6 +34,14 @@ def _by_rows(rows: int, width: int, function: Callable[[slice], Any]) -> list[An
     step = max(1, min(CHUNK // width, -(-rows // host.cpu_count())))
     slices = [slice(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
     return [function(slices[0])] if len(slices) == 1 else list(_threads().map(function, slices))
+
+
+def _add(totals: tuple[Array | None, ...], sums: list[tuple[Array, ...]]) -> None:
+    """Add what slices of rows found to the totals; None is not wanted."""
+    for total, found in zip(totals, zip(*sums, strict=True), strict=True):
+        if total is not None:
+            for x in found:
+                total += x
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -59,14 +67,16 @@ def add_product(total: Array, a: Array, b: Array) -> None:
     _by_rows(len(a), CHUNK // -(-len(a) // host.cpu_count()), multiply)
 
 
-def add_column_sums(total: Array, x: Array) -> None:
-    """total (E,) += the sum of the rows of x (T, E)."""
-    total += np.ones(len(x), x.dtype) @ x
-
-
 def add_bias(x: Array, bias: Array) -> Array:
     """x (T, E) + bias (E,), in place of x."""
     x += bias
+    return x
+
+
+def join(parts: list[Array], total: Array) -> Array:
+    """Arrays (T, E) beside each other; adds to total what add_bias of these columns takes, the sum of rows."""
+    x = np.concatenate(parts, axis=1)
+    total += x.sum(0)
     return x
 
 
@@ -111,14 +121,14 @@ def add_norm(x: Array, added: Array | None, bias: Array | None, weight: Array, s
 
 
 def norm_gradient(
-    dy: Array, x: Array, stats: Array, weight: Array, dx: Array | None, dweight: Array, dshift: Array
+    dy: Array, x: Array, stats: Array, weight: Array, dx: Array | None, totals: tuple[Array | None, ...]
 ) -> Array:
-    """The gradient by x of `add_norm` plus dx; adds to those by weight and shift."""
+    """The gradient by x of `add_norm` plus dx; adds to those by weight, shift and bias."""
     found = np.empty_like(x)
 
-    def gradient(rows: slice) -> tuple[Array, Array]:
+    def gradient(rows: slice) -> tuple[Array, ...]:
         normal = (x[rows] - stats[0, rows, None]) * stats[1, rows, None]
-        sums = np.einsum("te,te->e", dy[rows], normal), dy[rows].sum(0)
+        of_weight, of_shift = np.einsum("te,te->e", dy[rows], normal), dy[rows].sum(0)
         d = dy[rows] * weight
         normal *= np.einsum("te,te->t", d, normal)[:, None] / x.shape[1]
         d -= d.mean(1, keepdims=True)
@@ -127,52 +137,56 @@ def norm_gradient(
         if dx is not None:
             d += dx[rows]
         found[rows] = d
-        return sums
+        return of_weight, of_shift, d.sum(0)
 
-    for of_weight, of_shift in _by_rows(*x.shape, gradient):
-        dweight += of_weight
-        dshift += of_shift
+    _add(totals, _by_rows(*x.shape, gradient))
     return found
 
 
 # --- GELU -------------------------------------------------------------------------------------------------------------
 
 
+def _share(z: Array) -> Array:
+    """GELU(z) / z by the formula with tanh (Hendrycks and Gimpel 2016): (1 + tanh u) / 2 = 1 / (1 + exp(-2 u))."""
+    t = z * z
+    t *= -0.044715 * GELU
+    t -= GELU
+    t *= z
+    with np.errstate(over="ignore"):
+        np.exp(t, out=t)
+    t += 1
+    return np.divide(1, t, out=t)
+
+
 def gelu(x: Array, bias: Array) -> Array:
-    """GELU of x + bias (Hendrycks and Gimpel 2016), by the formula with tanh."""
+    """GELU of x + bias."""
     out = np.empty_like(x)
 
     def activate(rows: slice) -> None:
         z = x[rows] + bias
-        t = z * z
-        t *= 0.044715 * GELU
-        t += GELU
-        t *= z
-        np.tanh(t, out=t)
-        t += 1
-        t *= z
-        np.multiply(t, 0.5, out=out[rows])
+        np.multiply(z, _share(z), out=out[rows])
 
     _by_rows(*x.shape, activate)
     return out
 
 
-def gelu_gradient(dy: Array, x: Array, bias: Array) -> Array:
-    """The gradient by x, in place of dy."""
+def gelu_gradient(dy: Array, x: Array, bias: Array, total: Array) -> Array:
+    """The gradient by x, in place of dy; adds to that by bias."""
 
-    def gradient(rows: slice) -> None:
+    def gradient(rows: slice) -> tuple[Array]:
         z = x[rows] + bias
-        square = z * z
-        t = np.tanh((square * (0.044715 * GELU) + GELU) * z)
-        slope = square * (3 * 0.044715 * GELU) + GELU
+        share = _share(z)
+        slope = z * z
+        slope *= 3 * 0.044715 * GELU
+        slope += GELU
         slope *= z
-        slope *= 1 - t * t
-        slope += t
+        slope *= 1 - share
         slope += 1
-        slope *= 0.5
+        slope *= share
         dy[rows] *= slope
+        return (dy[rows].sum(0),)
 
-    _by_rows(*x.shape, gradient)
+    _add((total,), _by_rows(*x.shape, gradient))
     return dy
 
 
@@ -206,12 +220,12 @@ def cross_entropy(logits: Array, targets: Array, scale: float | None) -> Array:
 
 
 def adamw(
-    master: Array, value: Array, gradient: Array, mean: Array, variance: Array, factor: Array,
+    master: Array, value: Array, gradient: Array, mean: Array, variance: Array, factor: Array, decayed: int,
     rate: float, decay: float, betas: tuple[float, float], corrections: tuple[float, float],
 ) -> None:  # fmt: skip
     """One step of AdamW for arrays (size,), with the gradient times `factor`. It leaves the gradient 0.
 
-    rate: the step; decay: of the master, times the rate; corrections: 1 - beta ** step of both averages.
+    rate: the step; decay: of the first `decayed` elements, times the rate; corrections: 1 - beta ** step of both averages.
     """
 
     def step(part: slice) -> None:
@@ -223,7 +237,7 @@ def adamw(
         g *= g
         variance[part] += (1 - betas[1]) * g
         size = np.sqrt(variance[part] / corrections[1]) + 1e-8
-        master[part] *= 1 - rate * decay
+        master[part.start : min(part.stop, decayed)] *= 1 - rate * decay
         master[part] -= rate / corrections[0] * mean[part] / size
 
     _by_rows(len(master), 1, step)

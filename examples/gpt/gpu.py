@@ -17,9 +17,10 @@ from cupy.cuda import cublas, device
 Array = Any
 xp = cupy
 
-ROW_THREADS = 128  # of the block that has a row
-PARTS = 264  # blocks that sum rows into gradients of a normalisation
-MAX_WIDTH = 4096  # of kernels.cu: columns of a thread, times 1024
+THREADS = 128  # of a block, where each has a vector or a column
+BLOCKS = 1056  # that sum columns: eight for each multiprocessor of a large GPU
+ROW_SUMS = 396  # blocks of a normalisation's gradient, whose warps need more registers
+NONE = np.uintp(0)
 _CUDA_TYPES = {"float32": 0, "float64": 1, "bfloat16": 14}  # cudaDataType_t
 _COMPUTE = {"float32": 68, "float64": 70, "bfloat16": 68}  # cublasComputeType_t
 _BFLOAT16 = """struct bfloat16 {
@@ -37,18 +38,57 @@ _HEADS = {
 
 
 @cache
-def _module(dtype: str) -> Any:
-    code = _HEADS[dtype] + Path(__file__).with_name("kernels.cu").read_text(encoding="utf-8")
+def _module(dtype: str, width: int) -> Any:
+    sizes = f"constexpr int WIDTH = {width}, LANES = {_lanes(width)};\n"
+    code = _HEADS[dtype] + sizes + Path(__file__).with_name("kernels.cu").read_text(encoding="utf-8")
     return cupy.RawModule(code=code, options=("-std=c++17",), backend="nvrtc")
 
 
 @cache
-def _kernel(name: str, dtype: str) -> Any:
-    return _module(dtype).get_function(name)
+def _kernel(name: str, dtype: Any, width: int) -> Any:
+    return _module(np.dtype(dtype).name, width).get_function(name)
 
 
-def _launch(name: str, dtype: Any, blocks: int, threads: int, *arguments: Any) -> None:
-    _kernel(name, np.dtype(dtype).name)((blocks,), (threads,), arguments)
+def _launch(name: str, like: Array, blocks: int, threads: int, *arguments: Any) -> None:
+    """A kernel of this array's dtype and width. Integers are 32 bits, and None is no address."""
+    given = tuple(np.int32(x) if type(x) is int else NONE if x is None else x for x in arguments)
+    _kernel(name, like.dtype, like.shape[-1])((blocks,), (threads,), given)
+
+
+def _lanes(width: int) -> int:
+    """Threads that have a row: a warp for 1024 columns."""
+    return 32 * -(-width // 1024)
+
+
+def _row_blocks(x: Array) -> tuple[int, int]:
+    """Blocks and threads, where `_lanes` threads have a row."""
+    lanes = _lanes(x.shape[1])
+    rows = 4 if lanes == 32 else 1
+    return -(-len(x) // rows), rows * lanes
+
+
+def _vector(x: Array) -> int:
+    """Elements that a thread loads at once."""
+    n = 16 // x.itemsize
+    return 1 if x.shape[-1] % n else n
+
+
+def _vector_blocks(x: Array) -> int:
+    return -(-x.size // (THREADS * _vector(x)))
+
+
+def _column_blocks(x: Array, arrays: int = 1) -> tuple[int, int]:
+    """Blocks that sum columns, and the parts of the rows that these are for."""
+    slabs = arrays * -(-x.shape[1] // (THREADS * _vector(x)))
+    parts = min(len(x), -(-BLOCKS // slabs))
+    return slabs * parts, parts
+
+
+def _add_sums(sums: Array, *totals: Array | None) -> None:
+    """sums: (parts, so many totals, width)."""
+    parts, arrays, width = sums.shape
+    totals = (*totals, None, None)[:3]
+    _launch("add_sums", sums, -(-arrays * width // 32), 1024, *totals, sums, parts, width, arrays * width)
 
 
 def _wide(dtype: Any) -> Any:
@@ -91,18 +131,19 @@ def add_product(total: Array, a: Array, b: Array) -> None:
     _gemm(a, b, total, 1)
 
 
-@cache
-def _ones(rows: int, dtype: str) -> Array:
-    return cupy.ones((1, rows), np.dtype(dtype))
-
-
-def add_column_sums(total: Array, x: Array) -> None:
-    _gemm(_ones(len(x), x.dtype.name), x, total[None], 1)
-
-
 def add_bias(x: Array, bias: Array) -> Array:
-    _launch("add_bias", x.dtype, len(x), ROW_THREADS, x, bias, np.int32(x.shape[1]))
+    _launch("add", x, _vector_blocks(x), THREADS, x, x, None, bias, None, len(x))
     return x
+
+
+def join(parts: list[Array], total: Array) -> Array:
+    rows, width = parts[0].shape
+    out = cupy.empty((rows, 3 * width), parts[0].dtype)
+    blocks, count = _column_blocks(parts[0], 3)
+    sums = cupy.empty((count, 3 * width), total.dtype)
+    _launch("join", parts[0], blocks, THREADS, out, *map(cupy.ascontiguousarray, parts), sums, rows)
+    _add_sums(sums[:, None], total)
+    return out
 
 
 # --- embedding --------------------------------------------------------------------------------------------------------
@@ -111,69 +152,63 @@ def add_bias(x: Array, bias: Array) -> Array:
 def embed(ids: Any, positions: Any, words: Array, places: Array) -> Array:
     index = cupy.asarray(np.stack([ids, positions]).astype(np.int32))
     x = cupy.empty((len(ids), words.shape[1]), words.dtype)
-    _launch("embed", x.dtype, len(x), ROW_THREADS, x, index[0], index[1], words, places, np.int32(x.shape[1]))
+    _launch("add", x, _vector_blocks(x), THREADS, x, words, index[0], places, index[1], len(x))
     return x
 
 
 def add_rows(total: Array, index: Any, x: Array) -> None:
-    order = np.argsort(index, kind="stable").astype(np.int32)
+    order = np.argsort(index, kind="stable")
     rows, begins = np.unique(index[order], return_index=True)
     found = cupy.asarray(np.concatenate([rows, begins, [len(order)], order]).astype(np.int32))
     n = len(rows)
-    _launch(
-        "add_rows", x.dtype, n, ROW_THREADS, total, found[:n], found[n : 2 * n + 1], found[2 * n + 1 :], x,
-        np.int32(x.shape[1]),
-    )  # fmt: skip
+    blocks = n * -(-x.shape[1] // (32 * _vector(x)))
+    _launch("add_rows", x, blocks, 512, total, found[:n], found[n : 2 * n + 1], found[2 * n + 1 :], x)
 
 
 # --- normalisation, GELU, cross-entropy -------------------------------------------------------------------------------
 
 
 def add_norm(x: Array, added: Array | None, bias: Array | None, weight: Array, shift: Array) -> tuple[Array, ...]:
-    rows, width = x.shape
     total = x if added is None else cupy.empty_like(x)
-    y, stats = cupy.empty_like(x), cupy.empty((2, rows), _wide(x.dtype))
-    none = np.uintp(0)
-    _launch(
-        "add_norm", x.dtype, rows, ROW_THREADS, x, none if added is None else added, none if bias is None else bias,
-        weight, shift, total, y, stats, np.int32(rows), np.int32(width),
-    )  # fmt: skip
+    y, stats = cupy.empty_like(x), cupy.empty((2, len(x)), _wide(x.dtype))
+    _launch("add_norm", x, *_row_blocks(x), x, added, bias, weight, shift, total, y, stats, len(x))
     return total, y, stats
 
 
 def norm_gradient(
-    dy: Array, x: Array, stats: Array, weight: Array, dx: Array | None, dweight: Array, dshift: Array
+    dy: Array, x: Array, stats: Array, weight: Array, dx: Array | None, totals: tuple[Array | None, ...]
 ) -> Array:
-    rows, width = x.shape
-    if width > MAX_WIDTH:
-        raise ValueError(f"width: expected at most {MAX_WIDTH}, got {width}")
-    found, parts = cupy.empty_like(x), min(PARTS, rows)
-    sums = cupy.empty((2, parts, width), stats.dtype)
-    _launch(
-        "norm_gradient", x.dtype, parts, min(1024, -(-width // 64) * 32), dy, x, stats, weight,
-        np.uintp(0) if dx is None else dx, found, sums, np.int32(rows), np.int32(width),
-    )  # fmt: skip
-    add_column_sums(dweight, sums[0])
-    add_column_sums(dshift, sums[1])
+    found, (blocks, threads) = cupy.empty_like(x), _row_blocks(x)
+    blocks = min(blocks, ROW_SUMS)
+    sums = cupy.empty((blocks, 3, x.shape[1]), stats.dtype)
+    _launch("norm_gradient", x, blocks, threads, dy, x, stats, weight, dx, found, sums, len(x))
+    _add_sums(sums, *totals)
     return found
 
 
 def gelu(x: Array, bias: Array) -> Array:
     out = cupy.empty_like(x)
-    _launch("gelu", x.dtype, len(x), ROW_THREADS, out, x, bias, np.int32(x.shape[1]))
+    _launch("gelu", x, _vector_blocks(x), THREADS, out, x, bias, len(x))
     return out
 
 
-def gelu_gradient(dy: Array, x: Array, bias: Array) -> Array:
-    _launch("gelu_gradient", x.dtype, len(x), ROW_THREADS, dy, x, bias, np.int32(x.shape[1]))
+def gelu_gradient(dy: Array, x: Array, bias: Array, total: Array) -> Array:
+    blocks, parts = _column_blocks(x)
+    sums = cupy.empty((parts, 1, x.shape[1]), total.dtype)
+    _launch("gelu_gradient", x, blocks, THREADS, dy, x, bias, sums, len(x))
+    _add_sums(sums, total)
     return dy
 
 
 def cross_entropy(logits: Array, targets: Any, scale: float | None) -> Array:
-    losses = cupy.empty(len(logits), _wide(logits.dtype))
+    rows, width = logits.shape
+    losses = cupy.empty(rows, _wide(logits.dtype))
+    vectors = width // _vector(logits)
+    rounds = -(-vectors // 1024)
+    threads = -(-vectors // (32 * rounds)) * 32
     _launch(
-        "cross_entropy", logits.dtype, len(logits), 512, logits, cupy.asarray(np.asarray(targets, np.int32)), losses,
-        _wide(logits.dtype)(scale or 0), np.int32(scale is not None), np.int32(logits.shape[1]),
+        "cross_entropy", logits, rows, threads, logits, cupy.asarray(np.asarray(targets, np.int32)), losses,
+        losses.dtype.type(scale or 0), int(scale is not None),
     )  # fmt: skip
     return losses.sum(dtype=np.float64)
 
@@ -182,12 +217,11 @@ def cross_entropy(logits: Array, targets: Any, scale: float | None) -> Array:
 
 
 def adamw(
-    master: Array, value: Array, gradient: Array, mean: Array, variance: Array, factor: Array,
+    master: Array, value: Array, gradient: Array, mean: Array, variance: Array, factor: Array, decayed: int,
     rate: float, decay: float, betas: tuple[float, float], corrections: tuple[float, float],
 ) -> None:  # fmt: skip
-    wide = _wide(value.dtype)
-    scalars = (rate, decay, *betas, *corrections)
+    scalars = map(master.dtype.type, (rate, decay, *betas, *corrections))
     _launch(
-        "adamw", value.dtype, -(-len(master) // 256), 256, master, value, gradient, mean, variance, factor,
-        *map(wide, scalars), np.int64(len(master)),
+        "adamw", value[:1], -(-len(master) // 1024), 256, master, value, gradient, mean, variance, factor,
+        *scalars, np.int64(decayed), np.int64(len(master)),
     )  # fmt: skip

@@ -182,28 +182,31 @@ class GPT:
         y = self._forward(batch.ids, batch.positions, attend, saved)
         loss, dy = self._head(y, batch, scale)
 
-        def norm(dy: Array, x: Array, stats: Array, name: str, dx: Array | None) -> Array:
-            """The gradient by x, the input of a normalisation; dx: what arrives at x behind it."""
-            gradients = p.gradient(name + ".weight"), p.gradient(name + ".bias")
-            return ops.norm_gradient(dy, x, stats, p[name + ".weight"], dx, *gradients)
+        def norm(dy: Array, x: Array, stats: Array, name: str, dx: Array | None, bias: str | None) -> Array:
+            """The gradient by x, the input of a normalisation, to which a product with this bias was added; dx: what
+            arrives at x behind it.
+            """
+            totals = *(p.gradient(name + part) for part in (".weight", ".bias")), bias and p.gradient(bias)
+            return ops.norm_gradient(dy, x, stats, p[name + ".weight"], dx, totals)
 
-        def linear(dy: Array, x: Array, name: str) -> Array:
-            """The gradient by x, the input of a product with a bias."""
+        def product(dy: Array, x: Array, name: str) -> Array:
+            """The gradient by x of a product with a weight."""
             ops.add_product(p.gradient(name + ".weight"), x.T, dy)
-            ops.add_column_sums(p.gradient(name + ".bias"), dy)
             return ops.product(dy, p[name + ".weight"].T)
 
         x, stats = saved.pop()
-        dx = norm(dy, x, stats, "ln_f", None)
+        dx = norm(dy, x, stats, "ln_f", None, f"h.{self.config.layers - 1}.mlp.c_proj.bias")
         for i in reversed(range(self.config.layers)):
             h = f"h.{i}."
             x, b, stats, f, g = saved.pop()
-            df = ops.gelu_gradient(linear(dx, g, h + "mlp.c_proj"), f, p[h + "mlp.c_fc.bias"])
-            dx = norm(linear(df, b, h + "mlp.c_fc"), x, stats, h + "ln_2", dx)
+            bias = h + "mlp.c_fc.bias"
+            df = ops.gelu_gradient(product(dx, g, h + "mlp.c_proj"), f, p[bias], p.gradient(bias))
+            dx = norm(product(df, b, h + "mlp.c_fc"), x, stats, h + "ln_2", dx, h + "attn.c_proj.bias")
             x, a, stats, out, vjp = saved.pop()
-            dout = linear(dx, out, h + "attn.c_proj")
-            dqkv = ops.xp.stack(vjp(dout.reshape(len(x), self.config.heads, -1)), axis=1)
-            dx = norm(linear(dqkv.reshape(len(x), -1), a, h + "attn.c_attn"), x, stats, h + "ln_1", dx)
+            dqkv = vjp(product(dx, out, h + "attn.c_proj").reshape(len(x), self.config.heads, -1))
+            dqkv = ops.join([d.reshape(x.shape) for d in dqkv], p.gradient(h + "attn.c_attn.bias"))
+            before = f"h.{i - 1}.mlp.c_proj.bias" if i else None
+            dx = norm(product(dqkv, a, h + "attn.c_attn"), x, stats, h + "ln_1", dx, before)
         ops.add_rows(p.gradient("wte.weight"), batch.ids, dx)
         ops.add_rows(p.gradient("wpe.weight"), batch.positions, dx)
         return loss

@@ -37,6 +37,7 @@ class AdamW:
         norm = ops.xp.sqrt(ops.xp.dot(p.gradients, p.gradients))
         factor = ops.xp.minimum(self.clip / (norm + 1e-6), 1)
         corrections = 1 - self.betas[0] ** (step + 1), 1 - self.betas[1] ** (step + 1)
-        for part, decay in ((slice(0, p.decayed), self.decay), (slice(p.decayed, None), 0.0)):
-            arrays = (flat[part] for flat in (p.masters, p.values, p.gradients, p.mean, p.variance))
-            ops.adamw(*arrays, factor, self.rate_at(step), decay, self.betas, corrections)
+        ops.adamw(
+            p.masters, p.values, p.gradients, p.mean, p.variance, factor, p.decayed,
+            self.rate_at(step), self.decay, self.betas, corrections,
+        )  # fmt: skip
