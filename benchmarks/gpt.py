@@ -1,11 +1,13 @@
 """GPT-2 trained by examples/gpt beside the same model in PyTorch: same initial weights, same batches, in turns.
 
     python benchmarks/gpt.py [--device cuda] [--layers 12 --heads 12 --width 768] [--context 1024] [--tokens 16384]
-        [--steps 300] [--ways arrays sdpa flashkit naive] [--out results.jsonl]
+        [--steps 300] [--ways arrays sdpa flashkit naive] [--seconds 240] [--profile] [--out results.jsonl]
 
-Ways: `arrays` is examples/gpt, and `window1024` with a window of so many tokens; the others are PyTorch (compiled and
-with fused AdamW on a GPU): `sdpa` with its own attention, `flashkit` with flashkit.torch's, `naive` by the formula. A
-turn is `--turn` steps of each. Losses are of the same steps.
+Ways: `arrays` is examples/gpt, `window1024` with a window of so many tokens, and `sparse` with a block mask. The others
+are PyTorch (compiled and with fused AdamW on a GPU): `sdpa` with its own attention, `flashkit` with flashkit.torch's,
+`naive` by the formula. A turn is `--turn` steps of each, and no turn begins after `--seconds`. Losses are of the same
+steps. `memory` is what the process took from the GPU for arrays or for PyTorch, where there is one way of the kind.
+With `--profile` each way's kernels are listed with their milliseconds a step, and the host's time to enqueue a step.
 """
 
 from __future__ import annotations
@@ -26,11 +28,13 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import flashkit
 from examples.gpt.data import END, Text, standard_library
 from examples.gpt.model import GPT, Batch, Config
 from examples.gpt.optimizer import AdamW
 
 Tensor = torch.Tensor
+TORCH = "sdpa", "flashkit", "naive"
 
 
 def attention_of(way: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -116,7 +120,11 @@ def torch_steps(
 
 def array_steps(config: Config, way: str, device: str, dtype: str, optimizer: AdamW) -> Callable[[Batch, int], Any]:
     ops = importlib.import_module("examples.gpt." + ("gpu" if device == "cuda" else "cpu"))
-    options = {"window": (int(way.removeprefix("window")) - 1, 0)} if way.startswith("window") else {}
+    options: dict[str, Any] = {}
+    if way.startswith("window"):
+        options = {"window": (int(way.removeprefix("window")) - 1, 0)}
+    elif way == "sparse":
+        options = {"block_mask": flashkit.BlockMask.fixed(config.context, config.context, stride_blocks=8)}
     model = GPT(config, ops, dtype, **options)
 
     def step(batch: Batch, number: int) -> Any:
@@ -126,6 +134,48 @@ def array_steps(config: Config, way: str, device: str, dtype: str, optimizer: Ad
         return loss
 
     return step
+
+
+def profile(step: Callable[[int], Any], steps: int) -> dict[str, Any]:
+    """Milliseconds a step: of kernels by name, all of them, and of the host until the step is enqueued."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    for i in range(2):
+        step(i)
+    torch.cuda.synchronize()
+    host, wall = [], []
+    for i in range(steps):
+        start = time.perf_counter()
+        step(i)
+        host.append(1e3 * (time.perf_counter() - start))
+        torch.cuda.synchronize()
+        wall.append(1e3 * (time.perf_counter() - start))
+    with torch.profiler.profile(activities=activities) as found:
+        for i in range(steps):
+            step(i)
+        torch.cuda.synchronize()
+    kernels: dict[str, list[float]] = {}
+    for event in found.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            each = kernels.setdefault(event.name[:80], [0, 0.0])
+            each[0] += 1 / steps
+            each[1] += event.device_time_total / 1e3 / steps
+    largest = sorted(kernels.items(), key=lambda x: -x[1][1])
+    return {
+        "device_ms": round(sum(ms for _, (_, ms) in largest), 3), "host_ms": round(float(np.median(host)), 2),
+        "wall_ms": round(float(np.median(wall)), 2),
+        "kernels": [(name, round(count, 1), round(ms, 3)) for name, (count, ms) in largest[:40]],
+    }  # fmt: skip
+
+
+def memory(ways: list[str]) -> dict[str, int]:
+    """Bytes, by way."""
+    of_torch, found = [way for way in ways if way in TORCH], {}
+    of_arrays = [way for way in ways if way not in TORCH]
+    if len(of_arrays) == 1:
+        found[of_arrays[0]] = importlib.import_module("cupy").get_default_memory_pool().total_bytes()
+    if len(of_torch) == 1:
+        found[of_torch[0]] = torch.cuda.max_memory_reserved()
+    return found
 
 
 def main() -> None:
@@ -139,6 +189,8 @@ def main() -> None:
     add("--rate", type=float, default=2e-3)
     add("--device", default="cpu", choices=("cpu", "cuda"))
     add("--ways", nargs="*", default=["arrays", "sdpa"])
+    add("--seconds", type=float, default=float("inf"))
+    add("--profile", action="store_true")
     add("--out", type=Path)
     args = parser.parse_args()
     text = Text.of_documents(standard_library())
@@ -149,7 +201,7 @@ def main() -> None:
     initial = GPT(config, importlib.import_module("examples.gpt.cpu")).parameters.state()
     makers = {
         way: (lambda way=way: torch_steps(config, initial, way, args.device, optimizer))
-        if way in ("sdpa", "flashkit", "naive")
+        if way in TORCH
         else (lambda way=way: array_steps(config, way, args.device, dtype, optimizer))
         for way in args.ways
     }  # fmt: skip
@@ -162,7 +214,11 @@ def main() -> None:
         if cuda:
             torch.cuda.synchronize()
 
+    begin = time.perf_counter()
     for turn in range(0, args.steps, args.turn):
+        if time.perf_counter() - begin > args.seconds:
+            print(f"the time is over after {turn} steps", flush=True)
+            break
         for way in args.ways if turn // args.turn % 2 else args.ways[::-1]:
             wait()
             start, made = time.perf_counter(), []
@@ -171,20 +227,30 @@ def main() -> None:
             wait()
             seconds[way].append((time.perf_counter() - start) / len(made))
             losses[way] += map(float, made)
-    device = torch.cuda.get_device_name() if cuda else "cpu"
-    lines = [
-        {
-            "way": way, "device": device, "dtype": dtype, "config": vars(config), "tokens": args.tokens,
-            "steps": args.steps, "tokens_per_second": round(args.tokens / float(np.median(seconds[way][1:]))),
-            "losses": [round(x, 4) for x in losses[way]], "torch": torch.__version__,
-        }
-        for way in args.ways
-    ]  # fmt: skip
-    for line in lines:
-        print(line["way"], line["tokens_per_second"], "tokens/s; last losses", line["losses"][-3:])
-    if args.out:
-        with args.out.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+    device, taken = torch.cuda.get_device_name() if cuda else "cpu", memory(args.ways) if cuda else {}
+    for way in args.ways:
+        line = {
+            "part": "training", "way": way, "device": device, "dtype": dtype, "config": vars(config),
+            "tokens": args.tokens, "steps": len(losses[way]),
+            "tokens_per_second": round(args.tokens / float(np.median(seconds[way][1:]))),
+            "losses": [round(x, 4) for x in losses[way]], "memory": taken.get(way), "torch": torch.__version__,
+        }  # fmt: skip
+        print(way, line["tokens_per_second"], "tokens/s; last losses", losses[way][-3:], "memory", taken.get(way))
+        write(args.out, line)
+    for way in args.ways if args.profile and cuda else ():
+        found = profile(lambda i, way=way: steps[way](batches[i], args.steps - 1), 5)
+        print(way, *(f"{name} {found[name]}" for name in ("device_ms", "host_ms", "wall_ms")))
+        for name, count, ms in found["kernels"][:24]:
+            print(f"  {ms:8.3f} {count:6.1f} {name}")
+        write(args.out, {"part": "profile", "way": way, "device": device, "config": vars(config), **found})
+
+
+def write(out: Path | None, line: dict[str, Any]) -> None:
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -113,12 +113,11 @@ def contexts(device: Device, small: bool) -> Iterator[dict[str, Any]]:
     longest = max(lengths)
     tests = min(tests, (len(text.test) - 1) // longest * longest)
     # The paper's block-sparse attention in causal form: the own segment, and a block of each earlier one.
-    block = longest // 128
-    sparse = flashkit.BlockMask.fixed(longest, longest, stride_blocks=8, block=block) & flashkit.mods.causal()
+    sparse = flashkit.BlockMask.fixed(longest, longest, stride_blocks=8, block=32 if small else 128)
+    sparse &= flashkit.mods.causal()
     for context, mask in [*((n, None) for n in lengths), (longest, sparse)]:
         options = {} if mask is None else {"block_mask": mask}
-        # One sequence a call where a mask says which tokens see each other.
-        sequences, parts = (1, tokens // context) if mask is not None and tokens > context else (tokens // context, 1)
+        sequences = tokens // context
         config = Config(END + 1, context, layers, heads, width)
         model = GPT(config, device.ops, device.dtype, **options)
         windows = [

@@ -16,6 +16,8 @@ import numpy as np
 
 from flashkit.devices import host
 
+from .parameters import Parameters
+
 Array = np.ndarray
 xp = np
 
@@ -220,24 +222,28 @@ def cross_entropy(logits: Array, targets: Array, scale: float | None) -> Array:
 
 
 def adamw(
-    master: Array, value: Array, gradient: Array, mean: Array, variance: Array, factor: Array, decayed: int,
-    rate: float, decay: float, betas: tuple[float, float], corrections: tuple[float, float],
-) -> None:  # fmt: skip
-    """One step of AdamW for arrays (size,), with the gradient times `factor`. It leaves the gradient 0.
+    p: Parameters,
+    factor: Array,
+    rate: float,
+    decay: float,
+    betas: tuple[float, float],
+    corrections: tuple[float, float],
+) -> None:
+    """One step of AdamW with the gradients times `factor`. It leaves them 0.
 
-    rate: the step; decay: of the first `decayed` elements, times the rate; corrections: 1 - beta ** step of both averages.
+    rate: the step; decay: of matrices, times the rate; corrections: 1 - beta ** step of both averages.
     """
 
     def step(part: slice) -> None:
-        g = gradient[part] * factor
-        gradient[part] = 0
-        mean[part] *= betas[0]
-        mean[part] += (1 - betas[0]) * g
-        variance[part] *= betas[1]
+        g, mean, variance = p.gradients[part] * factor, p.mean[part], p.variance[part]
+        p.gradients[part] = 0
+        mean *= betas[0]
+        mean += (1 - betas[0]) * g
+        variance *= betas[1]
         g *= g
-        variance[part] += (1 - betas[1]) * g
-        size = np.sqrt(variance[part] / corrections[1]) + 1e-8
-        master[part.start : min(part.stop, decayed)] *= 1 - rate * decay
-        master[part] -= rate / corrections[0] * mean[part] / size
+        variance += (1 - betas[1]) * g
+        size = np.sqrt(variance / corrections[1]) + 1e-8
+        p.masters[part.start : min(part.stop, p.decayed)] *= 1 - rate * decay
+        p.masters[part] -= rate / corrections[0] * mean / size
 
-    _by_rows(len(master), 1, step)
+    _by_rows(p.masters.size, 1, step)

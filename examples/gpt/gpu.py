@@ -1,6 +1,6 @@
 """The array functions of cpu.py, which describes them, in CuPy: products by cuBLAS, everything else by kernels.cu.
 
-`adamw` also writes `value`, the master in its dtype.
+`adamw` also writes the values in their dtype.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import cupy
 import numpy as np
 from cupy.cuda import cublas, device
 
+from .parameters import Parameters
+
 Array = Any
 xp = cupy
 
-THREADS = 128  # of a block, where each has a vector or a column
-BLOCKS = 1056  # that sum columns: eight for each multiprocessor of a large GPU
-ROW_SUMS = 396  # blocks of a normalisation's gradient, whose warps need more registers
-NONE = np.uintp(0)
+BLOCKS = 792  # that sum columns, six for each multiprocessor of a large GPU
+ROW_BLOCKS = 396  # where a warp has a row in its registers
+MAX_WIDTH = 2048  # that it can have there
 _CUDA_TYPES = {"float32": 0, "float64": 1, "bfloat16": 14}  # cudaDataType_t
 _COMPUTE = {"float32": 68, "float64": 70, "bfloat16": 68}  # cublasComputeType_t
 _BFLOAT16 = """struct bfloat16 {
@@ -38,57 +39,37 @@ _HEADS = {
 
 
 @cache
-def _module(dtype: str, width: int) -> Any:
-    sizes = f"constexpr int WIDTH = {width}, LANES = {_lanes(width)};\n"
-    code = _HEADS[dtype] + sizes + Path(__file__).with_name("kernels.cu").read_text(encoding="utf-8")
+def _kernel(name: str, dtype: Any, width: int) -> Any:
+    if name:
+        return _kernel("", dtype, width).get_function(name)
+    text = Path(__file__).with_name("kernels.cu").read_text(encoding="utf-8")
+    code = f"{_HEADS[dtype.name]}#define WIDTH {width}\n{text}"
     return cupy.RawModule(code=code, options=("-std=c++17",), backend="nvrtc")
 
 
-@cache
-def _kernel(name: str, dtype: Any, width: int) -> Any:
-    return _module(np.dtype(dtype).name, width).get_function(name)
+def _launch(name: str, like: Array, blocks: int, threads: int, *arguments: Any, width: int = 0) -> None:
+    """A kernel for this array's dtype and width. Integers are 32 bits, None is no address."""
+    given = tuple(np.int32(x) if type(x) is int else np.uintp(0) if x is None else x for x in arguments)
+    _kernel(name, like.dtype, width or like.shape[-1])((blocks,), (threads,), given)
 
 
-def _launch(name: str, like: Array, blocks: int, threads: int, *arguments: Any) -> None:
-    """A kernel of this array's dtype and width. Integers are 32 bits, and None is no address."""
-    given = tuple(np.int32(x) if type(x) is int else NONE if x is None else x for x in arguments)
-    _kernel(name, like.dtype, like.shape[-1])((blocks,), (threads,), given)
-
-
-def _lanes(width: int) -> int:
-    """Threads that have a row: a warp for 1024 columns."""
-    return 32 * -(-width // 1024)
-
-
-def _row_blocks(x: Array) -> tuple[int, int]:
-    """Blocks and threads, where `_lanes` threads have a row."""
-    lanes = _lanes(x.shape[1])
-    rows = 4 if lanes == 32 else 1
-    return -(-len(x) // rows), rows * lanes
-
-
-def _vector(x: Array) -> int:
-    """Elements that a thread loads at once."""
+def _vectors(x: Array) -> int:
+    """What a row has of those that a thread loads at once."""
     n = 16 // x.itemsize
-    return 1 if x.shape[-1] % n else n
+    return x.shape[-1] // n if x.shape[-1] % n == 0 else x.shape[-1]
 
 
-def _vector_blocks(x: Array) -> int:
-    return -(-x.size // (THREADS * _vector(x)))
-
-
-def _column_blocks(x: Array, arrays: int = 1) -> tuple[int, int]:
-    """Blocks that sum columns, and the parts of the rows that these are for."""
-    slabs = arrays * -(-x.shape[1] // (THREADS * _vector(x)))
-    parts = min(len(x), -(-BLOCKS // slabs))
-    return slabs * parts, parts
+def _threads(vectors: int) -> int:
+    """Of a block, so that all have equally many."""
+    rounds = -(-vectors // 1024)
+    return -(-vectors // (32 * rounds)) * 32
 
 
 def _add_sums(sums: Array, *totals: Array | None) -> None:
-    """sums: (parts, so many totals, width)."""
-    parts, arrays, width = sums.shape
-    totals = (*totals, None, None)[:3]
-    _launch("add_sums", sums, -(-arrays * width // 32), 1024, *totals, sums, parts, width, arrays * width)
+    """sums: (blocks, so many totals, width)."""
+    blocks, arrays, width = sums.shape
+    given = *(*totals, None, None)[:3], sums, blocks, width, arrays * width
+    _launch("add_sums", sums, -(-arrays * width // 32), 1024, *given, width=1)
 
 
 def _wide(dtype: Any) -> Any:
@@ -132,17 +113,16 @@ def add_product(total: Array, a: Array, b: Array) -> None:
 
 
 def add_bias(x: Array, bias: Array) -> Array:
-    _launch("add", x, _vector_blocks(x), THREADS, x, x, None, bias, None, len(x))
+    _launch("add", x, len(x), _threads(_vectors(x)), x, x, None, bias, None, 0)
     return x
 
 
 def join(parts: list[Array], total: Array) -> Array:
     rows, width = parts[0].shape
-    out = cupy.empty((rows, 3 * width), parts[0].dtype)
-    blocks, count = _column_blocks(parts[0], 3)
-    sums = cupy.empty((count, 3 * width), total.dtype)
-    _launch("join", parts[0], blocks, THREADS, out, *map(cupy.ascontiguousarray, parts), sums, rows)
-    _add_sums(sums[:, None], total)
+    out, sums = cupy.empty((rows, 3 * width), parts[0].dtype), cupy.empty((BLOCKS, 1, 3 * width), total.dtype)
+    parts = [cupy.ascontiguousarray(x) for x in parts]
+    _launch("join", parts[0], BLOCKS, _threads(3 * _vectors(parts[0])), out, *parts, sums, rows)
+    _add_sums(sums, total)
     return out
 
 
@@ -152,7 +132,7 @@ def join(parts: list[Array], total: Array) -> Array:
 def embed(ids: Any, positions: Any, words: Array, places: Array) -> Array:
     index = cupy.asarray(np.stack([ids, positions]).astype(np.int32))
     x = cupy.empty((len(ids), words.shape[1]), words.dtype)
-    _launch("add", x, _vector_blocks(x), THREADS, x, words, index[0], places, index[1], len(x))
+    _launch("add", x, len(x), _threads(_vectors(x)), x, words, index[0], places, index[1], 0)
     return x
 
 
@@ -161,7 +141,7 @@ def add_rows(total: Array, index: Any, x: Array) -> None:
     rows, begins = np.unique(index[order], return_index=True)
     found = cupy.asarray(np.concatenate([rows, begins, [len(order)], order]).astype(np.int32))
     n = len(rows)
-    blocks = n * -(-x.shape[1] // (32 * _vector(x)))
+    blocks = n * -(-_vectors(x) // 32)
     _launch("add_rows", x, blocks, 512, total, found[:n], found[n : 2 * n + 1], found[2 * n + 1 :], x)
 
 
@@ -169,46 +149,41 @@ def add_rows(total: Array, index: Any, x: Array) -> None:
 
 
 def add_norm(x: Array, added: Array | None, bias: Array | None, weight: Array, shift: Array) -> tuple[Array, ...]:
+    if x.shape[1] > MAX_WIDTH:
+        raise ValueError(f"width: expected at most {MAX_WIDTH}, got {x.shape[1]}")
     total = x if added is None else cupy.empty_like(x)
     y, stats = cupy.empty_like(x), cupy.empty((2, len(x)), _wide(x.dtype))
-    _launch("add_norm", x, *_row_blocks(x), x, added, bias, weight, shift, total, y, stats, len(x))
+    _launch("add_norm", x, -(-len(x) // 4), 128, x, added, bias, weight, shift, total, y, stats, len(x))
     return total, y, stats
 
 
 def norm_gradient(
     dy: Array, x: Array, stats: Array, weight: Array, dx: Array | None, totals: tuple[Array | None, ...]
 ) -> Array:
-    found, (blocks, threads) = cupy.empty_like(x), _row_blocks(x)
-    blocks = min(blocks, ROW_SUMS)
-    sums = cupy.empty((blocks, 3, x.shape[1]), stats.dtype)
-    _launch("norm_gradient", x, blocks, threads, dy, x, stats, weight, dx, found, sums, len(x))
+    found, sums = cupy.empty_like(x), cupy.empty((ROW_BLOCKS, 3, x.shape[1]), stats.dtype)
+    _launch("norm_gradient", x, ROW_BLOCKS, 128, dy, x, stats, weight, dx, found, sums, len(x))
     _add_sums(sums, *totals)
     return found
 
 
 def gelu(x: Array, bias: Array) -> Array:
     out = cupy.empty_like(x)
-    _launch("gelu", x, _vector_blocks(x), THREADS, out, x, bias, len(x))
+    _launch("add", x, len(x), _threads(_vectors(x)), out, x, None, bias, None, 1)
     return out
 
 
 def gelu_gradient(dy: Array, x: Array, bias: Array, total: Array) -> Array:
-    blocks, parts = _column_blocks(x)
-    sums = cupy.empty((parts, 1, x.shape[1]), total.dtype)
-    _launch("gelu_gradient", x, blocks, THREADS, dy, x, bias, sums, len(x))
+    sums = cupy.empty((BLOCKS, 1, x.shape[1]), total.dtype)
+    _launch("gelu_gradient", x, BLOCKS, _threads(_vectors(x)), dy, x, bias, sums, len(x))
     _add_sums(sums, total)
     return dy
 
 
 def cross_entropy(logits: Array, targets: Any, scale: float | None) -> Array:
-    rows, width = logits.shape
-    losses = cupy.empty(rows, _wide(logits.dtype))
-    vectors = width // _vector(logits)
-    rounds = -(-vectors // 1024)
-    threads = -(-vectors // (32 * rounds)) * 32
+    losses = cupy.empty(len(logits), _wide(logits.dtype))
     _launch(
-        "cross_entropy", logits, rows, threads, logits, cupy.asarray(np.asarray(targets, np.int32)), losses,
-        losses.dtype.type(scale or 0), int(scale is not None),
+        "cross_entropy", logits, len(logits), _threads(_vectors(logits)), logits,
+        cupy.asarray(np.asarray(targets, np.int32)), losses, losses.dtype.type(scale or 0), int(scale is not None),
     )  # fmt: skip
     return losses.sum(dtype=np.float64)
 
@@ -217,11 +192,16 @@ def cross_entropy(logits: Array, targets: Any, scale: float | None) -> Array:
 
 
 def adamw(
-    master: Array, value: Array, gradient: Array, mean: Array, variance: Array, factor: Array, decayed: int,
-    rate: float, decay: float, betas: tuple[float, float], corrections: tuple[float, float],
-) -> None:  # fmt: skip
-    scalars = map(master.dtype.type, (rate, decay, *betas, *corrections))
+    p: Parameters,
+    factor: Array,
+    rate: float,
+    decay: float,
+    betas: tuple[float, float],
+    corrections: tuple[float, float],
+) -> None:
+    size = p.masters.size
     _launch(
-        "adamw", value[:1], -(-len(master) // 1024), 256, master, value, gradient, mean, variance, factor,
-        *scalars, np.int64(decayed), np.int64(len(master)),
+        "adamw", p.values, -(-size // 1024), 256, p.masters, p.values, p.gradients, p.mean, p.variance, factor,
+        *map(p.masters.dtype.type, (rate, decay, *betas, *corrections)), np.int64(p.decayed), np.int64(size),
+        width=1,
     )  # fmt: skip

@@ -37,7 +37,4 @@ class AdamW:
         norm = ops.xp.sqrt(ops.xp.dot(p.gradients, p.gradients))
         factor = ops.xp.minimum(self.clip / (norm + 1e-6), 1)
         corrections = 1 - self.betas[0] ** (step + 1), 1 - self.betas[1] ** (step + 1)
-        ops.adamw(
-            p.masters, p.values, p.gradients, p.mean, p.variance, factor, p.decayed,
-            self.rate_at(step), self.decay, self.betas, corrections,
-        )  # fmt: skip
+        ops.adamw(p, factor, self.rate_at(step), self.decay, self.betas, corrections)
