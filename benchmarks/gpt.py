@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import flashkit
 from examples.gpt.data import END, Text, standard_library
 from examples.gpt.model import GPT, Batch, Config
-from examples.gpt.optimizer import AdamW
+from examples.gpt.parameters import AdamW
 
 Tensor = torch.Tensor
 TORCH = "sdpa", "flashkit", "naive"

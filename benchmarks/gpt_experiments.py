@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import flashkit
 from examples.gpt.data import END, Text, batch_of
 from examples.gpt.model import GPT, Batch, Config
-from examples.gpt.optimizer import AdamW
+from examples.gpt.parameters import AdamW
 
 COLOURS, CURVES, BLANK, INK = 8, 4, 0, 1  # colours are the tokens from 2 on
 NO_SOURCES = {"test", "tests", "site-packages", "dist-packages"}

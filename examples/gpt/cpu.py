@@ -1,4 +1,4 @@
-"""The array functions of model.py and optimizer.py in NumPy. gpu.py has the same functions for CuPy.
+"""The array functions of model.py and parameters.py in NumPy. gpu.py has the same functions for CuPy.
 
 Everything runs over chunks of rows that fit a core's cache, on as many threads as there are cores: NumPy's functions
 release the interpreter lock. Products are BLAS's, which the caller keeps to one thread (threadpoolctl).
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,54 +18,39 @@ from flashkit.devices import host
 from .parameters import Parameters
 
 Array = np.ndarray
+Totals = tuple[Array | None, ...]
 xp = np
 
 CHUNK = 1 << 16  # elements
 EPSILON = 1e-5  # of a variance, as in GPT-2
+THREADS = ThreadPoolExecutor(host.cpu_count())
 GELU = 2 * math.sqrt(2 / math.pi)
 
 
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(host.cpu_count())
-
-
-def _by_rows(rows: int, width: int, function: Callable[[slice], Any]) -> list[Any]:
-    """The results of the function for slices that together are all rows, in their order."""
+def _by_rows(rows: int, width: int, function: Callable[[slice], Any], totals: Totals = ()) -> list[Any]:
+    """The results of the function for slices that together are all rows, in their order. Each total that is an array
+    gets the sum of what is at its place in the results.
+    """
     step = max(1, min(CHUNK // width, -(-rows // host.cpu_count())))
     slices = [slice(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
-    return [function(slices[0])] if len(slices) == 1 else list(_threads().map(function, slices))
-
-
-def _add(totals: tuple[Array | None, ...], sums: list[tuple[Array, ...]]) -> None:
-    """Add what slices of rows found to the totals; None is not wanted."""
-    for total, found in zip(totals, zip(*sums, strict=True), strict=True):
+    results = [function(slices[0])] if len(slices) == 1 else list(THREADS.map(function, slices))
+    for i, total in enumerate(totals):
         if total is not None:
-            for x in found:
-                total += x
-
-
-# --- products ---------------------------------------------------------------------------------------------------------
+            total += sum(result[i] for result in results)
+    return results
 
 
 def product(a: Array, b: Array, out: Array | None = None) -> Array:
     """a b."""
     found = np.empty((len(a), b.shape[1]), a.dtype) if out is None else out
-
-    def multiply(rows: slice) -> None:
-        np.matmul(a[rows], b, out=found[rows])
-
-    _by_rows(len(a), b.shape[1], multiply)
+    _by_rows(len(a), b.shape[1], lambda rows: np.matmul(a[rows], b, out=found[rows]))
     return found
 
 
 def add_product(total: Array, a: Array, b: Array) -> None:
     """total += a b."""
-
-    def multiply(rows: slice) -> None:
-        total[rows] += a[rows] @ b
-
-    _by_rows(len(a), CHUNK // -(-len(a) // host.cpu_count()), multiply)
+    width = CHUNK // -(-len(a) // host.cpu_count())
+    _by_rows(len(a), width, lambda rows: np.add(total[rows], a[rows] @ b, out=total[rows]))
 
 
 def add_bias(x: Array, bias: Array) -> Array:
@@ -82,9 +66,6 @@ def join(parts: list[Array], total: Array) -> Array:
     return x
 
 
-# --- embedding --------------------------------------------------------------------------------------------------------
-
-
 def embed(ids: Array, positions: Array, words: Array, places: Array) -> Array:
     """Rows `ids` of words plus rows `positions` of places."""
     return words[ids] + places[positions]
@@ -95,9 +76,6 @@ def add_rows(total: Array, index: Array, x: Array) -> None:
     order = np.argsort(index, kind="stable")
     rows, begins = np.unique(index[order], return_index=True)
     total[rows] += np.add.reduceat(x[order], begins, axis=0)
-
-
-# --- normalisation ----------------------------------------------------------------------------------------------------
 
 
 def add_norm(x: Array, added: Array | None, bias: Array | None, weight: Array, shift: Array) -> tuple[Array, ...]:
@@ -122,9 +100,7 @@ def add_norm(x: Array, added: Array | None, bias: Array | None, weight: Array, s
     return total, y, stats
 
 
-def norm_gradient(
-    dy: Array, x: Array, stats: Array, weight: Array, dx: Array | None, totals: tuple[Array | None, ...]
-) -> Array:
+def norm_gradient(dy: Array, x: Array, stats: Array, weight: Array, dx: Array | None, totals: Totals) -> Array:
     """The gradient by x of `add_norm` plus dx; adds to those by weight, shift and bias."""
     found = np.empty_like(x)
 
@@ -141,11 +117,8 @@ def norm_gradient(
         found[rows] = d
         return of_weight, of_shift, d.sum(0)
 
-    _add(totals, _by_rows(*x.shape, gradient))
+    _by_rows(*x.shape, gradient, totals)
     return found
-
-
-# --- GELU -------------------------------------------------------------------------------------------------------------
 
 
 def _share(z: Array) -> Array:
@@ -188,11 +161,8 @@ def gelu_gradient(dy: Array, x: Array, bias: Array, total: Array) -> Array:
         dy[rows] *= slope
         return (dy[rows].sum(0),)
 
-    _add((total,), _by_rows(*x.shape, gradient))
+    _by_rows(*x.shape, gradient, (total,))
     return dy
-
-
-# --- cross-entropy ----------------------------------------------------------------------------------------------------
 
 
 def cross_entropy(logits: Array, targets: Array, scale: float | None) -> Array:
@@ -216,9 +186,6 @@ def cross_entropy(logits: Array, targets: Array, scale: float | None) -> Array:
         return np.where(kept, np.log(sums) - chosen, 0).sum(dtype=np.float64)
 
     return np.asarray(sum(_by_rows(*logits.shape, loss)))
-
-
-# --- the optimizer ----------------------------------------------------------------------------------------------------
 
 
 def adamw(

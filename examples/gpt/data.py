@@ -69,9 +69,8 @@ class Text:
     def tests(self, sequences: int, context: int, packed: bool = False) -> list[Batch]:
         """All of the test's tokens, in windows beside each other."""
         starts = np.arange(0, len(self.test) - context - 1, context)
-        return [
-            batch_of(self.test, starts[i : i + sequences], context, packed) for i in range(0, len(starts), sequences)
-        ]
+        parts = [starts[i : i + sequences] for i in range(0, len(starts), sequences)]
+        return [batch_of(self.test, part, context, packed) for part in parts]
 
 
 def batch_of(tokens: np.ndarray, starts: np.ndarray, context: int, packed: bool) -> Batch:

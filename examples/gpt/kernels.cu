@@ -1,13 +1,20 @@
-// The kernels of gpu.py. Lines in front define T, the type of activations: bfloat16, float or double; WIDE, that of sums:
-// float, or double for double; and WIDTH, the columns of a row. Rows are contiguous. A thread loads 16 bytes at once,
-// and all that it needs before it stores anything.
+// The kernels of gpu.py, which defines T, the type of activations: bfloat16, float or double; WIDE, that of sums: float, or
+// double for double; and WIDTH, the columns of a row. Rows are contiguous. A thread loads 16 bytes at once, and all that
+// it needs before it stores anything.
+
+struct bfloat16 {
+  unsigned short bits;
+  bfloat16() = default;
+  explicit __device__ bfloat16(float x) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
+  explicit __device__ operator float() const { return __uint_as_float(unsigned(bits) << 16); }
+};
 
 #define KERNEL extern "C" __global__ void
 
 constexpr int N = WIDTH % (16 / sizeof(T)) ? 1 : 16 / sizeof(T);  // elements that a thread loads at once
 constexpr int VECTORS = (WIDTH + 32 * N - 1) / (32 * N);          // of a row, for each lane of a warp that has it
 #define EACH_VECTOR \
-  _Pragma("unroll") for (int v = 0, e = threadIdx.x % 32 * N; v < VECTORS && e < WIDTH; ++v, e += 32 * N)
+  _Pragma("unroll 8") for (int v = 0, e = threadIdx.x % 32 * N; v < VECTORS && e < WIDTH; ++v, e += 32 * N)
 
 template <class X, int n>
 struct alignas(sizeof(X) * n) Vector {
@@ -28,10 +35,8 @@ __device__ inline void store(X* to, const WIDE (&from)[n]) {
 }
 
 // In bfloat16 an error of 1e-6 is lost.
-__device__ inline float fast_exp(float x) { return sizeof(T) == 2 ? __expf(x) : exp(x); }
-__device__ inline double fast_exp(double x) { return exp(x); }
-__device__ inline float fast_divide(float x, float y) { return sizeof(T) == 2 ? __fdividef(x, y) : x / y; }
-__device__ inline double fast_divide(double x, double y) { return x / y; }
+__device__ inline WIDE fast_exp(WIDE x) { return sizeof(T) == 2 ? __expf(x) : exp(x); }
+__device__ inline WIDE fast_divide(WIDE x, WIDE y) { return sizeof(T) == 2 ? __fdividef(x, y) : x / y; }
 
 // The sum or the maximum of all lanes, for each of them.
 template <bool MAX = false>
@@ -43,12 +48,27 @@ __device__ inline WIDE of_warp(WIDE x) {
   return x;
 }
 
+// `to`, of WIDTH, gets the sum of what all warps of the block have, or that is added to it.
+template <int WARPS>
+__device__ inline void sum_warps(WIDE* to, const WIDE (&x)[VECTORS][N], bool add) {
+  __shared__ WIDE of_warps[WARPS][32 * N];
+#pragma unroll 8
+  for (int v = 0; v < VECTORS; ++v) {
+    for (int i = 0; i < N; ++i) of_warps[threadIdx.x / 32][threadIdx.x % 32 * N + i] = x[v][i];
+    __syncthreads();
+    for (int i = threadIdx.x, e = v * 32 * N + i; i < 32 * N && e < WIDTH; i += blockDim.x, e += blockDim.x) {
+      WIDE sum = add ? to[e] : 0;
+      for (int warp = 0; warp < WARPS; ++warp) sum += of_warps[warp][i];
+      to[e] = sum;
+    }
+    __syncthreads();
+  }
+}
+
 constexpr WIDE LINEAR = 2 * 0.7978845608028654, CUBIC = 0.044715 * LINEAR;  // 2 sqrt(2 / pi) of it
 
 // GELU(z) / z: (1 + tanh(u)) / 2 is 1 / (1 + exp(-2 u)).
 __device__ inline WIDE gelu_share(WIDE z) { return fast_divide(WIDE(1), 1 + fast_exp(-z * (LINEAR + CUBIC * z * z))); }
-
-// --- rows and biases --------------------------------------------------------------------------------------------------
 
 // out = a[rows_a] + b[rows_b], or its GELU. Without indices a has a row for each of out, and b has one. A block has a row.
 KERNEL add(T* out, const T* a, const int* rows_a, const T* b, const int* rows_b, int gelu) {
@@ -66,29 +86,7 @@ KERNEL add(T* out, const T* a, const int* rows_a, const T* b, const int* rows_b,
   }
 }
 
-// A block has 32 vectors of an index: its warps take turns with the rows of x that have it, the first sums their sums.
-KERNEL add_rows(WIDE* total, const int* indices, const int* begins, const int* order, const T* x) {
-  __shared__ WIDE of_warps[16][32 * N];
-  int index = blockIdx.x / VECTORS, lane = threadIdx.x % 32, e = (blockIdx.x % VECTORS * 32 + lane) * N;
-  WIDE sum[N] = {};
-  if (e < WIDTH)
-    for (int t = begins[index] + threadIdx.x / 32; t < begins[index + 1]; t += 16) {
-      WIDE a[N];
-      load(a, x + size_t(order[t]) * WIDTH + e);
-      for (int i = 0; i < N; ++i) sum[i] += a[i];
-    }
-  for (int i = 0; i < N; ++i) of_warps[threadIdx.x / 32][i * 32 + lane] = sum[i];
-  __syncthreads();
-  if (threadIdx.x >= 32 || e >= WIDTH) return;
-  for (int i = 0; i < N; ++i) {
-    WIDE all = 0;
-    for (int warp = 0; warp < 16; ++warp) all += of_warps[warp][i * 32 + lane];
-    total[size_t(indices[index]) * WIDTH + e + i] += all;
-  }
-}
-
-// --- sums of columns: each block of a kernel sums its rows, and add_sums their sums, (blocks, 1 to 3, width) ----------
-
+// Sums of columns: each block of a kernel sums its rows, and this one their sums, (blocks, 1 to 3, width).
 KERNEL add_sums(WIDE* first, WIDE* second, WIDE* third, const WIDE* sums, int blocks, int width, int columns) {
   __shared__ WIDE of_rows[32][33];
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32, e = blockIdx.x * 32 + lane;
@@ -139,10 +137,7 @@ KERNEL gelu_gradient(T* dy, const T* x, const T* bias, WIDE* sums, int rows) {
   }
 }
 
-// --- layer normalisation: a warp has a row, and a block four ---------------------------------------------------------------
-
-#if WIDTH <= 2048  // registers hold no more
-
+#if WIDTH <= 4096  // a warp has a row in its registers, and a block has four
 KERNEL add_norm(const T* x, const T* added, const T* bias, const T* weight, const T* shift, T* total, T* y,
                 WIDE* stats, int rows) {
   int row = blockIdx.x * 4 + threadIdx.x / 32;
@@ -214,23 +209,24 @@ KERNEL __launch_bounds__(128, VECTORS * N > 24 ? 1 : 3)
       store(found + at + e, d[v]);
     }
   }
-  __shared__ WIDE of_warps[4][32 * N];
 #pragma unroll
   for (int which = 0; which < 3; ++which)
-#pragma unroll
-    for (int v = 0; v < VECTORS; ++v) {
-      for (int i = 0; i < N; ++i) of_warps[threadIdx.x / 32][threadIdx.x % 32 * N + i] = of[which][v][i];
-      __syncthreads();
-      for (int i = threadIdx.x, e = v * 32 * N + i; i < 32 * N && e < WIDTH; i += 128, e += 128)
-        sums[(size_t(blockIdx.x) * 3 + which) * WIDTH + e] =
-            of_warps[0][i] + of_warps[1][i] + of_warps[2][i] + of_warps[3][i];
-      __syncthreads();
-    }
+    sum_warps<4>(sums + (size_t(blockIdx.x) * 3 + which) * WIDTH, of[which], false);
 }
 
+// A block has an index: its warps take turns with the rows of x that have it.
+KERNEL add_rows(WIDE* total, const int* indices, const int* begins, const int* order, const T* x) {
+  WIDE sum[VECTORS][N] = {};
+  for (int t = begins[blockIdx.x] + threadIdx.x / 32; t < begins[blockIdx.x + 1]; t += 16) {
+    EACH_VECTOR {
+      WIDE a[N];
+      load(a, x + size_t(order[t]) * WIDTH + e);
+      for (int i = 0; i < N; ++i) sum[v][i] += a[i];
+    }
+  }
+  sum_warps<16>(total + size_t(indices[blockIdx.x]) * WIDTH, sum, true);
+}
 #endif
-
-// --- cross-entropy: a block has a row, which its second pass finds in the L2 cache ------------------------------------
 
 template <bool MAX>
 __device__ inline WIDE of_block(WIDE x) {
@@ -241,6 +237,7 @@ __device__ inline WIDE of_block(WIDE x) {
   return of_warp<MAX>(threadIdx.x % 32 < blockDim.x / 32 ? of_warps[threadIdx.x % 32] : MAX ? WIDE(-1e30) : 0);
 }
 
+// A block has a row, which its second pass finds in the L2 cache.
 KERNEL cross_entropy(T* logits, const int* targets, WIDE* losses, WIDE scale, int backward) {
   logits += size_t(blockIdx.x) * WIDTH;
   int target = targets[blockIdx.x];
@@ -267,8 +264,7 @@ KERNEL cross_entropy(T* logits, const int* targets, WIDE* losses, WIDE scale, in
   }
 }
 
-// --- the optimizer: a thread has four elements ------------------------------------------------------------------------
-
+// A thread has four elements.
 KERNEL adamw(WIDE* master, T* value, WIDE* gradient, WIDE* mean, WIDE* variance, const WIDE* factor, WIDE rate, WIDE decay,
              WIDE beta1, WIDE beta2, WIDE correction1, WIDE correction2, long long decayed, long long size) {
   long long at = (blockIdx.x * (long long)blockDim.x + threadIdx.x) * 4;

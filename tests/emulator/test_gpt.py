@@ -13,7 +13,7 @@ import pytest
 
 from examples.gpt import cpu
 from examples.gpt.model import GPT, Batch, Config
-from examples.gpt.optimizer import AdamW
+from examples.gpt.parameters import AdamW
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 CASES = [("float64", 68), ("float64", 97), ("float32", 1100), ("bfloat16", 264), ("bfloat16", 99), ("bfloat16", 1544)]
