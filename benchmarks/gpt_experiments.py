@@ -186,7 +186,7 @@ def paths(device: Device, small: bool) -> Iterator[dict[str, Any]]:
                 return float(np.mean([model.loss(batch(1_000_000 + i, last=True)) for i in range(4)]))
 
             print(f"images of {length:,} tokens, context {context:,}", flush=True)
-            found = train(device, model, batch, steps, 2e-3, test)
+            found = train(device, model, batch, steps, 1e-3, test)
             yield {
                 "part": "paths", "length": length, "context": context, "config": vars(config), **found,
                 "probability": round(float(np.exp(-found["curve"][-1][1])), 4), "chance": 1 / COLOURS,

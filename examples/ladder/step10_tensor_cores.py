@@ -2,7 +2,7 @@
 
 `mma` multiplies 16 x 16 halves by 16 x 8 and adds in float32. A warp has its matrices in registers: a thread has rows
 lane / 4 and 8 below, and columns 2 (lane % 4) and the next. Where a product of queries and keys leaves its numbers, the
-product of weights and values wants them, so weights stay there. flashkit's sm80 kernels are this loop, with copies ahead.
+product of weights and values wants them, so weights stay there. flashkit's sm80 kernels also copy tiles ahead.
 """
 
 from __future__ import annotations
