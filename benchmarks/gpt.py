@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -88,10 +88,14 @@ class TorchGPT(torch.nn.Module):
                                targets.view(-1), ignore_index=-1)  # fmt: skip
 
 
-def torch_steps(
-    config: Config, state: dict[str, Any], way: str, device: str, optimizer: AdamW
-) -> Callable[[Batch, int], Any]:
-    """A function that makes a step of training and returns its loss, not yet read."""
+class Way(NamedTuple):
+    """step: makes a step of training, of this number, and returns its loss, not yet read; test: a batch's loss."""
+
+    step: Callable[[Batch, int], Any]
+    test: Callable[[Batch], float]
+
+
+def torch_way(config: Config, state: dict[str, Any], way: str, device: str, optimizer: AdamW) -> Way:
     model, cuda = TorchGPT(config, state, way, device, torch.float32), device == "cuda"
     groups = [
         {"params": [x for x in model.parameters() if x.dim() > 1], "weight_decay": optimizer.decay},
@@ -100,25 +104,32 @@ def torch_steps(
     adamw = torch.optim.AdamW(groups, lr=optimizer.rate, betas=optimizer.betas, fused=True)
     forward = torch.compile(model) if cuda else model
 
-    def step(batch: Batch, number: int) -> Any:
-        for group in adamw.param_groups:
-            group["lr"] = optimizer.rate_at(number)
+    def loss_of(batch: Batch) -> Tensor:
         ids, targets = (
             torch.from_numpy(x.reshape(len(batch.cu_seqlens) - 1, -1).astype(np.int64)).to(device, non_blocking=True)
             for x in (batch.ids, batch.targets)
         )
         with torch.autocast(device, torch.bfloat16, enabled=cuda):
-            loss = forward(ids, targets)
+            return forward(ids, targets)
+
+    def step(batch: Batch, number: int) -> Any:
+        for group in adamw.param_groups:
+            group["lr"] = optimizer.rate_at(number)
+        loss = loss_of(batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer.clip)
         adamw.step()
         adamw.zero_grad(set_to_none=True)
         return loss.detach()
 
-    return step
+    @torch.no_grad()
+    def test(batch: Batch) -> float:
+        return float(loss_of(batch))
+
+    return Way(step, test)
 
 
-def array_steps(config: Config, way: str, device: str, dtype: str, optimizer: AdamW) -> Callable[[Batch, int], Any]:
+def array_way(config: Config, way: str, device: str, dtype: str, optimizer: AdamW) -> Way:
     ops = importlib.import_module("examples.gpt." + ("gpu" if device == "cuda" else "cpu"))
     options: dict[str, Any] = {}
     if way.startswith("window"):
@@ -133,7 +144,7 @@ def array_steps(config: Config, way: str, device: str, dtype: str, optimizer: Ad
             optimizer.update(model.parameters, number, ops)
         return loss
 
-    return step
+    return Way(step, model.loss)
 
 
 def profile(step: Callable[[int], Any], steps: int) -> dict[str, Any]:
@@ -189,7 +200,9 @@ def main() -> None:
     add("--rate", type=float, default=2e-3)
     add("--device", default="cpu", choices=("cpu", "cuda"))
     add("--ways", nargs="*", default=["arrays", "sdpa"])
-    add("--seconds", type=float, default=float("inf"))
+    add("--seconds", type=float, default=float("inf"), help="no turn begins later")
+    add("--each", type=float, default=float("inf"), help="seconds of training of each way")
+    add("--test", action="store_true", help="the loss of all test tokens at the end")
     add("--profile", action="store_true")
     add("--out", type=Path)
     args = parser.parse_args()
@@ -200,12 +213,12 @@ def main() -> None:
     dtype = "bfloat16" if cuda else "float32"
     initial = GPT(config, importlib.import_module("examples.gpt.cpu")).parameters.state()
     makers = {
-        way: (lambda way=way: torch_steps(config, initial, way, args.device, optimizer))
+        way: (lambda way=way: torch_way(config, initial, way, args.device, optimizer))
         if way in TORCH
-        else (lambda way=way: array_steps(config, way, args.device, dtype, optimizer))
+        else (lambda way=way: array_way(config, way, args.device, dtype, optimizer))
         for way in args.ways
     }  # fmt: skip
-    steps = {way: make() for way, make in makers.items()}
+    made = {way: make() for way, make in makers.items()}
     losses: dict[str, list[float]] = {way: [] for way in args.ways}
     seconds: dict[str, list[float]] = {way: [] for way in args.ways}
     batches = [text.batch(i, args.tokens // args.context, args.context) for i in range(args.steps)]
@@ -220,25 +233,38 @@ def main() -> None:
             print(f"the time is over after {turn} steps", flush=True)
             break
         for way in args.ways if turn // args.turn % 2 else args.ways[::-1]:
+            if sum(seconds[way]) * args.turn > args.each:
+                continue
             wait()
-            start, made = time.perf_counter(), []
+            start, found = time.perf_counter(), []
             for number in range(turn, min(turn + args.turn, args.steps)):
-                made.append(steps[way](batches[number], number))
+                found.append(made[way].step(batches[number], number))
             wait()
-            seconds[way].append((time.perf_counter() - start) / len(made))
-            losses[way] += map(float, made)
+            seconds[way].append((time.perf_counter() - start) / len(found))
+            losses[way] += map(float, found)
+    tests = text.tests(args.tokens // args.context, args.context) if args.test else []
     device, taken = torch.cuda.get_device_name() if cuda else "cpu", memory(args.ways) if cuda else {}
     for way in args.ways:
         line = {
             "part": "training", "way": way, "device": device, "dtype": dtype, "config": vars(config),
             "tokens": args.tokens, "steps": len(losses[way]),
-            "tokens_per_second": round(args.tokens / float(np.median(seconds[way][1:]))),
+            "tokens_per_second": round(args.tokens / float(np.median(seconds[way][1:] or seconds[way]))),
             "losses": [round(x, 4) for x in losses[way]], "memory": taken.get(way), "torch": torch.__version__,
+            "seconds": round(sum(seconds[way]) * args.turn, 1),
+            "test": round(float(np.mean([made[way].test(batch) for batch in tests])), 4) if tests else None,
         }  # fmt: skip
-        print(way, line["tokens_per_second"], "tokens/s; last losses", losses[way][-3:], "memory", taken.get(way))
+        print(
+            way,
+            line["tokens_per_second"],
+            "tokens/s; last losses",
+            losses[way][-3:],
+            line["seconds"],
+            "s; test",
+            line["test"],
+        )
         write(args.out, line)
     for way in args.ways if args.profile and cuda else ():
-        found = profile(lambda i, way=way: steps[way](batches[i], args.steps - 1), 5)
+        found = profile(lambda i, way=way: made[way].step(batches[i], args.steps - 1), 5)
         print(way, *(f"{name} {found[name]}" for name in ("device_ms", "host_ms", "wall_ms")))
         for name, count, ms in found["kernels"][:24]:
             print(f"  {ms:8.3f} {count:6.1f} {name}")
