@@ -121,8 +121,8 @@ def norm_gradient(dy: Array, x: Array, stats: Array, weight: Array, dx: Array | 
     return found
 
 
-def _share(z: Array) -> Array:
-    """GELU(z) / z by the formula with tanh (Hendrycks and Gimpel 2016): (1 + tanh u) / 2 = 1 / (1 + exp(-2 u))."""
+def _divisor(z: Array) -> Array:
+    """z / GELU(z) by the formula with tanh (Hendrycks and Gimpel 2016): 2 / (1 + tanh u) = 1 + exp(-2 u)."""
     t = z * z
     t *= -0.044715 * GELU
     t -= GELU
@@ -130,7 +130,7 @@ def _share(z: Array) -> Array:
     with np.errstate(over="ignore"):
         np.exp(t, out=t)
     t += 1
-    return np.divide(1, t, out=t)
+    return t
 
 
 def gelu(x: Array, bias: Array) -> Array:
@@ -139,7 +139,7 @@ def gelu(x: Array, bias: Array) -> Array:
 
     def activate(rows: slice) -> None:
         z = x[rows] + bias
-        np.multiply(z, _share(z), out=out[rows])
+        np.divide(z, _divisor(z), out=out[rows])
 
     _by_rows(*x.shape, activate)
     return out
@@ -150,7 +150,7 @@ def gelu_gradient(dy: Array, x: Array, bias: Array, total: Array) -> Array:
 
     def gradient(rows: slice) -> tuple[Array]:
         z = x[rows] + bias
-        share = _share(z)
+        share = 1 / _divisor(z)
         slope = z * z
         slope *= 3 * 0.044715 * GELU
         slope += GELU
