@@ -1,0 +1,4 @@
+"""Attention whose tokens are spread over processes: `Comm`, over MPI, NCCL or a process group of PyTorch."""
+
+from .comm import Comm as Comm
+from .comm import RankError as RankError

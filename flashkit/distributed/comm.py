@@ -1,0 +1,329 @@
+"""`Comm`: attention of arrays whose tokens are spread over ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Unpack
+
+import numpy as np
+
+from .. import mods
+from ..call import arrays, interop
+from ..call.checks import choice
+from ..numeric import number
+from ..options import DEFAULTS, OPTIONS, Options, documented, unknown
+from .gather import Gather
+from .heads import Heads
+from .passes import Attempt, sink_gradient
+from .placement import ORDERS, count, put, ranges_of, taken
+from .ring import Ring
+from .transport import Mpi, Staged, Transport
+from .whole import Axes, Whole
+
+METHODS: dict[str, Any] = {"ring": Ring, "heads": Heads, "gather": Gather}
+
+
+class RankError(RuntimeError):
+    """Another rank failed in the same call. The message says which one, and how."""
+
+
+class Header(NamedTuple):
+    """What all ranks have to agree on, and how many tokens a rank has."""
+
+    facts: dict[str, str]
+    tokens: tuple[int, ...]
+    seed: int
+    device: Any
+
+
+class Comm:
+    """Ranks that hold the tokens of sequences together.
+
+    Parameters
+    ----------
+    communicator
+        Of mpi4py, such as MPI.COMM_WORLD, or a process group of torch.distributed. All its ranks call each method, with
+        equal arguments but for their arrays.
+    timeout
+        Seconds that a rank waits for others. A process group has a limit of its own.
+    """
+
+    def __init__(self, communicator: Any, *, timeout: float = 300.0) -> None:
+        timeout = number("timeout", timeout)
+        if hasattr(communicator, "Iallgatherv"):
+            self._control: Any = Mpi(communicator, timeout)
+        else:
+            from .process_group import ProcessGroup
+
+            self._control = ProcessGroup(communicator)
+        self._on_devices: Transport | None = None
+
+    @property
+    def rank(self) -> int:
+        """The number of this process, from 0."""
+        return self._control.rank
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return self._control.ranks
+
+    def __repr__(self) -> str:
+        return f"<Comm rank {self.rank} of {self.ranks}>"
+
+    def shard(self, x: Any, axis: int = -2, *, order: str = "contiguous") -> Any:
+        """The tokens of this rank, of an array that every rank has. Nothing is sent."""
+        choice("order", order, ORDERS)
+        adapter = interop.adapter_of(x)
+        with adapter.scope():
+            native = adapter.to_native(x=x)["x"]
+            xp: Any = arrays.namespace(arrays.require("x", native))
+            own = ranges_of(order, native.shape[axis], self.rank, self.ranks)
+            return adapter.from_native("x", taken(xp, native, axis, own))
+
+    def gather(self, x: Any, axis: int = -2, *, order: str = "contiguous") -> Any:
+        """The array whose parts the ranks have, on every rank: the inverse of `shard`."""
+        adapter = interop.adapter_of(x)
+        with adapter.scope():
+            attempt = Attempt()
+            native, header = attempt(self._header_of_part, adapter, x, axis, order) or (None, None)
+            headers = self._share(attempt, header)
+            _compare(headers)
+            kind = arrays.require("x", native)
+            xp: Any = arrays.namespace(kind)
+            transport = self._transport(kind, headers)
+            sizes = [each.tokens[0] for each in headers]
+            ranges = [ranges_of(order, sum(sizes), rank, self.ranks) for rank in range(self.ranks)]
+            _check_sizes(sizes, [count(each) for each in ranges], order, "x")
+            axis %= native.ndim
+
+            def room() -> tuple[Any, list[Any], Any]:
+                shapes = [(*native.shape[:axis], n, *native.shape[axis + 1 :]) for n in (*sizes, sum(sizes))]
+                *parts, total = (xp.empty(shape, native.dtype) for shape in shapes)
+                return xp.ascontiguousarray(native), parts, total
+
+            own, parts, total = attempt(room) or (None, [], None)
+            self._share(attempt)
+            other = [rank for rank in range(self.ranks) if rank != self.rank]
+            transport.exchange([(rank, own) for rank in other], [(rank, parts[rank]) for rank in other]).wait()
+            parts[self.rank] = own
+            for part, each in zip(parts, ranges, strict=True):
+                put(total, axis, each, part)
+            return adapter.from_native("x", total)
+
+    @documented("page_table")
+    def attention(
+        self, q: Any, k: Any, v: Any, *, method: str = "ring", order: str = "contiguous", return_lse: bool = False,
+        backend: str | None = None, **options: Unpack[Options],
+    ) -> Any:  # fmt: skip
+        """`flashkit.attention` of the tokens of all ranks: out of this rank's queries."""
+        run = _Run(self, q, k, v, method, order, backend, options)
+        with run.adapter.scope():
+            out, lse = run.forward()
+            return run.to_caller(out, lse, return_lse)
+
+    def attention_vjp(
+        self, q: Any, k: Any, v: Any, *, method: str = "ring", order: str = "contiguous", return_lse: bool = False,
+        backend: str | None = None, **options: Unpack[Options],
+    ) -> tuple[Any, Callable[..., tuple[Any, ...]]]:  # fmt: skip
+        """`flashkit.attention_vjp` of the tokens of all ranks."""
+        run = _Run(self, q, k, v, method, order, backend, options)
+        with run.adapter.scope():
+            out, lse = run.forward()
+
+            def vjp(dout: Any, dlse: Any = None, *, wrt: Sequence[str] = ("q", "k", "v")) -> tuple[Any, ...]:
+                with run.adapter.scope():
+                    return run.backward(out, lse, dout, dlse, wrt)
+
+            return run.to_caller(out, lse, return_lse), vjp
+
+    # --- agreement ----------------------------------------------------------------------------------------------------
+
+    def _share(self, attempt: Attempt, item: Any = None) -> list[Any]:
+        """Each rank's item; an error on all ranks if one of them had one."""
+        error = attempt.error
+        text = "" if error is None else f"{type(error).__name__}: {error}"
+        answers = self._control.agree((text, item))
+        if error is not None:
+            raise error
+        if failed := [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]:
+            raise RankError("; ".join(failed))
+        return [item for _, item in answers]
+
+    def _header_of_part(self, adapter: Any, x: Any, axis: int, order: str) -> tuple[Any, Header]:
+        choice("order", order, ORDERS)
+        native = adapter.to_native(x=x)["x"]
+        kind, axis = arrays.require("x", native), axis % native.ndim
+        rest = native.shape[:axis] + native.shape[axis + 1 :]
+        facts = {"call": "gather", "order": order, "axis": str(axis), "other axes": str(rest)}
+        facts |= {"dtype": native.dtype.name, "library": kind}
+        return native, Header(facts, (native.shape[axis],), 0, self._device(kind))
+
+    def _device(self, kind: str) -> Any:
+        """What tells which ranks share a GPU, and rank 0's identity for NCCL, before the first transfer between GPUs."""
+        if kind == "numpy" or self._on_devices is not None or not isinstance(self._control, Mpi):
+            return None
+        import platform
+
+        import cupy
+
+        from . import nccl
+
+        place = platform.node(), cupy.cuda.runtime.deviceGetPCIBusId(cupy.cuda.Device().id)
+        return place, nccl.unique_id() if self.rank == 0 else None
+
+    def _transport(self, kind: str, headers: Sequence[Header]) -> Transport:
+        """The transport for arrays of this kind, on which the ranks have agreed."""
+        if kind == "numpy" or not isinstance(self._control, Mpi):
+            return self._control
+        if self._on_devices is None:
+            places, identities = zip(*(each.device for each in headers), strict=True)
+            if identities[0] is None or len(set(places)) < self.ranks:
+                self._on_devices = Staged(self._control)
+            else:
+                from .nccl import Nccl
+
+                self._on_devices = Nccl(self._control, identities[0])
+        return self._on_devices
+
+
+class _Run:
+    """One call on all ranks: agreed upon, then run by its method."""
+
+    def __init__(
+        self, comm: Comm, q: Any, k: Any, v: Any, method: str, order: str, backend: str | None, options: dict[str, Any]
+    ) -> None:  # fmt: skip
+        self._comm, self.adapter = comm, interop.adapter_of(q)
+        with self.adapter.scope():
+            attempt = Attempt()
+            header = attempt(self._prepare, q, k, v, method, order, backend, options)
+            headers = comm._share(attempt, header)
+            _compare(headers)
+            kind = arrays.require("q", self.q)
+            self.transport = comm._transport(kind, headers)
+            self._headers = headers
+            attempt(self._plan)
+            comm._share(attempt)
+
+    def _prepare(
+        self, q: Any, k: Any, v: Any, method: str, order: str, backend: str | None, options: dict[str, Any]
+    ) -> Header:  # fmt: skip
+        if not OPTIONS.keys() >= options.keys():
+            raise unknown("Comm.attention", [name for name in options if name not in OPTIONS])
+        choice("method", method, tuple(METHODS))
+        choice("order", order, ORDERS)
+        native = self.adapter.to_native(q=q, k=k, v=v)
+        self.q, self.k, self.v = native.values()
+        kind = arrays.require("q", self.q)
+        for name, x in (("k", self.k), ("v", self.v)):
+            arrays.require(name, x, kind)
+        self.options = {name: x for name, x in self.adapter.to_native(**options).items() if x is not DEFAULTS[name]}
+        self._method, self._order, self._backend = METHODS[method], order, backend
+        axes = Axes.of(self.q, self.options)
+        facts = {"method": method, "order": order, "library": kind, "backend": str(backend)}
+        for name, x in native.items():
+            axis = axes.tokens % x.ndim
+            facts |= {f"dtype of {name}": x.dtype.name, f"shape of {name}, without tokens": str((*x.shape[:axis], *x.shape[axis + 1 :]))}
+        for name, x in self.options.items():
+            if name != "seed":
+                facts[name] = _fingerprint(name, x)
+        seed = self.options.get("seed")
+        facts["seed"] = str(seed)
+        tokens = tuple(x.shape[axes.tokens] for x in native.values())
+        return Header(facts, tokens, secrets.randbits(62) if seed is None else seed, self._comm._device(kind))
+
+    def _plan(self) -> None:
+        """What can fail before the first transfer: checks of all options, and memory."""
+        sizes = list(zip(*(each.tokens for each in self._headers), strict=True))
+        for name, of_ranks in zip("qkv", sizes, strict=True):
+            wanted = [count(ranges_of(self._order, sum(of_ranks), rank, len(of_ranks))) for rank in range(len(of_ranks))]
+            _check_sizes(of_ranks, wanted, self._order, name)
+        options = dict(self.options)
+        if options.get("dropout_p"):
+            options["seed"] = self._headers[0].seed
+        self.whole = Whole(self.q, self.k, self.v, options, (sum(sizes[0]), sum(sizes[1])), self._backend)
+        self._prepared = self._method(self.whole, self.transport, self._order, self.q, self.k, self.v)
+
+    def forward(self) -> tuple[Any, Any]:
+        """out and lse of the rank's queries, arrays of NumPy or CuPy."""
+        attempt = Attempt()
+        found = attempt(self._prepared.forward(attempt))
+        del self._prepared
+        self._comm._share(attempt)
+        return found
+
+    def backward(self, out: Any, lse: Any, dout: Any, dlse: Any, wrt: Sequence[str]) -> tuple[Any, ...]:
+        """The gradients, as arrays of the caller's library."""
+        attempt, method = Attempt(), None
+
+        def prepare() -> dict[str, str]:
+            nonlocal dout, dlse, method
+            known = ("q", "k", "v", "sinks")[: 3 if self.whole.sinks is None else 4]
+            for name in wrt:
+                choice("wrt", name, known)
+            dout, dlse = self.adapter.to_native(dout=dout, dlse=dlse).values()
+            for name, x, like in (("dout", dout, out), ("dlse", dlse, lse)):
+                if x is not None and (x.shape != like.shape or x.dtype != like.dtype):
+                    raise ValueError(
+                        f"{name}: expected shape {like.shape} and dtype {like.dtype}, got {x.shape} and {x.dtype}"
+                    )
+            method = self._method(self.whole, self.transport, self._order, self.q, self.k, self.v, gradients=True)
+            return {"call": "vjp", "dlse": str(dlse is None), "wrt": str(tuple(wrt))}
+
+        facts = attempt(prepare)
+        _compare([Header(each, (), 0, None) for each in self._comm._share(attempt, facts)])
+        assert method is not None
+        result = method.backward(attempt, out, lse, dout, dlse)
+        found = attempt(result)
+        dsinks = attempt(sink_gradient, self.whole, out, lse, dout, dlse) if "sinks" in wrt else None
+        of_ranks = self._comm._share(attempt, dsinks)
+        named = dict(zip("qkv", found, strict=True))
+        if dsinks is not None:
+            named["sinks"] = self.whole.xp.asarray(sum(of_ranks)).astype(self.options["sinks"].dtype)
+        inputs = {"q": self.q, "k": self.k, "v": self.v}
+        cast = {name: x.astype(inputs[name].dtype, copy=False) if name in inputs else x for name, x in named.items()}
+        return tuple(self.adapter.from_native(f"d{name}", cast[name]) for name in wrt)
+
+    def to_caller(self, out: Any, lse: Any, return_lse: bool) -> Any:
+        """Results as arrays of the caller's library."""
+        own = self.adapter.from_native("out", out)
+        return (own, self.adapter.from_native("lse", lse)) if return_lse else own
+
+
+def _compare(headers: Sequence[Header]) -> None:
+    """ValueError where ranks differ in a fact: the same on all ranks."""
+    names = dict.fromkeys(name for each in headers for name in each.facts)
+    for name in names:
+        given = [each.facts.get(name, "not given") for each in headers]
+        if len(set(given)) > 1:
+            ranks = {value: [rank for rank, own in enumerate(given) if own == value] for value in given}
+            text = ", ".join(f"{value} on rank {', '.join(map(str, which))}" for value, which in ranks.items())
+            raise ValueError(f"{name}: expected the same on all ranks, got {text}")
+
+
+def _check_sizes(given: Sequence[int], wanted: Sequence[int], order: str, name: str) -> None:
+    if list(given) != list(wanted):
+        raise ValueError(
+            f"{name}: expected {list(wanted)} tokens on the ranks, as shard(order={order!r}) gives them, got {list(given)}"
+        )
+
+
+def _fingerprint(name: str, value: Any) -> str:
+    """An option as text that is equal where the option is: contents of arrays on the host by a hash."""
+    if isinstance(value, tuple):
+        return str(tuple(_fingerprint(name, x) for x in value))
+    if name in ("score_mod", "mask_mod"):
+        value = mods.trace(value, "score" if name == "score_mod" else "mask")
+    if name == "block_mask":
+        value = getattr(value, "mod", value)
+    if isinstance(value, mods.Mod):
+        own = {each: _fingerprint(each, x) for each, x in value.arrays.items()}
+        return hashlib.sha256(f"{value.key} {dict(value.params)} {own}".encode()).hexdigest()[:12]
+    if OPTIONS.get(name) is not None and OPTIONS[name].axes == "pairs":
+        return f"{value.dtype} of {value.ndim} axes and {value.shape[-1]} keys"
+    if isinstance(value, (list, np.ndarray)):
+        value = np.ascontiguousarray(value)
+        return f"{value.dtype}{value.shape} {hashlib.sha256(value.tobytes()).hexdigest()[:12]}"
+    return f"{value.dtype}{value.shape}" if hasattr(value, "dtype") and hasattr(value, "shape") else repr(value)
