@@ -14,10 +14,11 @@ from ..call import arrays, interop
 from ..call.checks import choice
 from ..numeric import number
 from ..options import DEFAULTS, OPTIONS, Options, documented, unknown
+from .all_to_all import AllToAll
 from .gather import Gather
 from .heads import Heads
 from .passes import Attempt, sink_gradient
-from .placement import ORDERS, count, put, ranges_of, taken
+from .placement import ORDERS, along, count, ranges_of
 from .ring import Ring
 from .transport import Mpi, Staged, Transport
 from .whole import Axes, Whole
@@ -81,37 +82,25 @@ class Comm:
             native = adapter.to_native(x=x)["x"]
             xp: Any = arrays.namespace(arrays.require("x", native))
             own = ranges_of(order, native.shape[axis], self.rank, self.ranks)
-            return adapter.from_native("x", taken(xp, native, axis, own))
+            return adapter.from_native("x", xp.concatenate([along(native, axis, each) for each in own], axis=axis))
 
     def gather(self, x: Any, axis: int = -2, *, order: str = "contiguous") -> Any:
         """The array whose parts the ranks have, on every rank: the inverse of `shard`."""
         adapter = interop.adapter_of(x)
         with adapter.scope():
             attempt = Attempt()
+            native: Any
             native, header = attempt(self._header_of_part, adapter, x, axis, order) or (None, None)
             headers = self._share(attempt, header)
             _compare(headers)
+            ranges = _check_sizes([each.tokens[0] for each in headers], order, "x")
             kind = arrays.require("x", native)
-            xp: Any = arrays.namespace(kind)
-            transport = self._transport(kind, headers)
-            sizes = [each.tokens[0] for each in headers]
-            ranges = [ranges_of(order, sum(sizes), rank, self.ranks) for rank in range(self.ranks)]
-            _check_sizes(sizes, [count(each) for each in ranges], order, "x")
-            axis %= native.ndim
-
-            def room() -> tuple[Any, list[Any], Any]:
-                shapes = [(*native.shape[:axis], n, *native.shape[axis + 1 :]) for n in (*sizes, sum(sizes))]
-                *parts, total = (xp.empty(shape, native.dtype) for shape in shapes)
-                return xp.ascontiguousarray(native), parts, total
-
-            own, parts, total = attempt(room) or (None, [], None)
+            transport, xp = self._transport(kind, headers), arrays.namespace(kind)
+            move: Any = attempt(AllToAll, xp, transport, native.shape, native.dtype, axis % native.ndim, ranges)
             self._share(attempt)
-            other = [rank for rank in range(self.ranks) if rank != self.rank]
-            transport.exchange([(rank, own) for rank in other], [(rank, parts[rank]) for rank in other]).wait()
-            parts[self.rank] = own
-            for part, each in zip(parts, ranges, strict=True):
-                put(total, axis, each, part)
-            return adapter.from_native("x", total)
+            found = move.collect(attempt, native)
+            self._share(attempt)
+            return adapter.from_native("x", found)
 
     @documented("page_table")
     def attention(
@@ -119,7 +108,7 @@ class Comm:
         backend: str | None = None, **options: Unpack[Options],
     ) -> Any:  # fmt: skip
         """`flashkit.attention` of the tokens of all ranks: out of this rank's queries."""
-        run = _Run(self, q, k, v, method, order, backend, options)
+        run = _Run(self, q, k, v, method, order, backend, {**options})
         with run.adapter.scope():
             out, lse = run.forward()
             return run.to_caller(out, lse, return_lse)
@@ -129,7 +118,7 @@ class Comm:
         backend: str | None = None, **options: Unpack[Options],
     ) -> tuple[Any, Callable[..., tuple[Any, ...]]]:  # fmt: skip
         """`flashkit.attention_vjp` of the tokens of all ranks."""
-        run = _Run(self, q, k, v, method, order, backend, options)
+        run = _Run(self, q, k, v, method, order, backend, {**options})
         with run.adapter.scope():
             out, lse = run.forward()
 
@@ -162,7 +151,7 @@ class Comm:
         return native, Header(facts, (native.shape[axis],), 0, self._device(kind))
 
     def _device(self, kind: str) -> Any:
-        """What tells which ranks share a GPU, and rank 0's identity for NCCL, before the first transfer between GPUs."""
+        """What tells which ranks share a GPU, and rank 0's identity for NCCL, until there is a transport for GPUs."""
         if kind == "numpy" or self._on_devices is not None or not isinstance(self._control, Mpi):
             return None
         import platform
@@ -225,7 +214,8 @@ class _Run:
         facts = {"method": method, "order": order, "library": kind, "backend": str(backend)}
         for name, x in native.items():
             axis = axes.tokens % x.ndim
-            facts |= {f"dtype of {name}": x.dtype.name, f"shape of {name}, without tokens": str((*x.shape[:axis], *x.shape[axis + 1 :]))}
+            facts[f"dtype of {name}"] = x.dtype.name
+            facts[f"shape of {name}, without tokens"] = str((*x.shape[:axis], *x.shape[axis + 1 :]))
         for name, x in self.options.items():
             if name != "seed":
                 facts[name] = _fingerprint(name, x)
@@ -238,8 +228,7 @@ class _Run:
         """What can fail before the first transfer: checks of all options, and memory."""
         sizes = list(zip(*(each.tokens for each in self._headers), strict=True))
         for name, of_ranks in zip("qkv", sizes, strict=True):
-            wanted = [count(ranges_of(self._order, sum(of_ranks), rank, len(of_ranks))) for rank in range(len(of_ranks))]
-            _check_sizes(of_ranks, wanted, self._order, name)
+            _check_sizes(of_ranks, self._order, name)
         options = dict(self.options)
         if options.get("dropout_p"):
             options["seed"] = self._headers[0].seed
@@ -303,11 +292,15 @@ def _compare(headers: Sequence[Header]) -> None:
             raise ValueError(f"{name}: expected the same on all ranks, got {text}")
 
 
-def _check_sizes(given: Sequence[int], wanted: Sequence[int], order: str, name: str) -> None:
-    if list(given) != list(wanted):
+def _check_sizes(given: Sequence[int], order: str, name: str) -> list[list[range]]:
+    """The positions of each rank's tokens, if the ranks have as many as `shard` gives them."""
+    ranges = [ranges_of(order, sum(given), rank, len(given)) for rank in range(len(given))]
+    wanted = list(map(count, ranges))
+    if list(given) != wanted:
         raise ValueError(
-            f"{name}: expected {list(wanted)} tokens on the ranks, as shard(order={order!r}) gives them, got {list(given)}"
+            f"{name}: expected {wanted} tokens on the ranks, as shard(order={order!r}) gives them, got {list(given)}"
         )
+    return ranges
 
 
 def _fingerprint(name: str, value: Any) -> str:

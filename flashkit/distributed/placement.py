@@ -6,6 +6,7 @@ all ranks have equally many visible pairs. striped: every n-th token.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ def count(ranges: Sequence[range]) -> int:
 def places(ranges: Sequence[range]) -> list[slice]:
     """Where the tokens of each range are in an array that has one range after another."""
     ends = np.cumsum([0, *map(len, ranges)]).tolist()
-    return [slice(first, past) for first, past in zip(ends, ends[1:])]
+    return [slice(first, past) for first, past in itertools.pairwise(ends)]
 
 
 def along(x: Any, axis: int, where: slice | range) -> Any:
@@ -47,9 +48,3 @@ def along(x: Any, axis: int, where: slice | range) -> Any:
 def taken(xp: Any, x: Any, axis: int, ranges: Sequence[range]) -> Any:
     """A new array of the tokens at these positions of the whole."""
     return xp.concatenate([along(x, axis, each) for each in ranges], axis=axis)
-
-
-def put(x: Any, axis: int, ranges: Sequence[range], part: Any) -> None:
-    """Write a rank's tokens into the whole."""
-    for where, place in zip(ranges, places(ranges), strict=True):
-        along(x, axis, where)[...] = along(part, axis, place)

@@ -1,4 +1,4 @@
-"""Ring attention: keys and values go from rank to rank, and each transfer runs behind the attention to the chunk before.
+"""Ring attention: keys and values go from rank to rank, each transfer behind the attention to the chunk before.
 
     rank r, step s: attention of the rank's queries to the keys of rank r - s, while these go to rank r + 1
 
@@ -53,7 +53,7 @@ class Ring:
     def forward(self, attempt: Attempt) -> Callable[[], tuple[Any, Any]]:
         """What gives out and lse of the rank's queries."""
         add, result = forward(self._whole, self._q, self._rows)
-        for step, source, (k, v) in self._steps():
+        for _, source, (k, v) in self._steps():
             attempt(add, k, v, self._keys[source])
         return result
 
@@ -85,7 +85,8 @@ class Ring:
 
     def _steps(self) -> Any:
         """(step, rank of the keys, (k, v)), while the next ones arrive."""
-        rank, ranks, current = self._transport.rank, self._transport.ranks, self._own
+        rank, ranks = self._transport.rank, self._transport.ranks
+        current: Any = self._own
         for step in range(self._hops):
             source, pending = (rank - step) % ranks, None
             if step < self._hops - 1:

@@ -100,7 +100,7 @@ class Whole:
         self._q_lengths: Any = None
         if self.packed:
             self._offsets, self._lengths = self._offsets[:-1], self._lengths[:-1]
-            self._cu = tuple(x[:-1] for x in operands.cu_seqlens)
+            self._cu = tuple(x[:-1] for x in operands.cu_seqlens or ())
         batch = len(self._offsets)
         if o.q_lengths is not None:
             self._q_lengths = np.broadcast_to(integers["q_lengths"].reshape(-1), (batch,)).astype(np.int64)
@@ -115,10 +115,10 @@ class Whole:
         if self.dropout:
             self._fixed |= {"dropout_p": o.dropout_p, "seed": self.seed}
 
-    def of_heads(self, heads: range, heads_kv: int) -> Whole:
+    def of_heads(self, heads: range) -> Whole:
         """The call on these query heads alone."""
         part: Whole = object.__new__(Whole)
-        vars(part).update(vars(self), first_head=heads.start, heads=len(heads), heads_kv=heads_kv)
+        vars(part).update(vars(self), first_head=heads.start, heads=len(heads))
         part._o = SimpleNamespace(**vars(self._o))
         for name in with_axes("heads"):
             if (x := getattr(self._o, name)) is not None:
@@ -145,10 +145,9 @@ class Whole:
         of_q, of_k = self._spans(0, rows), self._spans(1, keys)
         q0, k0 = of_q.first + self._offsets, of_k.first
         q1, k1 = q0 + step * (of_q.counts - 1), k0 + step * (of_k.counts - 1)
-        alive = self._alive(self._hidden, of_q, of_k, step)
-        if not alive.any():
+        if not self._alive(self._hidden, of_q, of_k, step).any():
             return None
-        options = dict(self._fixed)
+        both, options = (of_q.counts > 0) & (of_k.counts > 0), dict(self._fixed)
         score, mask, window, slopes = self._score, self._mask, self._window, o.alibi_slopes
         if step > 1:  # these count in tokens, not in steps
             if window is not None:
@@ -167,12 +166,12 @@ class Whole:
             options["mask_mod"] = moved(mask, places)
         if slopes is not None:
             options["alibi_slopes"] = slopes
-        if o.causal and (k1 > q0)[alive].any():
+        if o.causal and (k1 > q0)[both].any():
             options["causal"] = True
         if window is not None:
             left, right = window
-            if (left is not None and (k0 < q1 - left)[alive].any()) or (
-                right is not None and (k1 > q0 + right)[alive].any()
+            if (left is not None and (k0 < q1 - left)[both].any()) or (
+                right is not None and (k1 > q0 + right)[both].any()
             ):
                 options["window"] = window
         if options.keys() & {"causal", "window", "alibi_slopes", "score_mod", "mask_mod"}:
@@ -214,7 +213,8 @@ class Whole:
         if self.packed:
             cu = self._cu[which]
             own = np.clip(-((tokens.start - cu) // step), 0, len(tokens))
-            return Spans(tokens.start + step * own[:-1] - cu[:-1], np.diff(own), own)
+            counts = np.diff(own)
+            return Spans(np.where(counts > 0, tokens.start + step * own[:-1] - cu[:-1], 0), counts, own)
         lengths = self._lengths if which else self._q_lengths
         first = np.full(len(self._lengths), tokens.start)
         if lengths is None:
