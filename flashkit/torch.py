@@ -1,6 +1,6 @@
 """flashkit in PyTorch: differentiable attention that `torch.compile` takes whole.
 
-    from flashkit.torch import attention, flex_attention, scaled_dot_product_attention
+    from flashkit.torch import Comm, attention, flex_attention, scaled_dot_product_attention
 
 Two functions compute the forward and the backward pass on tensors of CPUs and CUDA devices, without a copy
 (`call/torch_passes.py`); an autograd.Function around them records the derivative (`call/torch_autograd.py`). They are
@@ -19,10 +19,11 @@ from .call.quantized import Quantized
 from .call.torch_autograd import call, check_differentiable, recorded_call
 from .call.torch_mods import Mods
 from .call.torch_passes import ARRAYS, OPTION_NAMES, Tensors
+from .distributed import Comm as NativeComm
 from .numeric import number
 from .options import DEFAULTS, NUMBERS, Options, check_tensors, closed, documented, unknown, unknown_of
 
-__all__ = ["Mods", "attention", "flex_attention", "scaled_dot_product_attention"]
+__all__ = ["Comm", "Mods", "attention", "flex_attention", "scaled_dot_product_attention"]
 
 
 # --- functions --------------------------------------------------------------------------------------------------------
@@ -297,3 +298,62 @@ def flex_attention(
         query, key, value, score_mod=score_mod, block_mask=block_mask, mods=mods, scale=scale, q_offset=0,
         return_lse=return_lse,
     )  # fmt: skip
+
+
+# --- several processes ------------------------------------------------------------------------------------------------
+
+
+class Comm(NativeComm):
+    """`flashkit.distributed.Comm` of tensors, whose attention is differentiable.
+
+    Parameters
+    ----------
+    communicator
+        A process group of torch.distributed, whose communicator moves the tensors: gloo on CPUs, nccl on GPUs. Or one
+        of mpi4py.
+    timeout
+        As of `flashkit.distributed.Comm`.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from torch import distributed
+    >>> from flashkit.torch import Comm
+    >>> store = distributed.FileStore(tempfile.mkstemp()[1], 1)
+    >>> distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    >>> comm = Comm(distributed.group.WORLD)
+    >>> q, k, v = (comm.shard(torch.randn(1, 4, 64, 32)).requires_grad_() for _ in range(3))
+    >>> comm.attention(q, k, v, causal=True).sum().backward()
+    >>> q.grad.shape
+    torch.Size([1, 4, 64, 32])
+    >>> distributed.destroy_process_group()
+    """
+
+    def attention(self, q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Any) -> Any:
+        """As `flashkit.distributed.Comm.attention`; differentiable by q, k, v and sinks."""
+        sinks = options.get("sinks")
+        recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
+        if not recorded:
+            return super().attention(q, k, v, return_lse=return_lse, **options)
+        out, lse = _OfRanks.apply(super().attention_vjp, options, q, k, v, sinks)
+        return (out, lse) if return_lse else out
+
+
+class _OfRanks(torch.autograd.Function):
+    """Attention of all ranks. Every rank runs both passes."""
+
+    @staticmethod
+    def forward(ctx: Any, attention_vjp: Any, options: dict[str, Any], q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        given = {**options, "sinks": None if sinks is None else sinks.detach()}
+        (out, lse), ctx.vjp = attention_vjp(q.detach(), k.detach(), v.detach(), return_lse=True, **given)
+        ctx.wrt = ("q", "k", "v", "sinks")[: 3 if sinks is None else 4]
+        ctx.like, ctx.shape = out.new_empty(0), out.shape
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
+        dout = ctx.like.new_zeros(ctx.shape) if dout is None else dout.contiguous()
+        gradients = ctx.vjp(dout, None if dlse is None else dlse.contiguous(), wrt=ctx.wrt)
+        return None, None, *gradients, *[None] * (4 - len(gradients))

@@ -80,5 +80,34 @@ def conformance() -> None:
     say(cases=count, seconds=round(time.perf_counter() - started, 1))
 
 
+def process_group(path: str) -> None:
+    """Tensors through a process group: the same as one process, and gradients by autograd."""
+    import torch
+    from torch import distributed
+
+    import flashkit.torch
+
+    rank, ranks = WORLD.Get_rank(), WORLD.Get_size()
+    distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=ranks)
+    comm = flashkit.torch.Comm(distributed.group.WORLD)
+    generator = torch.Generator().manual_seed(3)
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.bfloat16, 0.1)):
+        q, k, v, dout = (torch.randn(2, 4, 21, 8, generator=generator).to(dtype) for _ in range(4))
+        sinks = torch.randn(4, generator=generator, dtype=torch.float64).to(dtype)
+        for method in METHODS:
+            whole = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
+            expected = flashkit.torch.attention(*whole[:3], sinks=whole[3], causal=True)
+            expected.backward(dout)
+            parts = [comm.shard(x, order="zigzag").requires_grad_() for x in (q, k, v)]
+            own = sinks.clone().requires_grad_()
+            out = comm.attention(*parts, sinks=own, causal=True, method=method, order="zigzag")
+            out.backward(comm.shard(dout, order="zigzag"))
+            found = [comm.gather(x.detach(), order="zigzag") for x in (out, *(x.grad for x in parts))]
+            for x, y in zip((*found, own.grad), (expected, *(x.grad for x in whole)), strict=True):
+                torch.testing.assert_close(x, y.detach(), rtol=tolerance, atol=tolerance)
+    say(methods=len(METHODS))
+    distributed.destroy_process_group()
+
+
 if __name__ == "__main__":
-    globals()[sys.argv[1]]()
+    globals()[sys.argv[1]](*sys.argv[2:])
