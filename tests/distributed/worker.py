@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 
@@ -63,21 +64,132 @@ def takes(method: str, case: Case, ranks: int) -> bool:
     return method != "heads" or (case.q.ndim > 2 and HEADS % ranks == 0 and every)
 
 
-def conformance() -> None:
-    """Every case, method and order in float64; a part of them each run in float32 and bfloat16."""
+THOROUGH = "causal", "window", "packed causal", "score_mod"
+
+
+def conformance(*parts: str) -> None:
+    """Every case and method; every order in some cases, one in turn in others. parts: every n-th case, from m on."""
+    first, step = map(int, parts)
     comm = Comm(WORLD, timeout=60)
-    rng = np.random.default_rng(5)
     count, started = 0, time.perf_counter()
-    for name, case in cases(rng).items():
-        for method in METHODS:
-            for order in ORDERS if method == "ring" else ("zigzag", "striped"):
-                if not takes(method, case, comm.ranks):
-                    continue
+    for number, (name, case) in enumerate(cases(np.random.default_rng(5)).items()):
+        if (number + first) % step and name not in THOROUGH:
+            continue
+        for place, method in enumerate(METHODS):
+            orders = ORDERS if name in THOROUGH else (ORDERS[(number + place + comm.ranks) % 3],)
+            for order in orders if takes(method, case, comm.ranks) else ():
                 found, expected = results(comm, case, method, order, np.float64, np.random.default_rng(6))
                 for what, x, y in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), found, expected, strict=False):
                     np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-10, err_msg=f"{name} {method} {order} {what}")
                 count += 1
     say(cases=count, seconds=round(time.perf_counter() - started, 1))
+
+
+def precision() -> None:
+    """The error against float64 does not grow with the number of ranks."""
+    comm = Comm(WORLD, timeout=60)
+    rng = np.random.default_rng(2)
+    q, k, v = rng.standard_normal((3, 1, 4, 128, 16))
+    for dtype in (np.float32, np.float16, ml_dtypes.bfloat16):
+        exact = Case(*(x.astype(dtype).astype(np.float64) for x in (q, k, v)), {"causal": True})
+        unit = float(ml_dtypes.finfo(dtype).eps)
+        for method in ("ring", "gather"):
+            found, plain = results(comm, exact, method, "zigzag", dtype, np.random.default_rng(1))
+            _, true = results(comm, exact, method, "zigzag", np.float64, np.random.default_rng(1))
+            for x, y, z in zip(found, plain, true, strict=True):
+                errors = [abs(np.asarray(each, np.float64) - z).max() for each in (x, y)]
+                assert errors[0] <= 2 * errors[1] + unit * abs(z).max(), (dtype, method, errors)
+    say(dtypes=3)
+
+
+def raised(call: Callable[[], Any]) -> str:
+    """The error of a call, as text."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def faults() -> None:
+    """A fault of one rank is an error on all, and the ranks go on together."""
+    rank, last = WORLD.Get_rank(), WORLD.Get_size() - 1
+    comm = Comm(WORLD, timeout=60)
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 1, 6, 16, 8))
+    q, k, v = (comm.shard(x) for x in (q, k, v))
+    odd = rank == last
+    narrow = (lambda x: x[..., :4]) if odd else (lambda x: x)
+    slopes = np.arange(6.0) + odd
+
+    def other(name: str, x: Any) -> Callable[[], Any]:
+        return lambda: comm.attention(q, k, v, **({name: x} if odd else {}))
+
+    def in_the_middle(method: str, backward: bool) -> Callable[[], Any]:
+        def call() -> Any:
+            _, vjp = comm.attention_vjp(q, k, v, method=method)
+            name = "vjp_of" if backward else "attention"
+            plain = getattr(api, name)
+
+            def exhausted(*args: Any, **options: Any) -> Any:
+                raise MemoryError("no memory is left")
+
+            if odd:
+                setattr(api, name, exhausted)
+            try:
+                return vjp(np.ones_like(q)) if backward else comm.attention(q, k, v, method=method)
+            finally:
+                setattr(api, name, plain)
+
+        return call
+
+    same = {
+        "dtype": (lambda: comm.attention(*(x.astype(np.float32 if odd else x.dtype) for x in (q, k, v))), "dtype of q"),
+        "head dim": (lambda: comm.attention(narrow(q), narrow(k), v), "shape of q"),
+        "tokens": (lambda: comm.attention(q, k[..., : 3 if odd else None, :], v), "k: expected"),
+        "causal": (other("causal", True), "causal: expected the same on all ranks, got not given on rank 0"),
+        "order": (other("order", "zigzag"), "order: expected the same"),
+        "seed": (lambda: comm.attention(q, k, v, causal=True, scale=1.0 + odd), "scale: expected the same"),
+        "slopes": (lambda: comm.attention(q, k, v, alibi_slopes=slopes), "alibi_slopes: expected the same"),
+        "gather": (lambda: comm.gather(q, axis=-1 - odd), "axis: expected the same"),
+        "pages": (lambda: comm.attention(q, k, v, page_table=np.zeros((1, 1), int)), "page_table: not taken"),
+    }  # fmt: skip
+    for what, (call, expected) in same.items():
+        text = raised(call)
+        assert expected in text and "Rank" not in text, (what, rank, text)
+    for what, call in {
+        "no array": lambda: comm.attention(None if odd else q, k, v),
+        "unknown option": other("is_causal", True),
+        "rows of a bias": lambda: comm.attention(q, k, v, bias=np.zeros((3 if odd else q.shape[-2], 16))),
+        "dout": lambda: comm.attention_vjp(q, k, v)[1](np.ones_like(narrow(q))),
+        **{f"forward of {m}": in_the_middle(m, False) for m in METHODS},
+        **{f"backward of {m}": in_the_middle(m, True) for m in METHODS},
+    }.items():
+        text = raised(call)
+        assert text != "nothing" and odd != text.startswith(f"RankError: rank {last}: "), (what, rank, text)
+    assert raised(lambda: comm.attention(q, k, v)) == "nothing"
+    WORLD.Barrier()
+    # A rank that does not come.
+    comm = Comm(WORLD, timeout=0.5)
+    if odd:
+        time.sleep(2)
+    else:
+        text = raised(lambda: comm.attention(q, k, v))
+        assert text.startswith("TimeoutError: rank"), text
+        assert "no longer usable" in raised(lambda: comm.attention(q, k, v))
+    say(faults="told")
+    sys.stdout.flush()
+    WORLD.Barrier()
+    os._exit(0)  # finalizing would wait for the messages that never came
+
+
+def death() -> None:
+    """A rank that ends in the middle: mpiexec ends the others."""
+    comm = Comm(WORLD, timeout=20)
+    x = np.ones((1, 2, 8, 4))
+    if WORLD.Get_rank() == 0:
+        os._exit(3)
+    comm.attention(x, x, x)
 
 
 def process_group(path: str) -> None:
