@@ -2,3 +2,5 @@
 
 from .comm import Comm as Comm
 from .comm import RankError as RankError
+from .explanation import Prediction as Prediction
+from .explanation import predict as predict

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Unpack
 
@@ -18,7 +19,7 @@ from .all_to_all import AllToAll
 from .gather import Gather
 from .heads import Heads
 from .passes import Attempt, sink_gradient
-from .placement import ORDERS, along, count, ranges_of
+from .placement import ORDERS, along, count, places, ranges_of
 from .ring import Ring
 from .transport import Mpi, Staged, Transport
 from .whole import Axes, Whole
@@ -82,7 +83,12 @@ class Comm:
             native = adapter.to_native(x=x)["x"]
             xp: Any = arrays.namespace(arrays.require("x", native))
             own = ranges_of(order, native.shape[axis], self.rank, self.ranks)
-            return adapter.from_native("x", xp.concatenate([along(native, axis, each) for each in own], axis=axis))
+            shape = list(native.shape)
+            shape[axis] = count(own)
+            part = xp.empty(tuple(shape), native.dtype)
+            for where, place in zip(own, places(own), strict=True):
+                along(part, axis, place)[...] = along(native, axis, where)
+            return adapter.from_native("x", part)
 
     def gather(self, x: Any, axis: int = -2, *, order: str = "contiguous") -> Any:
         """The array whose parts the ranks have, on every rank: the inverse of `shard`."""
@@ -128,13 +134,42 @@ class Comm:
 
             return run.to_caller(out, lse, return_lse), vjp
 
+    def bandwidth_gbs(self, size: int = 1 << 26, xp: Any = np, rounds: int = 5) -> float:
+        """Measure what a rank sends to the next one while it receives as much, in 1e9 bytes/s: the slowest rank's.
+
+        Parameters
+        ----------
+        size
+            Bytes of a message.
+        xp
+            The module whose arrays travel, numpy or cupy.
+        rounds
+            Messages, of which the median counts.
+        """
+        attempt = Attempt()
+        kind = "numpy" if xp is np else "cupy"
+        headers = self._share(attempt, attempt(lambda: Header({}, (), 0, self._device(kind))))
+        transport = self._transport(kind, headers)
+        outgoing, incoming = attempt(lambda: (xp.zeros(size, np.uint8), xp.zeros(size, np.uint8))) or (None, None)
+        self._share(attempt)
+        taken = []
+        for _ in range(rounds + 1):
+            self._share(attempt)
+            begin = time.perf_counter()
+            sends, receives = [((self.rank + 1) % self.ranks, outgoing)], [((self.rank - 1) % self.ranks, incoming)]
+            transport.exchange(sends, receives).wait()
+            if kind == "cupy":
+                xp.cuda.get_current_stream().synchronize()
+            taken.append(time.perf_counter() - begin)
+        return size / max(self._share(attempt, sorted(taken[1:])[rounds // 2])) / 1e9
+
     # --- agreement ----------------------------------------------------------------------------------------------------
 
     def _share(self, attempt: Attempt, item: Any = None) -> list[Any]:
         """Each rank's item; an error on all ranks if one of them had one."""
         error = attempt.error
         text = "" if error is None else f"{type(error).__name__}: {error}"
-        answers = self._control.agree((text, item))
+        answers = (self._on_devices or self._control).agree((text, item))
         if error is not None:
             raise error
         if failed := [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]:

@@ -17,6 +17,15 @@ from .transport import Transport
 from .whole import OF_ROWS, Whole
 
 
+def check_heads(whole: Whole, ranks: int) -> None:
+    """Refuse heads that cannot be spread evenly over so many ranks."""
+    if whole.axes.heads is None or whole.heads % ranks or (whole.heads_kv % ranks and ranks % whole.heads_kv):
+        raise UnsupportedError(
+            f"method='heads': expected a number of heads that {ranks} ranks divide, and one of KV heads that they "
+            f"divide or that divides them, got {whole.heads} and {whole.heads_kv}; use method='ring'"
+        )
+
+
 class Heads:
     """The transfers of a rank; see `ring.Ring`."""
 
@@ -24,11 +33,7 @@ class Heads:
         self, whole: Whole, transport: Transport, order: str, q: Any, k: Any, v: Any, gradients: bool = False
     ) -> None:  # fmt: skip
         xp, ranks, axes = whole.xp, transport.ranks, whole.axes
-        if axes.heads is None or whole.heads % ranks or (whole.heads_kv % ranks and ranks % whole.heads_kv):
-            raise UnsupportedError(
-                f"method='heads': expected a number of heads that {ranks} ranks divide, and one of KV heads that they "
-                f"divide or that divides them, got {whole.heads} and {whole.heads_kv}; use method='ring'"
-            )
+        check_heads(whole, ranks)
         group, each = whole.heads // whole.heads_kv, whole.heads // ranks
         of_q = [range(n * each, (n + 1) * each) for n in range(ranks)]
         of_k = [range(heads.start // group, (heads.stop - 1) // group + 1) for heads in of_q]

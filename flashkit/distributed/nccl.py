@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
+from contextlib import suppress
+from importlib.util import find_spec
 from typing import Any
 
 from .transport import Done, Messages, Mpi, Pending, _OnStream
 
 
-def unique_id() -> Any:
-    """What rank 0 makes and all ranks pass to `Nccl`; None where CuPy has no NCCL."""
+def library() -> Any:
+    """CuPy's module of NCCL, with PyTorch's copy of the library where the system has none."""
+    with suppress(ImportError, StopIteration, OSError):
+        found = find_spec("nvidia.nccl")
+        folder = next(iter(found.submodule_search_locations or ())) if found else ""
+        ctypes.CDLL(f"{folder}/lib/libnccl.so.2", ctypes.RTLD_GLOBAL)
     from cupy.cuda import nccl
 
+    return nccl
+
+
+def unique_id() -> Any:
+    """What rank 0 makes and all ranks pass to `Nccl`; None where CuPy has no NCCL."""
+    nccl = library()
     return nccl.get_unique_id() if nccl.available else None
 
 
@@ -27,10 +40,10 @@ class Nccl:
 
     def __init__(self, control: Mpi, identity: Any) -> None:
         import cupy
-        from cupy.cuda import nccl
 
-        self._cupy, self._nccl = cupy, nccl
-        self.rank, self.ranks, self.agree = control.rank, control.ranks, control.agree
+        nccl = library()
+        self._cupy, self._nccl, self._control = cupy, nccl, control
+        self.rank, self.ranks = control.rank, control.ranks
         self._comm = nccl.NcclCommunicator(self.ranks, identity, self.rank)
         self._stream = cupy.cuda.Stream(non_blocking=True)
 
@@ -50,6 +63,9 @@ class Nccl:
         done.record(stream)
         return _OnStream(self._cupy, done, Done())
 
-    def abort(self) -> None:
-        """Stop transfers whose peers are gone: the streams of this rank go on."""
-        self._comm.abort()
+    def agree(self, item: Any) -> list[Any]:
+        try:
+            return self._control.agree(item)
+        except BaseException:
+            self._comm.abort()  # transfers whose peers are gone would keep this rank's stream
+            raise

@@ -127,8 +127,11 @@ def forward(whole: Whole, q: Any, rows: Sequence[range]) -> tuple[Callable[..., 
         found = [part.result() for part in parts]
         if len(found) == 1:
             return found[0]
-        outs, lses = zip(*found, strict=True)
-        return whole.xp.concatenate(outs, axis=axis), whole.xp.concatenate(lses, axis=-1)
+        out = whole.xp.empty((*q.shape[:-1], whole.v_dim), q.dtype)
+        lse = whole.xp.empty(rows_shape(q, whole), whole.lse_dtype)
+        for place, (out_i, lse_i) in zip(own, found, strict=True):
+            along(out, axis, place)[...], along(lse, -1, place)[...] = out_i, lse_i
+        return out, lse
 
     return add, result
 
