@@ -1,7 +1,7 @@
 """Attention over several devices: conformance, faults of timing, overlap and scaling, beside PyTorch's.
 
     mpiexec -n 2 python -m benchmarks.distributed --output FILE            CuPy over NCCL, one GPU a rank
-    torchrun --nproc-per-node 2 -m benchmarks.distributed --output FILE    tensors through a process group, and PyTorch's
+    torchrun --nproc-per-node 2 -m benchmarks.distributed --output FILE    tensors in a process group, and PyTorch's
     python -m benchmarks.distributed --cpu --output FILE                   ranks x threads on this CPU, and the model
 
 --parts a,b runs some of the parts alone, --seconds bounds each of them. Every result is a line of JSON, printed by rank
@@ -248,7 +248,8 @@ def overlap(run: Run) -> None:
     q, k, v, _ = (run.comm.shard(x, order="zigzag") for x in run.sequence(65_536 * run.ranks))
     call = lambda: run.comm.attention(q, k, v, causal=True, order="zigzag")
     call()
-    transport.exchange, api.attention = marked(stream, plain_exchange, "transfer"), marked(None, plain_attention, "attention")
+    transport.exchange = marked(stream, plain_exchange, "transfer")
+    api.attention = marked(None, plain_attention, "attention")
     try:
         for _ in range(2):
             for each in spans.values():
@@ -345,13 +346,14 @@ def context_parallel(run: Run) -> None:
                     taken = {"forward": run.timed(lambda: sdpa(q, k, v, is_causal=True), rounds)}  # noqa: B023
                     for x in (q, k, v):
                         x.requires_grad_()
-                    out = sdpa(q, k, v, is_causal=True)
-                    gradients = lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)  # noqa: B023
+                    found = [sdpa(q, k, v, is_causal=True)]
+                    gradients = lambda: torch.autograd.grad(found, (q, k, v), dout, retain_graph=True)  # noqa: B023
                     taken["backward"] = run.timed(gradients, rounds)
-                    del out
+                    found.clear()
                 run.say("context_parallel", tokens=total, backend=backend, seconds=taken)
             except Exception as error:
-                run.say("context_parallel", tokens=total, backend=backend, error=f"{type(error).__name__}: {error}"[:300])
+                text = f"{type(error).__name__}: {error}"[:300]
+                run.say("context_parallel", tokens=total, backend=backend, error=text)
             q = k = v = dout = None
             torch.cuda.empty_cache()
 
@@ -439,7 +441,8 @@ def main() -> None:
         try:
             PARTS[name](run)
         except Exception as error:
-            print(json.dumps({"part": name, "rank": run.rank, "error": f"{type(error).__name__}: {error}"[:2000]}), flush=True)
+            text = f"{type(error).__name__}: {error}"[:2000]
+            print(json.dumps({"part": name, "rank": run.rank, "error": text}), flush=True)
             if "no longer usable" in str(error) or isinstance(error, TimeoutError):
                 os._exit(1)
         run.say("seconds", of=name, seconds=round(time.monotonic() - begin, 1))

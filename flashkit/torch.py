@@ -16,7 +16,7 @@ from typing import Any, Unpack
 import torch
 
 from .call.quantized import Quantized
-from .call.torch_autograd import call, check_differentiable, recorded_call
+from .call.torch_autograd import OfRanks, call, check_differentiable, recorded_call
 from .call.torch_mods import Mods
 from .call.torch_passes import ARRAYS, OPTION_NAMES, Tensors
 from .distributed import Comm as NativeComm
@@ -335,25 +335,5 @@ class Comm(NativeComm):
         recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
         if not recorded:
             return super().attention(q, k, v, return_lse=return_lse, **options)
-        out, lse = _OfRanks.apply(super().attention_vjp, options, q, k, v, sinks)
+        out, lse = OfRanks.apply(super().attention_vjp, options, q, k, v, sinks)
         return (out, lse) if return_lse else out
-
-
-class _OfRanks(torch.autograd.Function):
-    """Attention of all ranks. Every rank runs both passes."""
-
-    @staticmethod
-    def forward(ctx: Any, attention_vjp: Any, options: dict[str, Any], q: Any, k: Any, v: Any, sinks: Any) -> Any:
-        given = {**options, "sinks": None if sinks is None else sinks.detach()}
-        (out, lse), ctx.vjp = attention_vjp(q.detach(), k.detach(), v.detach(), return_lse=True, **given)
-        ctx.wrt = ("q", "k", "v", "sinks")[: 3 if sinks is None else 4]
-        ctx.like, ctx.shape = out.new_empty(0), out.shape
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
-        dout = ctx.like.new_zeros(ctx.shape) if dout is None else dout.contiguous()
-        gradients = ctx.vjp(dout, None if dlse is None else dlse.contiguous(), wrt=ctx.wrt)
-        return None, None, *gradients, *[None] * (4 - len(gradients))

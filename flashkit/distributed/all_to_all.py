@@ -41,7 +41,10 @@ class AllToAll:
         if heads is not None:
             sizes[heads[0]] = len(heads[1][transport.rank])
         self._all = xp.empty(tuple(sizes), dtype)
-        empty = lambda views: [xp.empty(x.shape, dtype) for x in views]
+
+        def empty(views: Views) -> Views:
+            return [xp.empty(x.shape, dtype) for x in views]
+
         self._of_own = [empty(self._views_of_own(self._own, rank)) for rank in self._ranks]
         self._of_all = [empty(self._views_of_all(self._all, rank)) for rank in self._ranks]
 

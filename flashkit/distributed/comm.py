@@ -20,11 +20,11 @@ from .gather import Gather
 from .heads import Heads
 from .passes import Attempt, sink_gradient
 from .placement import ORDERS, along, count, places, ranges_of
-from .ring import Ring
+from .ring import RingAttention
 from .transport import Mpi, Staged, Transport
 from .whole import Axes, Whole
 
-METHODS: dict[str, Any] = {"ring": Ring, "heads": Heads, "gather": Gather}
+METHODS: dict[str, Any] = {"ring": RingAttention, "heads": Heads, "gather": Gather}
 
 
 class RankError(RuntimeError):
@@ -50,6 +50,19 @@ class Comm:
         equal arguments but for their arrays.
     timeout
         Seconds that a rank waits for others. A process group has a limit of its own.
+
+    Examples
+    --------
+    >>> import numpy as np, flashkit
+    >>> from mpi4py import MPI
+    >>> from flashkit.distributed import Comm
+    >>> comm = Comm(MPI.COMM_WORLD)
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 64, 32), dtype=np.float32)
+    >>> parts = [comm.shard(x, order="zigzag") for x in (q, k, v)]
+    >>> out = comm.attention(*parts, causal=True, order="zigzag")
+    >>> whole = comm.gather(out, order="zigzag")
+    >>> bool(abs(whole - flashkit.attention(q, k, v, causal=True)).max() < 1e-5)
+    True
     """
 
     def __init__(self, communicator: Any, *, timeout: float = 300.0) -> None:
@@ -76,7 +89,23 @@ class Comm:
         return f"<Comm rank {self.rank} of {self.ranks}>"
 
     def shard(self, x: Any, axis: int = -2, *, order: str = "contiguous") -> Any:
-        """The tokens of this rank, of an array that every rank has. Nothing is sent."""
+        """The tokens of this rank, of an array that every rank has. Nothing is sent.
+
+        Parameters
+        ----------
+        x
+            Array of any library that `flashkit.attention` takes.
+        axis
+            That of the tokens.
+        order
+            "contiguous": a block for each rank. "zigzag": one block from the beginning and one from the end, so that
+            a causal mask leaves every rank as much to do. "striped": every n-th token.
+
+        Returns
+        -------
+        array
+            New, of x's library.
+        """
         choice("order", order, ORDERS)
         adapter = interop.adapter_of(x)
         with adapter.scope():
@@ -91,7 +120,18 @@ class Comm:
             return adapter.from_native("x", part)
 
     def gather(self, x: Any, axis: int = -2, *, order: str = "contiguous") -> Any:
-        """The array whose parts the ranks have, on every rank: the inverse of `shard`."""
+        """The array whose parts the ranks have, on every rank: the inverse of `shard`.
+
+        Parameters
+        ----------
+        x, axis, order
+            As for `shard`; x is this rank's part.
+
+        Returns
+        -------
+        array
+            New, of x's library.
+        """
         adapter = interop.adapter_of(x)
         with adapter.scope():
             attempt = Attempt()
@@ -113,7 +153,44 @@ class Comm:
         self, q: Any, k: Any, v: Any, *, method: str = "ring", order: str = "contiguous", return_lse: bool = False,
         backend: str | None = None, **options: Unpack[Options],
     ) -> Any:  # fmt: skip
-        """`flashkit.attention` of the tokens of all ranks: out of this rank's queries."""
+        """`flashkit.attention` of the tokens of all ranks: what one device gives, to rounding.
+
+        Parameters
+        ----------
+        q, k, v
+            This rank's tokens, as `shard` gives them; shapes and dtypes as for `flashkit.attention`.
+        method
+            "ring": keys and values go round, each transfer behind attention. "heads": an all-to-all gives each rank
+            all tokens of some heads. "gather": every rank gets all keys and values.
+        order
+            How tokens are spread; see `shard`.
+        return_lse
+            Return (out, lse).
+        backend
+            As for `flashkit.attention`.
+        {options}
+
+        Positions, lengths, offsets and cu_seqlens are those of the whole, the same on all ranks. bias and mask have
+        this rank's rows, or one row, and all keys.
+
+        Returns
+        -------
+        out : array
+            Of this rank's queries.
+        lse : array
+            If return_lse.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument is invalid, or the ranks differ in it.
+        flashkit.UnsupportedError
+            No backend can compute it, the heads cannot be spread, or the option is not taken. The message says why.
+        flashkit.distributed.RankError
+            Another rank failed.
+        TimeoutError
+            A rank did not come in time. The Comm is of no use after that.
+        """
         run = _Run(self, q, k, v, method, order, backend, {**options})
         with run.adapter.scope():
             out, lse = run.forward()
@@ -123,7 +200,26 @@ class Comm:
         self, q: Any, k: Any, v: Any, *, method: str = "ring", order: str = "contiguous", return_lse: bool = False,
         backend: str | None = None, **options: Unpack[Options],
     ) -> tuple[Any, Callable[..., tuple[Any, ...]]]:  # fmt: skip
-        """`flashkit.attention_vjp` of the tokens of all ranks."""
+        """Attention of the tokens of all ranks, and its vector-Jacobian product.
+
+        Parameters
+        ----------
+        q, k, v, method, order, return_lse, backend, **options
+            As for `attention`.
+
+        Returns
+        -------
+        out : array or (array, array)
+            What `attention` returns.
+        vjp : callable
+            vjp(dout, dlse=None, *, wrt=("q", "k", "v")) gives this rank's gradients; all ranks call it. Those of sinks
+            are sums over all ranks. It reads q, k, v, out and the arrays among the options again.
+
+        Raises
+        ------
+        TypeError, ValueError, flashkit.UnsupportedError, flashkit.distributed.RankError, TimeoutError
+            As for `attention`.
+        """
         run = _Run(self, q, k, v, method, order, backend, {**options})
         with run.adapter.scope():
             out, lse = run.forward()

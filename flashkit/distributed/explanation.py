@@ -15,7 +15,7 @@ from ..call.arguments import prepare
 from ..call.checks import choice
 from ..call.explanation import visible_pairs
 from ..devices import profiles
-from ..numeric import integer, number
+from ..numeric import integer
 from ..options import Options
 from .heads import check_heads
 from .passes import wide_of
@@ -72,8 +72,8 @@ class Prediction:
         lines = [self.problem, f"  ranks      {self.ranks}, {self.method}, {self.order}"]
         most = max(self.share)
         lines.append(
-            f"  steps      {len(self.share)}; of the visible pairs the busiest rank has {100 * sum(self.share):.3g} %, in "
-            f"one step at most {100 * most:.3g} %"
+            f"  steps      {len(self.share)}; the busiest rank has {100 * sum(self.share):.3g} % of the visible pairs, "
+            f"{100 * most:.3g} % in its longest step"
         )
         known = f"{self.bandwidth_gbs:.3g} GB/s" if self.bandwidth_gbs else "not known: pass bandwidth_gbs="
         lines.append(f"  bandwidth  {known} between devices")
@@ -190,7 +190,7 @@ def _flops(whole: Whole, tensors: Any, queries: list[range], keys: list[range]) 
     total = 0.0
     for rows in queries:
         for each in keys:
-            options = whole.chunk(rows, slice(rows.start, rows.stop, rows.step), each)
+            options = whole.chunk(rows, slice(rows.start, rows.stop, rows.step), each)  # bias has all rows here
             if options is not None:
                 del options["backend"]
                 parts = (along(x, whole.axes.tokens, where) for x, where in zip(tensors, (rows, each, each)))

@@ -15,20 +15,24 @@ from .whole import Whole
 
 
 class Gather:
-    """The transfers of a rank; see `ring.Ring`."""
+    """The transfers of a rank; see `ring.RingAttention`."""
 
     def __init__(
         self, whole: Whole, transport: Transport, order: str, q: Any, k: Any, v: Any, gradients: bool = False
     ) -> None:  # fmt: skip
         self._whole, self._q, self._given = whole, q, (k, v)
-        of_ranks = [[ranges_of(order, n, rank, transport.ranks) for rank in range(transport.ranks)] for n in whole.tokens]
-        self._rows = of_ranks[0][transport.rank]
-        make = lambda x, dtype: AllToAll(whole.xp, transport, x.shape, dtype, whole.axes.tokens, of_ranks[1])
+        ranks = range(transport.ranks)
+        rows, keys = ([ranges_of(order, n, rank, transport.ranks) for rank in ranks] for n in whole.tokens)
+        self._rows = rows[transport.rank]
+
+        def make(x: Any, dtype: Any) -> AllToAll:
+            return AllToAll(whole.xp, transport, x.shape, dtype, whole.axes.tokens, keys)
+
         self._inputs = [make(x, x.dtype) for x in (k, v)]
         self._gradients = [make(x, wide_of(x.dtype)) for x in (k, v) if gradients]
 
     def forward(self, attempt: Attempt) -> Callable[[], tuple[Any, Any]]:
-        """As of `Ring`."""
+        """As of `RingAttention`."""
         k, v = (each.collect(attempt, x) for each, x in zip(self._inputs, self._given, strict=True))
         add, result = forward(self._whole, self._q, self._rows)
         attempt(self._each, add, k, v)
@@ -37,7 +41,7 @@ class Gather:
     def backward(
         self, attempt: Attempt, out: Any, lse: Any, dout: Any, dlse: Any
     ) -> Callable[[], tuple[Any, Any, Any]]:  # fmt: skip
-        """As of `Ring`."""
+        """As of `RingAttention`."""
         k, v = (each.collect(attempt, x) for each, x in zip(self._inputs, self._given, strict=True))
 
         def compute() -> tuple[Any, Any, Any]:

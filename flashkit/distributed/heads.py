@@ -27,7 +27,7 @@ def check_heads(whole: Whole, ranks: int) -> None:
 
 
 class Heads:
-    """The transfers of a rank; see `ring.Ring`."""
+    """The transfers of a rank; see `ring.RingAttention`."""
 
     def __init__(
         self, whole: Whole, transport: Transport, order: str, q: Any, k: Any, v: Any, gradients: bool = False
@@ -53,7 +53,7 @@ class Heads:
         self._gradients = [make(x.shape, wide_of(x.dtype), *place) for x, *place in given if gradients]
 
     def forward(self, attempt: Attempt) -> Callable[[], tuple[Any, Any]]:
-        """As of `Ring`."""
+        """As of `RingAttention`."""
         q, k, v = (each.collect(attempt, x) for each, x in zip(self._inputs, self._given, strict=True))
 
         def compute() -> tuple[Any, Any]:
@@ -68,14 +68,14 @@ class Heads:
     def backward(
         self, attempt: Attempt, out: Any, lse: Any, dout: Any, dlse: Any
     ) -> Callable[[], tuple[Any, Any, Any]]:  # fmt: skip
-        """As of `Ring`."""
+        """As of `RingAttention`."""
         q, k, v = (each.collect(attempt, x) for each, x in zip(self._inputs, self._given, strict=True))
         recorded = zip(self._recorded, (out, lse, dout, dlse), strict=True)
-        of_heads = [None if x is None else each.collect(attempt, x) for each, x in recorded]
+        out, lse, dout, dlse = (None if x is None else each.collect(attempt, x) for each, x in recorded)
 
         def compute() -> list[Any]:
             sums = [self._part.xp.zeros(x.shape, wide_of(x.dtype)) for x in (q, k, v)]
-            add = backward(self._part, q, [range(self._part.tokens[0])], *of_heads, sums[0])
+            add = backward(self._part, q, [range(self._part.tokens[0])], out, lse, dout, dlse, sums[0])
             add(k, v, [range(self._part.tokens[1])], *sums[1:])
             return sums
 

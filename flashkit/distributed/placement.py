@@ -43,8 +43,3 @@ def along(x: Any, axis: int, where: slice | range) -> Any:
     index = [slice(None)] * x.ndim
     index[axis] = where
     return x[tuple(index)]
-
-
-def taken(xp: Any, x: Any, axis: int, ranges: Sequence[range]) -> Any:
-    """A new array of the tokens at these positions of the whole."""
-    return xp.concatenate([along(x, axis, each) for each in ranges], axis=axis)

@@ -1,10 +1,10 @@
-"""Ring attention: keys and values go from rank to rank, each transfer behind the attention to the chunk before.
+"""RingAttention: keys and values go from rank to rank, each transfer behind the attention to the chunk before.
 
     rank r, step s: attention of the rank's queries to the keys of rank r - s, while these go to rank r + 1
 
 In the backward pass the gradients of keys and values follow them, one step behind, and gather each rank's part in
-float32; from the last rank they go home. Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for
-Near-Infinite Context", 2023, arXiv 2310.01889.
+float32; from the last rank they go home. Liu, Zaharia and Abbeel, 2023, arXiv
+2310.01889; zigzag: Zhu, ring-flash-attention.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .transport import Pending, Transport
 from .whole import Whole
 
 
-class Ring:
+class RingAttention:
     """The transfers of a rank. All memory that is sent or received is allocated here, before the first transfer.
 
     Parameters

@@ -45,6 +45,7 @@ OF_ROWS = Axes(-2, -1)
 NOT_TAKEN = {
     "page_table": "pages have no order among ranks; see Comm.attend",
     "precision": "a part of the keys has other scales than the whole",
+    "dropout_p": "pairs are dropped by their numbers within a call",
 }
 """Options that are refused, and why."""
 
@@ -79,7 +80,7 @@ class Whole:
     ) -> None:
         o: Any = SimpleNamespace(**DEFAULTS | options)
         for name, why in NOT_TAKEN.items():
-            if options.get(name) not in (None, "highest", "tf32"):
+            if options.get(name) not in (None, "highest", "tf32", 0):
                 raise UnsupportedError(f"{name}: not taken by distributed attention: {why}")
         self.xp: Any = arrays.namespace(arrays.require("q", q))
         self.axes, self.tokens, self._o = Axes.of(q, options), tokens, o
@@ -93,7 +94,6 @@ class Whole:
         problem, operands, _ = prepare(*stand_ins, described=True, **described)
         self.heads, self.heads_kv = problem.heads, operands.k.shape[1]
         self.out_dtype, self.lse_dtype, self.v_dim = q.dtype, np.dtype(problem.spec.lse_dtype), v.shape[-1]
-        self.dropout, self.seed = bool(operands.dropout_p), operands.seed
         self.first_head = 0
         self.packed = problem.spec.packed
         self._offsets, self._lengths = operands.q_offset, operands.kv_lengths
@@ -112,8 +112,6 @@ class Whole:
         plain = joined([mod or None for mod in by_position])
         self._plain, self._hidden = (None if x is None else hiding(x) for x in (plain, joined([plain, self._mask])))
         self._fixed = {name: options[name] for name in _FIXED if name in options} | {"backend": backend}
-        if self.dropout:
-            self._fixed |= {"dropout_p": o.dropout_p, "seed": self.seed}
 
     def of_heads(self, heads: range) -> Whole:
         """The call on these query heads alone."""

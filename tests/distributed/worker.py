@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 import flashkit
 from flashkit import api
-from flashkit.distributed import Comm, RankError
+from flashkit.distributed import Comm
 from flashkit.distributed.whole import Axes
 
 from .cases import HEADS, Case, cases
@@ -192,7 +192,49 @@ def death() -> None:
     comm.attention(x, x, x)
 
 
-def process_group(path: str) -> None:
+def devices() -> None:
+    """Arrays of CuPy, one device for each rank or several ranks on one."""
+    import cupy
+
+    cupy.cuda.Device(WORLD.Get_rank() % cupy.cuda.runtime.getDeviceCount()).use()
+    comm = Comm(WORLD, timeout=120)
+    rng = np.random.default_rng(2)
+    every: dict[str, dict[str, Any]] = {
+        "causal": {"causal": True}, "window": {"window": (70, 30)}, "sinks": {"sinks": rng.standard_normal(8)},
+        "softcap": {"softcap": 3.0, "kv_lengths": np.array([150])},
+    }  # fmt: skip
+    count = 0
+    for dtype in (np.float32, np.float16, ml_dtypes.bfloat16):
+        for options in every.values():
+            options = {name: x.astype(np.float32) if name == "sinks" else x for name, x in options.items()}
+            shapes = (1, 8, 200, 64), (1, 2, 200, 64), (1, 2, 200, 64), (1, 8, 200, 64)
+            *tensors, dout = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+            (true, _), vjp = flashkit.attention_vjp(*map(as_double, tensors), return_lse=True, **options)
+            exact = [true, *vjp(as_double(dout))]
+            given = {name: cupy.asarray(x) if name == "sinks" else x for name, x in options.items()}
+            on_device = [cupy.asarray(x) for x in tensors]
+            out, vjp = flashkit.attention_vjp(*on_device, **given)
+            plain = [out, *vjp(cupy.asarray(dout))]
+            for method in METHODS:
+                for order in ORDERS:
+                    parts = [comm.shard(x, order=order) for x in on_device]
+                    out, vjp = comm.attention_vjp(*parts, method=method, order=order, deterministic=True, **given)
+                    found = [out, *vjp(comm.shard(cupy.asarray(dout), order=order))]
+                    for x, y, z in zip(found, plain, exact, strict=True):
+                        errors = [abs(as_double(e) - z).max() for e in (comm.gather(x, order=order), y)]
+                        unit = float(ml_dtypes.finfo(dtype).eps) * abs(z).max()
+                        assert errors[0] <= 2 * errors[1] + unit, (dtype, method, order, list(options), errors)
+                    count += 1
+    say(calls=count, transport=type(comm._on_devices).__name__)
+
+
+def as_double(x: Any) -> np.ndarray:
+    """An array on the host, as float64."""
+    x = x.get() if hasattr(x, "get") else x
+    return np.asarray(x).astype(np.float64)
+
+
+def process_group(path: str, backend: str = "gloo") -> None:
     """Tensors through a process group: the same as one process, and gradients by autograd."""
     import torch
     from torch import distributed
@@ -200,12 +242,17 @@ def process_group(path: str) -> None:
     import flashkit.torch
 
     rank, ranks = WORLD.Get_rank(), WORLD.Get_size()
-    distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=ranks)
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    distributed.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=ranks)
     comm = flashkit.torch.Comm(distributed.group.WORLD)
     generator = torch.Generator().manual_seed(3)
-    for dtype, tolerance in ((torch.float64, 1e-10), (torch.bfloat16, 0.1)):
-        q, k, v, dout = (torch.randn(2, 4, 21, 8, generator=generator).to(dtype) for _ in range(4))
-        sinks = torch.randn(4, generator=generator, dtype=torch.float64).to(dtype)
+    wide = (torch.float64, 1e-10) if backend == "gloo" else (torch.float32, 1e-4)
+    for dtype, tolerance in (wide, (torch.bfloat16, 0.1)):
+        q, k, v, dout = (torch.randn(2, 4, 21, 8, generator=generator).to(device, dtype) for _ in range(4))
+        sinks = torch.randn(4, generator=generator, dtype=torch.float64).to(device, dtype)
         for method in METHODS:
             whole = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
             expected = flashkit.torch.attention(*whole[:3], sinks=whole[3], causal=True)
