@@ -116,9 +116,9 @@ def predict(
     >>> import numpy as np
     >>> from flashkit.distributed import predict
     >>> q, k, v = (np.broadcast_to(np.float32(0), (1, heads, 1 << 20, 128)) for heads in (32, 8, 8))
-    >>> found = predict(q, k, v, ranks=8, order="zigzag", causal=True, bandwidth_gbs=100, seconds={"forward": 8.0})
-    >>> round(found.efficiency["forward"], 2)
-    0.99
+    >>> found = predict(q, k, v, ranks=8, order="contiguous", causal=True, bandwidth_gbs=100, seconds={"forward": 8.0})
+    >>> round(found.efficiency["forward"], 2), len(found.share)  # the last rank sees nearly all keys
+    (0.53, 8)
     """
     ranks = integer("ranks", ranks, 1)
     choice("method", method, METHODS)

@@ -1,6 +1,4 @@
-"""Ranks on CUDA devices: `pytest -m gpu tests/distributed`. NCCL where each rank has a device of its own, else MPI through
-host memory.
-"""
+"""Ranks on CUDA devices: NCCL where each rank has a device of its own, else MPI through host memory."""
 
 from __future__ import annotations
 
