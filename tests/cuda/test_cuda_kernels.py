@@ -310,6 +310,21 @@ def test_sm90_latent_keys_are_values(what: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "d"), [("bfloat16", 128), ("bfloat16", 64), ("bfloat16", 96), ("float16", 128)])
+@pytest.mark.one_in(5)
+def test_sm90_sums_capped_weights_with_the_values(dtype: str, d: int) -> None:
+    """By eight columns more of a product with values, where these fill their chunks and weights may be of any size."""
+    spec = spec_of([SCORES["softcap"]], [MASKS["causal"]], d, dtype)
+    sass = disassembled(sm90_binary(spec).path)
+    tile = tile_of(long(spec), "sm90")
+    summed = dtype == "bfloat16" and d % 64 == 0
+    assert sm90.sums_rows_by_mma(spec, tile) == summed
+    with_values = re.findall(rf"HGMMA\.64x{d + 8 * summed}x16\.F32(?:\.BF16)? R\d+, R\d+", sass)
+    assert len(with_values) == 3 * tile.block_k // 16
+    assert not sm90.sums_rows_by_mma(replace(spec, dropout=True), tile)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("precision", [None, "tf32"])
 @pytest.mark.parametrize("d", [64, 96, 128])

@@ -32,16 +32,18 @@ DEVICE void scale_below_great(float (&s)[S_REGS], const float (&row_ref)[2], flo
 // A key past the end stands for the last one, so no array is read beyond its end. Its pair is masked anyway.
 DEVICE int key_inside(int k, int n_k) { return min(k, n_k > 0 ? n_k - 1 : 0); }
 
-// Masks all but the first `keys` keys of the tile.
+// Masks all but the first `keys` keys of the tile: S becomes -inf, or P (OF_P) becomes 0.
+template <bool OF_P>
 DEVICE void mask_past_end(float (&s)[S_REGS], int keys) {
     const int left = keys - threadIdx.x % 4 * 2;
 #pragma unroll
-    for (int i = 0; i < S_REGS; ++i) s[i] = i / 4 * 8 + i % 2 < left ? s[i] : HIDDEN;
+    for (int i = 0; i < S_REGS; ++i) s[i] = i / 4 * 8 + i % 2 < left ? s[i] : OF_P ? 0.0f : HIDDEN;
 }
 
-// S of a tile, modified, and -inf where masked. Positions are in range (positions_in_range). Where the mask SHIFTS, it
-// depends on q - k alone, and keys count from the lane's first one: each becomes an immediate of the comparison.
-template <bool PARTIAL_TILE>
+// S of a tile, modified, and -inf where masked; or P (OF_P), 0 where masked. Positions are in range
+// (positions_in_range). Where the mask SHIFTS, it depends on q - k alone, and keys count from the lane's first one:
+// each becomes an immediate of the comparison.
+template <bool PARTIAL_TILE, bool OF_P = false>
 DEVICE void modify_in_range(const Params& p, const WorkTile& at, start offset, float (&s)[S_REGS], int k0,
                             float scale) {
     const SeqSlot seq = seq_of(p, at);
@@ -62,17 +64,17 @@ DEVICE void modify_in_range(const Params& p, const WorkTile& at, start offset, f
                 const position step = (position)(8 * n + c);
                 const position k_of = CLAMPED ? (position)inside : k_first + step;
                 const position distance = CLAMPED ? (position)(q - inside) : distance_first - step;
-                if constexpr (HAS_SCORE)
+                if constexpr (HAS_SCORE && !OF_P)
                     x = modified_score<position>(x * scale, at.b, h, row, q, k_of, distance, p);
                 if constexpr (PARTIAL_TILE) {
                     const bool shown =
                         HAS_MASK ? visible(at.b, h, row, SHIFTS ? q - first : q, SHIFTS ? 8 * n + c : inside, p)
                             : k < n_k;
-                    x = shown ? x : HIDDEN;
+                    x = shown ? x : OF_P ? 0.0f : HIDDEN;
                 }
             }
     }
-    if (PARTIAL_TILE && HAS_MASK && n_k - k0 < BLOCK_K) mask_past_end(s, n_k - k0);
+    if (PARTIAL_TILE && HAS_MASK && n_k - k0 < BLOCK_K) mask_past_end<OF_P>(s, n_k - k0);
 }
 
 // The same for positions of any size, in 64 bits and one pair at a time.
