@@ -21,12 +21,12 @@ DEVICE float softmax_scale_log2(const Params& p) {
     return HAS_SCORE ? LOG2E : (float)(p.softmax_scale * 1.4426950408889634);
 }
 
-// Where a warp has a great row reference: S times `factor`, which becomes 1.
-DEVICE void scale_below_great(float (&s)[S_REGS], const float (&row_ref)[2], float (&factor)[2]) {
-    if (!__any_sync(~0u, is_great(row_ref[0]) || is_great(row_ref[1]))) return;
+// Where a warp has a great row reference: S of its rows times `factor`, which becomes 1.
+DEVICE void scale_below_great(float (&s)[S_REGS], int half, float row_ref, float& factor) {
+    if (!__any_sync(~0u, is_great(row_ref))) return;
 #pragma unroll
-    for (int i = 0; i < S_REGS; ++i) s[i] *= factor[i / 2 % 2];
-    factor[0] = factor[1] = 1;
+    for (int i = 0; i < S_REGS / 2; ++i) s[i / 2 * 4 + 2 * half + i % 2] *= factor;
+    factor = 1;
 }
 
 // A key past the end stands for the last one, so no array is read beyond its end. Its pair is masked anyway.
@@ -205,23 +205,19 @@ DEVICE void online_softmax(float (&s)[S_REGS], float (&m)[2], float (&sum)[2], f
 // The online softmax with P up to 2^max_p_log2: m is so far below the row maximum.
 DEVICE void online_softmax_below(float (&s)[S_REGS], float (&m)[2], float (&l)[2], float (&rescale)[2],
     const float (&scale_log2)[2], float max_p_log2) {
-    float shift[2], factor[2] = {scale_log2[0], scale_log2[1]};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        float top = HIDDEN;
+        float top = HIDDEN, factor = scale_log2[half];
 #pragma unroll
         for (int i = 0; i < S_REGS / 2; ++i) top = fmaxf(top, s[i / 2 * 4 + 2 * half + i % 2]);
         top = across_lanes(top, [](float x, float y) { return fmaxf(x, y); });
-        top = fmaxf(m[half], fmaf(top, scale_log2[half], -max_p_log2));
-        shift[half] = top == HIDDEN ? 0.0f : top;  // so that -inf stays -inf
-        rescale[half] = exp2_fast(m[half] - shift[half]);
+        top = fmaxf(m[half], fmaf(top, factor, -max_p_log2));
+        const float shift = top == HIDDEN ? 0.0f : top;  // so that -inf stays -inf
+        rescale[half] = exp2_fast(m[half] - shift);
         m[half] = top;
+        scale_below_great(s, half, shift, factor);
+        l[half] = l[half] * rescale[half] + exp2_row(s, half, [=](float x) { return fmaf(x, factor, -shift); });
     }
-    scale_below_great(s, shift, factor);
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-        l[half] = l[half] * rescale[half] + exp2_row(s, half, [&](float x) {
-            return fmaf(x, factor[half], -shift[half]); });
 }
 
 // S to P relative to m as it is. False on a misprediction: m is too low, or a score is NaN.
