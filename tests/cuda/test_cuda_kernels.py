@@ -611,7 +611,14 @@ def test_sm90_compiles_with_every_modification(what: str, dims: str, direction: 
     sm90_binary(spec) if direction == "forward" else sm90_backward_binary(spec)
 
 
-def test_what_is_known_of_a_mask() -> None:
+def test_sms_are_reserved_for_the_postprocess_where_that_costs_little() -> None:
+    reserved = sm90_bwd_launch.reserved_sms
+    assert [reserved("full", 4096, work_tiles, 132) for work_tiles in (100, 132, 140, 2048, 4096)] == [0, 0, 0, 4, 0]
+    assert [reserved("causal", n, 2048, 132) for n in (1, 512, 1024, 2048, 4096, 8192, 16384)] == [8, 8, 7, 3, 2, 1, 0]
+    assert reserved("other", 1024, 2048, 132) == reserved("blocks", 1024, 2048, 132) == 0  # work tiles differ in length
+    kinds: tuple[sm90_bwd_launch.MaskKind, ...] = "full", "causal"
+    for kind, n, sms in itertools.product(kinds, (1, 99, 4096), range(1, 40)):
+        assert 0 <= reserved(kind, n, 7, sms) < sms
     causal, windowed = (spec_of([], [mods.causal(), *more]) for more in ([], [mods.sliding_window(100, None)]))
     assert [sm90_bwd_launch.mask_kind(spec) for spec in (causal, windowed)] == ["causal", "other"]
     assert sm90_bwd_launch.mask_kind(replace(causal, mask=None, kv_lengths=True)) == "other"
