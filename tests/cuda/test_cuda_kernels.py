@@ -5,6 +5,7 @@ text of modifications says what the graphs say.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import shutil
 import subprocess
