@@ -46,8 +46,8 @@ class Comm:
     Parameters
     ----------
     communicator
-        Of mpi4py, such as MPI.COMM_WORLD, or a process group of torch.distributed. All its ranks call each method, with
-        equal arguments but for their arrays.
+        Of mpi4py, such as MPI.COMM_WORLD, a process group of torch.distributed, or a `Transport` of your own. All its
+        ranks call each method, with equal arguments but for their arrays.
     timeout
         Seconds that a rank waits for others. A process group has a limit of its own.
 
@@ -69,6 +69,8 @@ class Comm:
         timeout = number("timeout", timeout)
         if hasattr(communicator, "Iallgatherv"):
             self._control: Any = Mpi(communicator, timeout)
+        elif hasattr(communicator, "exchange"):
+            self._control = communicator
         else:
             from .process_group import ProcessGroup
 

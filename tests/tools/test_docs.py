@@ -434,5 +434,5 @@ def test_profiles_in_the_documents_fit_the_schema(file: Path) -> None:
 def test_the_examples_need_what_flashkit_needs() -> None:
     used = {name for file in FILES for block in blocks(file) if block.info == "python"
             for name in re.findall(r"^\s*(?:import|from) (\w+)", block.text, re.MULTILINE)}  # fmt: skip
-    libraries = {"dask", "jax", "mpi4py", "onnx", "torch", "transformers"}  # each on its own page, with the extra of its name
+    libraries = {"dask", "jax", "mpi4py", "onnx", "torch", "transformers"}  # with extras
     assert used - set(sys.stdlib_module_names) <= {"numpy", "ml_dtypes", "flashkit"} | libraries
