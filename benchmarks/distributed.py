@@ -4,6 +4,9 @@
     torchrun --nproc-per-node 2 -m benchmarks.distributed --output FILE    tensors in a process group, and PyTorch's
     python -m benchmarks.distributed --cpu --output FILE                   ranks x threads on this CPU, and the model
 
+Where wheels are unpacked instead of installed, mpiexec is in mpich-*.data/data/bin, to be made executable and put on
+PATH, and its libraries are in mpich-*.data/data/lib, to be put on LD_LIBRARY_PATH.
+
 --parts a,b runs some of the parts alone, --seconds bounds each of them. Every result is a line of JSON, printed by rank
 0 at once. One device runs the same tokens alone for comparison: efficiency is its time over that of all ranks times
 their number.

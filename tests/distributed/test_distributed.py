@@ -72,3 +72,11 @@ def test_tensors_of_a_process_group(tmp_path: Path) -> None:
     status, lines, err = ranks(2, "process_group", str(tmp_path / "store"))
     assert status == 0, err[-4000:]
     assert lines == [{"methods": 3}]
+
+
+@pytest.mark.slow
+def test_arrays_of_a_device_through_the_host() -> None:
+    pytest.importorskip("cuda.bindings")
+    status, lines, err = ranks(2, "emulated")
+    assert status == 0, err[-4000:]
+    assert lines == [{"methods": 3, "transport": "Staged"}]

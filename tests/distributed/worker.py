@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -226,6 +227,33 @@ def devices() -> None:
                         assert errors[0] <= 2 * errors[1] + unit, (dtype, method, order, list(options), errors)
                     count += 1
     say(calls=count, transport=type(comm._on_devices).__name__)
+
+
+def emulated() -> None:
+    """Arrays of CuPy on the emulated device, through host memory."""
+    import types
+    from unittest import mock
+
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    import emulator
+    from emulator import cupy
+
+    cuda = types.ModuleType("cupy.cuda")
+    cuda.nccl = types.SimpleNamespace(available=False)  # type: ignore[attr-defined]
+    rng = np.random.default_rng(1)
+    *tensors, dout = (rng.standard_normal((1, h, 64, 32)).astype(ml_dtypes.bfloat16) for h in (4, 2, 2, 4))
+    out, vjp = flashkit.attention_vjp(*map(as_double, tensors), causal=True)
+    exact = [out, *vjp(as_double(dout))]
+    with mock.patch.dict(sys.modules, {"cupy.cuda": cuda}), emulator.emulated(sms=2):
+        comm = Comm(WORLD, timeout=200)
+        comm._control._worker = None  # the emulated device has one thread
+        for method in METHODS:
+            parts = [comm.shard(cupy.asarray(x), order="zigzag") for x in (*tensors, dout)]
+            out, vjp = comm.attention_vjp(*parts[:3], causal=True, order="zigzag", method=method)
+            for x, y in zip((out, *vjp(parts[3])), exact, strict=True):
+                error = abs(as_double(comm.gather(x, order="zigzag")) - y).max()
+                assert error < 0.008 * abs(y).max(), (method, error)
+    say(methods=len(METHODS), transport=type(comm._on_devices).__name__)
 
 
 def as_double(x: Any) -> np.ndarray:
