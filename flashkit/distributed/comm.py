@@ -6,19 +6,22 @@ import hashlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
 from .. import mods
+from ..cache.kv_cache import KVCache
 from ..call import arrays, interop
 from ..call.checks import choice
 from ..numeric import number
 from ..options import DEFAULTS, OPTIONS, Options, documented, unknown
 from .all_to_all import AllToAll
+from .cache import SpreadCache
 from .gather import Gather
 from .heads import Heads
-from .passes import Attempt, sink_gradient
+from .passes import Attempt, Rows, sink_gradient
 from .placement import ORDERS, along, count, places, ranges_of
 from .ring import RingAttention
 from .transport import Mpi, Staged, Transport
@@ -231,6 +234,53 @@ class Comm:
                     return run.backward(out, lse, dout, dlse, wrt)
 
             return run.to_caller(out, lse, return_lse), vjp
+
+    def cache(
+        self, sequences: int, kv_heads: int, dim: int, value_dim: int | None = None, *, pages: int, page: int = 64,
+        dtype: Any = None, like: Any = None,
+    ) -> SpreadCache:  # fmt: skip
+        """A KV cache whose tokens are spread over the ranks, page by page.
+
+        Parameters
+        ----------
+        sequences, kv_heads, dim, value_dim, page, dtype, like
+            As of `flashkit.KVCache`.
+        pages
+            Of this rank.
+
+        Returns
+        -------
+        SpreadCache
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mpi4py import MPI
+        >>> from flashkit.distributed import Comm
+        >>> cache = Comm(MPI.COMM_WORLD).cache(1, kv_heads=2, dim=16, pages=4)
+        >>> k, v = np.ones((2, 1, 2, 100, 16), np.float32)
+        >>> cache.append(k, v)
+        >>> cache.attend(np.ones((1, 4, 1, 16), np.float32)).shape
+        (1, 4, 1, 16)
+        """
+        own = KVCache(sequences, kv_heads, dim, value_dim, pages=pages, page=page, dtype=dtype, like=like)
+        return SpreadCache(self._merged, self.rank, self.ranks, own, sequences)
+
+    def _merged(self, q: Any, sinks: Any, attend: Callable[[], Any]) -> tuple[Any, Any]:
+        """What attend() gives on each rank for the same queries, (B, Hq, N, D), merged; the same on all ranks."""
+        attempt = Attempt()
+        kind = arrays.require("q", q)
+        found = attempt(attend)
+        headers = self._share(attempt, Header({"shape of q": str(q.shape)}, (), 0, self._device(kind)))
+        _compare(headers)
+        transport, xp = self._transport(kind, headers), arrays.namespace(kind)
+        one = [[range(rank, rank + 1)] for rank in range(self.ranks)]
+        every = [AllToAll(xp, transport, (1, *x.shape), x.dtype, 0, one).collect(attempt, x[None]) for x in found]
+        whole = SimpleNamespace(xp=xp, axes=Axes(-3, -2), sinks=None if sinks is None else xp.asarray(sinks))
+        rows = Rows(whole, q)
+        for out, lse in zip(*every, strict=True):
+            rows.add(out, lse)
+        return rows.result()
 
     def bandwidth_gbs(self, size: int = 1 << 26, xp: Any = np, rounds: int = 5) -> float:
         """Measure what a rank sends to the next one while it receives as much, in 1e9 bytes/s: the slowest rank's.

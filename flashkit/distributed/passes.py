@@ -66,7 +66,8 @@ def _plain(part: Any) -> tuple[Any, ...]:
 class Rows:
     """Attention of a chunk of queries to the keys so far: the sum of partial outputs, weighted by log-sum-exps."""
 
-    def __init__(self, whole: Whole, q: Any) -> None:
+    def __init__(self, whole: Any, q: Any) -> None:
+        """whole: a `Whole`, or what has its xp, axes and sinks."""
         self.whole, self.q = whole, q
         self.out: Any = None
         self.lse: Any = None

@@ -117,6 +117,39 @@ def test_a_ring_ends_where_no_window_reaches() -> None:
             np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_cache_that_is_spread_equals_one_cache(ranks: int) -> None:
+    rng = np.random.default_rng(4)
+    slopes, sinks = rng.random(4), rng.standard_normal(4)
+    every: list[dict[str, Any]] = [
+        {},
+        {"causal": True, "softcap": 2.0},
+        {"causal": True, "window": (20, 0)},
+        {"alibi_slopes": slopes, "causal": True},
+        {"sinks": sinks, "mask_mod": lambda b, h, q, k: (q - k) % 3 != b},
+        {"score_mod": lambda s, b, h, q, k: s - 0.1 * k},
+    ]
+    appended = [rng.standard_normal((2, 2, 2, n, 8)) for n in (37, 1, 3, 30)]
+    uneven = rng.standard_normal((2, 5, 2, 8))
+    queries = [rng.standard_normal((2, 4, n, 8)) for n in (1, 3)]
+
+    def trace(cache: Any) -> list[Any]:
+        found = []
+        for step, (k, v) in enumerate([*appended, uneven]):
+            cache.append(k, v, **({"cu_seqlens": np.array([0, 4, 5])} if k.ndim == 3 else {}))
+            for options in every:
+                found += [*cache.attend(queries[step % 2], return_lse=True, **options)]
+            if step == 2:
+                cache.trim(1, 2)
+        return [*found, np.asarray(cache.lengths)]
+
+    expected = trace(flashkit.KVCache(2, kv_heads=2, dim=8, pages=40, page=4, dtype=np.float64))
+    call = lambda comm, _: trace(comm.cache(2, kv_heads=2, dim=8, pages=40, page=4, dtype=np.float64))
+    for found in on_ranks(ranks, call):
+        for number, (x, y) in enumerate(zip(found, expected, strict=True)):
+            np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-10, err_msg=str(number))
+
+
 def test_a_prediction_has_the_bytes_that_are_sent() -> None:
     from flashkit.distributed import predict
 
