@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import re
 import threading
 import types
 import weakref
@@ -137,6 +138,9 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
             return None
         return ndarray._of(DEVICE.memory.bytes[start : start + size].view(self.dtype), self._memory)
 
+    def set(self, x: np.ndarray) -> None:
+        self._host()[...] = x
+
     def get(self, *_: Any, **__: Any) -> np.ndarray:
         return _read(self).copy()
 
@@ -229,6 +233,22 @@ def _as_strided(x: ndarray, shape: Any, strides: Any) -> ndarray:
 
 
 lib = types.SimpleNamespace(stride_tricks=types.SimpleNamespace(as_strided=_as_strided))
+
+
+class ElementwiseKernel:
+    """One statement of assignment, evaluated by Python."""
+
+    def __init__(self, inputs: str, output: str, operation: str, name: str) -> None:
+        self._names = [each.split() for each in inputs.split(", ")]
+        self._operation = re.sub(r"\((float|double)\)", "", operation.partition("=")[2].strip())
+
+    def __call__(self, *arguments: Any) -> None:
+        *inputs, output = map(_unwrapped, arguments)
+        values: dict[str, Any] = {"__uint_as_float": lambda x: x.view(np.float32), "unsigned": np.uint32}
+        for (kind, name), x in zip(self._names, inputs, strict=True):
+            values[name] = np.asarray(x).astype(kind)
+        operation = self._operation.replace("(unsigned)part", "part.astype(unsigned)")
+        output[...] = eval(operation, values)
 
 
 def __getattr__(name: str) -> Any:
@@ -401,7 +421,7 @@ class _Event:
         self.done = False
         self.waited: list[int] = []  # streams, 0 for the host
 
-    def record(self) -> None:
+    def record(self, stream: Any = None) -> None:
         assert not _Stream.current().is_capturing()
 
     def synchronize(self) -> None:
@@ -419,7 +439,7 @@ _Stream.null = _Stream(null=True)  # type: ignore[attr-defined]
 _runtime = types.SimpleNamespace(
     getDevice=lambda: 0, getDeviceCount=lambda: 1, getDeviceProperties=lambda number: FACTS,
     streamIsCapturing=lambda stream: stream == _Stream._capturing != 0, deviceSynchronize=DEVICE.flush,
-    memsetAsync=_memset,
+    memsetAsync=_memset, deviceGetPCIBusId=lambda number: "0000:00:00.0",
     CUDARuntimeError=RuntimeError, runtimeGetVersion=lambda: 13000, driverGetVersion=lambda: 13000,
 )  # fmt: skip
 cuda = types.SimpleNamespace(
