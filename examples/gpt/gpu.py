@@ -104,7 +104,7 @@ def embed(ids: Any, positions: Any, words: Array, places: Array) -> Array:
 
 
 def add_rows(total: Array, index: Any, x: Array) -> None:
-    order = np.argsort(index, kind="stable")
+    order = np.argsort(index)
     rows, begins = np.unique(index[order], return_index=True)
     found = cupy.asarray(np.concatenate([rows, begins, [len(order)], order]).astype(np.int32))
     n = len(rows)
