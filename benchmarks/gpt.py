@@ -13,8 +13,10 @@ With `--profile` each way's kernels are listed with their milliseconds a step, a
 from __future__ import annotations
 
 import argparse
+import cProfile
 import importlib
 import json
+import pstats
 import sys
 import time
 from collections.abc import Callable
@@ -160,6 +162,10 @@ def profile(step: Callable[[int], Any], steps: int) -> dict[str, Any]:
         host.append(1e3 * (time.perf_counter() - start))
         torch.cuda.synchronize()
         wall.append(1e3 * (time.perf_counter() - start))
+    functions = cProfile.Profile()
+    functions.runcall(step, 0)
+    torch.cuda.synchronize()
+    pstats.Stats(functions).sort_stats("tottime").print_stats(16)
     with torch.profiler.profile(activities=activities) as found:
         for i in range(steps):
             step(i)
