@@ -208,7 +208,7 @@ def main() -> None:
     add("--ways", nargs="*", default=["arrays", "sdpa"])
     add("--seconds", type=float, default=float("inf"), help="no turn begins later")
     add("--each", type=float, default=float("inf"), help="seconds of training of each way")
-    add("--test", action="store_true", help="the loss of all test tokens at the end")
+    add("--test", type=int, default=0, help="batches for the test loss at the end")
     add("--profile", action="store_true")
     add("--out", type=Path)
     args = parser.parse_args()
@@ -248,7 +248,7 @@ def main() -> None:
             wait()
             seconds[way].append((time.perf_counter() - start) / len(found))
             losses[way] += map(float, found)
-    tests = text.tests(args.tokens // args.context, args.context) if args.test else []
+    tests = text.tests(args.tokens // args.context, args.context)[: args.test]
     device, taken = torch.cuda.get_device_name() if cuda else "cpu", memory(args.ways) if cuda else {}
     for way in args.ways:
         line = {
