@@ -18,6 +18,7 @@ A line of JSON for each model, written when it is trained; no model begins after
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import sys
@@ -63,6 +64,8 @@ class Device:
         return self.pool.total_bytes() if self.cuda else None
 
     def forget(self) -> None:
+        """Give back what no array has."""
+        gc.collect()
         if self.cuda:
             self.pool.free_all_blocks()
 
@@ -71,6 +74,7 @@ def train(
     device: Device, model: GPT, batch: Callable[[int], Batch], steps: int, rate: float, test: Callable[[], float]
 ) -> dict[str, Any]:
     """Train, test eight times, and time the steps between the tests, without the first few."""
+    device.forget()
     optimizer, seconds, tokens, curve = AdamW(steps, rate, warmup=steps // 10), 0.0, 0, []
     marks = {steps * i // 8 for i in range(1, 9)} | {min(5, steps // 16)}
     start, seen = None, 0
@@ -205,7 +209,6 @@ def main() -> None:
     start, device = time.perf_counter(), Device(args.device)
     with threadpool_limits(1, "blas"):
         for line in {"contexts": contexts, "paths": paths}[args.part](device, args.small):
-            device.forget()
             found = {"device": device.name, "dtype": device.dtype, "small": args.small, **line}
             print({name: x for name, x in found.items() if name not in ("curve", "config")}, flush=True)
             if args.out:
