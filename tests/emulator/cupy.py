@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import itertools
 import re
 import threading
@@ -9,9 +11,10 @@ import types
 import weakref
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
-from .device import BASE, Device
+from .device import BASE, Device, Launch
 
 DEVICE = Device()
 FACTS = {"name": b"emulated", "major": 9, "minor": 0}
@@ -255,6 +258,74 @@ def __getattr__(name: str) -> Any:
     return lambda *args, **more: _call(found, args, more)
 
 
+# --- kernels and products of the caller's own -------------------------------------------------------------------------
+
+
+class RawModule:
+    """CUDA C++ that a caller compiles."""
+
+    def __init__(self, code: str, options: tuple[str, ...] = (), backend: str = "nvrtc") -> None:
+        self._code, self._options = code, options
+
+    def get_function(self, name: str) -> Any:
+        from .driver import DRIVER
+
+        if not hasattr(self, "_entries"):
+            self._entries = DRIVER.entries(_compiled(self._code, self._options))
+
+        def launch(grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+            entry = self._entries[name]
+            words = bytearray(sum(entry.parameters[-1]))
+            for (start, size), x in zip(entry.parameters, arguments, strict=True):
+                value = np.uint64(x.data.ptr) if isinstance(x, ndarray) else x
+                assert value.nbytes == size, f"{name}: an argument of {value.nbytes} bytes for {size}"
+                words[start : start + size] = value.tobytes()
+            DEVICE.enqueue(Launch(entry, *grid, *block, 0, bytes(words), False))
+
+        return launch
+
+
+@functools.cache
+def _compiled(code: str, options: tuple[str, ...]) -> str:
+    from cuda.bindings import nvrtc
+
+    _, program = nvrtc.nvrtcCreateProgram(code.encode(), b"module.cu", 0, [], [])
+    given = [b"--gpu-architecture=compute_90", *(option.encode() for option in options)]
+    status, *_ = nvrtc.nvrtcCompileProgram(program, len(given), given)
+    log = bytearray(nvrtc.nvrtcGetProgramLogSize(program)[1])
+    nvrtc.nvrtcGetProgramLog(program, log)
+    assert not int(status), log.decode()
+    text = bytearray(nvrtc.nvrtcGetPTXSize(program)[1])
+    nvrtc.nvrtcGetPTX(program, text)
+    return text.rstrip(b"\0").decode()
+
+
+_CUDA_TYPES = {0: np.dtype(np.float32), 1: np.dtype(np.float64), 14: np.dtype(ml_dtypes.bfloat16)}
+
+
+def _gemm_ex(
+    handle: int, ta: int, tb: int, m: int, n: int, k: int, alpha: int, a: int, type_a: int, lda: int, b: int,
+    type_b: int, ldb: int, beta: int, c: int, type_c: int, ldc: int, compute: int, algorithm: int,
+) -> None:  # fmt: skip
+    """cuBLAS's product of matrices by columns: c = alpha a b + beta c."""
+    DEVICE.flush()
+
+    def matrix(address: int, kind: int, columns: int, step: int, rows: int) -> np.ndarray:
+        start, dtype = address - BASE, _CUDA_TYPES[kind]
+        size = ((columns - 1) * step + rows) * dtype.itemsize
+        assert DEVICE.memory.allowed[start : start + size].all()
+        return np.ndarray((columns, rows), dtype, DEVICE.memory.bytes, start, (step * dtype.itemsize, dtype.itemsize))
+
+    wide = np.float64 if compute == 70 else np.float32
+    scalar = ctypes.c_double if compute == 70 else ctypes.c_float
+    factor, kept = (scalar.from_address(x).value for x in (alpha, beta))
+    left = matrix(a, type_a, m, lda, k).T if ta else matrix(a, type_a, k, lda, m)  # (k, m): its transpose
+    right = matrix(b, type_b, k, ldb, n).T if tb else matrix(b, type_b, n, ldb, k)
+    out = matrix(c, type_c, n, ldc, m)
+    found = factor * (right.astype(wide) @ left.astype(wide))
+    out[...] = found + kept * out.astype(wide) if kept else found
+
+
 # --- cupy.cuda --------------------------------------------------------------------------------------------------------
 
 
@@ -373,5 +444,6 @@ _runtime = types.SimpleNamespace(
 )  # fmt: skip
 cuda = types.SimpleNamespace(
     Device=_Device, Stream=_Stream, Event=_Event, get_current_stream=_Stream.current, runtime=_runtime,
+    cublas=types.SimpleNamespace(gemmEx=_gemm_ex), device=types.SimpleNamespace(get_cublas_handle=lambda: 0),
     UnownedMemory=_UnownedMemory, MemoryPointer=lambda memory, offset: _Pointer(memory, memory.ptr + offset),
 )  # fmt: skip
