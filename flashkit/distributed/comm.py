@@ -19,6 +19,7 @@ from ..numeric import number
 from ..options import DEFAULTS, OPTIONS, Options, documented, unknown
 from .all_to_all import AllToAll
 from .cache import SpreadCache
+from .explanation import Prediction, predict
 from .gather import Gather
 from .heads import Heads
 from .passes import Attempt, Rows, sink_gradient
@@ -234,6 +235,35 @@ class Comm:
                     return run.backward(out, lse, dout, dlse, wrt)
 
             return run.to_caller(out, lse, return_lse), vjp
+
+    def explain(
+        self, q: Any, k: Any, v: Any, *, method: str = "ring", order: str = "contiguous", return_lse: bool = False,
+        backend: str | None = None, **options: Unpack[Options],
+    ) -> Prediction:  # fmt: skip
+        """Predict what a call of `attention` costs: bytes, time and efficiency. Nothing is sent.
+
+        Parameters
+        ----------
+        q, k, v, method, order, backend, **options
+            As for `attention`. All ranks are taken to have as many tokens as this one.
+        return_lse
+            Accepted so that the arguments of a call can be passed.
+
+        Returns
+        -------
+        Prediction
+            See `predict`.
+        """
+        adapter = interop.adapter_of(q)
+        with adapter.scope():
+            given: dict[str, Any] = adapter.to_native(**options)
+            tensors, wholes = adapter.to_native(q=q, k=k, v=v), []
+            for x in tensors.values():
+                shape = list(x.shape)
+                shape[Axes.of(tensors["q"], given).tokens] *= self.ranks
+                xp: Any = arrays.namespace(arrays.require("q", x))
+                wholes.append(arrays.stand_in(xp.zeros((), x.dtype), tuple(shape)))
+            return predict(*wholes, ranks=self.ranks, method=method, order=order, backend=backend, **given)
 
     def cache(
         self, sequences: int, kv_heads: int, dim: int, value_dim: int | None = None, *, pages: int, page: int = 64,

@@ -111,7 +111,7 @@ class Whole:
         by_position = o.causal and mods.causal(), self._window and mods.sliding_window(*self._window)
         plain = joined([mod or None for mod in by_position])
         self._plain, self._hidden = (None if x is None else hiding(x) for x in (plain, joined([plain, self._mask])))
-        self._dropout = (operands.dropout_p, operands.seed) if operands.dropout_p else None
+        self._dropout: Any = (operands.dropout_p, operands.seed) if operands.dropout_p else None
         self._fixed = {name: options[name] for name in _FIXED if name in options} | {"backend": backend}
 
     def of_heads(self, heads: range) -> Whole:

@@ -260,6 +260,23 @@ def emulated() -> None:
     say(methods=len(METHODS), transport=type(comm._on_devices).__name__)
 
 
+def interconnect() -> None:
+    """What autotune writes, a prediction reads."""
+    from flashkit.distributed import predict
+    from flashkit.tools.autotune.interconnect import interconnect as measured
+
+    rate, path = measured()
+    x = np.broadcast_to(np.float32(0), (1, 2, 64, 8))
+    if path is not None:
+        found = predict(x, x, x, ranks=2, seconds={"forward": 1.0})
+        assert found.bandwidth_gbs == round(rate, 2), (found.bandwidth_gbs, rate)
+        assert 0.01 < rate < 1000, rate
+    comm = Comm(WORLD, timeout=60)
+    found = comm.explain(x, x, x, causal=True, order="zigzag")
+    assert (found.ranks, "128" in found.problem) == (comm.ranks, True), found
+    say(measured=True)
+
+
 def as_double(x: Any) -> np.ndarray:
     """An array on the host, as float64."""
     x = x.get() if hasattr(x, "get") else x
