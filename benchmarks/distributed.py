@@ -49,7 +49,7 @@ class Run:
         from flashkit.distributed import Comm
 
         self.rank, self.ranks = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
-        self.library, self.barrier = "cupy", MPI.COMM_WORLD.Barrier
+        self.library, self.barrier = "numpy" if self.arguments.numpy else "cupy", MPI.COMM_WORLD.Barrier
         if self.arguments.numpy:
             self.xp: Any = np
             self.synchronize: Callable[[], Any] = lambda: None
@@ -373,21 +373,27 @@ PARTS = {
 def cpu_rank(run: Run) -> None:
     """A line of the CPU's table: all ranks with their threads, and the model's time from that of one process."""
     from flashkit.distributed import predict
+    from flashkit.distributed.passes import add_scaled
 
     facts = json.loads(run.arguments.facts)
     tensors = run.sequence(facts["tokens"], 16, 4, 64)
     q, k, v, dout = (run.comm.shard(x, order="zigzag") for x in tensors)
     gbs = run.comm.bandwidth_gbs(1 << 24, np)
+    total, weight = np.zeros((1, 16, q.shape[2], 64), np.float32), np.ones((1, 16, q.shape[2], 1), np.float32)
+    part = np.zeros_like(total)
+    merge_gbs = 12 * total.size / run.timed(lambda: add_scaled(total, part, weight, weight), 5) / 1e9
+    loaded = both(run, tensors[:3], tensors[3], None, 2, causal=True)  # with all cores in use
     for method in ("ring", "heads", "gather"):
         taken = both(run, (q, k, v), dout, run.comm, 5, causal=True, order="zigzag", method=method)
-        alone = facts["alone"] or taken
+        alone = facts["alone"] or loaded
         model = predict(
             *tensors[:3], ranks=run.ranks, method=method, order="zigzag", causal=True, bandwidth_gbs=gbs,
-            seconds={name: seconds * facts["threads"] / facts["threads"] for name, seconds in alone.items()},
+            memory_gbs=merge_gbs, seconds=loaded,
         )  # fmt: skip
         run.say(
-            "cpu", method=method, threads=facts["threads"], tokens=facts["tokens"], seconds=taken, bandwidth_gbs=gbs,
-            predicted=model.seconds, ratio={name: round(model.seconds[name] / taken[name], 3) for name in taken},
+            "cpu", method=method, threads=facts["threads"], tokens=facts["tokens"], seconds=taken, one_process=loaded,
+            bandwidth_gbs=gbs, merge_gbs=merge_gbs, predicted=model.seconds,
+            ratio={name: round(model.seconds[name] / taken[name], 3) for name in taken},
             efficiency={name: round(alone[name] / taken[name] / run.ranks, 3) for name in taken},
         )  # fmt: skip
 
@@ -415,7 +421,7 @@ def cpu(arguments: argparse.Namespace) -> None:
             sys.exit(done.stderr[-3000:])
         if n == 1:
             lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-            alone = next(line["seconds"] for line in lines if line["method"] == "gather")
+            alone = lines[0]["one_process"]
 
 
 def main() -> None:
