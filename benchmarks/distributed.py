@@ -37,7 +37,7 @@ class Run:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
         self.started = time.monotonic()
-        self.facts: dict[str, Any] = {}
+        self.facts: dict[str, Any] = {"date": time.strftime("%Y-%m-%d", time.gmtime())}
         if "TORCHELASTIC_RUN_ID" in os.environ or arguments.torch:
             self._with_torch()
         else:
@@ -47,6 +47,7 @@ class Run:
         from mpi4py import MPI
 
         from flashkit.distributed import Comm
+        from flashkit.distributed.nccl import library
 
         self.rank, self.ranks = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
         self.library, self.barrier = "numpy" if self.arguments.numpy else "cupy", MPI.COMM_WORLD.Barrier
@@ -60,6 +61,8 @@ class Run:
             cupy.cuda.Device(self.rank % cupy.cuda.runtime.getDeviceCount()).use()
             self.synchronize = lambda: cupy.cuda.get_current_stream().synchronize()
             self.facts["device"] = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
+            nccl = library()
+            self.facts |= {"cupy": cupy.__version__, "nccl": nccl.get_version() if nccl.available else None}
         self.comm: Any = Comm(MPI.COMM_WORLD, timeout=120)
         self.slowest = lambda seconds: MPI.COMM_WORLD.allreduce(seconds, MPI.MAX)
 
@@ -228,6 +231,9 @@ def overlap(run: Run) -> None:
 
     from flashkit import api
 
+    q, k, v, _ = (run.comm.shard(x, order="zigzag") for x in run.sequence(65_536 * run.ranks))
+    call = lambda: run.comm.attention(q, k, v, causal=True, order="zigzag")
+    call()
     begin = cupy.cuda.Event()
     spans: dict[str, list[tuple[Any, Any]]] = {"attention": [], "transfer": []}
     transport = run.comm._on_devices
@@ -248,9 +254,6 @@ def overlap(run: Run) -> None:
 
         return wrapped
 
-    q, k, v, _ = (run.comm.shard(x, order="zigzag") for x in run.sequence(65_536 * run.ranks))
-    call = lambda: run.comm.attention(q, k, v, causal=True, order="zigzag")
-    call()
     transport.exchange = marked(stream, plain_exchange, "transfer")
     api.attention = marked(None, plain_attention, "attention")
     try:
@@ -455,6 +458,8 @@ def main() -> None:
             if "no longer usable" in str(error) or isinstance(error, TimeoutError):
                 os._exit(1)
         run.say("seconds", of=name, seconds=round(time.monotonic() - begin, 1))
+    run.synchronize()
+    run.comm.close()
 
 
 if __name__ == "__main__":

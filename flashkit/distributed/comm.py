@@ -94,6 +94,12 @@ class Comm:
     def __repr__(self) -> str:
         return f"<Comm rank {self.rank} of {self.ranks}>"
 
+    def close(self) -> None:
+        """Free threads and communicators. Every rank calls it, and nothing after it."""
+        for transport in (self._on_devices, self._control):
+            if hasattr(transport, "close"):
+                transport.close()
+
     def shard(self, x: Any, axis: int = -2, *, order: str = "contiguous") -> Any:
         """The tokens of this rank, of an array that every rank has. Nothing is sent.
 

@@ -63,6 +63,10 @@ class Nccl:
         done.record(stream)
         return _OnStream(self._cupy, done, Done())
 
+    def close(self) -> None:
+        """Free the communicator."""
+        self._comm.destroy()
+
     def agree(self, item: Any) -> list[Any]:
         try:
             return self._control.agree(item)

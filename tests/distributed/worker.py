@@ -104,6 +104,7 @@ def precision() -> None:
             for x, y, z in zip(found, plain, true, strict=True):
                 errors = [abs(np.asarray(each, np.float64) - z).max() for each in (x, y)]
                 assert errors[0] <= 2 * errors[1] + unit * abs(z).max(), (dtype, method, errors)
+    comm.close()
     say(dtypes=3)
 
 
