@@ -96,7 +96,8 @@ class Comm:
 
     def close(self) -> None:
         """Free threads and communicators. Every rank calls it, and nothing after it."""
-        for transport in (self._on_devices, self._control):
+        every: list[Any] = [self._on_devices, self._control]
+        for transport in every:
             if hasattr(transport, "close"):
                 transport.close()
 

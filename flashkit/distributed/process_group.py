@@ -11,13 +11,12 @@ import numpy as np
 
 from .transport import Messages, Pending, as_bytes
 
-
 _numbers: defaultdict[str, Any] = defaultdict(itertools.count)
 
 
 class ProcessGroup:
-    """The transport of a group of torch.distributed. Time limits are those of the group and of its store. All ranks make
-    their transports of a group in the same order.
+    """The transport of a group of torch.distributed. Time limits are those of the group and of its store. All ranks
+    make their transports of a group in the same order.
     """
 
     def __init__(self, group: Any) -> None:
