@@ -53,6 +53,13 @@ def test_errors_do_not_grow_with_the_ranks() -> None:
 
 
 @pytest.mark.slow
+def test_the_same_bits_again() -> None:
+    status, lines, err = ranks(3, "again")
+    assert status == 0, err[-4000:]
+    assert lines == [{"again": True}]
+
+
+@pytest.mark.slow
 def test_a_fault_of_one_rank_is_an_error_on_all() -> None:
     status, lines, err = ranks(3, "faults", timeout=90)
     assert status == 0, err[-4000:]

@@ -108,6 +108,23 @@ def precision() -> None:
     say(dtypes=3)
 
 
+def again() -> None:
+    """The same bits in each of several calls."""
+    comm = Comm(WORLD, timeout=60)
+    rng = np.random.default_rng(8)
+    q, k, v, dout = (comm.shard(x) for x in rng.standard_normal((4, 1, 4, 101, 16)).astype(np.float32))
+    for method in ("ring", "gather"):
+        found = []
+        for delay in (0.0, 0.05 * comm.rank, 0.05 * (comm.ranks - comm.rank)):
+            time.sleep(delay)
+            out, vjp = comm.attention_vjp(q, k, v, causal=True, method=method)
+            found.append([out, *vjp(dout)])
+        for other in found[1:]:
+            for x, y in zip(found[0], other, strict=True):
+                np.testing.assert_array_equal(x, y)
+    say(again=True)
+
+
 def raised(call: Callable[[], Any]) -> str:
     """The error of a call, as text."""
     try:

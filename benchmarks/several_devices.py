@@ -1,8 +1,10 @@
 """Attention over several devices: conformance, faults of timing, overlap and scaling, beside PyTorch's.
 
-    mpiexec -n 2 python -m benchmarks.distributed --output FILE            CuPy over NCCL, one GPU a rank
-    torchrun --nproc-per-node 2 -m benchmarks.distributed --output FILE    tensors in a process group, and PyTorch's
-    python -m benchmarks.distributed --cpu --output FILE                   ranks x threads on this CPU, and the model
+    mpiexec -n 2 python -m benchmarks.several_devices --output FILE          CuPy over NCCL, one GPU a rank
+    torchrun --nproc-per-node 2 -m benchmarks.several_devices --output FILE  tensors in a process group, and PyTorch's
+    python -m benchmarks.several_devices --cpu --output FILE                 ranks x threads on this CPU, and the model
+
+The module is not called distributed, as a package of Dask is.
 
 Where wheels are unpacked instead of installed, mpiexec is in mpich-*.data/data/bin, to be made executable and put on
 PATH, and its libraries are in mpich-*.data/data/lib, to be put on LD_LIBRARY_PATH.
@@ -370,6 +372,43 @@ PARTS = {
 }  # fmt: skip
 
 
+# --- what is stored ---------------------------------------------------------------------------------------------------
+
+RESULTS = Path(__file__).parent / "results" / "distributed"
+
+
+def stored(file: Path) -> list[dict[str, Any]]:
+    """The scaling lines of a result file, the last of each kind."""
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    found = [line for line in lines if line["part"] in ("scaling", "context_parallel") and "seconds" in line]
+    return list({(x["library"], x["part"], x.get("method", x.get("backend")), x["tokens"]): x for x in found}.values())
+
+
+def plot(file: Path, output: Path) -> Path:
+    """Seconds of both passes over the number of tokens: all methods, one device, and PyTorch's."""
+    import figures
+
+    lines = stored(file)
+    figure = figures.new(9, 2.9)
+    handles: dict[str, Any] = {}
+    for axes, name in zip(figure.subplots(1, 2), ("forward", "backward"), strict=True):
+        series: dict[str, list[tuple[int, float]]] = {}
+        for line in lines:
+            label = f"{line['library']} {line.get('method') or line['backend']}"
+            series.setdefault(label, []).append((line["tokens"], line["seconds"][name]))
+            if line.get("method") == "ring" and line["library"] == "cupy":
+                series.setdefault("one device", []).append((line["tokens"], line["one_device"][name]))
+        for label, points in series.items():
+            handles[label] = axes.plot(*zip(*sorted(points), strict=True), "o-", markersize=3)[0]
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_title(f"{name}, {lines[0]['ranks']} ranks")
+        axes.set_xlabel("tokens")
+    figure.axes[0].set_ylabel("seconds")
+    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=4)
+    return Path(figures.save(figure, output / f"distributed-{file.stem}.svg"))
+
+
 # --- the CPU ----------------------------------------------------------------------------------------------------------
 
 
@@ -414,7 +453,7 @@ def cpu(arguments: argparse.Namespace) -> None:
     for n in ranks:
         facts = {"tokens": arguments.tokens, "threads": threads, "alone": alone}
         command = [
-            program, "-n", str(n), sys.executable, "-m", "benchmarks.distributed", "--numpy", "--facts",
+            program, "-n", str(n), sys.executable, "-m", "benchmarks.several_devices", "--numpy", "--facts",
             json.dumps(facts), "--output", arguments.output or "",
         ]  # fmt: skip
         env = {**os.environ, "FLASHKIT_NUM_THREADS": str(threads), "OMP_NUM_THREADS": str(threads)}
