@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec")
 
 def ranks(n: int, *arguments: str, timeout: float = 240, **more: str) -> tuple[int, list[Any], str]:
     """Status, JSON lines of rank 0 and errors of so many ranks of the worker. Each has one thread."""
-    command = [str(MPIEXEC), "-n", str(n), sys.executable, "-m", "tests.distributed.worker", *arguments]
+    command = [str(MPIEXEC), "-n", str(n), sys.executable, "-m", "tests.ranks.worker", *arguments]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     env = {**os.environ, "FLASHKIT_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
     with subprocess.Popen(

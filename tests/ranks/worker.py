@@ -1,4 +1,4 @@
-"""What each rank runs: `mpiexec -n 3 python -m tests.distributed.worker conformance`. Rank 0 prints JSON lines."""
+"""What each rank runs: `mpiexec -n 3 python -m tests.ranks.worker conformance`. Rank 0 prints JSON lines."""
 
 from __future__ import annotations
 
