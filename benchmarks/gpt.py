@@ -5,7 +5,7 @@
 
 Ways: `arrays` is examples/gpt, `eager` that without CUDA graphs, `window1024` with a window of so many tokens, and
 `sparse` with a block mask. The others are PyTorch (compiled and with fused AdamW on a GPU): `sdpa` with its own
-attention, `flashkit` with flashkit.torch's, `naive` by the formula. A turn is `--turn` steps of each, and no turn begins
+attention, `flashkit` with flashkit.torch's, `naive` by the formula. A turn is `--turn` steps of each, none begins
 after `--seconds`. Losses are of the same steps. `memory` is what the process took from the GPU for arrays or for
 PyTorch, where there is one way of the kind.
 With `--profile` each way's kernels are listed with their milliseconds a step, and the host's time to enqueue a step.

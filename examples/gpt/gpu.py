@@ -56,12 +56,17 @@ def _add_sums(sums: Array, *totals: Array | None) -> None:
     _launch("add_sums", sums, -(-n * width // 32), 1024, *totals, sums, blocks, width, n * width, width=1)
 
 
+def _check(status: int) -> None:
+    if status:
+        raise RuntimeError(f"cuBLAS failed: cublasStatus_t {status}")
+
+
 @cache
 def _blas() -> tuple[Any, ctypes.c_void_p, Array]:
     """cuBLAS, a handle, and memory to work in. CuPy's functions refuse to be captured."""
     device.get_cublas_handle()  # loads the library
     library, handle = ctypes.CDLL(f"libcublas.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}"), ctypes.c_void_p()
-    assert library.cublasCreate_v2(ctypes.byref(handle)) == 0
+    _check(library.cublasCreate_v2(ctypes.byref(handle)))
     return library, handle, cupy.empty(1 << 25, np.uint8)
 
 
@@ -78,14 +83,13 @@ def _gemm(a: Array, b: Array, out: Array, add: float) -> None:
     transposed_b, step_b = operand(b)
     kind, scalar = (70, ctypes.c_double) if a.dtype == np.float64 else (68, ctypes.c_float)  # cublasComputeType_t
     library, handle, memory = _blas()
-    library.cublasSetStream_v2(handle, ctypes.c_void_p(cupy.cuda.get_current_stream().ptr))
-    library.cublasSetWorkspace_v2(handle, ctypes.c_void_p(memory.data.ptr), ctypes.c_size_t(memory.size))
+    _check(library.cublasSetStream_v2(handle, ctypes.c_void_p(cupy.cuda.get_current_stream().ptr)))
+    _check(library.cublasSetWorkspace_v2(handle, ctypes.c_void_p(memory.data.ptr), ctypes.c_size_t(memory.size)))
     of_a, of_b, of_out = ((ctypes.c_void_p(x.data.ptr), _CUDA_TYPES[x.dtype.name]) for x in (a, b, out))
-    status = library.cublasGemmEx(
+    _check(library.cublasGemmEx(
         handle, int(transposed_b), int(transposed_a), n, m, k, ctypes.byref(scalar(1)), *of_b, step_b, *of_a, step_a,
         ctypes.byref(scalar(add)), *of_out, n, kind, -1,
-    )  # fmt: skip
-    assert status == 0, f"cublasGemmEx: {status}"
+    ))  # fmt: skip
 
 
 def product(a: Array, b: Array, out: Array | None = None) -> Array:
@@ -192,8 +196,7 @@ class Replay:
     """A CUDA graph of a function. Its memory is of a pool of its own: what the function frees, the graph still uses."""
 
     def __init__(self) -> None:
-        self._key: Hashable = None
-        self._pool: Any = None
+        self._key, self._pool = None, None
         self._stream = cupy.cuda.Stream(non_blocking=True)
 
     def __call__(self, function: Callable[..., Any], given: list[Array], key: Hashable) -> Any:
@@ -217,9 +220,8 @@ class Replay:
         with self._stream, cupy.cuda.using_allocator(self._pool.malloc):
             if capture:
                 self._stream.begin_capture()
-            try:
-                return function(*self._given)
-            finally:
-                if capture:
-                    self.graph = self._stream.end_capture()
-                self._stream.synchronize()
+            found = function(*self._given)
+            if capture:
+                self.graph = self._stream.end_capture()
+            self._stream.synchronize()
+        return found
