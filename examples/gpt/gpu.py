@@ -112,7 +112,7 @@ def join(parts: list[Array], total: Array) -> Array:
     rows = math.prod(batch) * tokens
     out, sums = cupy.empty((rows, 3 * width), parts[0].dtype), cupy.empty((BLOCKS, 1, 3 * width), total.dtype)
     if dim * out.itemsize % 16:  # a vector would have parts of two heads
-        parts, dim = [cupy.ascontiguousarray(x).reshape(rows, 1, width) for x in parts], width
+        parts, tokens, dim = [cupy.ascontiguousarray(x).reshape(rows, 1, width) for x in parts], rows, width
     assert all(x.strides == parts[0].strides for x in parts)
     steps = [step // out.itemsize for step in (0, *parts[0].strides)[-4:-1]]
     _launch("join", out, BLOCKS, _threads(out), out, *parts, sums, rows, tokens, dim, *steps, width=width)
