@@ -110,6 +110,49 @@ def dropout(args: Any, tile: Any, keys_first: bool, b: int, h: int, row0: int, k
 
 
 @njit(**options)
+def raise_maxima(s: Any, tops: Any) -> None:
+    """The largest score of each column so far."""
+    for i in range(s.shape[0]):
+        for j in range(s.shape[1]):
+            tops[j] = s[i, j] if s[i, j] > tops[j] else tops[j]
+
+
+@njit(**options)
+def add_entropy(s: Any, p: Any, before: Any, m: Any, sums: Any) -> None:
+    """Sums of P (S - m) of each column, with keys along its rows; m, and the row sum, were `before`, and the sums are
+    relative to that m.
+    """
+    lowest = s.dtype.type(-1e30)  # instead of -inf, which P = 0 makes NaN
+    for j in range(s.shape[1]):
+        if before[0, j] != m[j]:
+            sums[j] = moved(sums[j], before[1, j], before[0, j], m[j])
+    for i in range(s.shape[0]):
+        for j in range(s.shape[1]):
+            below = s[i, j] - m[j]
+            sums[j] += p[i, j] * (below if below > lowest else lowest)
+
+
+@njit(**options)
+def moved(total: Any, row_sum: Any, before: Any, m: Any) -> Any:
+    """A sum of P (S - m), and of P, relative to another m."""
+    return total * 0 if row_sum == 0 else np.exp(before - m) * (total + (before - m) * row_sum)
+
+
+@njit(**options)
+def row_statistics(m: Any, l: Any, total: Any, top: Any, sink: Any) -> Any:
+    """Entropy and largest score of a row, from row_max, row_sum and the sum of P (S - m)."""
+    if sink != -np.inf:  # one more outcome
+        row_max = max(m, sink)
+        total = moved(total, l, m, row_max)
+        l = (l * 0 if l == 0 else np.exp(m - row_max) * l) + np.exp(sink - row_max)
+        total += np.exp(sink - row_max) * (sink - row_max)
+    if l == 0:
+        return total * 0, top
+    entropy = np.log(l) - total / l
+    return entropy, top if l == l else l
+
+
+@njit(**options)
 def nonfinite_gemm(a: Any, b: Any, c: Any) -> None:
     """c += a @ b; a zero in `a` skips its term, so that 0 * NaN and 0 * inf count as 0."""
     for i in range(a.shape[0]):
