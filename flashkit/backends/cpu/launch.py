@@ -73,11 +73,12 @@ def forward_launch(plan: CpuPlan, block: ArgumentBlock, thread_count: int) -> La
     size = DTYPES[plan.problem.spec.lse_dtype].size
     spec = plan.problem.spec
     gathered = ITEMSIZE[spec.dtype] if spec.paged or spec.pe_dim else 0
+    more = 2 * block_q * spec.stats
     if spec.jvp:  # two of all, and a row more of O
-        d, dv = 2 * d, 2 * dv + 1
+        d, dv, more = 2 * d, 2 * dv + 1, block_k * panel
     layout = scratch.forward_layout(
         block_q // panel, panel, block_k, d, dv, size, int(args[at.TRANSPOSED_TILES]), gathered,
-        bool(spec.stats or spec.jvp),
+        more,
     )  # fmt: skip
     args[at.BLOCK_Q], args[at.BLOCK_K] = block_q, block_k
     args[at.Q_TILES], args[at.WORK_TILES] = sizes.q_tiles(block_q)

@@ -31,16 +31,15 @@ class ForwardLayout(NamedTuple):
     transposed: int  # tiles of arrays that a modification reads transposed
     k_pages: int  # K tile gathered from pages, or from K and K_PE
     v_pages: int
-    more: int  # another tile of scores, copied or of tangents
-    stats: int  # four numbers for each query
+    more: int  # another tile of scores, of tangents; or a sum and a maximum of each query, for statistics
     total: int
 
 
 def forward_layout(
     panels: int, panel: int, block_k: int, d: int, dv: int, itemsize: int, transposed_tiles: int, gathered: int,
-    more: bool,
+    more: int,
 ) -> ForwardLayout:  # fmt: skip
-    """gathered: size of an element of K and V where they are gathered, else 0. more: with the last two regions."""
+    """gathered: size of an element of K and V where they are gathered, else 0. more: elements of the last region."""
     queries = panels * panel
     o_acc = _end(0, queries * d, itemsize)
     scores = _end(o_acc, queries * dv, itemsize)
@@ -53,9 +52,8 @@ def forward_layout(
     k_pages = _end(transposed, transposed_tiles * block_k * panel, 8)
     v_pages = _end(k_pages, block_k * d, gathered)
     another = _end(v_pages, block_k * dv, gathered)
-    stats = _end(another, block_k * panel * more, itemsize)
-    total = _end(stats, 4 * queries * more, itemsize)
-    return ForwardLayout(o_acc, scores, k, v, m, l, check, transposed, k_pages, v_pages, another, stats, total)
+    total = _end(another, more, itemsize)
+    return ForwardLayout(o_acc, scores, k, v, m, l, check, transposed, k_pages, v_pages, another, total)
 
 
 class BackwardLayout(NamedTuple):
@@ -126,7 +124,7 @@ class PartialLayout(NamedTuple):
 
     m: int
     l: int
-    stats: int  # a sum of the entropy and the largest score of each row
+    stats: int  # a sum for the entropy of each row
     total: int
 
 
@@ -134,4 +132,4 @@ def partial_layout(rows: int, dv: int, itemsize: int) -> PartialLayout:
     m = _end(0, rows * dv, itemsize)
     l = _end(m, rows, itemsize)
     stats = _end(l, rows, itemsize)
-    return PartialLayout(m, l, stats, _end(stats, 2 * rows, itemsize))
+    return PartialLayout(m, l, stats, _end(stats, rows, itemsize))

@@ -109,27 +109,14 @@ def dropout(args: Any, tile: Any, keys_first: bool, b: int, h: int, row0: int, k
                         tile[i, j] = tile[i, j] * factor if kept else 0
 
 
-@njit(**options)
-def raise_maxima(s: Any, tops: Any) -> None:
-    """The largest score of each column so far."""
-    for i in range(s.shape[0]):
-        for j in range(s.shape[1]):
-            tops[j] = s[i, j] if s[i, j] > tops[j] else tops[j]
-
-
-@njit(**options)
-def add_entropy(s: Any, p: Any, before: Any, m: Any, sums: Any) -> None:
-    """Sums of P (S - m) of each column, with keys along its rows; m, and the row sum, were `before`, and the sums are
-    relative to that m.
-    """
-    lowest = s.dtype.type(-1e30)  # instead of -inf, which P = 0 makes NaN
-    for j in range(s.shape[1]):
-        if before[0, j] != m[j]:
-            sums[j] = moved(sums[j], before[1, j], before[0, j], m[j])
-    for i in range(s.shape[0]):
-        for j in range(s.shape[1]):
-            below = s[i, j] - m[j]
-            sums[j] += p[i, j] * (below if below > lowest else lowest)
+@njit(fastmath={"reassoc"}, **options)  # sums by vectors
+def entropy_sum(s: Any, p: Any, m: Any) -> Any:
+    """The sum of P (S - m) over a row."""
+    lowest, total = s.dtype.type(-1e30), s.dtype.type(0)  # instead of -inf, which P = 0 makes NaN
+    for j in range(len(s)):
+        below = s[j] - m
+        total += p[j] * (below if below > lowest else lowest)
+    return total
 
 
 @njit(**options)

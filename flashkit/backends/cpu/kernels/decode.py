@@ -21,7 +21,7 @@ from flashkit.backends.cpu.functions import entry, options
 from flashkit.backends.cpu.micro_calls import call_gemv_pv, call_gemv_qk, call_gemv_softmax
 from flashkit.backends.cpu.scratch import decode_layout, partial_layout
 from flashkit.backends.cpu.seq_info import seq_info
-from flashkit.backends.cpu.tile_ops import add_entropy, dropout, modify, moved, raise_maxima, row_statistics
+from flashkit.backends.cpu.tile_ops import dropout, entropy_sum, modify, moved, row_statistics
 from flashkit.backends.cpu.tile_scheduler import next_kv_heads, stopped
 from flashkit.backends.cpu.tiling import next_group
 from flashkit.backends.cpu.views import atomic_arrive, vector
@@ -139,10 +139,9 @@ def partials(args, slot, rows):
 
 @njit(**options)
 def partial_stats(args, slot, rows):
-    """Sums of P (S - m) and largest scores of a split."""
+    """The sum of P (S - m) of each row in a split."""
     at = partial_layout(rows, args[DIM_V], ACCUM_SIZE)
-    address = args[SCRATCH] + args[PARTIALS] + slot * args[PARTIAL_BYTES] + at.stats
-    return accum_row(address, rows), accum_row(address + rows * ACCUM_SIZE, rows)
+    return accum_row(args[SCRATCH] + args[PARTIALS] + slot * args[PARTIAL_BYTES] + at.stats, rows)
 
 
 @njit(**options)
@@ -152,17 +151,16 @@ def store_statistics(args, seq, b, head_kv, first_slot, num_splits):
     for row in range(rows):
         h, i = head_kv * args[GROUP] + row // seq.n_q, row % seq.n_q
         sink = accum_row(args[SINKS], args[HEADS])[h] if args[SINKS] != 0 else ACCUM(-np.inf)
-        row_max, top, row_sum, total = ACCUM(-np.inf), ACCUM(-np.inf), ACCUM(0), ACCUM(0)
+        row_max, row_sum, total = ACCUM(-np.inf), ACCUM(0), ACCUM(0)
         for slot in range(first_slot, first_slot + num_splits):
             _, m, l = partials(args, slot, rows)
-            sums, tops = partial_stats(args, slot, rows)
-            top = max(top, tops[row])
             if l[row] != 0:
                 common = max(row_max, m[row])
-                total = moved(total, row_sum, row_max, common) + moved(sums[row], l[row], m[row], common)
+                of_split = partial_stats(args, slot, rows)[row]
+                total = moved(total, row_sum, row_max, common) + moved(of_split, l[row], m[row], common)
                 row_sum = exp_below(row_max - common) * row_sum + exp_below(m[row] - common) * l[row]
                 row_max = common
-        entropy, top = row_statistics(row_max, row_sum, total, top, sink)
+        entropy, top = row_statistics(row_max, row_sum, total, row_max, sink)
         q_stats(args, ENTROPY, seq, b, h, i, 1)[0] = entropy
         q_stats(args, MAX_LOGIT, seq, b, h, i, 1)[0] = top
 
@@ -247,8 +245,8 @@ def decode_split(args, seq, b, head_kv, start, stop, slot, scratch, nonfinite):
     states, ends = vector(scratch + at.states, group, 8, np.int64), vector(scratch + at.ends, group, 8, np.int64)
     o_partial, m, l = partials(args, slot, rows)
     if with_stats:
-        sums, tops = partial_stats(args, slot, rows)
-        sums[:], tops[:] = 0, -np.inf
+        sums = partial_stats(args, slot, rows)
+        sums[:] = 0
 
     for i in range(rows):
         m[i], l[i] = -np.inf, 0
@@ -283,10 +281,10 @@ def decode_split(args, seq, b, head_kv, start, stop, slot, scratch, nonfinite):
             copied = accum_tile(scratch + at.more, rows, n, stretch * ACCUM_SIZE)
             before = accum_tile(scratch + at.more + rows * stretch * ACCUM_SIZE, 2, rows, rows * ACCUM_SIZE)
             copied[:], before[0], before[1] = s, m, l
-            raise_maxima(copied.T, tops)
         online_softmax(args, s, m, l, rescale)
         if with_stats:
-            add_entropy(copied.T, s.T, before, m, sums)
+            for i in range(rows):
+                sums[i] = moved(sums[i], before[1, i], before[0, i], m[i]) + entropy_sum(copied[i], s[i], m[i])
         if args[DROPOUT] != 0:
             for g in range(group):
                 dropout(args, s[g * n_q : (g + 1) * n_q], False, b, head_kv * group + g, 0, k0)

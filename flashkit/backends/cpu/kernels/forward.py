@@ -15,9 +15,10 @@ from numba import njit, types
 
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import entry, options
+from flashkit.backends.cpu.micro_calls import call_online_softmax_stats
 from flashkit.backends.cpu.scratch import forward_layout
 from flashkit.backends.cpu.seq_info import seq_info
-from flashkit.backends.cpu.tile_ops import add_entropy, dropout, modify, raise_maxima, row_statistics
+from flashkit.backends.cpu.tile_ops import dropout, modify, row_statistics
 from flashkit.backends.cpu.tile_scheduler import next_q_tile, stopped
 from flashkit.backends.cpu.tiling import next_group, next_run
 from flashkit.backends.cpu.views import vector
@@ -36,13 +37,13 @@ def forward_work_tile(args, seq, b, h, first, count, scratch, nonfinite):
     # Scratch memory.
     with_stats = args[ENTROPY] != 0
     gathered = STORAGE_SIZE if args[PAGE_TABLE] != 0 or args[DIM_PE] != 0 else 0
-    at = forward_layout(panels, panel, block_k, q_rows_padded, o_rows, ACCUM_SIZE, args[TRANSPOSED_TILES], gathered, with_stats)
+    at = forward_layout(panels, panel, block_k, q_rows_padded, o_rows, ACCUM_SIZE, args[TRANSPOSED_TILES], gathered, 0)
     m, l = accum_row(scratch + at.m, panels * panel), accum_row(scratch + at.l, panels * panel)
     o_acc = accum_tile(scratch + at.o_acc, panels * o_rows, panel, panel_bytes)
     check = accum_row(scratch + at.check, lanes)
 
     queries = panels * panel
-    sums, tops = accum_row(scratch + at.stats, queries), accum_row(scratch + at.stats + queries * ACCUM_SIZE, queries)
+    sums, tops = accum_row(scratch + at.more, queries), accum_row(scratch + at.more + queries * ACCUM_SIZE, queries)
     if with_stats:
         sums[:], tops[:] = 0, -np.inf
     for i in range(queries):
@@ -95,15 +96,11 @@ def forward_work_tile(args, seq, b, h, first, count, scratch, nonfinite):
                     if start > begin:
                         p_t = accum_tile(scratch + at.scores, start - begin, width, panel_bytes)
                         if with_stats:
-                            s_t = accum_tile(scratch + at.more, start - begin, width, panel_bytes)
-                            before = accum_tile(
-                                scratch + at.stats + 2 * queries * ACCUM_SIZE, 2, width, queries * ACCUM_SIZE
+                            call_online_softmax_stats(
+                                args[ONLINE_SOFTMAX_STATS], p_t, m[stats], l[stats], o_t, tops[stats], sums[stats]
                             )
-                            s_t[:], before[0], before[1] = p_t, m[stats], l[stats]
-                            raise_maxima(s_t, tops[stats])
-                        online_softmax(args, p_t, m[stats], l[stats], o_t)
-                        if with_stats:
-                            add_entropy(s_t, p_t, before, m[stats], sums[stats])
+                        else:
+                            online_softmax(args, p_t, m[stats], l[stats], o_t)
                         if args[DROPOUT] != 0:
                             dropout(args, p_t[:, :columns], True, b, h, row0, begin)
                         v_run = v_t[:, (begin - k0) // K_PACK : (start - k0 + K_PACK - 1) // K_PACK]

@@ -73,7 +73,7 @@ def jvp_work_tile(args, seq, b, h, first, count, scratch, nonfinite):
     moves = has_dq or has_dk  # whether scores have tangents
 
     # Scratch memory.
-    at = forward_layout(panels, panel, block_k, 2 * d, o_rows, ACCUM_SIZE, args[TRANSPOSED_TILES], 0, True)
+    at = forward_layout(panels, panel, block_k, 2 * d, o_rows, ACCUM_SIZE, args[TRANSPOSED_TILES], 0, 0)
     m, l = accum_row(scratch + at.m, panels * panel), accum_row(scratch + at.l, panels * panel)
     o_acc = accum_tile(scratch + at.o_acc, panels * o_rows, panel, panel_bytes)
     check, tangents = accum_row(scratch + at.check, lanes), scratch + panels * q_bytes
