@@ -37,11 +37,11 @@ FIELDS = tuple(
         ("v", "tensor", "(B, Hkv, Nk, Dv)"),
         ("out", "tensor", "(B, Hq, Nq, Dv)"),
         ("lse", "tensor", "(B, Hq, Nq)"),
-        ("dout", "tensor", "like out; backward"),
-        ("dlse", "tensor", "like lse; backward, data may be null"),
-        ("dq", "tensor", "like q; backward"),
-        ("dk", "tensor", "like k; backward"),
-        ("dv", "tensor", "like v; backward"),
+        ("dout", "tensor", "like out; backward: its gradient; forward with tangents: its tangent, and so on"),
+        ("dlse", "tensor", "like lse; data may be null in the backward pass"),
+        ("dq", "tensor", "like q; data is null where a tangent is 0"),
+        ("dk", "tensor", "like k"),
+        ("dv", "tensor", "like v"),
         ("bwd_lse", "tensor", "(B, Hq, Nq); backward: the log-sum-exp, with +inf for rows without a visible key"),
         ("delta", "tensor", "(B, Hq, Nq); backward: rowsum(dO * O) - dlse"),
         ("o_partial", "tensor", "(splits * B, Hq, Nq, Dv) float32: each split's output"),
@@ -81,6 +81,8 @@ FIELDS = tuple(
         ("seed", "uint64", "dropout"),
         ("dropout_threshold", "uint64", "dropout: a pair is dropped if its random word is below"),
         ("dropout_scale", "float64", "1 / (1 - p)"),
+        ("entropy", "tensor", "(B, Hq, Nq); statistics"),
+        ("max_logit", "tensor", "(B, Hq, Nq); statistics"),
     )
 )  # fmt: skip
 
