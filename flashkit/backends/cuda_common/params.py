@@ -53,6 +53,8 @@ FIELDS = tuple(
         ("k_scale", "tensor", "FP16x2: scale of each tile of k; codes: of each key"),
         ("v_scale", "tensor", "FP16x2: scale of each tile of v; codes: of each key"),
         ("dout_scale", "tensor", "FP16x2: scale of each row of dout"),
+        ("entropy", "tensor", "(B, Hq, Nq); statistics"),
+        ("max_logit", "tensor", "(B, Hq, Nq); statistics"),
         ("sinks", "pointer to const void", "(Hq,) in computing precision"),
         ("dsinks", "pointer to void", "(Hq,) in computing precision, or null"),
         ("q_offsets", "pointer to const int64", "(B,) position of row 0, or null: q_offset for all"),
@@ -81,8 +83,6 @@ FIELDS = tuple(
         ("seed", "uint64", "dropout"),
         ("dropout_threshold", "uint64", "dropout: a pair is dropped if its random word is below"),
         ("dropout_scale", "float64", "1 / (1 - p)"),
-        ("entropy", "tensor", "(B, Hq, Nq); statistics"),
-        ("max_logit", "tensor", "(B, Hq, Nq); statistics"),
     )
 )  # fmt: skip
 
