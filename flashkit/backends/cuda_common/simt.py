@@ -53,7 +53,7 @@ class SimtTile:
             "BACKWARD_KEYS": part == "dkdv", **self.smem(part, spec).constants(),
         }  # fmt: skip
         if part in ("forward", "jvp"):
-            names |= {"HAS_STATS": spec.stats, **{f"TANGENT_{name}": name.lower() in spec.jvp for name in "QKV"}}
+            names |= {f"TANGENT_{name}": name.lower() in spec.jvp for name in "QKV"}
         return tuple(names.items())
 
     def shape(self, part: Part) -> tuple[int, int]:

@@ -99,7 +99,7 @@ class Sm80Tile:
         smem.add("TILE_ROWS", self.looked_up(spec) * self.block_k // self.page_run(spec) * 16)
         smem.add("P", self.block_q * (self.block_k * size + 16) * shared_rows)
         smem.add("ROW_REDUCE", self.block_q * self.warps_k * 4 * shared_rows)
-        smem.add("ROW_STATE", self.block_q * self.warps_k * 32)
+        smem.add("ROW_STATE", self.block_q * self.warps_k * (48 if spec.stats else 32))
         return smem
 
     def looked_up(self, spec: AttentionSpec) -> int:
@@ -173,9 +173,11 @@ class Sm80Forward:
         self.pack = spec.group if problem.n_q < 128 and not spec.packed else 1
         self.slots = device.sms * self.tile.resident(spec, device)
         blocks = -(-problem.n_q * self.pack // self.tile.block_q) * (problem.heads // self.pack) * problem.batch
-        few = spec.deterministic and problem.n_q * spec.group <= FEW_ROWS
+        # Statistics are of whole rows.
+        few = spec.deterministic and problem.n_q * spec.group <= FEW_ROWS and not spec.stats
         self.split_tiles = max(1, DETERMINISTIC_SPLIT // self.tile.block_k) if few and not spec.packed else 0
-        self.split = 2 * blocks <= self.slots and problem.n_k >= 8 * self.tile.block_k and not spec.packed
+        self.split = 2 * blocks <= self.slots and problem.n_k >= 8 * self.tile.block_k
+        self.split &= not (spec.packed or spec.stats)
         self.split |= self.split_tiles > 0
         self.why = why + ("; split along the keys" if self.split else "")
         constants = self.tile.constants(spec, device, self.pack, self.split, self.split_tiles)
@@ -334,6 +336,7 @@ class Sm80(Generation):
 
     name = "sm80"
     directions: tuple[Direction, ...] = ("forward", "backward")
+    takes_stats = True
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         spec = problem.spec
