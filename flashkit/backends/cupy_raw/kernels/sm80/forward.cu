@@ -219,6 +219,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
     across_rows(now.l, [](float x, float y) { return x + y; });
     if constexpr (HAS_STATS) {
         RowTotals totals = row_totals();
+        sync_row_warps();  // all have read the row sums
         across_rows(totals.of, [](float x, float y) { return x + y; });
         const auto store = [](float* target, float x) { *target = x; };
 #pragma unroll
