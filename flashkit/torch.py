@@ -14,7 +14,9 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 import torch
+from torch.autograd import forward_ad
 
+from .call.interop import is_dual
 from .call.quantized import Quantized
 from .call.torch_autograd import call, check_differentiable, recorded_call
 from .call.torch_mods import Mods
@@ -139,7 +141,8 @@ def attention(
     values = tuple([scalars[name] for name in OPTION_NAMES])
     bias, slopes, sinks = tensors.get("bias"), tensors.get("alibi_slopes"), tensors.get("sinks")
     # What a transform of torch.func differentiates by may not say so through the wrappers of other transforms.
-    if torch.is_grad_enabled() and (
+    moves = forward_ad._current_level >= 0 and any(map(is_dual, (q, k, v, *tensors.values())))
+    if moves or torch.is_grad_enabled() and (
         torch._C._are_functorch_transforms_active() or q.requires_grad or k.requires_grad or v.requires_grad
         or (sinks is not None and sinks.requires_grad) or (bias is not None and bias.requires_grad)
         or (slopes is not None and slopes.requires_grad) or (mods is not None and mods.requires_grad)

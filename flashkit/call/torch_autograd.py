@@ -8,6 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 from . import interop
+from .torch_derivatives import SecondDerivative, Tangent
 from .torch_mods import Content, Mods
 from .torch_operators import backward_op, batched_results, flat, forward_op, value_names
 from .torch_passes import PLAIN, Tensors, backward, forward, known_plan, results_of
@@ -108,6 +109,8 @@ class Attention(torch.autograd.Function):
     def forward(
         names: tuple[str, ...], options: tuple[Any, ...], mods: Mods | str | None, q: Any, k: Any, v: Any, *given: Any
     ) -> Any:
+        if forward_ad._current_level >= 0:  # tangents are for `jvp`
+            q, k, v, *given = (x.detach() for x in (q, k, v, *given))  # type: ignore[assignment]
         tensors, own = _unpacked(names, mods, given)
         return call(True, q, k, v, tensors, options, own)
 
@@ -115,7 +118,18 @@ class Attention(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
         ctx.names, ctx.options, ctx.mods, *arrays = inputs
         ctx.save_for_backward(*arrays, *output)
+        ctx.save_for_forward(*arrays, *output)
         ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def jvp(ctx: Any, _names: Any, _options: Any, _mods: Any, dq: Any, dk: Any, dv: Any, *rest: Any) -> tuple[Any, Any]:
+        q, k, v, *given, _, _ = ctx.saved_tensors
+        of_tensors = dict(zip(ctx.names, rest))
+        dsinks = of_tensors.pop("sinks", None)
+        if any(x is not None for x in (*of_tensors.values(), *rest[len(ctx.names) :])):
+            raise NotImplementedError("attention has forward mode AD by q, k, v and sinks alone")
+        result: tuple[Any, Any] = Tangent.apply(_call_of(ctx, given), q, k, v, dq, dk, dv, dsinks)
+        return result
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
@@ -129,7 +143,13 @@ class Attention(torch.autograd.Function):
             return gradients
         # create_graph=True
         known = [n for n, gradient in enumerate(gradients) if gradient is not None]
-        marked = _NoSecondDerivative.apply(len(known), *(gradients[n] for n in known), dout, dlse, *ctx.saved_tensors)
+        q, k, v, *given, out, lse = ctx.saved_tensors
+        own = ("", "", "", "q", "k", "v", *ctx.names, *[""] * len(gradients))
+        dout = torch.zeros_like(out) if dout is None else dout
+        marked = SecondDerivative.apply(
+            _call_of(ctx, given), tuple(own[n] for n in known), *(gradients[n] for n in known), dout, dlse, q, k, v,
+            *given,
+        )  # fmt: skip
         return tuple(marked[known.index(n)] if n in known else None for n in range(len(gradients)))
 
     @staticmethod
@@ -152,6 +172,12 @@ _record = super(torch.autograd.Function, Attention).apply
 """Attention.apply where no transform is active, without what that looks up for transforms in each call."""
 
 
+def _call_of(ctx: Any, given: list[Any]) -> tuple[Tensors, tuple[Any, ...], Mods | None]:
+    """The arguments of a call beside q, k and v."""
+    tensors, mods = _unpacked(ctx.names, ctx.mods, tuple(given))
+    return tensors, ctx.options, _resolved(mods)
+
+
 def _content(mods: Mods | Content | None) -> tuple[str | None, tuple[Any, ...]]:
     return (None, ()) if mods is None else mods if isinstance(mods, tuple) else mods.content
 
@@ -171,6 +197,9 @@ def _unpacked(
 
 def _gradients(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     q, k, v, *rest, out, lse = ctx.saved_tensors
+    if forward_ad._current_level >= 0:  # tangents are for `SecondDerivative.jvp`
+        q, k, v, out, lse, *rest = (x.detach() for x in (q, k, v, out, lse, *rest))
+        dout, dlse = (None if x is None else x.detach() for x in (dout, dlse))
     content = tuple(rest)
     names, options, mods = ctx.names, ctx.options, ctx.mods
     tensors, mods = _unpacked(names, mods, content)
@@ -195,23 +224,3 @@ def _gradients(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
         return None, None, None, dq, dk, dv
     gradients = {"bias": dbias if of_bias else None, "sinks": dsinks}
     return None, None, None, dq, dk, dv, *map(gradients.get, names), *[None] * (len(content) - len(names))
-
-
-class _NoSecondDerivative(torch.autograd.Function):
-    """The first inputs, gradients, as they are. They depend on all other inputs, and to differentiate them again is an
-    error: a derivative that is missing would pass for one that is zero.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(count: int, *inputs: Any) -> tuple[Any, ...]:
-        return tuple(gradient.view_as(gradient) for gradient in inputs[:count])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is needed."""
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError("flashkit has no second derivatives of attention")
