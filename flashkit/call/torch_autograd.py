@@ -96,7 +96,8 @@ def recorded_call(
             return call(True, q, k, v, tensors, options, mods)
         # Dynamo refuses a tensor that is passed twice.
         inputs = [x.view_as(x) if any(x is y for y in inputs[:i]) else x for i, x in enumerate(inputs)]
-    result = Attention.apply(tuple(tensors), options, text, *inputs)
+    function = Attention if torch.compiler.is_compiling() else AttentionWithTangents
+    result = function.apply(tuple(tensors), options, text, *inputs)
     return result
 
 
@@ -118,18 +119,7 @@ class Attention(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
         ctx.names, ctx.options, ctx.mods, *arrays = inputs
         ctx.save_for_backward(*arrays, *output)
-        ctx.save_for_forward(*arrays, *output)
         ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def jvp(ctx: Any, _names: Any, _options: Any, _mods: Any, dq: Any, dk: Any, dv: Any, *rest: Any) -> tuple[Any, Any]:
-        q, k, v, *given, _, _ = ctx.saved_tensors
-        of_tensors = dict(zip(ctx.names, rest))
-        dsinks = of_tensors.pop("sinks", None)
-        if any(x is not None for x in (*of_tensors.values(), *rest[len(ctx.names) :])):
-            raise NotImplementedError("attention has forward mode AD by q, k, v and sinks alone")
-        result: tuple[Any, Any] = Tangent.apply(_call_of(ctx, given), q, k, v, dq, dk, dv, dsinks)
-        return result
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
@@ -166,6 +156,25 @@ class Attention(torch.autograd.Function):
 
         found = batched_results(entry, info.batch_size, given, options, ("out", "lse"), text is not None)
         return found, (0, 0)
+
+
+class AttentionWithTangents(Attention):
+    """The same with a forward-mode derivative, which functions that Dynamo traces must not have."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
+        Attention.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[3:], *output)
+
+    @staticmethod
+    def jvp(ctx: Any, _names: Any, _options: Any, _mods: Any, dq: Any, dk: Any, dv: Any, *rest: Any) -> tuple[Any, Any]:
+        q, k, v, *given, _, _ = ctx.saved_tensors
+        of_tensors = dict(zip(ctx.names, rest))
+        dsinks = of_tensors.pop("sinks", None)
+        if any(x is not None for x in (*of_tensors.values(), *rest[len(ctx.names) :])):
+            raise NotImplementedError("attention has forward mode AD by q, k, v and sinks alone")
+        result: tuple[Any, Any] = Tangent.apply(_call_of(ctx, given), q, k, v, dq, dk, dv, dsinks)
+        return result
 
 
 _record = super(torch.autograd.Function, Attention).apply

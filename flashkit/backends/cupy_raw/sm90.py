@@ -85,7 +85,7 @@ def sums_rows_by_mma(spec: AttentionSpec, tile: ForwardTile) -> bool:
     the speculative softmax does not need the sums at once.
     """
     known = affine_score(spec.score) if spec.score is not None else None
-    if known is None or not known.capped or known.sloped or spec.dtype != "bfloat16" or spec.dropout:
+    if known is None or not known.capped or known.sloped or spec.dtype != "bfloat16" or spec.dropout or spec.stats:
         return False
     q, v = chunks(spec.head_dim), chunks(spec.head_dim_v)
     return spec.head_dim_v % 64 == 0 and (v == 1 or (q == v == 2 and tile.stages == 2))
