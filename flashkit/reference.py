@@ -805,6 +805,8 @@ class Head:
     def evaluate(self, graph: Expr, rows: slice, keys: slice, s: np.ndarray | None = None) -> np.ndarray:
         """A modification's graph on the pairs of a tile, (rows, keys), in the dtype of the computation."""
         row, k = np.arange(rows.start, rows.stop)[:, None], np.arange(keys.start, keys.stop)
+        if not k.size:  # queries behind packed sequences are of no batch entry, whose arrays could be read
+            return np.empty((row.size, 0), bool if graph.kind == "bool" else self.dtype)
         value = codegen.evaluate(graph, {**self.env, "s": s, "row": row, "q": row + self.offset, "k": k}, self.dtype)
         return np.broadcast_to(np.asarray(value, bool if graph.kind == "bool" else self.dtype), (row.size, k.size))
 
