@@ -61,7 +61,7 @@ def with_statistics(call: Call, backend: str | None, names: tuple[str, ...]) -> 
 def key_weight(problem: Problem, operands: Operands, backend: str | None) -> Any:
     """The weight of each key for each query head, (B, Hq, Nk), given operands.lse of a forward pass."""
     spec, xp, lengths = problem.spec, arrays.namespace(problem.array_kind), operands.kv_lengths
-    keys, entries = _gathered(xp, operands), len(operands.k)
+    keys, entries = _gathered(xp, operands, problem.n_k), len(operands.k)
     if spec.paged:
         entries = len(operands.page_table)
         lengths = lengths[:entries]
@@ -83,13 +83,15 @@ def key_weight(problem: Problem, operands: Operands, backend: str | None) -> Any
     return result
 
 
-def _gathered(xp: Any, operands: Operands) -> Any:
-    """The keys of each query head, (B, Hq, Nk, D); those in pages for as many as the table has room for."""
+def _gathered(xp: Any, operands: Operands, most: int) -> Any:
+    """The keys of each query head, (B, Hq, Nk, D); those in pages as many as the longest sequence has, for which
+    modifications have been checked.
+    """
     keys = operands.k
     if operands.page_table is not None:
         table = xp.clip(operands.page_table, 0, len(keys) - 1)
         entries, (heads, page, d) = len(table), keys.shape[1:]
-        keys = keys[table].swapaxes(1, 2).reshape((entries, heads, table.shape[1] * page, d))
+        keys = keys[table].swapaxes(1, 2).reshape((entries, heads, table.shape[1] * page, d))[:, :, :most]
     group = operands.q.shape[1] // max(keys.shape[1], 1)
     return keys if group == 1 else xp.repeat(keys, group, axis=1)
 
@@ -145,8 +147,7 @@ def _swapped(
         deterministic=spec.deterministic, precision=spec.precision, packed=spec.packed,
     )  # fmt: skip
     tokens = Tokens(keys.shape[2], q.shape[2], keys.shape[2] * problem.n_q) if spec.packed else None
-    most_k = keys.shape[2] if spec.paged and not spec.packed else problem.n_k
-    swapped = Problem(new_spec, entries, problem.heads, most_k, problem.n_q, problem.array_kind, tokens)
+    swapped = Problem(new_spec, entries, problem.heads, problem.n_k, problem.n_q, problem.array_kind, tokens)
     out = xp.empty((*keys.shape[:3], values.shape[-1]), q.dtype)
     return swapped, Operands(
         keys, q, values, operands.scale, np.zeros(entries, np.int64), lengths, operands.params,

@@ -4,6 +4,7 @@ differences of finite steps, and what holds at the edges.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cases
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 
 import flashkit
+from flashkit import dispatch
+from flashkit.backends.reference.backend import ReferenceBackend
 from flashkit.call.arguments import prepare
 from flashkit.call.second_order import second_order
 from flashkit.reference import standard_jvp, statistics
@@ -41,7 +44,7 @@ def built(row: int) -> cases.Call:
 
 
 @pytest.mark.parametrize(("backend", "row"), [x for backend in HOST for x in rows(backend)])
-@pytest.mark.one_in(10, slow=2)
+@pytest.mark.one_in(24, slow=3)
 def test_statistics_conform(backend: str, row: int) -> None:
     call = built(row)
     dtype = call.choice["dtype"]
@@ -69,13 +72,11 @@ def test_statistics_conform(backend: str, row: int) -> None:
     for name in ("dropout_p", "seed"):  # weights() drops, the statistics do not
         without.pop(name, None)
     weights = flashkit.weights(call.q, call.k, **without).sum(-2)
-    n_k = weights.shape[-1]
-    near(found["key_weight"][..., :n_k], weights, dtype)
-    assert not found["key_weight"][..., n_k:].any()  # pages have room for more
+    near(found["key_weight"], weights, dtype)
 
 
 @pytest.mark.parametrize(("backend", "row"), [x for backend in HOST for x in rows(backend)])
-@pytest.mark.one_in(10, slow=2)
+@pytest.mark.one_in(24, slow=3)
 def test_jvp_conforms(backend: str, row: int) -> None:
     call = built(row)
     dtype, rng = call.choice["dtype"], np.random.default_rng(row)
@@ -193,7 +194,7 @@ def test_edges(n_q: int, backend: str) -> None:
     assert none["entropy"].shape == (1, 2, 0)
 
 
-def test_only_what_is_asked_for_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_is_asked_for_is_returned() -> None:
     q = np.ones((2, 4, 8))
     out, found = flashkit.attention(q, q, q, return_stats=["key_weight"])
     assert list(found) == ["key_weight"]
@@ -230,16 +231,15 @@ def test_quantised_arrays_have_tangents() -> None:
         np.testing.assert_allclose(found[name], expected[name], atol=1e-5)
 
 
-def test_a_backend_that_does_not_know_them_is_not_asked() -> None:
+def test_a_backend_that_does_not_know_them_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another package's backend may compute the plain result of such a problem."""
     q = np.ones((1, 1, 4, 8))
     problem, *_ = prepare(q, q, q)
-    from dataclasses import replace
-
-    from flashkit import dispatch
-
+    monkeypatch.setattr(ReferenceBackend, "takes_stats", False)
+    monkeypatch.setattr(ReferenceBackend, "takes_jvp", False)
+    more: dict[str, Any]
     for more in ({"stats": True}, {"jvp": "q"}):
         asked = replace(problem, spec=replace(problem.spec, **more))
         answers = {c.name: c.verdict for c in dispatch.candidates(asked)}
         assert answers["cpu"].ok
-        assert answers["reference"].ok
+        assert not answers["reference"].ok
