@@ -142,6 +142,7 @@ DEVICE bool epilogue(const Params& p, long long b, long long h, long long row0,
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) simt_forward(KERNEL_PARAMS) {
+    if (HAS_TANGENTS && is_skipped(p.fallback)) return;
     extern __shared__ __align__(16) unsigned char shared[];
     fk_float* stages = reinterpret_cast<fk_float*>(shared);
     fk_float* p_tile = stages + AT_P / (int)sizeof(fk_float);
