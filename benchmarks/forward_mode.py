@@ -94,7 +94,7 @@ def of_jax(tensors: list[Any], tangents: list[Any], causal: bool, on_gpu: bool) 
 
     @jax.jit
     def jvp(primals: Any, directions: Any) -> Any:
-        attend = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="xla")  # noqa: E731
+        attend = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="xla")
         return jax.jvp(attend, primals, directions)
 
     return {"jax.jvp, xla": lambda: jax.block_until_ready(jvp(primals, directions))}
@@ -121,18 +121,21 @@ def main() -> None:
         for library in (of_torch, of_jax):
             try:
                 calls |= library(tensors, tangents, causal, on_gpu)
-            except Exception as error:  # noqa: BLE001  # another library refuses the arrays
+            except Exception as error:  # another library refuses the arrays
                 print(json.dumps({"skipped": library.__name__, "why": str(error)[:200]}), flush=True)
         forward = 0.0
         for name, call in calls.items():
             case = {"device": arguments.device, "dtype": dtype.name, "shape": [batch, heads, n, d], "causal": causal}
             try:
                 ms = best(call, wait, arguments.seconds)
-            except Exception as error:  # noqa: BLE001  # out of memory, or not supported
+            except Exception as error:  # out of memory, or not supported
                 print(json.dumps({**case, "what": name, "error": str(error)[:200]}), flush=True)
                 continue
             forward = forward or ms
-            print(json.dumps({**case, "what": name, "ms": round(ms, 4), "over_forward": round(ms / forward, 3)}), flush=True)
+            print(
+                json.dumps({**case, "what": name, "ms": round(ms, 4), "over_forward": round(ms / forward, 3)}),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockMask", "KVCache", "OutOfPagesError", "Planned", "ProfileError", "Quantized", "UnsupportedError",
     "__version__", "attention", "attention_jvp", "attention_vjp", "clip", "cos", "exp", "exp2", "explain", "floor",
-    "log", "log2", "maximum", "merge", "minimum", "mla", "mods", "plan", "plot_weights", "quantize", "rotary", "rotary_table",
-    "rotary_vjp", "sigmoid", "sign", "sin", "sqrt", "tanh", "use_backend", "weights", "where",
+    "log", "log2", "maximum", "merge", "minimum", "mla", "mods", "plan", "plot_weights", "quantize", "rotary",
+    "rotary_table", "rotary_vjp", "sigmoid", "sign", "sin", "sqrt", "tanh", "use_backend", "weights", "where",
 ]  # fmt: skip
 
 

@@ -338,8 +338,8 @@ def attention_jvp(
     >>> q, k, v, dq = np.random.default_rng(0).standard_normal((4, 1, 2, 16, 8))
     >>> out, dout = flashkit.attention_jvp(q, k, v, dq, causal=True)
     >>> h = 1e-6
-    >>> difference = flashkit.attention(q + h * dq, k, v, causal=True) - flashkit.attention(q - h * dq, k, v, causal=True)
-    >>> bool(np.allclose(dout, difference / (2 * h), atol=1e-6))
+    >>> after, before = (flashkit.attention(q + x * dq, k, v, causal=True) for x in (h, -h))
+    >>> bool(np.allclose(dout, (after - before) / (2 * h), atol=1e-6))
     True
     """
     if options.get("page_table") is not None:

@@ -308,7 +308,7 @@ def standard_jvp(
     assert operands.tangents is not None
     tq, tk, tv, *_ = operands.tangents
     (out, lse), (dout, dlse) = (_empty_results(spec, operands, dtype) for _ in range(2))
-    results = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
+    results: Any = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
     for head in chain.from_iterable(groups(spec, operands, dtype, dq=tq, dk=tk, dv=tv, **results)):
         k, v = load_tile(head, "k"), load_tile(head, "v")
         for rows in blocks(head.n_q, block_q):

@@ -1,4 +1,4 @@
-"""Derivatives of attention in JAX, of every order and mode up to the second: one primitive that is linear in some of its
+"""Derivatives of attention in JAX, of every mode up to the second order: one primitive that is linear in some of its
 arguments, of four kinds.
 
     tangent      tangents of q, k, v and sinks to those of out and lse           transposed: pull_back
@@ -6,8 +6,8 @@ arguments, of four kinds.
     second       the derivative of either along a direction u of q, k and v, pulled back to these; symmetric
     curvature    the derivative of `tangent` along u: it is only transposed, to `second`, as no kernel computes it
 
-`tangent` and `pull_back` also get the results that the primal call has had, out and lse; as functions of q, k and v they
-do not depend on them.
+`tangent` and `pull_back` also get the results that the primal call has had, out and lse, as what they are: functions of
+q, k and v, which are differentiated by these.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _shapes(arrays: Arrays, results: tuple[str, ...], extra: int) -> dict[str, t
     return {name: ((*lead, *(like := arrays[_LIKE[name]]).shape[extra:]), like.dtype) for name in results}
 
 
-@derivative_p.def_abstract_eval
+@derivative_p.def_abstract_eval  # type: ignore[untyped-decorator]
 def _abstract(*avals: Any, kind: str, static: Any, names: Any, results: Any, extra: int) -> Any:
     shapes = _shapes(dict(zip(names, avals, strict=True)), results, extra)
     return [avals[0].update(shape=shape, dtype=dtype, weak_type=False) for shape, dtype in shapes.values()]
@@ -63,14 +63,16 @@ def _abstract(*avals: Any, kind: str, static: Any, names: Any, results: Any, ext
 
 def _compute(*values: Any, kind: str, static: Any, names: Any, results: Any, extra: int) -> Any:
     if kind == "curvature":
-        raise UnsupportedError("flashkit has no forward-mode derivative of a forward-mode derivative: use jax.grad in one")
+        raise UnsupportedError(
+            "flashkit has no forward-mode derivative of a forward-mode derivative: use jax.grad in one"
+        )
     arrays = dict(zip(names, values, strict=True))
     shapes = {name: jax.ShapeDtypeStruct(*x) for name, x in _shapes(arrays, results, extra).items()}
     found = _evaluate[0](kind, static, arrays, shapes, extra)
     return [found[name] for name in results]
 
 
-@derivative_p.def_impl
+@derivative_p.def_impl  # type: ignore[untyped-decorator]
 def _impl(*values: Any, **params: Any) -> Any:
     return jax.jit(lambda *values: derivative_p.bind(*values, **params))(*values)
 

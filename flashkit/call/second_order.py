@@ -51,7 +51,9 @@ def second_order(
         prepared = with_tangents_of(prepared, tangents, {"q": call.q, "k": call.k, "v": call.v})
         Once(prepared, backend, True).run(call)
         problem, operands, shape = prepared
-        found = _pull_back(problem, operands, shape.to_four(dout), None if dlse is None else dlse.reshape(operands.lse.shape))
+        found = _pull_back(
+            problem, operands, shape.to_four(dout), None if dlse is None else dlse.reshape(operands.lse.shape)
+        )
         own = [shape.like(x) for x in found]
         for adapter in reversed(call.adapters):
             own = [adapter.from_native(f"d{name}", x) for name, x in zip("qkv", own)]
@@ -69,15 +71,15 @@ def _pull_back(problem: Problem, op: Operands, g: Any, h: Any) -> tuple[Any, Any
         starts = [arrays.on_host(x) for x in op.cu_seqlens]
     tangents: Any = op.tangents
     heads = op.q.shape[1]
-    by_row = [op.q, tangents.q, g, op.out, tangents.out, op.lse, tangents.lse, h, results[0]]
-    by_key = [op.k, op.v, tangents.k, tangents.v, *results[1:]]
+    by_row: list[Any] = [op.q, tangents.q, g, op.out, tangents.out, op.lse, tangents.lse, h, results[0]]
+    by_key: list[Any] = [op.k, op.v, tangents.k, tangents.v, *results[1:]]
     for b, n_k in enumerate(lengths.tolist()):
         entry, rows, keys = b, slice(None), slice(0, n_k)
         if starts is not None:
             entry, rows = 0, slice(int(starts[0][b]), int(starts[0][b + 1]))
             keys = slice(int(starts[1][b]), int(starts[1][b]) + n_k)
-        own_rows = [None if x is None else x[entry, :, rows] for x in by_row]
-        own_keys = [None if x is None else x[entry, :, keys] for x in by_key]
+        own_rows: list[Any] = [None if x is None else x[entry, :, rows] for x in by_row]
+        own_keys: list[Any] = [None if x is None else x[entry, :, keys] for x in by_key]
         n_q = own_rows[0].shape[1]
         size = max(16, int((_PAIRS / max(heads, 1)) ** 0.5))
         for row0 in range(0, n_q, size):
@@ -85,7 +87,8 @@ def _pull_back(problem: Problem, op: Operands, g: Any, h: Any) -> tuple[Any, Any
             for k0 in range(0, n_k, size):
                 of_keys = [None if x is None else x[:, k0 : k0 + size] for x in own_keys]
                 _block(xp, problem, op, b, (row0, int(offsets[b]) + row0, k0), of_rows, of_keys)
-    return tuple(x.astype(op.q.dtype, copy=False) for x in results)  # type: ignore[return-value]
+    dq, dk, dv = (x.astype(op.q.dtype, copy=False) for x in results)
+    return dq, dk, dv
 
 
 def _block(
@@ -101,7 +104,8 @@ def _block(
         return None if x is None else x.astype(wide, copy=False).reshape((heads_kv, group, *x.shape[1:]))
 
     q, tq, g, out, dout, lse, mean, h = map(by_group, of_rows[:-1])
-    k, v, tk, tv = (None if x is None else x.astype(wide, copy=False)[:, None] for x in of_keys[:4])
+    tensors: list[Any] = [None if x is None else x.astype(wide, copy=False)[:, None] for x in of_keys[:4]]
+    k, v, tk, tv = tensors
     n_q, n_k = q.shape[2], k.shape[2]
     scale = wide.type(op.scale)
     x = scale * (q @ k.swapaxes(-1, -2))

@@ -33,9 +33,11 @@ def with_tangents_of(prepared: Prepared, given: dict[str, Any], primals: dict[st
     if all(x is None for x in own.values()):
         own["v"] = xp.zeros(primals["v"].shape, primals["v"].dtype)
     jvp = "".join(name for name, x in own.items() if x is not None)
-    of_out = shape.empty(xp.empty, *operands.out.shape, operands.out.dtype)
+    batch, heads, n_q, dim = operands.out.shape
+    of_out = shape.empty(xp.empty, batch, heads, n_q, dim, operands.out.dtype)
     of_lse = xp.empty(operands.lse.shape, operands.lse.dtype)
-    operands.tangents = Tangents(*(None if x is None else shape.to_four(x) for x in own.values()), of_out, of_lse)
+    given_four = [None if x is None else shape.to_four(x) for x in own.values()]
+    operands.tangents = Tangents._make([*given_four, of_out, of_lse])
     return prepared._replace(problem=replace(problem, spec=replace(problem.spec, jvp=jvp)))
 
 

@@ -133,7 +133,7 @@ class Attention(torch.autograd.Function):
             return gradients
         # create_graph=True
         known = [n for n, gradient in enumerate(gradients) if gradient is not None]
-        q, k, v, *given, out, lse = ctx.saved_tensors
+        q, k, v, *given, out, _ = ctx.saved_tensors
         own = ("", "", "", "q", "k", "v", *ctx.names, *[""] * len(gradients))
         dout = torch.zeros_like(out) if dout is None else dout
         marked = SecondDerivative.apply(

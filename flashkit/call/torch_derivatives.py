@@ -114,9 +114,15 @@ class SecondDerivative(torch.autograd.Function):
             by_out, by_lse = tangents(ctx.call, q, k, v, *direction)
         if along and any(ctx.needs_input_grad[first + 2 :]):
             by_tensors = _second(ctx.call, q, k, v, direction, dout, dlse)
-        return None, None, *[None] * len(ctx.names), by_out, by_lse if dlse is not None else None, *by_tensors, *[
-            None
-        ] * ctx.others
+        return (
+            None,
+            None,
+            *[None] * len(ctx.names),
+            by_out,
+            by_lse if dlse is not None else None,
+            *by_tensors,
+            *[None] * ctx.others,
+        )
 
     @staticmethod
     def jvp(ctx: Any, *moved: Any) -> Any:

@@ -52,9 +52,7 @@ def test_statistics_conform(backend: str, row: int) -> None:
         call.q, call.k, call.v, return_lse=True, return_stats=STATISTICS, backend=backend, **call.options
     )
     without = {name: x for name, x in call.options.items() if name != "out"}
-    expected_out, expected_lse = flashkit.attention(
-        call.q, call.k, call.v, return_lse=True, backend=backend, **without
-    )
+    expected_out, expected_lse = flashkit.attention(call.q, call.k, call.v, return_lse=True, backend=backend, **without)
     near(out, expected_out, dtype)
     near(lse, expected_lse, dtype)
     problem, operands, _ = prepare(**call.plain)
@@ -65,9 +63,7 @@ def test_statistics_conform(backend: str, row: int) -> None:
         if call.choice["sequences"] != "packed":
             near(call.rows_to_plain(found[name]), exact[name], dtype)
         elif backend != "reference":  # what follows the last sequence has no plain form
-            _, own = flashkit.attention(
-                call.q, call.k, call.v, return_stats=STATISTICS, backend="reference", **without
-            )
+            _, own = flashkit.attention(call.q, call.k, call.v, return_stats=STATISTICS, backend="reference", **without)
             near(found[name], own[name], dtype)
     for name in ("dropout_p", "seed"):  # weights() drops, the statistics do not
         without.pop(name, None)
@@ -143,7 +139,7 @@ def test_finite_differences(features: str, backend: str) -> None:
 
     for which in ("qkv", "q", "v"):
         moved: Any = {f"d{name}": x if name in which else None for name, x in zip("qkv", along, strict=True)}
-        results, found = flashkit.attention_jvp(*tensors, **moved, return_lse=True, backend=backend, **options)
+        _, found = flashkit.attention_jvp(*tensors, **moved, return_lse=True, backend=backend, **options)
         direction = [x if name in which else 0 * x for name, x in zip("qkv", along, strict=True)]
         for got, expected in zip(found, difference(attend, direction), strict=True):
             finite = np.isfinite(expected)  # of an empty row the lse is -inf, and its tangent 0

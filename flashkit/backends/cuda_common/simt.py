@@ -68,7 +68,9 @@ class SimtTile:
         """The shared memory of a CTA: two stages of operands, then a tile of P or dS."""
         size = ITEMSIZE[spec.lse_dtype]
         rows, columns = self.shape(part)
-        dim = {"forward": spec.head_dim_v, "jvp": spec.head_dim_v, "dq": spec.head_dim}.get(part, max(spec.head_dim, spec.head_dim_v))
+        dim = {"forward": spec.head_dim_v, "jvp": spec.head_dim_v, "dq": spec.head_dim}.get(
+            part, max(spec.head_dim, spec.head_dim_v)
+        )
         stage = max((rows + columns) * (self.chunk + 16 // size), self.keys * self.accumulator_columns(dim))
         pitch = columns + (self.threads_x if self.threads_x < 32 else 0)
         smem = SmemLayout()

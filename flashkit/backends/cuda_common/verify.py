@@ -129,7 +129,7 @@ def sample_problem(spec: AttentionSpec, values_in_keys: bool = False) -> Operand
 def _tangents(spec: AttentionSpec, tensors: dict[str, np.ndarray]) -> Tangents:
     rng = np.random.default_rng(2)
     drawn = {name: rng.standard_normal(x.shape).astype(x.dtype) for name, x in tensors.items()}
-    return Tangents(*(drawn[name] if name in spec.jvp else None for name in "qkv"), None, None)
+    return Tangents._make([*(drawn[name] if name in spec.jvp else None for name in "qkv"), None, None])
 
 
 def _scales(rng: np.random.Generator, x: np.ndarray, per: str) -> np.ndarray:
@@ -211,8 +211,8 @@ def _computed(compiled: Pass, spec: AttentionSpec, problem: Operands, direction:
             stats=Stats(cupy.empty_like(lse), cupy.empty_like(lse)) if spec.stats else None,
         )  # fmt: skip
         if problem.tangents is not None:
-            own = (None if x is None else cupy.asarray(x) for x in problem.tangents[:3])
-            operands.tangents = Tangents(*own, cupy.empty_like(out), cupy.empty_like(lse))
+            own = [None if x is None else cupy.asarray(x) for x in problem.tangents[:3]]
+            operands.tangents = Tangents._make([*own, cupy.empty_like(out), cupy.empty_like(lse)])
         if direction == "forward":
             compiled.run(Arguments(spec, operands), stream.ptr)
             results = [out, lse, *(operands.stats or ()), *(operands.tangents or ())[3:]]

@@ -1,12 +1,12 @@
 """Softmax on tiles of scores, and its gradient; conventions: vector.py.
 
-    online_softmax (s, s_row, rows, columns, m, l, o, o_row, o_rows)
-        a step of the online softmax: where a score exceeds m by RESCALE_THRESHOLD, m follows the running maximum, and l
-        and o are rescaled; s[i, j] = p = exp(s[i, j] - m[j]), m = 0 for -inf; l[j] += sum_i p
-    online_softmax_stats (s, s_row, rows, columns, m, l, o, o_row, o_rows, tops, sums)
-        likewise, and tops[j] is the running maximum; sums[j] += sum_i p (s[i, j] - m[j]), and follows m as l does
-    softmax_backward (s, s_row, rows, columns, dp, lse, delta, scale)
-        s[i, j] = p = exp(s[i, j] - lse[i]); dp[i, j] = ds = scale * p * (dp[i, j] - delta[i])
+online_softmax (s, s_row, rows, columns, m, l, o, o_row, o_rows)
+    a step of the online softmax: where a score exceeds m by RESCALE_THRESHOLD, m follows the running maximum, and l
+    and o are rescaled; s[i, j] = p = exp(s[i, j] - m[j]), m = 0 for -inf; l[j] += sum_i p
+online_softmax_stats (s, s_row, rows, columns, m, l, o, o_row, o_rows, tops, sums)
+    likewise, and tops[j] is the running maximum; sums[j] += sum_i p (s[i, j] - m[j]), and follows m as l does
+softmax_backward (s, s_row, rows, columns, dp, lse, delta, scale)
+    s[i, j] = p = exp(s[i, j] - lse[i]); dp[i, j] = ds = scale * p * (dp[i, j] - delta[i])
 """
 
 from __future__ import annotations
