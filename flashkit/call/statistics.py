@@ -25,7 +25,7 @@ from .planned import Once
 
 STATISTICS = "entropy", "key_weight", "max_logit"
 
-_VALUE_COLUMNS = 8  # of the values that nobody reads: the fewest that all kernels take
+_VALUE_COLUMNS = 8  # of the values, which are never read: the fewest that all kernels take
 
 
 def names_of(return_stats: Any) -> tuple[str, ...]:
@@ -119,7 +119,7 @@ def _swapped(
     entries = problem.batch
     values = q[..., : min(_VALUE_COLUMNS, spec.head_dim)]
     own = operands.lse
-    # Nobody sees an empty row: its bias is -inf, and not +inf.
+    # An empty row counts for no key: its bias is -inf, and not +inf.
     taken = {"lse": xp.where(own == -np.inf, own.dtype.type(np.inf), own)}
     slots = [Slot("lse", "float", 3, own.dtype.name)]
     position = expr.K

@@ -51,8 +51,8 @@ DEVICE void add_sink(const Params& p, int h, float& reference, float& sum, float
     sum = sum * factor + exp2_fast(sink - reference);
 }
 
-// Stores the entropy and the largest score of a row. top: base 2; total: the sum of P log2 P; sum: of P; P is relative to
-// `reference`, in base 2, and the sink is in none of them.
+// Stores the entropy and the largest score of a row. top: base 2; total: the sum of P log2 P; sum: of P; P is relative
+// to `reference`, in base 2, and the sink is in none of them.
 constexpr float LOWEST = -1e30f;  // instead of -inf, which P = 0 makes NaN
 template <typename F>
 DEVICE void store_statistics(const Params& p, int b, int h, int row, float reference, float sum, float total, float top,

@@ -163,8 +163,8 @@ DEVICE double softmax_exp2(double x) { return exp2(x); }
 
 // --- scores, accumulate ----------------------------------------------------------------------------------------------
 
-// s = a b^T for M rows of a and N rows of b, both with DIM columns; CHUNK columns at a time, double-buffered. ADD: it is
-// added to s.
+// s = a b^T for M rows of a and N rows of b, both with DIM columns; CHUNK columns at a time, double-buffered. ADD: the
+// product is added to s.
 template <int M, int N, int DIM, bool ADD = false, typename A, typename B>
 DEVICE void scores(const A& a, const B& b, fk_float (&s)[M / TY][N / TX], fk_float* stages) {
     constexpr int BUFFER = (M + N) * CHUNK_PITCH, CHUNKS = ceil_div(DIM, CHUNK);

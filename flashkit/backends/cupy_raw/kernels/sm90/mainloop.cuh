@@ -298,8 +298,8 @@ struct Consumer {
         if (PV_PENDING) finish_pv(n - 1);
         if (!UNMASKED && first_tile) {
             if (PV_PENDING && Q_BUFFERS > 1)
-                epilogue(params, previous_work_tile(previous), base, number - 1, m_before, l_before, stats_before, acc.o,
-                         wg);
+                epilogue(params, previous_work_tile(previous), base, number - 1, m_before, l_before, stats_before,
+                         acc.o, wg);
         } else if (block.rescales || terms.rescales()) {
             if (IS_FLOAT32 && !block.rescales) block.rescale[0] = block.rescale[1] = 1;
 #pragma unroll
