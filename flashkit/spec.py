@@ -77,6 +77,25 @@ class Slot(NamedTuple):
     dtype: str | None = None
 
 
+class Read(NamedTuple):
+    """One place where a score modification reads a float: an element of an array, or a number, whose index is empty.
+
+    The gradient of a loss by the value sums dS * slope over the pairs, at the index that each of them reads.
+    """
+
+    name: str  # of the slot
+    index: tuple[Expr, ...]
+    slope: Expr  # d score / d value
+
+
+def reads_of(score: Expr | None, name: str) -> tuple[Read, ...]:
+    """The reads of a slot that the score has a derivative by."""
+    nodes = [] if score is None else expr.walk([score])
+    named = [node for node in nodes if node.op in ("load", "param") and node.value == name and node.kind == "float"]
+    reads = (Read(name, node.args, expr.derivative(score, node)) for node in named)
+    return tuple(read for read in reads if not expr.is_const(read.slope, 0))
+
+
 MAX_PAGE_RUN = 64
 
 
@@ -105,6 +124,7 @@ class AttentionSpec:
     fp8: Fp8 | None = None  # q, k and v are codes of e4m3 in uint8; dtype is that of the output
     kv_format: str = ""  # of keys and values of 8 bits, which have scales: "e4m3" or "int8"
     page_run: int = 1  # the largest power of two, up to MAX_PAGE_RUN, that divides the tokens of a page
+    wrt: tuple[str, ...] = ()  # slots of the score modification that the backward pass differentiates by, too
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, AttentionSpec) and self._identity == other._identity)
@@ -155,6 +175,11 @@ class AttentionSpec:
         """(empty, full) of a tile; see `expr.classify`."""
         return expr.classify(expr.TRUE if self.mask is None else self.mask, self.int32_arrays)
 
+    @cached_property
+    def reads(self) -> tuple[Read, ...]:
+        """Where the score reads values of `wrt`."""
+        return tuple(each for name in self.wrt for each in reads_of(self.score, name))
+
     def features(self) -> list[str]:
         """Names of the features beyond plain attention, for messages."""
         flags = {
@@ -163,6 +188,7 @@ class AttentionSpec:
             "packed sequences": self.packed, "paged keys": self.paged, "keys in two arrays": self.pe_dim > 0,
             f"e4m3 with scales per {self.fp8 and self.fp8.per}": self.fp8 is not None,
             f"keys and values of {self.kv_format}": self.kv_format != "",
+            "gradients of a score modification's values": bool(self.wrt),
         }  # fmt: skip
         return [name for name, on in flags.items() if on]
 
@@ -306,6 +332,8 @@ class Operands:
     v but for the last axis, of length 1.
 
     follows: the queries of each batch entry, (B,) or one number, where q_offset is kv_lengths less these, by default.
+
+    names: the slot of each value of the score modifications, by the caller's name: "bias", "score.table".
     """
 
     q: Any
@@ -329,6 +357,7 @@ class Operands:
     k_scale: Any = None
     v_scale: Any = None
     follows: Any = None
+    names: dict[str, str] = field(default_factory=dict)
 
     def sequences(self) -> dict[str, Any]:
         """The arrays that say where packed sequences lie: the two of cu_seqlens, and two by their own names."""
@@ -356,6 +385,8 @@ class Gradients:
     """What the backward pass reads beyond the operands, and where it writes.
 
     dout (B, Hq, Nq, Dv); dlse (B, Hq, Nq) or None; dq, dk, dv like q, k, v, C-contiguous; dsinks (Hq,) or None.
+    values: the gradients by the slots of `spec.wrt`, in their shapes, a number's (); C-contiguous, of the accumulators'
+    dtype, and 0 before.
     """
 
     dout: Any
@@ -364,3 +395,4 @@ class Gradients:
     dk: Any
     dv: Any
     dsinks: Any = None
+    values: dict[str, Any] = field(default_factory=dict)

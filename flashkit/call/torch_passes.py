@@ -149,7 +149,7 @@ def backward(
             take = adapter.views if type(call.q) is View else adapter.to_native
             native = take(out=out, lse=lse, dout=dout, dlse=dlse)
             recorded = planned.recorded(call, native["out"], native["lse"], kept=True)
-            vjp = Vjp(recorded, call.options.get("sinks"))
+            vjp = Vjp(recorded, call.options)
             gradients = _gradients(vjp, q, native["dout"], native["dlse"], wrt)
             if is_memory and not tensors and not mods and _serves_others(planned, call):
                 results = results_of(dout, dlse, out, lse)

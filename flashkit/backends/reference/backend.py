@@ -30,6 +30,7 @@ class ReferenceBackend:
     array_kinds = ("numpy",)
     device_kind = "cpu"
     efficiency = 0.02
+    takes_wrt = True
 
     def available(self) -> Verdict:
         return Verdict(True)
@@ -49,7 +50,9 @@ class ReferenceBackend:
         operands.out[...], operands.lse[...] = flash_attention_2(plan.spec, operands, *plan.tile)
 
     def backward(self, plan: Plan, operands: Operands, gradients: Gradients) -> None:
-        result = flash_attention_2_backward(plan.spec, operands, gradients.dout, gradients.dlse, *plan.tile)
+        result = flash_attention_2_backward(
+            plan.spec, operands, gradients.dout, gradients.dlse, *plan.tile, values=gradients.values
+        )
         for name, values in result._asdict().items():
             if values is not None and getattr(gradients, name) is not None:  # dsinks is optional
                 getattr(gradients, name)[...] = values

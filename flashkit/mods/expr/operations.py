@@ -87,12 +87,14 @@ OPS: dict[str, Op] = {
 
 
 @lru_cache(maxsize=512)
-def derivative(expr: Expr) -> Expr:
-    """d expr / d s as a graph. At a kink (abs, min, max, where) it is the derivative of the side that is taken."""
+def derivative(expr: Expr, by: Expr = S) -> Expr:
+    """d expr / d by as a graph; by: the score, or a value that the graph reads, a float. At a kink (abs, min, max,
+    where) it is the derivative of the side that is taken.
+    """
     zero, d = const(0.0), {}
     for node in walk([expr]):
         rule = OPS[node.op].derivative if node.op in OPS else None
-        if node is S:
+        if node is by:
             d[id(node)] = const(1.0)
         elif rule is None or node.kind != "float" or all(is_const(d[id(a)], 0) for a in node.args if a.kind == "float"):
             d[id(node)] = zero
