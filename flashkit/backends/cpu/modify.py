@@ -224,21 +224,26 @@ def _pair_loops(spec: AttentionSpec, head: str, graphs: list[Expr], place: int |
     inner = max((depth[id(graph)] for graph in moving), default=0) == 2
     before, after, term = [], [], f"ds[j, i] * {factor} if p[j, i] != 0 else F(0)"
     if place is None:
-        add = f"            ds[j, i] = scale * {term}"
+        add = [f"            ds[j, i] = scale * {term}"]
     else:
         stride = [f"integer_at(values + {8 * (place + 2 + axis)})" for axis in range(len(index))]
         sums = f"integer_at(values + {8 * place}) + part * integer_at(values + {8 * (place + 1)})"
         if along_keys:
             index[-1] = "k0"
         sums = " + ".join([sums, *(f"I({i}) * {n}" for i, n in zip(index, stride))])
-        element = f"vector({sums}, {'p.shape[1]' if along_keys else 1}, F_SIZE, F)"
         if along_keys and not inner:
-            before, add = [f"        sums = {element}"], f"            sums[i] += {term}"
-        elif along_keys or inner:
-            add = f"            {element}[{'i' if along_keys else 0}] += {term}"
+            before, add = [f"        sums = vector({sums}, p.shape[1], F_SIZE, F)"], [f"            sums[i] += {term}"]
         else:
-            before, add = ["        total = F(0)"], f"            total += {term}"
-            after = [f"        {element}[0] += total"]
+            before = ["        total, at = F(0), I(0)"]
+            add = [
+                f"            here = {sums}" + (" + i * F_SIZE" if along_keys else ""),
+                "            if here != at:",
+                "                if at != 0:",
+                "                    vector(at, 1, F_SIZE, F)[0] += total",
+                "                total, at = F(0), here",
+                f"            total += {term}",
+            ]
+            after = ["        vector(at, 1, F_SIZE, F)[0] += total"]
     return [
         "@njit(**options)",
         f"def {head}:",
@@ -251,7 +256,7 @@ def _pair_loops(spec: AttentionSpec, head: str, graphs: list[Expr], place: int |
         "        for i in range(p.shape[1]):",
         "            k, s = k0 + i, scores[j, i]",
         *at_depth[2],
-        add,
+        *add,
         *after,
         "\n",
     ]  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 
 from . import interval_rules as rules
 from .functions import cos, exp, exp2, floor, sin, sqrt, tanh, where
-from .graph import Expr, S, const, is_const, walk
+from .graph import MAX_INTEGER, Expr, S, const, is_const, walk
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ OPS: dict[str, Op] = {
     "not": Op("!{0}", "not {0}", "np.logical_not({0})", None,
               lambda a: (rules.negation(a[1]), rules.negation(a[0]))),
     "float": Op("(fk_float)({0})", "F({0})", "F({0})"),
+    "int": Op("fk_int({0})", "to_int({0})", f"I(np.clip(np.nan_to_num({{0}}), -{MAX_INTEGER}.0, {MAX_INTEGER}.0))"),
     "exp": _function("exp", exp),
     "exp2": _function("exp2", lambda x: exp2(x) * 0.6931471805599453),
     "log": _function("log", lambda x: 1.0 / x),

@@ -54,6 +54,11 @@ def maximum(x, y):
 
 
 @device
+def to_int(x):  # without its fraction, up to 2^30; NaN as 0
+    return I(np.int32(minimum(maximum(x, F(-(2.0**30))), F(2.0**30)))) if x == x else I(0)
+
+
+@device
 def softmax_exp2(x):
     """2^x of a score relative to its row maximum."""
     return exp2(x)
