@@ -80,7 +80,8 @@ class Arguments(KernelArguments):
             )  # fmt: skip
         if spec.slots:
             operands.arrays = {name: self._on_device(array) for name, array in operands.arrays.items()}
-            words[VALUES:] = self._values(operands)
+            values = self._values(operands)
+            words[VALUES : VALUES + len(values)] = values
         self._known: dict[Any, Any] = {}
         super().__init__(words)
         if operands.scales is not None:
@@ -134,6 +135,10 @@ class Arguments(KernelArguments):
         self.tensors(dout=gradients.dout, dlse=gradients.dlse, dq=gradients.dq, dk=gradients.dk, dv=gradients.dv)
         if gradients.dsinks is not None:
             self.set(dsinks=gradients.dsinks.data.ptr)
+        for name, (at, slot) in modification.sums_of(self.spec).items():
+            sums = gradients.values[name]
+            strides = [stride // sums.dtype.itemsize for stride in sums.strides]
+            self.words[VALUES + at : VALUES + at + modification.entries(slot)] = [sums.data.ptr, *strides]
 
     def for_backward(self, out: Any, gradients: Gradients) -> Arguments:
         """A copy for a backward pass of such an output and gradients: copies may differ in their layouts."""

@@ -64,7 +64,7 @@ class CudaBackend:
     """Of k in the forward pass."""
 
     efficiency = 0.5
-    spares_lse = takes_arrays = takes_scales = True
+    spares_lse = takes_arrays = takes_scales = takes_wrt = True
 
     @property
     def takes_fp8(self) -> bool:
@@ -134,7 +134,8 @@ class CudaBackend:
                 return Verdict(False, f"head dim {dim} is over {most}")
         if reason := modification.unsupported(spec):
             return Verdict(False, reason)
-        able = [asked(generation, problem, device.current(), "forward") for generation in self.allowed()]
+        direction: Direction = "backward" if spec.wrt else "forward"
+        able = [asked(generation, problem, device.current(), direction) for generation in self.allowed(direction)]
         if not able:
             return Verdict(False, f"it has no generation {settings.CUDA_GENERATION.text()}, which {VARIABLE} asks for")
         return Verdict(any(able), "; ".join(verdict.reason for verdict in able if not verdict))

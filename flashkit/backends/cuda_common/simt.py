@@ -206,6 +206,7 @@ class Simt(Generation):
 
     name = "simt"
     directions: tuple[Direction, ...] = ("forward", "backward")
+    takes_wrt = True
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels

@@ -12,7 +12,7 @@ from ...mods import codegen, expr
 from ...mods.expr import Expr
 from ...spec import AttentionSpec
 from ..cuda_common.affine_score import AffineScore, affine_score, by_distance, of_head
-from ..cuda_common.modification import entries, shifts
+from ..cuda_common.modification import entries, shifts, sums_of, way_of_adding
 
 _ELEMENTS = {
     "bool": "unsigned char", "int8": "signed char", "uint8": "unsigned char", "int16": "short",
@@ -25,6 +25,7 @@ _SCORE = "fk_float s, I b, I h, I row, I q, I k, I distance, const Params& p"
 _HEAD = "long long b, long long h, const Params& p"
 _ROW = "long long b, long long h, I row, I q, const Head& head"
 _PAIR = "long long b, long long h, long long row, long long q, long long k, const Params& p"
+_ARGUMENTS = "b, h, row, q, k, p"
 _CORNERS = (
     "long long b, long long h, long long row0, long long row1, long long q0, long long q1, long long k0, long long k1, "
     "const Params& p"
@@ -53,6 +54,7 @@ def text(spec: AttentionSpec) -> str:
     numbers, (gain, rate, bias, straight) = of_head([parts.gain, parts.rate, parts.bias, parts.straight])
     read = "{{" + ", ".join(f"{{{i}}}" for i in range(len(numbers))) + "}}"
     return "\n".join([
+        *_value_sums(spec),
         _template(spec, "fk_float modified_score", _SCORE, [by_distance(score)]),
         f"constexpr bool {', '.join(f'{name} = {int(value)}' for name, value in facts.items())};",
         f"struct Head {{ {f'fk_float number[{len(numbers)}];' if numbers else ''} }};",
@@ -65,6 +67,38 @@ def text(spec: AttentionSpec) -> str:
         _function(spec, "bool visible", _PAIR, [mask]),
         _function(spec, "int classify", _CORNERS, list(spec.tile_state), STATE),
     ])  # fmt: skip
+
+
+def _value_sums(spec: AttentionSpec) -> list[str]:
+    """`ValueSums` of common/values.cuh: how a thread sums the gradients by values of the modification."""
+    places = sums_of(spec)
+    functions, members, adding, flushing = [], [], [], []
+    for n, read in enumerate(spec.reads):
+        at, slot = places[read.name]
+        offset = " + ".join(f"(long long)({{{i}}}) * p.values[{at + 1 + i}]" for i in range(slot.ndim or 0)) or "0"
+        address = f"(fk_float*)p.values[{at}] + ({offset})"
+        functions += [
+            _function(spec, f"fk_float value_slope{n}", f"fk_float s, {_PAIR}", [read.slope]),
+            _function(spec, f"fk_float* value_at{n}", _PAIR, read.index, address),
+        ]
+        way = way_of_adding(read)
+        members.append(f"    {way} sum{n};")
+        adding.append(f"        sum{n}.add(value_at{n}({_ARGUMENTS}), ds * value_slope{n}(s, {_ARGUMENTS}));")
+        flushing.append(f"        sum{n}.flush({f'value_at{n}(b, h, 0, 0, 0, p)' if way == 'OfHead' else ''});")
+    reads_score = any(expr.uses(read.slope, expr.S) for read in spec.reads)
+    return [
+        f"constexpr bool HAS_VALUES = {int(bool(spec.wrt))}, VALUES_READ_SCORE = {int(reads_score)};",
+        *functions,
+        "struct ValueSums {",
+        *members,
+        f"    __device__ __forceinline__ void add(fk_float ds, fk_float s, {_PAIR}) {{",
+        *adding,
+        "    }",
+        f"    __device__ __forceinline__ void flush({_HEAD}) {{",
+        *flushing,
+        "    }",
+        "};",
+    ]
 
 
 def _template(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[Expr]) -> str:

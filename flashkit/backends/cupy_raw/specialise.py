@@ -31,6 +31,7 @@ def source(name: str, spec: AttentionSpec, constants: Mapping[str, int], functio
         '#include "common/params.cuh"',
         f"constexpr int STORAGE = {spec.dtype.upper()};",
         '#include "common/scalar.cuh"',
+        '#include "common/values.cuh"',
         modify.text(spec),
         '#include "common/tiles.cuh"',
         functions,
