@@ -155,6 +155,7 @@ class CudaBackend:
         arguments = Arguments(plan.problem.spec, operands)
         arguments.gradients(gradients)
         _pull_back(plan, run, arguments, operands, gradients, _end_of_keys(operands), launch.stream())
+        arguments.finish_sums(gradients)
 
     def bind(self, plan: CudaPlan, operands: Operands, per_call: Sequence[str] = ()) -> Bound:
         import cupy

@@ -28,8 +28,16 @@ def entries(slot: Slot) -> int:
 
 
 def values_of(spec: AttentionSpec) -> int:
-    """Entries that all values of the spec take together, and behind them the sums of gradients by those of `wrt`."""
-    return sum(map(entries, spec.slots)) + sum(entries(slot) for _, slot in sums_of(spec).values())
+    """Entries that all values of the spec take together; behind them are the sums of gradients by those of `wrt`, and
+    last, where these are ordered, log2 of the terms of each, or -1 while the greatest term is sought.
+    """
+    of_sums = sum(entries(slot) for _, slot in sums_of(spec).values())
+    return sum(map(entries, spec.slots)) + of_sums + orders_sums(spec)
+
+
+def orders_sums(spec: AttentionSpec) -> bool:
+    """Whether the bits of sums must not depend on the order of their terms (ordered_sums.py)."""
+    return bool(spec.wrt) and spec.deterministic
 
 
 def sums_of(spec: AttentionSpec) -> dict[str, tuple[int, Slot]]:

@@ -223,6 +223,8 @@ def _computed(compiled: Pass, spec: AttentionSpec, problem: Operands, direction:
             arguments = Arguments(spec, operands)
             arguments.gradients(gradients)
             compiled.run(arguments, stream.ptr)
+            gradients.values = dict(zip(spec.wrt, sums))
+            arguments.finish_sums(gradients)
             results = [gradients.dq, gradients.dk, gradients.dv, *([gradients.dsinks] if spec.sinks else []), *sums]
         on_host = [x.get().astype(np.float64) for x in results]
         stream.synchronize()
@@ -241,7 +243,7 @@ class _Strided:
     """Memory with the attributes of an array that Arguments reads, and other strides."""
 
     def __init__(self, array: Any, strides: tuple[int, ...]) -> None:
-        self.data, self.dtype, self.strides = array.data, array.dtype, strides
+        self.data, self.dtype, self.size, self.strides = array.data, array.dtype, array.size, strides
         self.array = array
 
 

@@ -76,15 +76,14 @@ def _value_sums(spec: AttentionSpec) -> list[str]:
     for n, read in enumerate(spec.reads):
         at, slot = places[read.name]
         offset = " + ".join(f"(long long)({{{i}}}) * p.values[{at + 1 + i}]" for i in range(slot.ndim or 0)) or "0"
-        address = f"(fk_float*)p.values[{at}] + ({offset})"
         functions += [
             _function(spec, f"fk_float value_slope{n}", f"fk_float s, {_PAIR}", [read.slope]),
-            _function(spec, f"fk_float* value_at{n}", _PAIR, read.index, address),
+            _function(spec, f"long long value_at{n}", _PAIR, read.index, offset),
         ]
         way = way_of_adding(read)
-        members.append(f"    {way} sum{n};")
-        adding.append(f"        sum{n}.add(value_at{n}({_ARGUMENTS}), ds * value_slope{n}(s, {_ARGUMENTS}));")
-        flushing.append(f"        sum{n}.flush({f'value_at{n}(b, h, 0, 0, 0, p)' if way == 'OfHead' else ''});")
+        members.append(f"    {way}<{at}> sum{n};")
+        adding.append(f"        sum{n}.add(p, value_at{n}({_ARGUMENTS}), ds * value_slope{n}(s, {_ARGUMENTS}));")
+        flushing.append(f"        sum{n}.flush(p{f', value_at{n}(b, h, 0, 0, 0, p)' if way == 'OfHead' else ''});")
     reads_score = any(expr.uses(read.slope, expr.S) for read in spec.reads)
     return [
         f"constexpr bool HAS_VALUES = {int(bool(spec.wrt))}, VALUES_READ_SCORE = {int(reads_score)};",
