@@ -53,6 +53,11 @@ def sums_of(spec: AttentionSpec) -> dict[str, tuple[int, Slot]]:
     return found
 
 
+def slope_is_one(spec: AttentionSpec) -> bool:
+    """Whether the score modification only adds to scores, so that dS is the same before and after it."""
+    return spec.score is not None and expr.is_const(expr.derivative(spec.score), 1)
+
+
 def way_of_adding(read: Read) -> str:
     """How kernels add the terms of a read: "EachPair", where most pairs have elements of their own, "OfHead", where all
     pairs of a head have one, or "Run" of neighbours that often have the same.

@@ -334,6 +334,7 @@ class Sm80(Generation):
 
     name = "sm80"
     directions: tuple[Direction, ...] = ("forward", "backward")
+    takes_wrt = True
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         spec = problem.spec

@@ -57,7 +57,7 @@ DEVICE void softmax_backward(const Params& p, int state, fk_float (&s)[ROWS_PER_
             fk_float ds = s[i][j] * (dp[i][j] - delta[x]);
             if (SUMS && s[i][j] != 0) {
                 const long long row = row0 + ty + i * TY, k = k0 + tx + j * TX;
-                sums.add(ds, VALUES_READ_SCORE ? before[i][j] : 0, b, h, row, row + q_position, k, p);
+                sums.add<long long>(ds, VALUES_READ_SCORE ? before[i][j] : 0, b, h, row, row + q_position, k, p);
             }
             ds *= (fk_float)p.softmax_scale;
             if constexpr (HAS_SCORE) ds *= slope[i][j];
@@ -123,6 +123,7 @@ DEVICE void dq_tile(const Params& p, fk_float* stages, fk_float* p_tile) {
     const Rows q = q_rows(p, p.q, b, h, row0, seq_info(p, b).n_q);
     const Rows dout = q_rows(p, p.dout, b, h, row0, seq_info(p, b).n_q);
     ValueSums sums;
+    sums.enter(b, h, p);
 
 #pragma unroll 1
     for (int nonfinite = 0; nonfinite < 2; ++nonfinite) {
@@ -141,7 +142,7 @@ DEVICE void dq_tile(const Params& p, fk_float* stages, fk_float* p_tile) {
             store_tile<ROWS, COLUMNS>(dp, p_tile);
             accumulate<ROWS, COLUMNS, HEAD_DIM>(p_tile, k, dq, stages, nonfinite);
         }
-        if constexpr (HAS_VALUES) sums.flush(b, h, p);
+        if constexpr (HAS_VALUES) sums.leave(p);
         fk_float one[ROWS_PER_THREAD];
 #pragma unroll
         for (int i = 0; i < ROWS_PER_THREAD; ++i) one[i] = 1;

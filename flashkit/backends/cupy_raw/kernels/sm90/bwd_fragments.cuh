@@ -153,3 +153,32 @@ DEVICE void compute_ds(const Params& p, const float (&p_slope)[S_REGS], float (&
         }
     }
 }
+
+// Gradients by values of the score modification. dP as compute_ds() leaves it, with dropout; a modification of slope 1,
+// so that P * slope is P.
+DEVICE void add_values(const Params& p, const FragmentId& id, const float (&p_slope)[S_REGS],
+                       const float (&dp)[S_REGS], const RowDeltas& deltas, ValueSums& sums) {
+    static_assert(!HAS_VALUES || (SLOPE_IS_ONE && !VALUES_READ_SCORE), "P and the score are not kept");
+    const FragmentCoord at = coord_of(p, id);
+    const long long offset = at.seq.q_position();
+    sums.enter(at.b, at.h, p);
+    auto add_all = [&](auto position) {
+        using I = decltype(position);
+#pragma unroll
+        for (int n = 0; n < S_REGS / 4; ++n) {
+            float delta[2];
+            deltas.get(delta, n);
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    const int i = 4 * n + 2 * half + c;
+                    if (p_slope[i] == 0) continue;
+                    const I row = at.row0 + lane_row(n, c), k = at.k0 + row_of_lane(half);
+                    sums.add<I>(p_slope[i] * minus_delta(dp[i], delta[c]), 0, at.b, at.h, row, row + (I)offset, k, p);
+                }
+        }
+    };
+    if (SMALL_SCORE && positions_are_near(p, offset)) add_all(0);
+    else add_all(0ll);
+}

@@ -42,6 +42,7 @@ DEVICE void ds_consumer(const Params& p, const TensorMap& dv_map, unsigned base,
     const unsigned stats_of_lane = base + lane_stats(lane), v_tile = base + AT_V;
     float dv_acc[PADDED_DIM_V / 2], s[S_REGS], dp[S_REGS];
     unsigned n = 0;  // query tiles so far
+    ValueSums sums;
 
 #pragma unroll 1
     for (unsigned number = 0;; ++number) {
@@ -100,6 +101,7 @@ DEVICE void ds_consumer(const Params& p, const TensorMap& dv_map, unsigned base,
             __syncwarp();
             if (elect_one()) dsmem_copy(peer_ds, ds_of_warp, BYTES_DS_WARP, peer_full);
             mbarrier_arrive_once(pipe_ds.full, lane);
+            if constexpr (HAS_VALUES) add_values(p, id, s, dp, deltas, sums);
             pipe_q.consumer_release(n, lane);
             if (!last) pipe_q.consumer_wait(n + 1);
             issue_s(last ? n : n + 1);  // unconditional, or ptxas serializes it; unused after the last step
@@ -122,6 +124,7 @@ DEVICE void ds_consumer(const Params& p, const TensorMap& dv_map, unsigned base,
         __syncwarp();
         pipe_v.consumer_release(number, lane);
     }
+    if (HAS_VALUES) sums.leave(p);
     if (DETERMINISTIC && warp == 0 && lane == 0) end_dq_requests(base, n);
     bulk_wait();
 }
