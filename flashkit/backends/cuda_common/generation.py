@@ -194,7 +194,7 @@ def tile_of(
         if wrong := [f"{name} is {getattr(tile, name)}" for name, n in numbers.items() if getattr(tile, name) != n]:
             raise ValueError(", ".join(wrong))
         fitting = fitted(tile, spec)
-        if fitting is None and fitted(tile, replace(spec, head_dim=16, head_dim_v=16, score=None)) is None:
+        if fitting is None and fitted(tile, replace(spec, head_dim=16, head_dim_v=16, score=None, wrt=())) is None:
             raise ValueError(f"{tile} fits no head dim")
         return fitting
     except (ArithmeticError, TypeError, ValueError) as error:

@@ -162,23 +162,35 @@ DEVICE void add_values(const Params& p, const FragmentId& id, const float (&p_sl
     const FragmentCoord at = coord_of(p, id);
     const long long offset = at.seq.q_position();
     sums.enter(at.b, at.h, p);
-    auto add_all = [&](auto position) {
-        using I = decltype(position);
+    auto add = [&](auto row, auto key, float ds) {
+        using I = decltype(row);
+        if (ds != 0) sums.add<I>(ds, 0, at.b, at.h, row, row + (I)offset, key, p);
+    };
+    if (SMALL_SCORE && positions_are_near(p, offset)) {
 #pragma unroll
         for (int n = 0; n < S_REGS / 4; ++n) {
             float delta[2];
             deltas.get(delta, n);
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
-#pragma unroll
-                for (int c = 0; c < 2; ++c) {
-                    const int i = 4 * n + 2 * half + c;
-                    if (p_slope[i] == 0) continue;
-                    const I row = at.row0 + lane_row(n, c), k = at.k0 + row_of_lane(half);
-                    sums.add<I>(p_slope[i] * minus_delta(dp[i], delta[c]), 0, at.b, at.h, row, row + (I)offset, k, p);
-                }
+            for (int i = 0; i < 4; ++i) {
+                const float weight = p_slope[4 * n + i], ds = weight * minus_delta(dp[4 * n + i], delta[i % 2]);
+                add(at.row0 + lane_row(n, i % 2), at.k0 + row_of_lane(i / 2), weight == 0 ? 0.0f : ds);
+            }
         }
-    };
-    if (SMALL_SCORE && positions_are_near(p, offset)) add_all(0);
-    else add_all(0ll);
+    } else {  // in a loop, which takes few registers
+        float copy[S_REGS];
+#pragma unroll
+        for (int n = 0; n < S_REGS / 4; ++n) {
+            float delta[2];
+            deltas.get(delta, n);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float weight = p_slope[4 * n + i], ds = weight * minus_delta(dp[4 * n + i], delta[i % 2]);
+                copy[4 * n + i] = weight == 0 ? 0.0f : ds;
+            }
+        }
+#pragma unroll 1
+        for (int i = 0; i < S_REGS; ++i)
+            add((long long)(at.row0 + lane_row(i / 4, i % 2)), (long long)(at.k0 + row_of_lane(i / 2 % 2)), copy[i]);
+    }
 }

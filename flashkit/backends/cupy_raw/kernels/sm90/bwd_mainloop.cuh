@@ -160,6 +160,7 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
             unsigned ds[S_REGS / 2];
             if (unmasked || !CLEARS_KEYS) compute_ds<true>(p, s, dp, ds, deltas, dropout);
             else compute_ds<false>(p, s, dp, ds, deltas, dropout);
+            if constexpr (HAS_VALUES) add_values(p, id, s, dp, deltas, sums);
             auto issue_dq_and_dk = [&]() {
                 if (DK_FIRST) issue_dk(n, ds, first);
                 if (!first) pipe_ds.consumer_wait(n - 1);
@@ -185,7 +186,6 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
                 wgmma_wait<2>();  // dV
                 fence_operand(p_frag);
             }
-            if constexpr (HAS_VALUES) add_values(p, id, s, dp, deltas, sums);
             if (!last) pipe_q.consumer_wait(n + 1);
             issue_s(last ? n : n + 1);  // unconditional as well; unused after the last step
             if (AFFINE_AHEAD && !last) affine = affine_tile(p, {base, n + 1, number, wg}, warp, lane);

@@ -92,6 +92,7 @@ DEVICE void ds_consumer(const Params& p, const TensorMap& dv_map, unsigned base,
             fence_operand(dp);
             if (unmasked || !CLEARS_KEYS) compute_ds<true>(p, s, dp, ds, deltas, dropout);
             else compute_ds<false>(p, s, dp, ds, deltas, dropout);
+            if constexpr (HAS_VALUES) add_values(p, id, s, dp, deltas, sums);
             pipe_ds.producer_acquire(n), pipe_dsmem.producer_acquire(n);
 #pragma unroll
             for (int k = 0; k < BLOCK_Q / 16; ++k)
@@ -101,7 +102,6 @@ DEVICE void ds_consumer(const Params& p, const TensorMap& dv_map, unsigned base,
             __syncwarp();
             if (elect_one()) dsmem_copy(peer_ds, ds_of_warp, BYTES_DS_WARP, peer_full);
             mbarrier_arrive_once(pipe_ds.full, lane);
-            if constexpr (HAS_VALUES) add_values(p, id, s, dp, deltas, sums);
             pipe_q.consumer_release(n, lane);
             if (!last) pipe_q.consumer_wait(n + 1);
             issue_s(last ? n : n + 1);  // unconditional, or ptxas serializes it; unused after the last step
