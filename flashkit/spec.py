@@ -87,6 +87,26 @@ class Read(NamedTuple):
     index: tuple[Expr, ...]
     slope: Expr  # d score / d value
 
+    def of_distance(self) -> Read | None:
+        """The same in the symbol DISTANCE, q - k, if it depends on that, the batch entry and the head alone."""
+        graphs = expr.substitute([self.slope, *self.index], lambda node: _of_distance().get(node, node))
+        kept = (expr.B, expr.H, DISTANCE)
+        if any(node.op == "symbol" and all(node is not x for x in kept) for node in expr.walk(graphs)):
+            return None
+        return Read(self.name, tuple(graphs[1:]), graphs[0])
+
+
+DISTANCE = expr.symbol("distance")
+
+
+@cache
+def _of_distance() -> dict[Expr, Expr]:
+    q, k, d, zero = expr.Q, expr.K, DISTANCE, expr.const(0)
+    return {
+        q - k: d, k - q: -d, q < k: d < zero, k < q: zero < d, q <= k: d <= zero, k <= q: zero <= d,
+        q == k: d == zero, k == q: d == zero,
+    }  # fmt: skip
+
 
 def reads_of(score: Expr | None, name: str) -> tuple[Read, ...]:
     """The reads of a slot that the score has a derivative by."""

@@ -101,15 +101,15 @@ class Mods:
         return self._content
 
     @property
-    def captured(self) -> tuple[Any, ...]:
-        """The tensors that the functions use, as they are."""
-        parts = [part for part in self._parts.values() if isinstance(part, Mod)]
-        return tuple(x for part in parts for x in _values(part) if isinstance(x, torch.Tensor))
+    def captured(self) -> dict[str, Any]:
+        """The tensors that the functions use, as they are, by names as of `value_names`."""
+        named = [(part.kind, *value) for part in self._parts.values() if isinstance(part, Mod) for value in _named(part)]
+        return {f"{kind}.{name}": x for kind, name, x in named if isinstance(x, torch.Tensor)}
 
     @property
     def requires_grad(self) -> bool:
         """Whether a tensor that a function uses requires grad."""
-        return any(x.requires_grad for x in (self.captured if self._content is None else self._content[1]))
+        return any(x.requires_grad for x in (self.captured.values() if self._content is None else self._content[1]))
 
     def options(self) -> Parts:
         """The arguments of `flashkit.attention`, with today's values of the tensors."""
@@ -141,9 +141,19 @@ def _number(x: float) -> float:
     return int(x) if isinstance(x, bool) else x
 
 
-def _values(mod: Mod) -> list[Any]:
-    """Its tensors and arrays, in the order of its text."""
-    return [*(x for x in mod.params.values() if isinstance(x, torch.Tensor)), *mod.arrays.values()]
+def _named(mod: Mod) -> list[tuple[str, Any]]:
+    """Its tensors and arrays with their names, in the order of its text."""
+    return [*((name, x) for name, x in mod.params.items() if isinstance(x, torch.Tensor)), *mod.arrays.items()]
+
+
+@torch.compiler.assume_constant_result
+def value_names(text: str | None) -> list[str]:
+    """Names of the tensors of a text, in its order: "score.NAME" or "mask.NAME", as `wrt` has them."""
+    return [
+        f"{'score' if part == 'score_mod' else 'mask'}.{name}"
+        for part, _, params, arrays, *_ in _parsed(text or "{}")
+        for name in (*(name for name, x in params.items() if x is None), *arrays)
+    ]
 
 
 # --- content ----------------------------------------------------------------------------------------------------------
@@ -160,7 +170,7 @@ def _described(parts: Parts) -> Content:
     tensors: list[Any] = []
     for name, part in parts.items():
         mod = part.mod if isinstance(part, BlockMask) else part
-        texts[name], values = _text(mod), list(map(_tensor, _values(mod)))
+        texts[name], values = _text(mod), [_tensor(x) for _, x in _named(mod)]
         if isinstance(part, BlockMask):
             texts[name]["sizes"] = sizes = _sizes(part)
             texts[name]["digest"] = digest = _digest(mod, sizes)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .torch_mods import Mods
+from .torch_mods import Mods, value_names
 from .torch_passes import (
     LAYOUT,
     OPTION_DEFAULTS,
@@ -32,8 +32,8 @@ _DEFAULTS = (*(None,) * len(TENSORS), *OPTION_DEFAULTS, None, None)
 _library = torch.library.Library("flashkit", "DEF")  # operators exist as long as it does
 _library.define(f"attention(bool with_lse, {_SCHEMA}) -> (Tensor, Tensor)")
 _library.define(
-    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool of_bias, {_SCHEMA}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, str[] more, {_SCHEMA}) "
+    "-> (Tensor, Tensor, Tensor, Tensor[])"
 )
 
 
@@ -67,14 +67,20 @@ def _forward_impl(with_lse: bool, q: Any, k: Any, v: Any, *rest: Any) -> tuple[A
 
 
 def _backward_impl(
-    dout: Any, dlse: Any, out: Any, lse: Any, of_bias: bool, q: Any, k: Any, v: Any, *rest: Any
+    dout: Any, dlse: Any, out: Any, lse: Any, more: list[str], q: Any, k: Any, v: Any, *rest: Any
 ) -> tuple[Any, ...]:
     tensors, options, content = _given(rest)
     with torch.no_grad():
         mods, results = _mods(content), results_of(dout, dlse, out, lse)
         known = known_plan(len(results), (q, k, v, *results), tensors, options, mods)
-        found = backward(known, dout, dlse, out, lse, of_bias, q, k, v, tensors, options, mods)
-    return tuple(q.new_empty(0) if x is None else x for x in found)
+        dq, dk, dv, *rest = backward(known, dout, dlse, out, lse, more, q, k, v, tensors, options, mods)
+    own = named_tensors(tensors, *content)
+    return dq, dk, dv, [x.to(own[name].dtype) for name, x in zip(more, rest, strict=True)]
+
+
+def named_tensors(tensors: Tensors, text: str | None, values: Any) -> Tensors:
+    """The tensors of a call by the names that gradients have."""
+    return tensors | dict(zip(value_names(text), values, strict=True))
 
 
 def _fake_forward(with_lse: bool, q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
@@ -88,7 +94,7 @@ def _fake_forward(with_lse: bool, q: Any, k: Any, v: Any, *rest: Any) -> tuple[A
 
 
 def _fake_backward(
-    dout: Any, dlse: Any, out: Any, lse: Any, of_bias: bool, q: Any, k: Any, v: Any, *rest: Any
+    dout: Any, dlse: Any, out: Any, lse: Any, more: list[str], q: Any, k: Any, v: Any, *rest: Any
 ) -> tuple[Any, ...]:
     tensors, layout = _layout(rest)
 
@@ -97,11 +103,8 @@ def _fake_backward(
             return x.new_empty(x.shape)
         return x.new_empty((*x.shape[:-3], x.shape[-2], x.shape[-3], x.shape[-1])).transpose(-3, -2)
 
-    dsinks, dbias = (
-        x.new_empty(x.shape) if x is not None else q.new_empty(0)
-        for x in (tensors.get("sinks"), tensors["bias"] if of_bias else None)
-    )
-    return like(q), like(k), like(v), dsinks, dbias
+    own = named_tensors(tensors, *_given(rest)[2])
+    return like(q), like(k), like(v), [own[name].new_empty(own[name].shape) for name in more]
 
 
 def _layout(rest: tuple[Any, ...]) -> tuple[Tensors, str]:
@@ -120,11 +123,6 @@ Batched = dict[str, tuple[Any, int | None]]
 
 _AXES = TENSORS | dict.fromkeys(("q", "k", "v", "out", "dout"), "tokens") | dict.fromkeys(("lse", "dlse"), "rows")
 _DROPOUT = OPTION_NAMES.index("dropout_p")
-
-
-def value_names(values: Any) -> list[str]:
-    """Names of the tensors of modifications."""
-    return [f"value{i}" for i in range(len(values))]
 
 
 def batched_results(
@@ -191,7 +189,7 @@ def _batched(rest: tuple[Any, ...], axes: tuple[Any, ...]) -> tuple[Any, ...]:
     """An operator's arguments behind v: tensors by name with their axes, options, text, names of the text's tensors."""
     tensors, options, (text, values) = _given(rest)
     of_values = axes[-1] if values and axes[-1] is not None else [None] * len(values)
-    names = value_names(values)
+    names = value_names(text)
     given = {name: (x, axes[list(TENSORS).index(name)]) for name, x in tensors.items()}
     return given | dict(zip(names, zip(values, of_values), strict=True)), options, text, names
 
@@ -208,21 +206,23 @@ def _batched_forward(info: Any, axes: tuple[Any, ...], with_lse: bool, q: Any, k
 
 
 def _batched_backward(
-    info: Any, axes: tuple[Any, ...], dout: Any, dlse: Any, out: Any, lse: Any, of_bias: bool, q: Any, k: Any, v: Any,
+    info: Any, axes: tuple[Any, ...], dout: Any, dlse: Any, out: Any, lse: Any, more: list[str], q: Any, k: Any, v: Any,
     *rest: Any,
 ) -> Any:  # fmt: skip
     given, options, text, values = _batched(rest, axes[8:])
 
     def call(x: dict[str, Any]) -> tuple[Any, ...]:
         arguments = flat(x, options, text, [x[name] for name in values])
-        results = x["dout"], x.get("dlse"), x["out"], x["lse"], of_bias
-        return backward_op(*results, x["q"], x["k"], x["v"], *arguments)
+        results = x["dout"], x.get("dlse"), x["out"], x["lse"], more
+        *three, others = backward_op(*results, x["q"], x["k"], x["v"], *arguments)
+        return *three, *others
 
     own = (("dout", dout), ("dlse", dlse), ("out", out), ("lse", lse), ("", None), ("q", q), ("k", k), ("v", v))
     given |= {name: (x, axis) for (name, x), axis in zip(own, axes) if x is not None}
-    names = ("dq", "dk", "dv", "dsinks", "dbias")
-    alone = text is not None or "sinks" in given
-    return batched_results(call, info.batch_size, given, options, names, alone, of_bias), (0,) * 5
+    names = "dq", "dk", "dv", *(f"d{name}" for name in more)
+    alone = text is not None or not {"bias"}.issuperset(more)
+    found = batched_results(call, info.batch_size, given, options, names, alone, "bias" in more)
+    return (*found[:3], list(found[3:])), (0, 0, 0, [0] * len(more))
 
 
 def _no_gradient(ctx: Any, *_: Any) -> Any:

@@ -84,7 +84,7 @@ class Vjp(Generic[A]):
         >>> [x.shape for x in vjp(np.ones_like(out), wrt=("bias", "score.table"))]
         [(2, 16, 16), (16,)]
         """
-        self._check_names(wrt)
+        self.check_names(wrt)
         with ExitStack() as scopes:
             for adapter in self._adapters:
                 scopes.enter_context(adapter.scope())
@@ -95,7 +95,8 @@ class Vjp(Generic[A]):
                 gradients = tuple(adapter.from_native(f"d{name}", x) for name, x in zip(wrt, gradients, strict=True))
             return gradients
 
-    def _check_names(self, wrt: Any) -> None:
+    def check_names(self, wrt: Any) -> None:
+        """Refuse names that this call has no gradients by."""
         spec, names = self.problem.spec, self.operands.names
         kinds = {slot.name: slot.kind for slot in spec.slots}
         known = [*WRT[: 3 if self.operands.sinks is None else 4]]
@@ -155,7 +156,8 @@ class Vjp(Generic[A]):
         shape, dtype = self._forms.get(name, (own.shape, own.dtype))
         if gradient.size != math.prod(shape):
             batch = self.shape.batch
-            axes = tuple(i for i, n in enumerate(shape[: len(batch)]) if n == 1)
+            own_batch = (1,) * (len(batch) + 3 - len(shape)) + shape[:-3]
+            axes = tuple(i for i, n in enumerate(own_batch) if n == 1)
             gradient = gradient.reshape(*batch, *gradient.shape[1:]).sum(axes)
         return gradient.reshape(shape).astype(dtype, copy=False)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...mods import codegen, expr
 from ...mods.expr import Expr
-from ...spec import AttentionSpec, Slot
+from ...spec import AttentionSpec, Read, Slot
 from . import specialise
 from .arguments import EMPTY, FULL, PARTIAL, STRIP
 from .objects import Source
@@ -182,8 +182,7 @@ def visit_ds(p_at, ds_at, slopes_at, row_stride, count, width, b, h, row0, q0, k
 def _visit_function(spec: AttentionSpec) -> str:
     """The text of `visit_ds` where values are differentiated by: a function for each read, and one for the slope.
 
-    A row of keys whose element of the sums is the same is summed first. again: the non-finite fallback computes the
-    tile for the second time.
+    again: the non-finite fallback computes the tile for the second time.
     """
     first = sum(map(entries, spec.slots)) + len(TRANSPOSERS)
     slots = {slot.name: slot for slot in spec.slots}
@@ -191,75 +190,116 @@ def _visit_function(spec: AttentionSpec) -> str:
     for name in spec.wrt:
         places[name] = at
         at += value_entries(slots[name])
-    parameters = "p, ds, scores, b, h, row0, q0, k0, values"
     functions, calls = [], []
     for n, read in enumerate(spec.reads):
-        calls.append(f"        add{n}({parameters}, part)")
-        functions += _pair_loops(spec, f"add{n}({parameters}, part)", [read.slope, *read.index], places[read.name])
+        calls.append(f"        add{n}({_VISITED}, part)")
+        of_distance = read.of_distance()
+        if of_distance is None:
+            functions += _add_pairs(spec, f"add{n}", read, places[read.name])
+        else:
+            functions += _add_diagonals(spec, f"add{n}", of_distance, places[read.name])
     assert spec.score is not None
-    functions += _pair_loops(spec, f"apply_slope({parameters}, scale)", [expr.derivative(spec.score)], None)
+    slope = expr.derivative(spec.score)
+    steps, (factor,) = codegen.assignments([slope], "numba", None, spec.int32_arrays)
+    body = [f"ds[j, i] = scale * (ds[j, i] * {factor} if p[j, i] != 0 else F(0))"]
+    functions += _loops(spec, f"apply_slope({_VISITED}, scale)", [slope], steps, [], body, [])
     word = [f"integer_at(values + {8 * (first + i)})" for i in range(VALUE_WORDS)]
     return "\n".join([
         *functions,
         "@entry(types.void(*[types.int64] * 13))",
         "def visit_ds(p_at, ds_at, scores_at, row_stride, count, width, b, h, row0, q0, k0, values, again):",
         *(f"    {x} = matrix({x}_at, count, width, row_stride, F_SIZE, F)" for x in ("p", "ds", "scores")),
+        "    diagonals = vector(scores_at + count * row_stride, count + width - 1, F_SIZE, F)",
         f"    part = (b * {word[4]} + h // {word[3]}) * {word[2]} + k0 // {word[1]} % {word[2]}",
         "    if again == 0:",
         *calls,
-        f"    apply_slope({parameters}, F(double_from_bits({word[0]})))",
+        f"    apply_slope({_VISITED}, F(double_from_bits({word[0]})))",
         "",
     ])  # fmt: skip
 
 
-def _pair_loops(spec: AttentionSpec, head: str, graphs: list[Expr], place: int | None) -> list[str]:
-    """A function that goes over the pairs of a tile: it adds dS times the first graph to the element of the sums at
-    `place` of which the other graphs are the index; or, without a place, it multiplies dS by the graph and the scale.
-    """
+_VISITED = "p, ds, scores, diagonals, b, h, row0, q0, k0, values"
+
+
+def _sums(index: Sequence[str], place: int) -> str:
+    """The text of the address of an element of the sums."""
+    strides = (f"I({i}) * integer_at(values + {8 * (place + 2 + axis)})" for axis, i in enumerate(index))
+    part = f"part * integer_at(values + {8 * (place + 1)})"
+    return " + ".join([f"integer_at(values + {8 * place})", part, *strides])
+
+
+def _adding(address: str, term: str) -> list[str]:
+    """Lines that add a term. Terms for the same element are summed first, as long as they follow each other."""
+    flush = "        vector(at, 1, F_SIZE, F)[0] += total"
+    return [f"here = {address}", "if here != at:", "    if at != 0:", flush, "    total, at = F(0), here",
+            f"total += {term}"]  # fmt: skip
+
+
+_NOTHING, _REST = "total, at = F(0), I(0)", "vector(at, 1, F_SIZE, F)[0] += total"
+
+
+def _add_pairs(spec: AttentionSpec, name: str, read: Read, place: int) -> list[str]:
+    """The text of a function that adds dS times the slope of a read to the sums, for each pair of a tile."""
+    graphs = [read.slope, *read.index]
     steps, (factor, *index) = codegen.assignments(graphs, "numba", None, spec.int32_arrays)
-    depth = _depths(graphs, (expr.Q, expr.ROW))
-    at_depth = _at_depth(steps, depth)
-    along_keys = len(graphs) > 1 and graphs[-1] is expr.K
-    moving = graphs[1:-1] if along_keys else graphs[1:]
-    inner = max((depth[id(graph)] for graph in moving), default=0) == 2
-    before, after, term = [], [], f"ds[j, i] * {factor} if p[j, i] != 0 else F(0)"
-    if place is None:
-        add = [f"            ds[j, i] = scale * {term}"]
+    depth, term = _depths(graphs, (expr.Q, expr.ROW)), f"ds[j, i] * {factor} if p[j, i] != 0 else F(0)"
+    along_keys = bool(read.index) and read.index[-1] is expr.K
+    if along_keys:
+        index[-1] = "k0"
+    if along_keys and max((depth[id(graph)] for graph in read.index[:-1]), default=0) < 2:
+        before = [f"sums = vector({_sums(index, place)}, p.shape[1], F_SIZE, F)"]
+        body, after = [f"sums[i] += {term}"], list[str]()
     else:
-        stride = [f"integer_at(values + {8 * (place + 2 + axis)})" for axis in range(len(index))]
-        sums = f"integer_at(values + {8 * place}) + part * integer_at(values + {8 * (place + 1)})"
-        if along_keys:
-            index[-1] = "k0"
-        sums = " + ".join([sums, *(f"I({i}) * {n}" for i, n in zip(index, stride))])
-        if along_keys and not inner:
-            before, add = [f"        sums = vector({sums}, p.shape[1], F_SIZE, F)"], [f"            sums[i] += {term}"]
-        else:
-            before = ["        total, at = F(0), I(0)"]
-            add = [
-                f"            here = {sums}" + (" + i * F_SIZE" if along_keys else ""),
-                "            if here != at:",
-                "                if at != 0:",
-                "                    vector(at, 1, F_SIZE, F)[0] += total",
-                "                total, at = F(0), here",
-                f"            total += {term}",
-            ]
-            after = ["        vector(at, 1, F_SIZE, F)[0] += total"]
+        address = _sums(index, place) + (" + i * F_SIZE" if along_keys else "")
+        before, body, after = [_NOTHING], _adding(address, term), [_REST]
+    return _loops(spec, f"{name}({_VISITED}, part)", graphs, steps, before, body, after)
+
+
+def _add_diagonals(spec: AttentionSpec, name: str, read: Read, place: int) -> list[str]:
+    """The same for a read by distance: dS is summed along the diagonals of the tile first."""
+    graphs = [read.slope, *read.index]
+    steps, (factor, *index) = codegen.assignments(graphs, "numba", None, spec.int32_arrays)
+    lines = [f"{name} = {text}" for _, name, text in steps]
+    return [
+        "@njit(**options)",
+        f"def {name}({_VISITED}, part):",
+        *_prelude(spec, _names(graphs)),
+        "    diagonals[:] = 0",
+        "    for j in range(p.shape[0]):",
+        "        own = vector(diagonals[p.shape[0] - 1 - j :].ctypes.data, p.shape[1], F_SIZE, F)",
+        "        for i in range(p.shape[1]):",
+        "            own[i] += ds[j, i] if p[j, i] != 0 else F(0)",
+        f"    {_NOTHING}",
+        "    for n in range(len(diagonals)):",
+        "        distance = q0 - k0 + p.shape[0] - 1 - n",
+        *(f"        {line}" for line in (*lines, *_adding(_sums(index, place), f"diagonals[n] * {factor}"))),
+        f"    {_REST}",
+        "\n",
+    ]  # fmt: skip
+
+
+def _loops(
+    spec: AttentionSpec, head: str, graphs: Sequence[Expr], steps: list[tuple[Expr, str, str]], before: list[str],
+    body: list[str], after: list[str],
+) -> list[str]:  # fmt: skip
+    """The text of a function that loops over the pairs of a tile, with lines before and after those of a row."""
+    at_depth = _at_depth(steps, _depths(graphs, (expr.Q, expr.ROW)))
     return [
         "@njit(**options)",
         f"def {head}:",
-        *_prelude(spec, _names(graphs)),
+        *_prelude(spec, _names(list(graphs))),
         *at_depth[0],
         "    for j in range(p.shape[0]):",
         "        row, q = row0 + j, q0 + j",
         *at_depth[1],
-        *before,
+        *(f"        {line}" for line in before),
         "        for i in range(p.shape[1]):",
         "            k, s = k0 + i, scores[j, i]",
         *at_depth[2],
-        *add,
-        *after,
+        *(f"            {line}" for line in body),
+        *(f"        {line}" for line in after),
         "\n",
-    ]  # fmt: skip
+    ]
 
 
 def _classify_function(spec: AttentionSpec) -> str:
