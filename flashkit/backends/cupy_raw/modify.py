@@ -89,7 +89,10 @@ def _value_sums(spec: AttentionSpec) -> list[str]:
         where = ", value_at{n}<long long>(own_b, own_h, 0, 0, 0, p)" if way == "OfHead" else ""
         flushing.append(f"        sum{n}.flush(p{where.format(n=n)});")
     reads_score = any(expr.uses(read.slope, expr.S) for read in spec.reads)
-    facts = {"HAS_VALUES": bool(spec.wrt), "VALUES_READ_SCORE": reads_score, "SLOPE_IS_ONE": slope_is_one(spec)}
+    facts = {
+        "HAS_VALUES": bool(spec.wrt), "VALUES_READ_SCORE": reads_score, "SLOPE_IS_ONE": slope_is_one(spec),
+        "VALUES_BY_DISTANCE": all(read.of_distance() is not None for read in spec.reads),
+    }  # fmt: skip
     return [
         f"constexpr bool {', '.join(f'{name} = {int(value)}' for name, value in facts.items())};",
         *functions,

@@ -166,31 +166,27 @@ DEVICE void add_values(const Params& p, const FragmentId& id, const float (&p_sl
         using I = decltype(row);
         if (ds != 0) sums.add<I>(ds, 0, at.b, at.h, row, row + (I)offset, key, p);
     };
-    if (SMALL_SCORE && positions_are_near(p, offset)) {
+    float ds[S_REGS];
 #pragma unroll
-        for (int n = 0; n < S_REGS / 4; ++n) {
-            float delta[2];
-            deltas.get(delta, n);
+    for (int n = 0; n < S_REGS / 4; ++n) {
+        float delta[2];
+        deltas.get(delta, n);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float weight = p_slope[4 * n + i], ds = weight * minus_delta(dp[4 * n + i], delta[i % 2]);
-                add(at.row0 + lane_row(n, i % 2), at.k0 + row_of_lane(i / 2), weight == 0 ? 0.0f : ds);
-            }
-        }
-    } else {  // in a loop, which takes few registers
-        float copy[S_REGS];
-#pragma unroll
-        for (int n = 0; n < S_REGS / 4; ++n) {
-            float delta[2];
-            deltas.get(delta, n);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float weight = p_slope[4 * n + i], ds = weight * minus_delta(dp[4 * n + i], delta[i % 2]);
-                copy[4 * n + i] = weight == 0 ? 0.0f : ds;
-            }
-        }
+        for (int i = 4 * n; i < 4 * n + 4; ++i)
+            ds[i] = p_slope[i] == 0 ? 0.0f : p_slope[i] * minus_delta(dp[i], delta[i % 2]);
+    }
+    if (!SMALL_SCORE || !positions_are_near(p, offset)) {
 #pragma unroll 1
-        for (int i = 0; i < S_REGS; ++i)
-            add((long long)(at.row0 + lane_row(i / 4, i % 2)), (long long)(at.k0 + row_of_lane(i / 2 % 2)), copy[i]);
+        for (int i = 0; i < S_REGS; ++i)  // in local memory, as its index is not constant: takes few registers
+            add((long long)(at.row0 + lane_row(i / 4, i % 2)), (long long)(at.k0 + row_of_lane(i / 2 % 2)), ds[i]);
+    } else {
+        // Eight rows on and eight keys on is the same distance: element (n + 1, half 1) is added to (n, half 0) first.
+#pragma unroll
+        for (int i = 0; i < S_REGS; ++i) {
+            const int n = i / 4, half = i / 2 % 2;
+            if (VALUES_BY_DISTANCE && half == 1 && n > 0) continue;
+            const float other = VALUES_BY_DISTANCE && half == 0 && n + 1 < S_REGS / 4 ? ds[(i + 6) % S_REGS] : 0.0f;
+            add(at.row0 + lane_row(n, i % 2), at.k0 + row_of_lane(half), ds[i] + other);
+        }
     }
 }
