@@ -146,6 +146,8 @@ def attention(
         or (sinks is not None and sinks.requires_grad) or (bias is not None and bias.requires_grad)
         or (slopes is not None and slopes.requires_grad) or (mods is not None and mods.requires_grad)
     ):  # fmt: skip
+        if mods is not None and mods.requires_grad:
+            mods.check_differentiable()
         out, lse = recorded_call(q, k, v, tensors, values, mods)
     else:
         out, lse = call(return_lse, q, k, v, tensors, values, mods)

@@ -9,8 +9,8 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from . import interop
-from .torch_mods import Content, Mods, value_names
-from .torch_operators import backward_op, batched_results, flat, forward_op
+from .torch_mods import NO_GRADIENT, Content, Mods, value_names
+from .torch_operators import backward_op, batched_results, flat, forward_op, unpacked
 from .torch_passes import PLAIN, Tensors, backward, forward, known_plan, results_of
 
 
@@ -162,9 +162,10 @@ def _gradients(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     names, options, mods = ctx.names, ctx.options, ctx.mods
     of_mods = value_names(mods) if isinstance(mods, str) else [] if mods is None else [*mods.captured]
     tensors, mods = _unpacked(names, mods, content)
-    more = [name for name, needed in zip((*names, *of_mods), ctx.needs_input_grad[6:], strict=True) if needed]
+    given = dict(zip((*names, *of_mods), content, strict=True))
+    more = [name for name, needed in zip(given, ctx.needs_input_grad[6:], strict=True) if needed]
     if masked := [name.partition(".")[2] for name in more if name.startswith("mask.")]:
-        raise NotImplementedError(f"{masked[0]} of a mask_mod requires grad, and has no gradient: pass its detach()")
+        raise NotImplementedError(NO_GRADIENT.format(masked[0]))  # now wrappers know
     dout = torch.zeros_like(out) if dout is None else dout
     arguments, all_tensors = (dout, dlse, out, lse, more, q, k, v), (q, k, v, *results_of(dout, dlse, out, lse))
     watched = is_watched()
@@ -174,10 +175,10 @@ def _gradients(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     if known is not None or (not watched and _is_plain((*all_tensors, *content))):
         dq, dk, dv, *gradients = backward(known, *arguments, tensors, options, _resolved(mods))
     else:
-        dq, dk, dv, gradients = backward_op(*arguments, *flat(tensors, options, *_content(mods)))
+        dq, dk, dv, numbers = backward_op(*arguments, *flat(tensors, options, *_content(mods)))
+        gradients = unpacked(numbers, [given[name] for name in more])
     found = dict(zip(more, gradients, strict=True))
-    given = zip((*names, *of_mods), content, strict=True)
-    return None, None, None, dq, dk, dv, *(found[n].to(x.dtype) if n in found else None for n, x in given)
+    return None, None, None, dq, dk, dv, *(found[n].to(x.dtype) if n in found else None for n, x in given.items())
 
 
 class _NoSecondDerivative(torch.autograd.Function):

@@ -29,6 +29,9 @@ Content = tuple[str, tuple[Any, ...]]
 """What parts are, as canonical text, and the tensors that the text names in its order."""
 
 
+NO_GRADIENT = "{} of a mask_mod requires grad, and has no gradient: pass its detach()"
+
+
 class Mods:
     """Modifications and a block mask of calls, for functions that `torch.compile` compiles.
 
@@ -110,6 +113,12 @@ class Mods:
     def requires_grad(self) -> bool:
         """Whether a tensor that a function uses requires grad."""
         return any(x.requires_grad for x in (self.captured.values() if self._content is None else self._content[1]))
+
+    def check_differentiable(self) -> None:
+        """Refuse tensors of a mask that require grad: none has a gradient by them."""
+        for name, x in self.captured.items():
+            if name.startswith("mask.") and x.requires_grad:
+                raise NotImplementedError(NO_GRADIENT.format(name.partition(".")[2]))
 
     def options(self) -> Parts:
         """The arguments of `flashkit.attention`, with today's values of the tensors."""

@@ -6,7 +6,7 @@ Operators take no functions: modifications are text and tensors (`torch_mods.Con
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ _library = torch.library.Library("flashkit", "DEF")  # operators exist as long a
 _library.define(f"attention(bool with_lse, {_SCHEMA}) -> (Tensor, Tensor)")
 _library.define(
     f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, str[] more, {_SCHEMA}) "
-    "-> (Tensor, Tensor, Tensor, Tensor[])"
+    "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -74,13 +74,14 @@ def _backward_impl(
         mods, results = _mods(content), results_of(dout, dlse, out, lse)
         known = known_plan(len(results), (q, k, v, *results), tensors, options, mods)
         dq, dk, dv, *rest = backward(known, dout, dlse, out, lse, more, q, k, v, tensors, options, mods)
-    own = named_tensors(tensors, *content)
-    return dq, dk, dv, [x.to(own[name].dtype) for name, x in zip(more, rest, strict=True)]
+    numbers = [x.reshape(-1).to(lse.dtype) for x in rest]
+    return dq, dk, dv, torch.cat(numbers) if numbers else lse.new_empty(0)  # a list has no batching rule of autograd's
 
 
-def named_tensors(tensors: Tensors, text: str | None, values: Any) -> Tensors:
-    """The tensors of a call by the names that gradients have."""
-    return tensors | dict(zip(value_names(text), values, strict=True))
+def unpacked(gradients: Any, tensors: Sequence[Any]) -> list[Any]:
+    """The gradients by these tensors, which the operator returns one after another."""
+    parts = gradients.split([x.numel() for x in tensors]) if tensors else ()
+    return [part.reshape(x.shape).to(x.dtype) for part, x in zip(parts, tensors, strict=True)]
 
 
 def _fake_forward(with_lse: bool, q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
@@ -103,8 +104,9 @@ def _fake_backward(
             return x.new_empty(x.shape)
         return x.new_empty((*x.shape[:-3], x.shape[-2], x.shape[-3], x.shape[-1])).transpose(-3, -2)
 
-    own = named_tensors(tensors, *_given(rest)[2])
-    return like(q), like(k), like(v), [own[name].new_empty(own[name].shape) for name in more]
+    text, values = _given(rest)[2]
+    own = tensors | dict(zip(value_names(text), values, strict=True))
+    return like(q), like(k), like(v), lse.new_empty(sum(own[name].numel() for name in more))
 
 
 def _layout(rest: tuple[Any, ...]) -> tuple[Tensors, str]:
@@ -145,7 +147,7 @@ def batched_results(
     head = 1 if options[LAYOUT] == "bhnd" else 2
     lent = {name: _as_batch(name, x, axis, size, shape, head, of_bias) for name, (x, axis) in given.items()}
     outputs = zip(names, call(lent), strict=True)
-    return tuple(_as_entries(name, x, size, len(shape), head, given) for name, x in outputs)
+    return tuple(_as_entries(name, x, size, len(shape), head) for name, x in outputs)
 
 
 def _fits_one_call(given: Batched, options: tuple[Any, ...]) -> bool:
@@ -173,13 +175,10 @@ def _as_batch(name: str, x: Any, axis: int | None, size: int, shape: list[int], 
     return x
 
 
-def _as_entries(name: str, x: Any, size: int, axes: int, head: int, given: Batched) -> Any:
+def _as_entries(name: str, x: Any, size: int, axes: int, head: int) -> Any:
     """A result of all entries. axes: of q in one of them."""
-    if x.dim() == 1:  # stands for a result that is not asked for
-        return x.new_empty(size, 0)
-    if name == "dbias":
-        bias, axis = given["bias"]
-        return x.reshape(size, *[n for i, n in enumerate(bias.shape) if i != axis])
+    if x.dim() == 1:  # numbers of all entries, or none
+        return x.reshape(size, x.numel() // size)
     if axes == 2:
         return x.squeeze(1 if name == "lse" else head)
     return x
@@ -214,15 +213,12 @@ def _batched_backward(
     def call(x: dict[str, Any]) -> tuple[Any, ...]:
         arguments = flat(x, options, text, [x[name] for name in values])
         results = x["dout"], x.get("dlse"), x["out"], x["lse"], more
-        *three, others = backward_op(*results, x["q"], x["k"], x["v"], *arguments)
-        return *three, *others
+        return backward_op(*results, x["q"], x["k"], x["v"], *arguments)
 
     own = (("dout", dout), ("dlse", dlse), ("out", out), ("lse", lse), ("", None), ("q", q), ("k", k), ("v", v))
     given |= {name: (x, axis) for (name, x), axis in zip(own, axes) if x is not None}
-    names = "dq", "dk", "dv", *(f"d{name}" for name in more)
-    alone = text is not None or not {"bias"}.issuperset(more)
-    found = batched_results(call, info.batch_size, given, options, names, alone, "bias" in more)
-    return (*found[:3], list(found[3:])), (0, 0, 0, [0] * len(more))
+    names, alone = ("dq", "dk", "dv", "more"), text is not None or not {"bias"}.issuperset(more)
+    return batched_results(call, info.batch_size, given, options, names, alone, "bias" in more), (0,) * 4
 
 
 def _no_gradient(ctx: Any, *_: Any) -> Any:
