@@ -184,11 +184,11 @@ def main() -> None:
         if options.only not in name:
             continue
         times = timed(runs(name, sizes, device, dtype), device, options.rounds)
+        ratio = round(times["with"] / times["without"], 3) if "with" in times else None
         line: dict[str, Any] = {
             "case": name, "device": where, "dtype": str(dtype).removeprefix("torch."), "batch": sizes[0],
             "heads": sizes[1], "tokens": sizes[2], "head_dim": sizes[3], "causal": sizes[4], "flashkit":
-            flashkit.__version__, "torch": torch.__version__, "ms": times, "ratio": round(times["with"] / times["without"], 3)
-            if "with" in times else None,
+            flashkit.__version__, "torch": torch.__version__, "ms": times, "ratio": ratio,
         }  # fmt: skip
         print(json.dumps(line), flush=True)
 

@@ -599,7 +599,7 @@ def add_value_gradients(
 ) -> None:  # fmt: skip
     """What a tile adds to the gradients by the values that the score modification reads."""
     for read in head.spec.reads if head.values else ():
-        index = tuple(head.evaluate(i, rows, keys) for i in read.index)
+        index = tuple(head.evaluate(i, rows, keys) for i in read.indices)
         terms = select(p != 0, ds * head.evaluate(read.slope, rows, keys, s))
         np.add.at(head.values[read.name], index, terms if index else terms.sum())
 

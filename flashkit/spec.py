@@ -78,18 +78,18 @@ class Slot(NamedTuple):
 
 
 class Read(NamedTuple):
-    """One place where a score modification reads a float: an element of an array, or a number, whose index is empty.
+    """One place where a score modification reads a float: an element of an array, or a number, which has no indices.
 
     The gradient of a loss by the value sums dS * slope over the pairs, at the index that each of them reads.
     """
 
     name: str  # of the slot
-    index: tuple[Expr, ...]
+    indices: tuple[Expr, ...]
     slope: Expr  # d score / d value
 
     def of_distance(self) -> Read | None:
         """The same in the symbol DISTANCE, q - k, if it depends on that, the batch entry and the head alone."""
-        graphs = expr.substitute([self.slope, *self.index], lambda node: _of_distance().get(node, node))
+        graphs = expr.substitute([self.slope, *self.indices], lambda node: _of_distance().get(node, node))
         kept = (expr.B, expr.H, DISTANCE)
         if any(node.op == "symbol" and all(node is not x for x in kept) for node in expr.walk(graphs)):
             return None

@@ -59,7 +59,7 @@ class TakesFp8(Protocol):
 
 
 class TakesWrt(Protocol):
-    """Optional: a backend that is asked about problems with `spec.wrt`, whose backward pass adds to Gradients.values."""
+    """Optional: a backend that is asked about problems with `spec.wrt`, and adds to Gradients.values."""
 
     takes_wrt: bool
 

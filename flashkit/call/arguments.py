@@ -200,8 +200,8 @@ def prepare(
 def _modifications(
     o: Any, kind: str, heads: int, seqs: Sequences, queries: Any, described: bool
 ) -> tuple[dict[str, Mod], list[Mod], list[Mod]]:
-    """The options that change scores, in their order and by name, those that hide pairs, and those of them whose indices have to be
-    proved in range.
+    """The options that change scores, in their order and by name, those that hide pairs, and those of them whose
+    indices have to be proved in range.
     """
     batch, layout = seqs.batch, o.layout
     scores: dict[str, Mod] = {}

@@ -106,7 +106,7 @@ def definition(
 def magnitude(head: Any, s: Any, p: Any, ds: Any, rows: Any, keys: Any) -> None:
     """reference.add_value_gradients with all terms by their absolute values."""
     for read in head.spec.reads:
-        index = tuple(head.evaluate(i, rows, keys) for i in read.index)
+        index = tuple(head.evaluate(i, rows, keys) for i in read.indices)
         terms = reference.select(p != 0, np.abs(ds * head.evaluate(read.slope, rows, keys, s)))
         np.add.at(head.values[read.name], index, terms if index else terms.sum())
 
@@ -259,4 +259,3 @@ def test_axes_and_dtypes_are_the_callers() -> None:
     _, same = flashkit.attention_vjp(flat, flat, flat, bias=wide, alibi_slopes=[0.1] * 4)
     expected = same(np.ones_like(flat), wrt=("bias",))[0].astype(np.float32).reshape(2, 3, 1, 5, 5).sum(0)
     np.testing.assert_allclose(dbias.astype(np.float32), expected, atol=2e-2)
-

@@ -1004,7 +1004,12 @@ def test_lengths_below_the_queries_need_an_offset(device: Device, lengths_on_dev
 
 VALUES = [
     pytest.param(backend, generation, marks=slow if backend == "numba_cuda" or generation != "simt" else [])
-    for backend, generation in (("cupy_raw", "simt"), ("cupy_raw", "sm80"), ("cupy_raw", "sm90"), ("numba_cuda", "simt"))
+    for backend, generation in (
+        ("cupy_raw", "simt"),
+        ("cupy_raw", "sm80"),
+        ("cupy_raw", "sm90"),
+        ("numba_cuda", "simt"),
+    )
 ]
 
 

@@ -156,14 +156,16 @@ def test_slopes_and_a_functions_tensor_under_transforms() -> None:
     def of_function(t: Any, *x: Any) -> Any:
         return ft.attention(*x, score_mod=lambda s, b, h, q, k: s * t[h])
 
-    for each in (of_slopes, of_function):
+    def check(each: Any) -> None:
         expected = func.grad(lambda t: each(t, q, k, v).square().sum())(factor)
         mapped = vmap(each, (None, 0, 0, 0))
         found = func.grad(lambda t: mapped(t, *(x[:, None] for x in (q, k, v))).square().sum())(factor)
         torch.testing.assert_close(found, expected)
-        factor.requires_grad_()
-        torch.testing.assert_close(torch.autograd.grad(each(factor, q, k, v).square().sum(), factor)[0], expected)
-        factor = factor.detach()
+        leaf = factor.clone().requires_grad_()
+        torch.testing.assert_close(torch.autograd.grad(each(leaf, q, k, v).square().sum(), leaf)[0], expected)
+
+    check(of_slopes)
+    check(of_function)
 
 
 @pytest.mark.parametrize("backward", [False, True])

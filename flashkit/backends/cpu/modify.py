@@ -52,7 +52,7 @@ def value_entries(slot: Slot) -> int:
 
 def separating_axes(spec: AttentionSpec, name: str) -> set[Expr]:
     """Of the batch entry, the head and the key those of which different ones always read different elements."""
-    indices = [read.index for read in spec.reads if read.name == name]
+    indices = [read.indices for read in spec.reads if read.name == name]
     return {x for x in (expr.B, expr.H, expr.K) if any(all(i is x for i in axis) for axis in zip(*indices))}
 
 
@@ -91,7 +91,8 @@ def _depths(graphs: Sequence[Expr], outer: tuple[Expr, ...]) -> dict[int, int]:
 
 def _at_depth(steps: list[tuple[Expr, str, str]], depth: dict[int, int]) -> list[list[str]]:
     """The lines of each depth, indented."""
-    return [[f"{'    ' * (d + 1)}{name} = {text}" for node, name, text in steps if depth[id(node)] == d] for d in range(3)]
+    lines = [(depth[id(node)], f"{name} = {text}") for node, name, text in steps]
+    return [[f"{'    ' * (d + 1)}{line}" for at, line in lines if at == d] for d in range(3)]
 
 
 def _results(spec: AttentionSpec) -> list[Expr]:
@@ -240,13 +241,13 @@ _NOTHING, _REST = "total, at = F(0), I(0)", "vector(at, 1, F_SIZE, F)[0] += tota
 
 def _add_pairs(spec: AttentionSpec, name: str, read: Read, place: int) -> list[str]:
     """The text of a function that adds dS times the slope of a read to the sums, for each pair of a tile."""
-    graphs = [read.slope, *read.index]
+    graphs = [read.slope, *read.indices]
     steps, (factor, *index) = codegen.assignments(graphs, "numba", None, spec.int32_arrays)
     depth, term = _depths(graphs, (expr.Q, expr.ROW)), f"ds[j, i] * {factor} if p[j, i] != 0 else F(0)"
-    along_keys = bool(read.index) and read.index[-1] is expr.K
+    along_keys = bool(read.indices) and read.indices[-1] is expr.K
     if along_keys:
         index[-1] = "k0"
-    if along_keys and max((depth[id(graph)] for graph in read.index[:-1]), default=0) < 2:
+    if along_keys and max((depth[id(graph)] for graph in read.indices[:-1]), default=0) < 2:
         before = [f"sums = vector({_sums(index, place)}, p.shape[1], F_SIZE, F)"]
         body, after = [f"sums[i] += {term}"], list[str]()
     else:
@@ -257,7 +258,7 @@ def _add_pairs(spec: AttentionSpec, name: str, read: Read, place: int) -> list[s
 
 def _add_diagonals(spec: AttentionSpec, name: str, read: Read, place: int) -> list[str]:
     """The same for a read by distance: dS is summed along the diagonals of the tile first."""
-    graphs = [read.slope, *read.index]
+    graphs = [read.slope, *read.indices]
     steps, (factor, *index) = codegen.assignments(graphs, "numba", None, spec.int32_arrays)
     lines = [f"{name} = {text}" for _, name, text in steps]
     return [

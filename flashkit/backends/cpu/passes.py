@@ -86,9 +86,9 @@ def bind_forward(plan: CpuPlan, operands: Operands, per_call: Sequence[str] = ()
 
 
 class ValueSums:
-    """Where the backward pass sums gradients by values of a modification: in the gradients themselves, if work tiles add
-    to different elements; else each work tile has sums of its own, if they are small; else a work tile takes all that
-    add to the same elements in turn. So the order of each sum is fixed.
+    """Where the backward pass sums gradients by values of a modification: in the gradients themselves, if work tiles
+    add to different elements; else each work tile has sums of its own, if they are small; else a work tile takes all
+    that add to the same elements in turn. So the order of each sum is fixed.
 
     Attributes
     ----------

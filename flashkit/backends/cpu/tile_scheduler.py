@@ -103,7 +103,7 @@ def next_q_tile(args: Any) -> WorkTile:
 
 @njit(**options)
 def next_kv_split(args: Any) -> WorkTile:
-    """A split of a key/value head, or of the first of several heads of a work tile: all splits of one head follow each other."""
+    """A split of a key/value head, or of the first head of several: all splits of one head follow each other."""
     number = atomic_increment(args.ctypes.data + 8 * TILE_COUNTER)
     heads = args[HEADS] // args[GROUP] // args[SERIAL_HEADS]
     head, split = number // args[NUM_SPLITS], number % args[NUM_SPLITS]

@@ -62,10 +62,10 @@ def way_of_adding(read: Read) -> str:
     """How kernels add the terms of a read: "EachPair", where most pairs have elements of their own, "OfHead", where all
     pairs of a head have one, or "Run" of neighbours that often have the same.
     """
-    symbols = {node for index in read.index for node in expr.walk([index]) if node.op == "symbol"}
+    symbols = {node for index in read.indices for node in expr.walk([index]) if node.op == "symbol"}
     if not symbols & {expr.ROW, expr.Q, expr.K}:
         return "OfHead"
-    return "EachPair" if any(index is expr.K for index in read.index) else "Run"
+    return "EachPair" if any(index is expr.K for index in read.indices) else "Run"
 
 
 def unsupported(spec: AttentionSpec) -> str:

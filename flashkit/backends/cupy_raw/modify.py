@@ -81,7 +81,7 @@ def _value_sums(spec: AttentionSpec) -> list[str]:
         offset = " + ".join(f"(long long)({{{i}}}) * p.values[{at + 1 + i}]" for i in range(slot.ndim or 0)) or "0"
         functions += [
             _template(spec, f"fk_float value_slope{n}", f"fk_float s, {_OF_PAIR}", [read.slope]),
-            _template(spec, f"long long value_at{n}", _OF_PAIR, read.index, offset),
+            _template(spec, f"long long value_at{n}", _OF_PAIR, read.indices, offset),
         ]
         way = way_of_adding(read)
         members.append(f"    {way}<{at}> sum{n};")

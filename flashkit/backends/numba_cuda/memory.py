@@ -17,8 +17,9 @@ from numba.cuda.extending import intrinsic
 from .ptx.asm import NOTHING, instruction
 
 __all__ = [
-    "add_double", "add_single", "all_threads_or", "ballot", "bits_of_half", "bits_of_single", "device", "double_of", "functions_of", "half_of",
-    "load", "load4", "lowest_bit", "shuffle_xor", "single_of", "store", "store4", "thread_here",
+    "add_double", "add_single", "all_threads_or", "ballot", "bits_of_half", "bits_of_single", "device", "double_of",
+    "functions_of", "half_of", "load", "load4", "lowest_bit", "shuffle_xor", "single_of", "store", "store4",
+    "thread_here",
 ]  # fmt: skip
 
 _ALL = 0xFFFFFFFF

@@ -46,11 +46,10 @@ def _value_sums(spec: AttentionSpec) -> str:
     for n, read in enumerate(spec.reads):
         at, slot = places[read.name]
         offset = " + ".join(f"({{{i}}}) * p.values[{at + 1 + i}]" for i in range(slot.ndim or 0)) or "I(0)"
+        address = f"p.values[{at}] + ({offset}) * F_ITEMSIZE"
         functions += [
             _function(spec, f"value_slope{n}", "s, b, h, row, q, k, p", [read.slope], "F({0})"),
-            _function(
-                spec, f"value_at{n}", "b, h, row, q, k, p", list(read.index), f"p.values[{at}] + ({offset}) * F_ITEMSIZE"
-            ),
+            _function(spec, f"value_at{n}", "b, h, row, q, k, p", read.indices, address),
         ]
         adding += [
             f"at = value_at{n}(b, h, row, q, k, p)",
@@ -59,7 +58,7 @@ def _value_sums(spec: AttentionSpec) -> str:
             f"    last[{n}], sums[{n}] = at, ZERO",
             f"sums[{n}] += ds * value_slope{n}(s, b, h, row, q, k, p)",
         ]
-    flushing = [line for n in range(len(spec.reads)) for line in (f"add_number(last[{n}], sums[{n}])", f"last[{n}] = 0")]
+    flushing = [f"add_number(last[{n}], sums[{n}]); last[{n}] = 0" for n in range(len(spec.reads))]
     return "\n".join([
         *functions,
         f"HAS_VALUES, READS = {bool(spec.wrt)}, {max(len(spec.reads), 1)}",

@@ -109,7 +109,7 @@ def bounds(expr: Expr, int32_arrays: frozenset[str] = frozenset()) -> tuple[Expr
         if node.kind == "float":
             pass
         elif node.op == "int":
-            result = tuple(End(const(n), (n, n)) for n in (-MAX_INTEGER, MAX_INTEGER))
+            result = End(const(-MAX_INTEGER), (-MAX_INTEGER,) * 2), End(const(MAX_INTEGER), (MAX_INTEGER,) * 2)
         elif not node.args:
             result = _leaf_bounds(node, int32_arrays)
         elif None not in ranges:
