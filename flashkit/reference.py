@@ -598,10 +598,11 @@ def add_value_gradients(
     head: Head, s: np.ndarray, p: np.ndarray, ds: np.ndarray, rows: slice, keys: slice
 ) -> None:  # fmt: skip
     """What a tile adds to the gradients by the values that the score modification reads."""
-    for read in head.spec.reads if head.values else ():
+    values = head.values or {}
+    for read in head.spec.reads if values else ():
         index = tuple(head.evaluate(i, rows, keys) for i in read.indices)
         terms = select(p != 0, ds * head.evaluate(read.slope, rows, keys, s))
-        np.add.at(head.values[read.name], index, terms if index else terms.sum())
+        np.add.at(values[read.name], index, terms if index else terms.sum())
 
 
 def add_sink_gradient(head: Head, dsinks: np.ndarray | None, lse: np.ndarray, delta: np.ndarray) -> None:
@@ -709,7 +710,7 @@ class Head:
         """A modification's graph on the pairs of a tile, (rows, keys), in the dtype of the computation."""
         row, k = np.arange(rows.start, rows.stop)[:, None], np.arange(keys.start, keys.stop)
         value = codegen.evaluate(graph, {**self.env, "s": s, "row": row, "q": row + self.offset, "k": k}, self.dtype)
-        dtype = {"bool": bool, "int": np.int64, "float": self.dtype}[graph.kind]
+        dtype: Any = {"bool": bool, "int": np.int64, "float": self.dtype}[graph.kind]
         return np.broadcast_to(np.asarray(value, dtype), (row.size, k.size))
 
 

@@ -106,8 +106,9 @@ class Mods:
     @property
     def captured(self) -> dict[str, Any]:
         """The tensors that the functions use, as they are, by names as of `value_names`."""
-        named = [(part.kind, *value) for part in self._parts.values() if isinstance(part, Mod) for value in _named(part)]
-        return {f"{kind}.{name}": x for kind, name, x in named if isinstance(x, torch.Tensor)}
+        parts = [part for part in self._parts.values() if isinstance(part, Mod)]
+        named = {f"{part.kind}.{name}": x for part in parts for name, x in _named(part)}
+        return {name: x for name, x in named.items() if isinstance(x, torch.Tensor)}
 
     @property
     def requires_grad(self) -> bool:
@@ -155,7 +156,7 @@ def _named(mod: Mod) -> list[tuple[str, Any]]:
     return [*((name, x) for name, x in mod.params.items() if isinstance(x, torch.Tensor)), *mod.arrays.items()]
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def value_names(text: str | None) -> list[str]:
     """Names of the tensors of a text, in its order: "score.NAME" or "mask.NAME", as `wrt` has them."""
     return [

@@ -49,13 +49,15 @@ def build(heads: int, n_q: int, n_k: int, batch: int, what: str, dtype: str) -> 
         "a number as a bias": ({"bias": floats(), "causal": True}, ("bias",)),
         "mask of keys": ({"mask": floats(batch, 1, 1, n_k), "bias": floats(heads, 1, n_k)}, ("mask", "bias")),
         "slopes": ({"alibi_slopes": floats(heads) * 0.1, "causal": True}, ("alibi_slopes",)),
-        "slopes of entries": ({"alibi_slopes": floats(batch, heads) * 0.1, "softcap": 2.0}, ("alibi_slopes", "softcap")),
+        "slopes of entries": (
+            {"alibi_slopes": floats(batch, heads) * 0.1, "softcap": 2.0}, ("alibi_slopes", "softcap"),
+        ),
         "table": ({"score_mod": table}, ("score.table", "score.gain")),
         "rows": ({"score_mod": mods.score(by_entry, rows=floats(batch, 7), reach=3)}, ("score.rows",)),
         "T5": ({"score_mod": mods.t5_bias(floats(8, heads), max_distance=12)}, ("score.table",)),
         "everything": ({
-            "bias": floats(1, heads, n_q, n_k), "alibi_slopes": floats(heads) * 0.1, "mask": floats(n_k), "softcap": 3.0,
-            "score_mod": table.then(mods.t5_bias(floats(8, heads), max_distance=12)), "causal": True, "window": (30, 2),
+            "bias": floats(1, heads, n_q, n_k), "alibi_slopes": floats(heads) * 0.1, "mask": floats(n_k),
+            "softcap": 3.0, "score_mod": table.then(mods.t5_bias(floats(8, heads), max_distance=12)), "causal": True, "window": (30, 2),
             "sinks": floats(heads), "dropout_p": 0.2, "seed": 3, "kv_lengths": [n_k, n_k - 3, n_k - 1][:batch],
             "q_offset": 2,
         }, ("bias", "alibi_slopes", "mask", "softcap", "score.table", "score.gain", "score.table_")),
