@@ -73,8 +73,8 @@ def _backward_impl(
     with torch.no_grad():
         mods, results = _mods(content), results_of(dout, dlse, out, lse)
         known = known_plan(len(results), (q, k, v, *results), tensors, options, mods)
-        dq, dk, dv, *rest = backward(known, dout, dlse, out, lse, more, q, k, v, tensors, options, mods)
-    numbers = [x.reshape(-1).to(lse.dtype) for x in rest]
+        dq, dk, dv, *others = backward(known, dout, dlse, out, lse, more, q, k, v, tensors, options, mods)
+    numbers = [x.reshape(-1).to(lse.dtype) for x in others]
     return dq, dk, dv, torch.cat(numbers) if numbers else lse.new_empty(0)  # a list has no batching rule of autograd's
 
 

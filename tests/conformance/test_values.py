@@ -57,7 +57,8 @@ def build(heads: int, n_q: int, n_k: int, batch: int, what: str, dtype: str) -> 
         "T5": ({"score_mod": mods.t5_bias(floats(8, heads), max_distance=12)}, ("score.table",)),
         "everything": ({
             "bias": floats(1, heads, n_q, n_k), "alibi_slopes": floats(heads) * 0.1, "mask": floats(n_k),
-            "softcap": 3.0, "score_mod": table.then(mods.t5_bias(floats(8, heads), max_distance=12)), "causal": True, "window": (30, 2),
+            "softcap": 3.0, "score_mod": table.then(mods.t5_bias(floats(8, heads), max_distance=12)), "causal": True,
+            "window": (30, 2),
             "sinks": floats(heads), "dropout_p": 0.2, "seed": 3, "kv_lengths": [n_k, n_k - 3, n_k - 1][:batch],
             "q_offset": 2,
         }, ("bias", "alibi_slopes", "mask", "softcap", "score.table", "score.gain", "score.table_")),

@@ -1035,7 +1035,8 @@ def test_gradients_by_values(backend: str, generation: str, device: Device) -> N
         more = {"softcap": 3.0} if generation != "sm90" else {}
         _, vjp = flashkit.attention_vjp(
             *map(xp.asarray, (q, k, v)), bias=bias, alibi_slopes=slopes * np.float32(0.1), score_mod=score, causal=True,
-            kv_lengths=[n_k, 70], q_offset=30, dropout_p=0.2, seed=3, deterministic=deterministic, backend=backend, **more,
+            kv_lengths=[n_k, 70], q_offset=30, dropout_p=0.2, seed=3, backend=backend, deterministic=deterministic,
+            **more,
         )  # fmt: skip
         return [cases.to_numpy(x).astype(np.float64) for x in vjp(xp.asarray(dout), wrt=wrt)]
 
