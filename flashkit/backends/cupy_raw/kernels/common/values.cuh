@@ -5,7 +5,9 @@
 #pragma once
 
 DEVICE void add_float(float* at, float x) { asm volatile("red.global.add.f32 [%0], %1;" ::"l"(at), "f"(x) : "memory"); }
-DEVICE void add_float(double* at, double x) { asm volatile("red.global.add.f64 [%0], %1;" ::"l"(at), "d"(x) : "memory"); }
+DEVICE void add_float(double* at, double x) {
+    asm volatile("red.global.add.f64 [%0], %1;" ::"l"(at), "d"(x) : "memory");
+}
 
 // ORDERED_SUMS, as in cuda_common/ordered_sums.py: integers, whose sum does not depend on the order. The words: bits of
 // the greatest term; of each sum one, or two for float64. terms: log2 of the terms of a sum, -1 to find the greatest.

@@ -57,7 +57,8 @@ DEVICE void mask_tile(const Params& p, const WorkTile& at, float (&s)[S_TILES][S
 }
 
 // S to P; P after dropout goes to shared memory. s keeps P times the slope of the score modification, the factor of dP
-// - delta in dS; or, where gradients by values of the modification are summed, P alone, and `before` the score. PLAIN: no pair is masked or mask_tile() has done it, and a score modification is given by `affine`.
+// - delta in dS; or, where gradients by values of the modification are summed, P alone, and `before` the score. PLAIN:
+// no pair is masked or mask_tile() has done it, and a score modification is given by `affine`.
 template <bool PLAIN, typename POSITION = int>
 DEVICE void recompute_p(const Params& p, const WorkTile& at, float (&s)[S_TILES][S_KEYS][4],
                     const float (&bwd_lse)[S_TILES][2], AffineScore (&affine)[S_TILES][2], int row0, unsigned target,
