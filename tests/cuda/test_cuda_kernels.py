@@ -125,7 +125,7 @@ MASKS = {
 
 
 def spec_of(scores: list[mods.Mod], masks: list[mods.Mod], d: int = 64, dtype: str = "float16") -> AttentionSpec:
-    score, mask, slots, _, _ = compose(scores, masks)
+    score, mask, slots, *_ = compose(dict(zip(map(str, range(9)), scores)), masks)
     return AttentionSpec(dtype, d, d, 1, score, mask, slots)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from functools import partial
@@ -144,13 +145,42 @@ def test_the_derivative_ends_with_the_second() -> None:
         for leaf in (bias, sinks):
             with pytest.raises((NotImplementedError, RuntimeError), match=r"second derivatives|double backward"):
                 torch.autograd.grad(gradient.norm() + leaf.sum(), leaf, retain_graph=True)
-    with pytest.raises(NotImplementedError, match="alibi_slopes requires grad"):
-        ft.attention(q, k, v, alibi_slopes=torch.ones(4, requires_grad=True))
-    bias = torch.zeros(21, 21, dtype=torch.float64, requires_grad=True)
-    with pytest.raises(NotImplementedError, match=r"bias .* requires grad beside modifications"):
-        ft.attention(q, k, v, bias=bias, score_mod=_alibi)
     with torch.no_grad():
         assert not ft.attention(q, k, v, bias=bias, score_mod=_alibi).requires_grad
+
+
+@pytest.mark.parametrize("way", ["directly", "operators", "compiled", "flex_attention"])
+def test_biases_slopes_and_captured_tensors_are_learned(way: str) -> None:
+    """All at once, whatever looks at the call; against the same formulas in PyTorch."""
+    q, k, v = qkv()
+    bias, slopes, table = (torch.randn(n, dtype=torch.float64, requires_grad=True) for n in ((4, 21, 21), 4, (5, 4)))
+    factor = torch.tensor(0.7, requires_grad=True)
+
+    def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s * factor + table[torch.log(1.0 + torch.abs(i - j)).to(torch.long).clamp(0, 4), h]
+
+    def plain(q: Any, k: Any, v: Any, bias: Any, slopes: Any) -> Any:
+        distance = (torch.arange(21)[:, None] - torch.arange(21)).abs()
+        s = q @ k.mT * q.shape[-1] ** -0.5
+        if way != "flex_attention":
+            s = s - slopes[:, None, None] * distance + bias
+        return torch.softmax(s * factor + table[torch.log(1.0 + distance).long().clamp(0, 4)].permute(2, 0, 1), -1) @ v
+
+    mods = ft.Mods(score_mod=score_mod)
+
+    def ours(q: Any, k: Any, v: Any, bias: Any, slopes: Any) -> Any:
+        if way == "flex_attention":
+            return ft.flex_attention(q, k, v, score_mod)
+        return ft.attention(q, k, v, bias=bias, alibi_slopes=slopes, mods=mods)
+
+    inputs = [q, k, v, table, factor, *([bias, slopes] if way != "flex_attention" else [])]
+    function = torch.compile(ours, backend="aot_eager", fullgraph=True) if way == "compiled" else ours
+    with Seen() if way == "operators" else contextlib.nullcontext():
+        found = torch.autograd.grad(function(q, k, v, bias, slopes).square().sum(), inputs)
+    expected = torch.autograd.grad(plain(q, k, v, bias, slopes).square().sum(), inputs)
+    for got, right in zip(found, expected, strict=True):
+        assert got.dtype == right.dtype
+        torch.testing.assert_close(got, right)
 
 
 def test_packed_sequences_and_pages() -> None:
@@ -194,7 +224,7 @@ def test_the_operators_keep_torchs_rules(layout: str) -> None:
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.flashkit.attention.default, (True, q, k, v), options, test_utils=checks)
     out, lse = torch.ops.flashkit.attention(True, q, k, v, **options)
-    arguments = (torch.randn_like(out), None, out, lse, False, q, k, v)
+    arguments = (torch.randn_like(out), None, out, lse, [] if layout == "bnhd" else ["sinks"], q, k, v)
     torch.library.opcheck(torch.ops.flashkit.attention_backward.default, arguments, options, test_utils=checks)
 
 

@@ -65,7 +65,7 @@ call_without_arguments = _call("")
 # Functions generated for a modification: scores of a tile in place, dS of a tile, the state of a tile by its inclusive
 # corners.
 call_modify = _call("tile extra tile.row tile.rows tile.columns b h row0 q0 k0 values")
-call_visit_ds = _call("p ds slopes ds.row ds.rows ds.columns b h row0 q0 k0 values")
+call_visit_ds = _call("p ds slopes ds.row ds.rows ds.columns b h row0 q0 k0 values again")
 call_classify = _call("b h row0 row1 q0 q1 k0 k1 values", types.int64)
 
 # Micro-kernels. Scales are bits of a float64.
