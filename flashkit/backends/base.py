@@ -56,6 +56,13 @@ class TakesFp8(Protocol):
     takes_fp8: bool
 
 
+class TakesMore(Protocol):
+    """Optional: a backend that is asked about problems whose forward pass has more results."""
+
+    takes_stats: bool  # `Operands.stats`, of a spec with `stats`
+    takes_jvp: bool  # `Operands.tangents`, of a spec with `jvp`
+
+
 class Rates(Protocol):
     """Optional: a backend whose measured speed is not that of the first row of its profile table that matches."""
 

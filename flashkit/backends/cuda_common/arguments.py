@@ -85,6 +85,10 @@ class Arguments(KernelArguments):
             words[VALUES:] = self._values(operands)
         self._known: dict[Any, Any] = {}
         super().__init__(words)
+        if operands.stats is not None:
+            self.tensors(**operands.stats._asdict())
+        if operands.tangents is not None:
+            self.tensors(**{f"d{name}": x for name, x in operands.tangents._asdict().items()})
         if operands.scales is not None:
             self.tensors(**dict(zip(SCALES, operands.scales, strict=True)))
 

@@ -60,6 +60,10 @@ class Generation(Protocol):
     takes_fp8: bool = False
     """Whether it is asked about problems whose q, k and v are codes of e4m3."""
 
+    takes_stats: bool = False
+    takes_jvp: bool = False
+    """Whether about those whose forward pass has more results; see `base.TakesMore`."""
+
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         """Whether these kernels can compute it and have enough work for it, or the reason why not."""
 
@@ -154,9 +158,14 @@ def supports_16bit(spec: AttentionSpec, most: int) -> Verdict:
 
 
 def asked(generation: Generation, problem: Problem, device: Device, direction: Direction) -> Verdict:
-    """The answer of `supports`, or the refusal of codes of e4m3 for a generation that does not know them."""
-    if problem.spec.fp8 and not generation.takes_fp8:
+    """The answer of `supports`, or the refusal of what a generation does not know."""
+    spec = problem.spec
+    if spec.fp8 and not generation.takes_fp8:
         return Verdict(False, "it has no kernels for codes of e4m3")
+    if spec.stats and not generation.takes_stats:
+        return Verdict(False, "its kernels compute no statistics")
+    if spec.jvp and not generation.takes_jvp:
+        return Verdict(False, "it has no kernels for tangents")
     return generation.supports(problem, device, direction)
 
 
