@@ -88,6 +88,7 @@ def forced(generation: str, ran: str, launched: list[str], monkeypatch: pytest.M
     assert not generation or generations(launched) == {ran}
 
 
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize(("backend", "generation"), EACH)
 def test_features(backend: str, generation: str, device: Device) -> None:
     """And the same bits in another order of events, where CTAs share a tile of dQ."""
@@ -723,6 +724,7 @@ def test_values_that_are_wider_than_keys() -> None:
 
 
 @slow
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize(
     ("backend", "generation"),
     [each if each.values[1] != "sm80" else pytest.param(*each.values, marks=exhaustive) for each in CUPY_OFTEN],

@@ -59,8 +59,9 @@ def masks() -> dict[str, Callable[[], dict[str, Any]]]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", masks())
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("name", "compiled"), [*((name, False) for name in masks()), ("causal", True), ("floating", True)]
+)
 def test_it_is_torchs_function(name: str, compiled: bool) -> None:
     own, inputs, options = ft.scaled_dot_product_attention, qkv(), masks()[name]()
     if compiled:
@@ -120,12 +121,11 @@ def test_gradcheck_of_everything_differentiable() -> None:
     assert gradcheck(lambda x: ft.attention(*(y.detach() for y in inputs), sinks=x), (sinks,))
     several = qkv((2, 3, 2, 4, 2))
     own = {"kv_lengths": torch.tensor([[4, 2, 3], [1, 4, 4]]), "mask": torch.rand(2, 1, 1, 4, 4) < 0.8}
-    for shape in ((2, 1, 2, 4, 4), (3, 1, 4, 4), (2, 3, 2, 1, 4), (1, 3, 1, 4, 1), (4,), ()):
+    for shape in ((2, 3, 2, 1, 4), (1, 3, 1, 4, 1), ()):
         bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)
         assert gradcheck(lambda bias: ft.attention(*several, bias=bias, **own), (bias,))
-    for shape in ((4, 4), (2, 1, 4, 4), (2, 2, 1, 4), (1, 2, 4, 1)):
-        bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-        assert gradcheck(lambda bias: ft.attention(*inputs, bias=bias), (bias,))
+    bias = torch.randn((2, 1, 4, 4), dtype=torch.float64, requires_grad=True)
+    assert gradcheck(lambda bias: ft.attention(*inputs, bias=bias), (bias,))
     assert gradcheck(lambda *x: ft.attention(*x, layout="bnhd", causal=True, q_offset=0), inputs)
 
 
@@ -326,7 +326,7 @@ def _documents(b: Any, h: Any, q: Any, k: Any) -> Any:
     return (DOCUMENT[b, q] == DOCUMENT[b, k]) & torch.ge(q, k)
 
 
-@pytest.mark.parametrize(("score_mod", "masked"), [(None, True), (_alibi, False), (_piecewise, True)])
+@pytest.mark.parametrize(("score_mod", "masked"), [(_alibi, False), (_piecewise, True)])
 def test_functions_of_flex_attention(score_mod: Any, masked: bool) -> None:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
