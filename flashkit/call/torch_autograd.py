@@ -148,8 +148,9 @@ class Attention(torch.autograd.Function):
         return found, (0, 0)
 
 
-_record = super(torch.autograd.Function, Attention).apply
-"""Attention.apply where no transform is active, without what that looks up for transforms in each call."""
+def _record(*inputs: Any) -> Any:
+    """Attention.apply where no transform is active, without what that looks up for transforms in each call."""
+    return super(torch.autograd.Function, Attention).apply(*inputs)  # not at import: for the site torch is a mock
 
 
 def _content(mods: Mods | Content | None) -> tuple[str | None, tuple[Any, ...]]:
