@@ -20,7 +20,24 @@ from .dispatch import use_backend
 from .errors import OutOfPagesError, ProfileError, UnsupportedError
 from .latent import mla
 from .mods.block_mask import BlockMask
-from .mods.expr import clip, cos, exp, exp2, floor, log, log2, maximum, minimum, sigmoid, sign, sin, sqrt, tanh, where
+from .mods.expr import (
+    clip,
+    cos,
+    erf,
+    exp,
+    exp2,
+    floor,
+    log,
+    log2,
+    maximum,
+    minimum,
+    sigmoid,
+    sign,
+    sin,
+    sqrt,
+    tanh,
+    where,
+)
 from .rope.apply import rotary, rotary_vjp
 from .rope.tables import rotary_table
 
@@ -28,8 +45,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockMask", "KVCache", "OutOfPagesError", "Planned", "ProfileError", "Quantized", "UnsupportedError",
-    "__version__", "attention", "attention_vjp", "clip", "cos", "exp", "exp2", "explain", "floor", "log", "log2",
-    "maximum", "merge", "minimum", "mla", "mods", "plan", "plot_weights", "quantize", "rotary", "rotary_table",
+    "__version__", "attention", "attention_vjp", "clip", "cos", "erf", "exp", "exp2", "explain", "floor", "log",
+    "log2", "maximum", "merge", "minimum", "mla", "mods", "plan", "plot_weights", "quantize", "rotary", "rotary_table",
     "rotary_vjp", "sigmoid", "sign", "sin", "sqrt", "tanh", "use_backend", "weights", "where",
 ]  # fmt: skip
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import runpy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -354,7 +356,7 @@ def test_functions_of_flex_attention(score_mod: Any, masked: bool) -> None:
 def test_what_cannot_be_traced_says_so() -> None:
     q, k, v = qkv()
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"score_mod": lambda s, b, h, q, k: torch.erf(s)}, "erf of a position or the score has no counterpart"),
+        ({"score_mod": lambda s, b, h, q, k: torch.lgamma(s)}, "lgamma of a position or the score has no counterpart"),
         ({"score_mod": lambda s, b, h, q, k: s if q > k else -s}, "use torch.where"),
         ({"mask_mod": lambda b, h, q, k: DOCUMENT[b] == 0}, "expected 2 positions .* got 1"),
         ({"mask_mod": lambda b, h, q, k: q == DOCUMENT}, "expected a tensor of one element"),
@@ -376,6 +378,11 @@ def test_a_function_of_tensors_is_the_graph_of_one_of_arrays() -> None:
 
 
 # --- a model ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_example_of_the_gallery() -> None:
+    """Which asserts that it learns, and that gradients are those of scaled_dot_product_attention."""
+    runpy.run_path(str(Path(__file__).parents[2] / "docs" / "examples" / "torch_training.py"))
 
 
 def test_what_is_no_tensor_says_so() -> None:
