@@ -4,6 +4,7 @@
     python benchmarks/compare.py ../before --device cuda --output compare.jsonl
     python benchmarks/compare.py ../before --backend cpu --suite float32,bfloat16
     python benchmarks/compare.py ../before --backend cpu --suite calls --pause 2
+    python benchmarks/compare.py . --old-backend cupy_raw --backend numba_cuda --only "dtype=bfloat16 d=128"
 
 Each cell is old over new, forward and backward apart, on random data; above 1 this checkout is faster. It is the median
 over rounds, in each of which both take turns. Programs timed one after the other run at other clocks and beside other
@@ -207,6 +208,7 @@ def main() -> int:
     parser.add_argument("--backend", default="cupy_raw", choices=list(BACKENDS))
     parser.add_argument("--suite", default="cuda", help="cuda, or of the CPU's: float32,bfloat16,shapes,calls")
     parser.add_argument("--pause", type=float, default=0.0, help="milliseconds of other work before each call on a CPU")
+    parser.add_argument("--old-backend", choices=list(BACKENDS), help="the old checkout's, if another")
     parser.add_argument("--only", default="", help="cases that have this in their description, for example softcap=")
     parser.add_argument("--seconds", type=float, default=0.6, help="of each cell")
     workers = max(1, (os.cpu_count() or 2) - 1)
@@ -222,14 +224,15 @@ def main() -> int:
 
 def compare(given: argparse.Namespace, every: list[Case], folder: Path) -> int:
     names = "flashkit_old", "flashkit_new"
-    for name, checkout in zip(names, (given.old, given.new)):
+    backends = given.old_backend or given.backend, given.backend
+    for name, checkout, backend in zip(names, (given.old, given.new), backends):
         link(folder, checkout, name)
         with ProcessPoolExecutor(given.workers, get_context("spawn")) as pool:
-            for complaint in pool.map(partial(warm, folder, name, given.backend), every):
+            for complaint in pool.map(partial(warm, folder, name, backend), every):
                 if complaint:
                     print(complaint, file=sys.stderr)
     sys.modules["flashkit"] = None  # type: ignore[assignment]  # compiling here would mix the checkouts
-    old, new = (load(folder, name, given.backend) for name in names)
+    old, new = (load(folder, name, backend) for name, backend in zip(names, backends))
     found: list[float] = []
     for case in every:
         tensors = arrays(case, given.backend)

@@ -774,7 +774,8 @@ def magnitudes(spec: AttentionSpec, operands: Operands, dout: np.ndarray, dlse: 
 
     The backward pass recomputes a weight from the modified score and the log-sum-exp, which are rounded to units of
     their own size. The plain computation shows that error where a row sees several keys. Where it sees one it subtracts
-    a number from itself, so in dv the weight of a lone key counts the size of the modified score, if that is larger.
+    a number from itself, so in dv the weight of a lone key counts the size of the modified score, or how far the
+    modification's own roundings move that, if these are larger.
     """
     sums = {
         n: np.zeros(getattr(operands, m).shape)
@@ -798,7 +799,9 @@ def magnitudes(spec: AttentionSpec, operands: Operands, dout: np.ndarray, dlse: 
         size = np.abs(s) + np.sqrt(q**2 @ (k**2).T) * abs(head.scale)
         folds = 1 + size * slope
         weights = reference.drop(head, np.where(seen, p * folds, 0), *head.everything)
-        lone = np.where(seen.sum(axis=1, keepdims=True) == 1, np.abs(modified) * unit, 0)
+        lone = seen.sum(axis=1, keepdims=True) == 1
+        if lone.any():
+            lone = np.where(lone, np.maximum(np.abs(modified) * unit, rounded(head, s)), 0)
         recomputed = reference.drop(head, np.where(seen, p * np.maximum(folds, 1 + lone), 0), *head.everything)
         sums["out"][at] = weights @ np.abs(v)
         sums["lse"][at] = np.maximum(np.abs(reference.finite(lse)), np.where(seen, terms, 0).max(axis=1, initial=0))
@@ -811,6 +814,22 @@ def magnitudes(spec: AttentionSpec, operands: Operands, dout: np.ndarray, dlse: 
         if spec.sinks:
             sums["dsinks"][head.h] += reference.row_sum(np.where(lse > -np.inf, np.exp(head.sink - lse), 0) * delta)
     return Results(**{n: sums.get(n) for n in NAMES})  # type: ignore[arg-type]
+
+
+def rounded(head: reference.Head, s: np.ndarray) -> np.ndarray:
+    """How many units of q's dtype roundings within a score modification may change its result, between two passes whose
+    scores are rounded in other ways: the greatest difference between float32 and float64 at scores close by.
+    """
+    if head.spec.score is None or head.spec.dtype == "float64":
+        return np.zeros(s.shape)
+    moved = np.zeros(s.shape)
+    for nudge in np.linspace(-4e-6, 4e-6, 16):
+        near = s + nudge * np.maximum(np.abs(s), 1)
+        of = [dataclasses.replace(head, dtype=np.dtype(x)) for x in (np.float32, np.float64)]
+        single, double = (each.evaluate(each.spec.score, *each.everything, near.astype(np.float32)) for each in of)
+        with np.errstate(invalid="ignore"):  # infinities
+            moved = np.fmax(moved, np.abs(single - double))
+    return np.where(np.isfinite(moved), 2 * moved / epsilon(head.spec.dtype), 0)
 
 
 def product_in_order(a: np.ndarray, b: np.ndarray) -> np.ndarray:

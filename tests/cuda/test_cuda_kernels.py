@@ -5,6 +5,7 @@ text of modifications says what the graphs say.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import shutil
 import subprocess
@@ -310,6 +311,21 @@ def test_sm90_latent_keys_are_values(what: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "d"), [("bfloat16", 128), ("bfloat16", 64), ("bfloat16", 96), ("float16", 128)])
+@pytest.mark.one_in(5)
+def test_sm90_sums_capped_weights_with_the_values(dtype: str, d: int) -> None:
+    """By eight columns more of a product with values, where these fill their chunks and weights may be of any size."""
+    spec = spec_of([SCORES["softcap"]], [MASKS["causal"]], d, dtype)
+    sass = disassembled(sm90_binary(spec).path)
+    tile = tile_of(long(spec), "sm90")
+    summed = dtype == "bfloat16" and d % 64 == 0
+    assert sm90.sums_rows_by_mma(spec, tile) == summed
+    with_values = re.findall(rf"HGMMA\.64x{d + 8 * summed}x16\.F32(?:\.BF16)? R\d+, R\d+", sass)
+    assert len(with_values) == 3 * tile.block_k // 16
+    assert not sm90.sums_rows_by_mma(replace(spec, dropout=True), tile)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("precision", [None, "tf32"])
 @pytest.mark.parametrize("d", [64, 96, 128])
@@ -596,7 +612,14 @@ def test_sm90_compiles_with_every_modification(what: str, dims: str, direction: 
     sm90_binary(spec) if direction == "forward" else sm90_backward_binary(spec)
 
 
-def test_what_is_known_of_a_mask() -> None:
+def test_sms_are_reserved_for_the_postprocess_where_that_costs_little() -> None:
+    reserved = sm90_bwd_launch.reserved_sms
+    assert [reserved("full", 4096, work_tiles, 132) for work_tiles in (100, 132, 140, 2048, 4096)] == [0, 0, 0, 4, 0]
+    assert [reserved("causal", n, 2048, 132) for n in (1, 512, 1024, 2048, 4096, 8192, 16384)] == [8, 8, 7, 3, 2, 1, 0]
+    assert reserved("other", 1024, 2048, 132) == reserved("blocks", 1024, 2048, 132) == 0  # work tiles differ in length
+    kinds: tuple[sm90_bwd_launch.MaskKind, ...] = "full", "causal"
+    for kind, n, sms in itertools.product(kinds, (1, 99, 4096), range(1, 40)):
+        assert 0 <= reserved(kind, n, 7, sms) < sms
     causal, windowed = (spec_of([], [mods.causal(), *more]) for more in ([], [mods.sliding_window(100, None)]))
     assert [sm90_bwd_launch.mask_kind(spec) for spec in (causal, windowed)] == ["causal", "other"]
     assert sm90_bwd_launch.mask_kind(replace(causal, mask=None, kv_lengths=True)) == "other"

@@ -31,6 +31,7 @@ _ADDRESSED = "q", "k", "v", "out", "dout", "dq", "dk", "dv"  # by TMA
 _ADDRESSES, _TILE_COUNTER = addresses(_ADDRESSED), AT["tile_counter"]
 _THREADS = 384
 _EARLY_LAUNCH_MAX_TOKENS = 4096  # of deterministic kernels
+_POSTPROCESS_COST = 0.2  # time to convert a query tile of dQ on one SM, over that of a step of the backward kernel
 _POSTPROCESS_CTAS = 16  # on an SM, that two rounds of them take
 _KEY_TILES_PER_WORD = 31  # of dq_semaphore: kernels/sm90/dq_accum
 
@@ -183,6 +184,20 @@ def has_long_work_tiles(kind: MaskKind, n_q: int, n_k: int, density: float = 0) 
     return n_k >= 1024 and rows[kind] >= 1024
 
 
+def reserved_sms(kind: MaskKind, n_k: int, work_tiles: int, sms: int) -> int:
+    """Of `sms` SMs, or clusters, those reserved for bwd_postprocess while the backward kernel runs.
+
+    Without a mask as many as cost nothing: those that the last wave of work tiles would leave idle. Under a causal mask
+    as many as keep up with the backward kernel, up to a sixteenth.
+    """
+    if work_tiles <= sms:
+        return 0
+    if kind == "full":
+        waves = int(work_tiles / sms + 0.5)  # a last wave of few work tiles leaves most SMs idle regardless
+        return max(0, sms - -(-work_tiles // waves))
+    return min(sms // 16, round(_POSTPROCESS_COST * sms / (n_k / 2 / 128))) if kind == "causal" else 0
+
+
 # --- the launch -------------------------------------------------------------------------------------------------------
 
 
@@ -267,7 +282,8 @@ class Backward:
             spec.deterministic and max(arguments.n_q, arguments.n_k) > _EARLY_LAUNCH_MAX_TOKENS
         )
         clusters = max(1, self.device.sms // cluster)
-        ctas = cluster * min(work_tiles, clusters)
+        reserved = reserved_sms(self._mask_kind, arguments.n_k, work_tiles, clusters) if early else 0
+        ctas = cluster * min(work_tiles, clusters - reserved)
         maps = [(AT[name], maps_of(arguments, name, columns, 1, rows)) for name, columns, rows in self.boxes()]
         preprocess_ctas = preprocessed if self._fused_preprocess else query_tiles
         postprocess_ctas = query_tiles

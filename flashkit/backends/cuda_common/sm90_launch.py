@@ -80,13 +80,14 @@ class ForwardTile:
         """The map of a CTA's shared memory: kernels/sm90/layout."""
         raise NotImplementedError
 
-    def lay_out(self, q: int, v: int, out: int, packed: bool = False) -> SmemLayout:
-        """Tiles, barriers and lists. q, v, out: 128-byte chunks of a row."""
+    def lay_out(self, q: int, v: int, out: int, ones: int = 0, packed: bool = False) -> SmemLayout:
+        """Tiles, barriers and lists. q, v, out: 128-byte chunks of a row; ones: chunks of ones behind V."""
         smem, barriers = SmemLayout(), 16  # a full and an empty one
         seq = SEQ_SLOT if packed else 0
         smem.add("Q", 128 * self.q_buffers * self.block_q * max(q, out))
         smem.add("K", 128 * self.stages * self.block_k * q)
         smem.add("V", 128 * self.stages * self.block_k * v)
+        smem.add("ONES", 128 * self.block_k * ones)
         smem.add("Q_PIPE", barriers * self.q_buffers)
         smem.add("K_PIPE", barriers * self.stages)
         smem.add("V_PIPE", barriers * self.stages)

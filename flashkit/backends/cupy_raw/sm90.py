@@ -57,7 +57,7 @@ class Sm90Tile(ForwardTile):
     def smem(self, spec: AttentionSpec) -> SmemLayout:
         q, v = (num_terms(spec) * chunks(dim) for dim in (spec.head_dim, spec.head_dim_v))
         out = -(-spec.head_dim_v * ITEMSIZE[spec.dtype] // 128)
-        smem = self.lay_out(q, v, out, packed=spec.packed)
+        smem = self.lay_out(q, v, out, ones=int(sums_rows_by_mma(spec, self)), packed=spec.packed)
         smem.add("V_TILES", 0)
         smem.add("SCALES", 8)
         smem.add("AFFINE", _AFFINE_BYTES * 4 * self.warpgroups)
@@ -74,9 +74,21 @@ class Sm90Tile(ForwardTile):
     def constants(self, spec: AttentionSpec, pack: int) -> dict[str, int]:
         return {
             **self.common(spec, pack, _classifies(spec)),
+            "ROW_SUM_BY_MMA": sums_rows_by_mma(spec, self),
             "FAST_MATH": num_terms(spec) == 1, "NUM_TERMS": num_terms(spec),
             "FP8": False, "GETS_VT": False, **modification.forward_constants(spec),
         }  # fmt: skip
+
+
+def sums_rows_by_mma(spec: AttentionSpec, tile: ForwardTile) -> bool:
+    """Whether P V computes the row sums of P, too, with columns of ones behind V. Soft-capping bounds scores, so that
+    the speculative softmax does not need the sums at once.
+    """
+    known = affine_score(spec.score) if spec.score is not None else None
+    if known is None or not known.capped or known.sloped or spec.dtype != "bfloat16" or spec.dropout:
+        return False
+    q, v = chunks(spec.head_dim), chunks(spec.head_dim_v)
+    return spec.head_dim_v % 64 == 0 and (v == 1 or (q == v == 2 and tile.stages == 2))
 
 
 def _classifies(spec: AttentionSpec) -> bool:
@@ -87,7 +99,8 @@ def _classifies(spec: AttentionSpec) -> bool:
 def forward_source(spec: AttentionSpec, tile: Sm90Tile, pack: int) -> tuple[dict[str, int], str]:
     """Constants and generated functions of kernels/sm90/forward.cu."""
     dtype = "float16" if spec.dtype == "float32" else spec.dtype
-    return tile.constants(spec, pack), wgmma_functions(dtype, [tile.block_k], [padded(spec.head_dim_v)])
+    columns = padded(spec.head_dim_v) + 8 * sums_rows_by_mma(spec, tile)
+    return tile.constants(spec, pack), wgmma_functions(dtype, [tile.block_k], [columns])
 
 
 class Sm90Forward(sm90_launch.Forward):

@@ -110,7 +110,7 @@ class Sm90Fp8Tile(ForwardTile):
         """Constants and generated functions of the kernel."""
         columns, (consumer, producer) = padded(spec.head_dim_v), self.registers_of(spec)
         constants = {
-            **self.common(spec, pack, True), "FAST_MATH": True, "NUM_TERMS": 1,
+            **self.common(spec, pack, True), "ROW_SUM_BY_MMA": False, "FAST_MATH": True, "NUM_TERMS": 1,
             "FP8": 1 + SCALES.index(per(spec)), "GETS_VT": _gets_vt(spec),
             "EXACT_LSE": spec.fp8 is not None and spec.fp8.exact_lse,
             "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer,

@@ -33,7 +33,7 @@ ROWS, KEYS = 64, 64
 
 _OLDER = Simt(specialise.library)
 _LIST_BYTES = 4 * (96 + 9)  # UnitList of kernels/sm90/mla_scheduler.cuh
-_OLD_PARTS = "V", "Q_PIPE", "V_PIPE", "OUT_READY", "WORK_TILES", "LIST_SEQS", "V_TILES", "SCALES", "AFFINE"
+_OLD_PARTS = "V", "ONES", "Q_PIPE", "V_PIPE", "OUT_READY", "WORK_TILES", "LIST_SEQS", "V_TILES", "SCALES", "AFFINE"
 _UNIT_COST, _SPLIT_COST, _COMBINE_COST = 3, 1, 4
 """In the time of a K tile: what a unit takes besides its tiles, what it takes more where it is one of several splits,
 and the launch that combines them."""
@@ -94,7 +94,7 @@ class Sm90MlaTile(ForwardTile):
         """Constants and generated functions of the kernel."""
         classifies = spec.mask is not None
         constants = {
-            **self.common(spec, spec.group, classifies), "FAST_MATH": True, "NUM_TERMS": 1,
+            **self.common(spec, spec.group, classifies), "ROW_SUM_BY_MMA": False, "FAST_MATH": True, "NUM_TERMS": 1,
             "FP8": False, "GETS_VT": False, "CLUSTER_SIZE": cluster, "LIST_BYTES": NUM_LISTS * _LIST_BYTES,
             "SPLIT_TILES": _DETERMINISTIC_TILES if spec.deterministic else 0,
             "MASK_OF_HEADS": spec.mask is not None and expr.uses(spec.mask, expr.H),

@@ -15,6 +15,9 @@ constexpr float TANH_POLY_MAX = TANH_POLY_SHORT ? 0.35f : 0.65f,
                 TANH_POLY_1 = TANH_POLY_SHORT ? -0.3176961839199066f : -0.2405111938714981f,
                 TANH_POLY_2 = TANH_POLY_SHORT ? 0.0f : 0.10479581356048584f;
 
+// Soft-capping bounds the scores of a work tile: one row reference may do for all its tiles, without looking at sums.
+constexpr bool BOUNDED_SCORES = AFFINE && ROW_SUM_BY_MMA;
+
 // What depends neither on keys nor, where EVEN, on rows is found once for a work tile, off the path between two
 // products. It waits in shared memory, and is read while S is computed.
 constexpr bool AFFINE_PER_WORK_TILE = AFFINE && CAPPED && !SLOPED && EVEN;
@@ -124,6 +127,19 @@ DEVICE float affine_exponent(float x, const AffineScore& affine, int half, float
     return fmaf(x, fmaf(x2_excess, inner, affine.poly[half][0]), bias);
 }
 
+// Whether the bias is a row reference for all scores of a work tile: no score is further from it than the gain, so P
+// stays within 2^MAX_GAIN.
+constexpr float MAX_GAIN = 80, MAX_BIAS = 1e6f;
+DEVICE bool bound_scores(const AffineScore& affine, float (&m)[2]) {
+    bool bounded = true;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+        bounded &= fabsf(affine.gain[half]) <= MAX_GAIN && fabsf(affine.bias[half]) <= MAX_BIAS;
+    if (!__all_sync(~0u, bounded)) return false;
+    m[0] = affine.bias[0], m[1] = affine.bias[1];
+    return true;
+}
+
 // guess_row_ref() from accumulators.
 DEVICE bool guess_row_ref_affine(const float (&s)[S_REGS], float (&m)[2], const AffineScore& affine) {
     if (!GUESSES_ROW_REF) return false;
@@ -140,12 +156,16 @@ DEVICE bool guess_row_ref_affine(const float (&s)[S_REGS], float (&m)[2], const 
     return __all_sync(~0u, are_row_refs(m));
 }
 
-// Which scores go through the device's tanh all the same, to balance the units: one in eight.
-DEVICE constexpr bool uses_tanh_unit(int n) { return TANH_POLY_SHORT && HEAD_DIM > 64 && n % 4 == 1; }
+// Which scores go through the device's tanh all the same, to balance the units: one in eight, where row sums are
+// needed.
+template <bool BOUNDED> DEVICE constexpr bool uses_tanh_unit(int n) {
+    return TANH_POLY_SHORT && HEAD_DIM > 64 && !BOUNDED && n % 4 == 1;
+}
 
 // Speculative softmax from accumulators. False where S is needed again: the reference was too low, or too high where
 // `may_be_high`; or, which poly_ok tells, scores are too large for the polynomial. STEEP: all tanh by the device.
-template <bool STEEP>
+// BOUNDED: the reference cannot be wrong, and row sums are not needed.
+template <bool STEEP, bool BOUNDED>
 DEVICE bool affine_softmax(float (&s)[S_REGS], const float (&m)[2], float (&sum)[2], const AffineScore& affine,
                            bool may_be_high, bool& poly_ok) {
     constexpr float MIN_SUM = !P_IS_FLOAT16 ? 1e-18f : GUESSES_ROW_REF ? 5e-4f : 0.03f;
@@ -160,12 +180,12 @@ DEVICE bool affine_softmax(float (&s)[S_REGS], const float (&m)[2], float (&sum)
             for (int c = 0; c < 2; ++c) {
                 float& x = s[4 * n + 2 * half + c];
                 const float bias = SLOPED ? fmaf(affine.bias_step[half], 8 * n + c, base[half]) : base[half];
-                const bool approx = STEEP || (c == 1 && uses_tanh_unit(n));
+                const bool approx = STEEP || (c == 1 && uses_tanh_unit<BOUNDED>(n));
                 x = exp2_fast(affine_exponent(x, affine, half, bias, neg_max2[half], approx, excess[c]));
-                total[2 * half + c] += x;
+                if (!BOUNDED) total[2 * half + c] += x;
             }
             if (CAPPED && !STEEP)
-                signs &= __float_as_uint(excess[0]) & (uses_tanh_unit(n) ? ~0u : __float_as_uint(excess[1]));
+                signs &= __float_as_uint(excess[0]) & (uses_tanh_unit<BOUNDED>(n) ? ~0u : __float_as_uint(excess[1]));
         }
         // A dependence on one exponential, so that the compiler starts exponentials before all exponents are computed.
         if (CAPPED && !STEEP && TANH_POLY_SHORT)
@@ -174,6 +194,7 @@ DEVICE bool affine_softmax(float (&s)[S_REGS], const float (&m)[2], float (&sum)
     }
     sum[0] = total[0] + total[1], sum[1] = total[2] + total[3];
     poly_ok = !CAPPED || STEEP || (int)signs < 0;
+    if constexpr (BOUNDED) return STEEP || __all_sync(~0u, poly_ok);
     const float least = SLOPED && may_be_high ? MIN_SUM : 0.0f;
     return __all_sync(~0u, sum[0] <= MAX_SUM && sum[1] <= MAX_SUM &&
         (!SLOPED || (sum[0] >= least && sum[1] >= least)) && poly_ok);

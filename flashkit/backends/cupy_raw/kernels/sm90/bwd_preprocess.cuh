@@ -225,8 +225,8 @@ DEVICE void fused_preprocess(const Params& p, const TensorMap& out_map, const Te
 // After Hopper's backward kernel: dq_accum to dq.
 //
 // The kernel is launched early (programmatic dependent launch) and converts each query tile as soon as its dQ is
-// complete, where CTAs have ended. Of packed sequences it waits for the end of the kernel, as only that one's scheduler
-// warps have counted the work tiles.
+// complete, on SMs reserved for it or whose CTAs have ended. Of packed sequences it waits for the end of the kernel, as
+// only that one's scheduler warps have counted the work tiles.
 
 // Until a query tile's dQ is complete: DETERMINISTIC, until all key tiles have added to it; else until all work tiles
 // of its head are finished. All CTAs of the backward kernel are resident by then.

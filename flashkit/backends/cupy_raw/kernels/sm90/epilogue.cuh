@@ -72,7 +72,10 @@ DEVICE void epilogue(const Params& p, const WorkTile& at, unsigned base, int num
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int index = at.row0 + row_of_lane(half), row = index / PACK_GQA, h = at.h + index % PACK_GQA;
-        float top = m[half], sum = across_lanes(l[half], [](float x, float y) { return x + y; });
+        // Where ROW_SUM_BY_MMA each lane of a row has its whole sum.
+        float top = m[half];
+        auto add = [](float x, float y) { return x + y; };
+        float sum = ROW_SUM_BY_MMA ? o[COLUMNS / 2 + 2 * half] : across_lanes(l[half], add);
         factor[half] = 1;
         const bool exists = index < n_q * PACK_GQA;
         if (HAS_SINKS && exists) add_sink(p, h, top, sum, factor[half]);

@@ -7,7 +7,7 @@
 //     Q, then O   [Q_BUFFERS][MMA_WARPGROUPS][64][..]   shared memory; O leaves through the buffer that its Q came in
 //     K, V        [STAGES][BLOCK_K][..]                 shared memory, two pipelines
 //     S, P        [64][BLOCK_K]                         registers of a warp group
-//     O           [64][HEAD_DIM_V]                      registers, not normalised
+//     O           [64][HEAD_DIM_V]                      registers, not normalised; ROW_SUM_BY_MMA: and row sums
 //     m, l        [64]                                  registers: row reference in base 2, row sum
 //
 //     warp group 0     warp 0  producer (producer.cuh)
@@ -20,6 +20,14 @@
 #include "sm90/producer.cuh"
 #include "sm90/mainloop.cuh"
 #include "sm90/fp16x2.cuh"
+
+// Writes the chunk of ones that follows V, by all threads of the CTA.
+DEVICE void fill_ones(unsigned target) {
+    for (int i = threadIdx.x; i < CHUNK_BYTES / VEC_BYTES; i += THREADS)
+        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};"
+            ::"r"(target + i * VEC_BYTES), "r"(pack(1.0f, 1.0f)) : "memory");
+    fence_proxy_async();
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 sm90_forward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
@@ -35,6 +43,7 @@ sm90_forward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gri
         for (int i = 0; i < MMA_WARPGROUPS * Q_BUFFERS; ++i) mbarrier_init(base + AT_OUT_READY + 8 * i, 4);
         fence_mbarrier_init();
     }
+    if (ROW_SUM_BY_MMA) fill_ones(base + AT_ONES);
     griddepcontrol_wait(), griddepcontrol_launch_dependents();
     __syncthreads();
     const int role = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32);

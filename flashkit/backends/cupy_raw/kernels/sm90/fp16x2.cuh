@@ -200,7 +200,7 @@ DEVICE void consumer_fp16x2(const Params& p, unsigned base, int wg) {
 #pragma unroll
         for (int i = 0; i < P_REGS; ++i) to_terms(s[2 * i], s[2 * i + 1], high[i], low[i]);
         pipe_v.consumer_wait(n);
-        issue_pv_fp16x2(pv, high, low, descriptor(base + at_v(n % STAGES), CHUNK_BYTES));
+        issue_pv_fp16x2(pv, high, low, descriptor(base + at_v(n % STAGES), chunk_stride_v(n % STAGES)));
         if (__any_sync(~0u, rescale[0] != 1 || rescale[1] != 1)) {
 #pragma unroll
             for (int i = 0; i < COLUMNS / 2; ++i) o[i] *= rescale[i / 2 % 2];

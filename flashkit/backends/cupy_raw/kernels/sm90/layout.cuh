@@ -1,12 +1,13 @@
 // Tile shape, registers and shared memory of Hopper's forward pass.
 //
-// From the head: BLOCK_K, MMA_WARPGROUPS, STAGES, Q_BUFFERS, PACK_GQA, PING_PONG, NUM_TERMS,
+// From the head: BLOCK_K, MMA_WARPGROUPS, STAGES, Q_BUFFERS, PACK_GQA, PING_PONG, ROW_SUM_BY_MMA, NUM_TERMS,
 // CONSUMER_REGISTERS, PRODUCER_REGISTERS, WATCHDOG, READS_ARRAYS, POSITIONS, FAR, SHARED_BYTES,
 // LIST_HEADER, LIST_CAPACITY and the offsets AT_* of the parts of shared memory, which ForwardTile.smem lays out
 // (cuda_common/sm90_launch.py):
 //
 //     AT_Q                  [Q_BUFFERS][MMA_WARPGROUPS][64][..]; O on its way out lies there, too
 //     AT_K, AT_V            [STAGES][BLOCK_K][..]
+//     AT_ONES               a chunk of ones behind every V, where ROW_SUM_BY_MMA
 //     AT_Q_PIPE, AT_K_PIPE, AT_V_PIPE, AT_LIST_PIPE     full and empty barriers
 //     AT_CLAIM              barrier: the work tile is near its end, so the scheduler may claim the next one
 //     AT_OUT_READY          barriers, for each buffer of Q and warp group: O is in the buffer
@@ -116,7 +117,8 @@ constexpr int VT_LINES = COLUMNS + 8 * (COLUMNS <= 128);  // FP8, of V^T: column
 constexpr int BYTES_K = CHUNK_BYTES * CHUNKS_K, BYTES_V = GETS_VT ? VT_LINES * CHUNK_ROW : CHUNK_BYTES * CHUNKS_V;
 constexpr int V_STAGES = FP8 && !GETS_VT ? (COLUMNS <= 128 ? 2 : 1) : STAGES;
 
-constexpr int O_REGS = COLUMNS / 2, S_REGS = BLOCK_K / 2, P_REGS = BLOCK_K / 4;  // of a lane
+// Registers of a lane. Where ROW_SUM_BY_MMA the last four of O are sums of P.
+constexpr int O_REGS = COLUMNS / 2 + 4 * ROW_SUM_BY_MMA, S_REGS = BLOCK_K / 2, P_REGS = BLOCK_K / 4;
 
 constexpr int AFFINE_BYTES = 24;  // of AT_AFFINE, for a warp
 
@@ -126,8 +128,19 @@ constexpr int FIRST_TILE = 64, END = -1, NO_DESC = -2;
 constexpr int PAIR = 128;  // FP8: the next tile of the work tile has the same states
 constexpr int DESC_BYTES = FP8 ? 16 : 4;
 
-DEVICE constexpr int at_k(int stage) { return AT_K + stage * BYTES_K; }
-DEVICE constexpr int at_v(int stage) { return AT_V + stage * BYTES_V; }
+// ROW_SUM_BY_MMA: one chunk of ones follows the chunks of V of every stage, as the last column block of the second
+// product. A descriptor has a single chunk stride, so the stages of V have different strides, and with two chunks of V
+// a stage of K lies in between.
+static_assert(!ROW_SUM_BY_MMA || CHUNKS_V == 1 || (CHUNKS_V == 2 && CHUNKS_K == 2 && STAGES == 2), "no room for ones");
+DEVICE constexpr int at_k(int stage) {
+    return ROW_SUM_BY_MMA && CHUNKS_V == 2 ? AT_ONES - (5 + 3 * stage) * CHUNK_BYTES : AT_K + stage * BYTES_K;
+}
+DEVICE constexpr int chunk_stride_v(int stage) {
+    return ROW_SUM_BY_MMA ? (1 + CHUNKS_V * stage) * CHUNK_BYTES : CHUNK_BYTES;
+}
+DEVICE constexpr int at_v(int stage) {
+    return ROW_SUM_BY_MMA ? AT_ONES - CHUNKS_V * chunk_stride_v(stage) : AT_V + stage * BYTES_V;
+}
 
 // For each warp group.
 enum NamedBarrier { PING_PONG_BARRIER = 1, WARPGROUP_BARRIER = PING_PONG_BARRIER + MMA_WARPGROUPS };

@@ -35,6 +35,7 @@ struct SoftmaxState {
 struct ScorePath {
     bool steady = true;        // positions are in range, and no tile was too large for the polynomial of tanh
     bool tanh_poly_ok = true;  // the same of affine scores with TANH_POLY_SHORT, which then take the device's tanh
+    bool bounded = false;      // affine scores: one row reference holds for all tiles
     Head head{};               // what the score modification reads once for a head
     AffineScore affine;        // AFFINE_PER_WORK_TILE
 };
@@ -118,10 +119,10 @@ struct Consumer {
     template <bool UNMASKED>
     __device__ __forceinline__ void issue_pv(unsigned n) {
         const unsigned stage = base + at_v(n % STAGES);
-        const unsigned long long v = descriptor(stage, CHUNK_BYTES);
+        const unsigned long long v = descriptor(stage, chunk_stride_v(n % STAGES));
         pipe_v.consumer_wait(n);
         if (!UNMASKED && is_ragged_v()) {
-            clear_rows<HEAD_DIM_V, BLOCK_K>(stage, acc.valid_keys, CHUNK_BYTES);
+            clear_rows<HEAD_DIM_V, BLOCK_K>(stage, acc.valid_keys, chunk_stride_v(n % STAGES));
             named_barrier_sync(WARPGROUP_BARRIER + wg, 128);
         }
         wgmma_fence();
@@ -166,32 +167,38 @@ struct Consumer {
         softmax.l[0] = softmax.l[1] = 0;
         path.steady = path.tanh_poly_ok = true;
         if constexpr (AFFINE) path.head = head_of(work_tile.b, work_tile.h, params);
-        if (AFFINE_PER_WORK_TILE) {
+        if (AFFINE_PER_WORK_TILE || BOUNDED_SCORES) {
             path.steady = positions_in_range(params, seq_of(params, work_tile).q_position());
             if (path.steady) {
                 find_affine(params, work_tile, path.head, 0, scale, path.affine);
-                store_gain(path.affine, affine_slot);
+                if (AFFINE_PER_WORK_TILE) store_gain(path.affine, affine_slot);
             }
         }
+        if constexpr (BOUNDED_SCORES)
+            softmax.has_row_ref = path.bounded = path.steady && bound_scores(path.affine, softmax.m);
         terms.begin_work_tile(params, work_tile);
     }
 
     // --- softmax -----------------------------------------------------------------------------------------------------
 
-    template <bool STEEP>
+    template <bool STEEP, bool BOUNDED>
     __device__ __forceinline__ bool speculate_affine_as(Block& block, const AffineScore& affine) {
-        return affine_softmax<STEEP>(s, softmax.m, block.sum, affine, block.may_be_high, block.poly_ok);
+        return affine_softmax<STEEP, BOUNDED>(s, softmax.m, block.sum, affine, block.may_be_high, block.poly_ok);
     }
     __device__ __forceinline__ bool speculate_affine(Block& block, const AffineScore& affine) {
+        if constexpr (BOUNDED_SCORES)
+            if (path.bounded)
+                return path.tanh_poly_ok ? speculate_affine_as<false, true>(block, affine)
+                                         : speculate_affine_as<true, true>(block, affine);
         if constexpr (CAPPED && TANH_POLY_SHORT)
-            if (!path.tanh_poly_ok) return speculate_affine_as<true>(block, affine);
-        return speculate_affine_as<false>(block, affine);
+            if (!path.tanh_poly_ok) return speculate_affine_as<true, false>(block, affine);
+        return speculate_affine_as<false, false>(block, affine);
     }
 
     // Whether exponents of this block come from accumulators, and how: by `affine`.
     template <bool UNMASKED>
     __device__ __forceinline__ void choose_affine(Block& block, AffineScore& affine) {
-        block.affine = AFFINE && block.full && path.steady &&
+        block.affine = AFFINE && (block.full || path.bounded) && path.steady &&
                        (UNMASKED || AFFINE_PER_WORK_TILE ||
                         positions_in_range(params, seq_of(params, work_tile).q_position()));
         if (AFFINE && !AFFINE_PER_WORK_TILE && block.affine) {
@@ -217,9 +224,9 @@ struct Consumer {
             if (UNMASKED || block.affine)
                 (AFFINE && TANH_POLY_SHORT ? path.tanh_poly_ok : path.steady) &= __all_sync(~0u, block.poly_ok);
         }
-        if (AFFINE && (UNMASKED || block.affine))
+        if (AFFINE && (UNMASKED || (block.affine && block.full)))
             modify_in_range<false>(params, work_tile, work_tile.offset, s, block.k0, scale);
-        else if (speculative) modify_tile(params, work_tile, block.full, s, block.k0, scale);
+        else if (speculative || block.affine) modify_tile(params, work_tile, block.full, s, block.k0, scale);
     }
 
     template <bool PV_PENDING, bool UNMASKED>
@@ -249,14 +256,14 @@ struct Consumer {
         if constexpr (HAS_SCORE && !AFFINE && UNMASKED)
             modify_in_range<false>(params, work_tile, work_tile.offset, s, k0, scale);
         else if (!UNMASKED && !block.affine) block.in_range = modify_tile(params, work_tile, full, s, k0, scale);
-        if (!UNMASKED && first_tile)
+        if (!UNMASKED && first_tile && !path.bounded)
             softmax.has_row_ref =
                 AFFINE && block.affine ? guess_row_ref_affine(s, m, affine) : guess_row_ref(s, m, factor);
         const bool speculative = UNMASKED ? block.affine || !AFFINE : softmax.has_row_ref;
         if (!speculative || !(AFFINE && block.affine ? speculate_affine(block, affine)
                                                      : speculative_softmax(s, m, block.sum, factor))) {
             prepare_online<UNMASKED>(block, speculative, scales);
-            if (!UNMASKED && first_tile) {
+            if (!UNMASKED && first_tile && !path.bounded) {
                 m[0] = m[1] = HIDDEN;
             } else if (AFFINE && SLOPED && block.may_be_high) {  // the reference before it was raised
                 m[0] = m_before[0], m[1] = m_before[1], l[0] = l_before[0], l[1] = l_before[1];
@@ -267,10 +274,12 @@ struct Consumer {
             terms.refuse_great(m, l);
             const bool grows = !block.first_tile && !(AFFINE && SLOPED) &&
                                (block.rescale[0] < MIN_RESCALE || block.rescale[1] < MIN_RESCALE);
-            softmax.has_row_ref = __all_sync(~0u, are_row_refs(m) && !grows);
+            softmax.has_row_ref = path.bounded || __all_sync(~0u, are_row_refs(m) && !grows);
             if (AFFINE && SLOPED) softmax.ref_minus_bias[0] = softmax.ref_minus_bias[1] = HIDDEN;
             block.rescales = true;
             if (UNMASKED && !is_settled()) steady_desc = NO_DESC;
+        } else if (BOUNDED_SCORES && !UNMASKED && block.affine && !full) {
+            modify_in_range<true, true>(params, work_tile, work_tile.offset, s, k0, scale);  // masks P
         }
         terms.end_tile(m);
         if (AFFINE && SLOPED && block.affine) find_ref_minus_bias(affine, m, softmax.ref_minus_bias);

@@ -115,22 +115,18 @@ struct MlaConsumer {
 
     // S to P, in p; the factors on O and l.
     __device__ __forceinline__ void online_softmax(float (&rescale)[2], float (&sum)[2]) {
-        float shift[2], factor[2] = {scale_log2, scale_log2};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float top = HIDDEN;
+            float top = HIDDEN, factor = scale_log2;
 #pragma unroll
             for (int i = 0; i < S_REGS / 2; ++i) top = fmaxf(top, s[i / 2 * 4 + 2 * half + i % 2]);
-            top = across_lanes(top, [](float x, float y) { return fmaxf(x, y); }) * scale_log2;
-            const float ref = top > m[half] + MAX_P_LOG2 ? top : m[half];
-            shift[half] = ref == HIDDEN ? 0.0f : ref;
-            rescale[half] = ref == m[half] ? 1.0f : exp2_fast(m[half] - shift[half]);
+            top = across_lanes(top, [](float x, float y) { return fmaxf(x, y); }) * factor;
+            const float ref = top > m[half] + MAX_P_LOG2 ? top : m[half], shift = ref == HIDDEN ? 0.0f : ref;
+            rescale[half] = ref == m[half] ? 1.0f : exp2_fast(m[half] - shift);
             m[half] = ref;
+            scale_below_great(s, half, shift, factor);
+            sum[half] = exp2_row(s, half, [=](float x) { return fmaf(x, factor, -shift); });
         }
-        scale_below_great(s, shift, factor);
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-            sum[half] = exp2_row(s, half, [&](float x) { return fmaf(x, factor[half], -shift[half]); });
 #pragma unroll
         for (int i = 0; i < P_REGS; ++i) p[i] = pack(s[2 * i], s[2 * i + 1]);
     }

@@ -200,32 +200,34 @@ struct KvSource {
     }
 
     template <int CHUNKS>
-    __device__ __forceinline__ void load_pages(const TensorMap& map, const KvTile& at, unsigned target,
+    __device__ __forceinline__ void load_pages(const TensorMap& map, const KvTile& at, unsigned target, int chunk,
                                                unsigned barrier) const {
         const unsigned row = threadIdx.x % 32 * box_rows();
         if (is_leader()) mbarrier_arrive_expect_tx(barrier, BLOCK_K * CHUNK_ROW * CHUNKS);
         if (row < BLOCK_K)
-            load_tile<1, CHUNKS, BLOCK_K, CHUNK_COLUMNS>(
-                target + row * CHUNK_ROW, map, Box{0, at.row, at.head, (int)existing_page(p, at.page)}, barrier);
+            load_tile<1, CHUNKS, BLOCK_K, CHUNK_COLUMNS>(target + row * CHUNK_ROW, map,
+                                                         Box{0, at.row, at.head, (int)existing_page(p, at.page)},
+                                                         barrier, 0, chunk);
         __syncwarp();  // a lane that fell behind would wait for a phase of the pipeline that is over
     }
     __device__ __forceinline__ static bool is_leader() { return !IS_PAGED || threadIdx.x % 32 == 0; }
 
     __device__ __forceinline__ void load_k(const KvTile& at, unsigned target, unsigned barrier) const {
-        if constexpr (IS_PAGED) return load_pages<CHUNKS_K>(k_map, at, target, barrier);
+        if constexpr (IS_PAGED) return load_pages<CHUNKS_K>(k_map, at, target, CHUNK_BYTES, barrier);
         mbarrier_arrive_expect_tx(barrier, BYTES_K);
         load_tile<1, CHUNKS_K, BLOCK_K, CHUNK_COLUMNS>(target, k_map, kv_box(p, at.b, at.head, at.tile * BLOCK_K),
                                                        barrier);
     }
-    __device__ __forceinline__ void load_v(const KvTile& at, unsigned target, unsigned barrier) const {
-        if constexpr (IS_PAGED) return load_pages<CHUNKS_V>(v_map, at, target, barrier);
+    __device__ __forceinline__ void load_v(const KvTile& at, unsigned target, int chunk_stride,
+                                           unsigned barrier) const {
+        if constexpr (IS_PAGED) return load_pages<CHUNKS_V>(v_map, at, target, chunk_stride, barrier);
         if constexpr (GETS_VT) {  // the keys of each column
             mbarrier_arrive_expect_tx(barrier, COLUMNS * CHUNK_ROW);
             return tma_load<1>(target, v_map, Box{at.tile * BLOCK_K, 0, at.head, at.b}, barrier);
         }
         mbarrier_arrive_expect_tx(barrier, BYTES_V);
         load_tile<1, CHUNKS_V, BLOCK_K, CHUNK_COLUMNS>(target, v_map, kv_box(p, at.b, at.head, at.tile * BLOCK_K),
-                                                       barrier);
+                                                       barrier, 0, chunk_stride);
     }
 };
 
@@ -267,7 +269,7 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
         pipe_v.producer_acquire(n - 1);
         const unsigned stage = (n - 1) % V_STAGES;
         if constexpr (FP8 && !GETS_VT) store_v_tile(v_tile_slot(base, n - 1), previous);
-        kv.load_v(previous, base + at_v(stage), pipe_v.full_barrier(n - 1));
+        kv.load_v(previous, base + at_v(stage), chunk_stride_v(stage), pipe_v.full_barrier(n - 1));
     };
 #pragma unroll 1
     for (unsigned c = 0;; ++c) {

@@ -21,27 +21,29 @@ DEVICE float softmax_scale_log2(const Params& p) {
     return HAS_SCORE ? LOG2E : (float)(p.softmax_scale * 1.4426950408889634);
 }
 
-// Where a warp has a great row reference: S times `factor`, which becomes 1.
-DEVICE void scale_below_great(float (&s)[S_REGS], const float (&row_ref)[2], float (&factor)[2]) {
-    if (!__any_sync(~0u, is_great(row_ref[0]) || is_great(row_ref[1]))) return;
+// Where a warp has a great row reference: S of its rows times `factor`, which becomes 1.
+DEVICE void scale_below_great(float (&s)[S_REGS], int half, float row_ref, float& factor) {
+    if (!__any_sync(~0u, is_great(row_ref))) return;
 #pragma unroll
-    for (int i = 0; i < S_REGS; ++i) s[i] *= factor[i / 2 % 2];
-    factor[0] = factor[1] = 1;
+    for (int i = 0; i < S_REGS / 2; ++i) s[i / 2 * 4 + 2 * half + i % 2] *= factor;
+    factor = 1;
 }
 
 // A key past the end stands for the last one, so no array is read beyond its end. Its pair is masked anyway.
 DEVICE int key_inside(int k, int n_k) { return min(k, n_k > 0 ? n_k - 1 : 0); }
 
-// Masks all but the first `keys` keys of the tile.
+// Masks all but the first `keys` keys of the tile: S becomes -inf, or P (OF_P) becomes 0.
+template <bool OF_P>
 DEVICE void mask_past_end(float (&s)[S_REGS], int keys) {
     const int left = keys - threadIdx.x % 4 * 2;
 #pragma unroll
-    for (int i = 0; i < S_REGS; ++i) s[i] = i / 4 * 8 + i % 2 < left ? s[i] : HIDDEN;
+    for (int i = 0; i < S_REGS; ++i) s[i] = i / 4 * 8 + i % 2 < left ? s[i] : OF_P ? 0.0f : HIDDEN;
 }
 
-// S of a tile, modified, and -inf where masked. Positions are in range (positions_in_range). Where the mask SHIFTS, it
-// depends on q - k alone, and keys count from the lane's first one: each becomes an immediate of the comparison.
-template <bool PARTIAL_TILE>
+// S of a tile, modified, and -inf where masked; or P (OF_P), 0 where masked. Positions are in range
+// (positions_in_range). Where the mask SHIFTS, it depends on q - k alone, and keys count from the lane's first one:
+// each becomes an immediate of the comparison.
+template <bool PARTIAL_TILE, bool OF_P = false>
 DEVICE void modify_in_range(const Params& p, const WorkTile& at, start offset, float (&s)[S_REGS], int k0,
                             float scale) {
     const SeqSlot seq = seq_of(p, at);
@@ -62,17 +64,17 @@ DEVICE void modify_in_range(const Params& p, const WorkTile& at, start offset, f
                 const position step = (position)(8 * n + c);
                 const position k_of = CLAMPED ? (position)inside : k_first + step;
                 const position distance = CLAMPED ? (position)(q - inside) : distance_first - step;
-                if constexpr (HAS_SCORE)
+                if constexpr (HAS_SCORE && !OF_P)
                     x = modified_score<position>(x * scale, at.b, h, row, q, k_of, distance, p);
                 if constexpr (PARTIAL_TILE) {
                     const bool shown =
                         HAS_MASK ? visible(at.b, h, row, SHIFTS ? q - first : q, SHIFTS ? 8 * n + c : inside, p)
                             : k < n_k;
-                    x = shown ? x : HIDDEN;
+                    x = shown ? x : OF_P ? 0.0f : HIDDEN;
                 }
             }
     }
-    if (PARTIAL_TILE && HAS_MASK && n_k - k0 < BLOCK_K) mask_past_end(s, n_k - k0);
+    if (PARTIAL_TILE && HAS_MASK && n_k - k0 < BLOCK_K) mask_past_end<OF_P>(s, n_k - k0);
 }
 
 // The same for positions of any size, in 64 bits and one pair at a time.
@@ -203,23 +205,19 @@ DEVICE void online_softmax(float (&s)[S_REGS], float (&m)[2], float (&sum)[2], f
 // The online softmax with P up to 2^max_p_log2: m is so far below the row maximum.
 DEVICE void online_softmax_below(float (&s)[S_REGS], float (&m)[2], float (&l)[2], float (&rescale)[2],
     const float (&scale_log2)[2], float max_p_log2) {
-    float shift[2], factor[2] = {scale_log2[0], scale_log2[1]};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        float top = HIDDEN;
+        float top = HIDDEN, factor = scale_log2[half];
 #pragma unroll
         for (int i = 0; i < S_REGS / 2; ++i) top = fmaxf(top, s[i / 2 * 4 + 2 * half + i % 2]);
         top = across_lanes(top, [](float x, float y) { return fmaxf(x, y); });
-        top = fmaxf(m[half], fmaf(top, scale_log2[half], -max_p_log2));
-        shift[half] = top == HIDDEN ? 0.0f : top;  // so that -inf stays -inf
-        rescale[half] = exp2_fast(m[half] - shift[half]);
+        top = fmaxf(m[half], fmaf(top, factor, -max_p_log2));
+        const float shift = top == HIDDEN ? 0.0f : top;  // so that -inf stays -inf
+        rescale[half] = exp2_fast(m[half] - shift);
         m[half] = top;
+        scale_below_great(s, half, shift, factor);
+        l[half] = l[half] * rescale[half] + exp2_row(s, half, [=](float x) { return fmaf(x, factor, -shift); });
     }
-    scale_below_great(s, shift, factor);
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-        l[half] = l[half] * rescale[half] + exp2_row(s, half, [&](float x) {
-            return fmaf(x, factor[half], -shift[half]); });
 }
 
 // S to P relative to m as it is. False on a misprediction: m is too low, or a score is NaN.
