@@ -175,9 +175,6 @@ class Comm:
             As for `flashkit.attention`.
         {options}
 
-        Positions, lengths, offsets and cu_seqlens are those of the whole, the same on all ranks. bias and mask have
-        this rank's rows, or one row, and all keys.
-
         Returns
         -------
         out : array
@@ -195,6 +192,11 @@ class Comm:
             Another rank failed.
         TimeoutError
             A rank did not come in time. The Comm is of no use after that.
+
+        Notes
+        -----
+        Positions, lengths, offsets and cu_seqlens are those of the whole, the same on all ranks. bias and mask have
+        this rank's rows, or one row, and all keys.
         """
         run = _Run(self, q, k, v, method, order, backend, {**options})
         with run.adapter.scope():
@@ -209,7 +211,7 @@ class Comm:
 
         Parameters
         ----------
-        q, k, v, method, order, return_lse, backend, **options
+        q, k, v, method, order, return_lse, backend, options
             As for `attention`.
 
         Returns
