@@ -219,7 +219,7 @@ class Comm:
         out : array or (array, array)
             What `attention` returns.
         vjp : callable
-            vjp(dout, dlse=None, *, wrt=("q", "k", "v")) gives this rank's gradients; all ranks call it. Those of sinks
+            `vjp(dout, dlse=None, wrt=("q", "k", "v"))` gives this rank's gradients; all ranks call it. Those of sinks
             are sums over all ranks. It reads q, k, v, out and the arrays among the options again.
 
         Raises
