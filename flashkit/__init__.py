@@ -23,6 +23,7 @@ from .mods.block_mask import BlockMask
 from .mods.expr import (
     clip,
     cos,
+    erf,
     exp,
     exp2,
     floor,
@@ -45,9 +46,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockMask", "KVCache", "OutOfPagesError", "Planned", "ProfileError", "Quantized", "UnsupportedError",
-    "__version__", "attention", "attention_jvp", "attention_vjp", "clip", "cos", "exp", "exp2", "explain", "floor",
-    "log", "log2", "maximum", "merge", "minimum", "mla", "mods", "plan", "plot_weights", "quantize", "rotary",
-    "rotary_table", "rotary_vjp", "sigmoid", "sign", "sin", "sqrt", "tanh", "to_int", "use_backend", "weights", "where",
+    "__version__", "attention", "attention_jvp", "attention_vjp", "clip", "cos", "erf", "exp", "exp2", "explain",
+    "floor", "log", "log2", "maximum", "merge", "minimum", "mla", "mods", "plan", "plot_weights", "quantize",
+    "rotary", "rotary_table", "rotary_vjp", "sigmoid", "sign", "sin", "sqrt", "tanh", "to_int", "use_backend",
+    "weights", "where",
 ]  # fmt: skip
 
 

@@ -164,8 +164,9 @@ class AttentionWithTangents(Attention):
         return result
 
 
-_record = super(torch.autograd.Function, Attention).apply
-"""Attention.apply where no transform is active, without what that looks up for transforms in each call."""
+def _record(*inputs: Any) -> Any:
+    """Attention.apply where no transform is active, without what that looks up for transforms in each call."""
+    return super(torch.autograd.Function, Attention).apply(*inputs)  # not at import: for the site torch is a mock
 
 
 def _call_of(ctx: Any, given: list[Any]) -> tuple[Tensors, tuple[Any, ...], Mods | None]:

@@ -246,7 +246,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "expm1": lambda x: expr.exp(x) - 1.0, "clone": lambda x: x, "detach": lambda x: x, "contiguous": lambda x: x,
     **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
     **{name: getattr(expr, name) for name in
-       ("exp", "exp2", "log", "log2", "sqrt", "tanh", "sin", "cos", "floor", "sigmoid", "sign")},
+       ("exp", "exp2", "log", "log2", "sqrt", "tanh", "sin", "cos", "erf", "floor", "sigmoid", "sign")},
 }  # fmt: skip
 """What functions of `torch` and methods of tensors do with expressions, by their names."""
 

@@ -89,6 +89,7 @@ def forced(generation: str, ran: str, launched: list[str], monkeypatch: pytest.M
     assert not generation or generations(launched) == {ran}
 
 
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize(("backend", "generation"), EACH)
 def test_features(backend: str, generation: str, device: Device) -> None:
     """And the same bits in another order of events, where CTAs share a tile of dQ."""
@@ -671,7 +672,7 @@ def test_unmasked(backend: str) -> None:
 
 
 @slow
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("generation", ["sm80", "simt"])
 @pytest.mark.parametrize(("data", "n_q"), [("random", 7), ("growing", 9), ("NaN", 1)])
@@ -724,6 +725,7 @@ def test_values_that_are_wider_than_keys() -> None:
 
 
 @slow
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize(
     ("backend", "generation"),
     [each if each.values[1] != "sm80" else pytest.param(*each.values, marks=exhaustive) for each in CUPY_OFTEN],

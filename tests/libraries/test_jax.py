@@ -150,6 +150,7 @@ BATCHED: dict[str, tuple[dict[str, Any], dict[str, int | None]]] = {
 
 @pytest.mark.parametrize("name", BATCHED)
 @pytest.mark.parametrize("axes", [(0, 0, 0), (1, None, 0)], ids=str)
+@pytest.mark.one_in(2)
 def test_vmap_is_a_loop(name: str, axes: tuple[int | None, ...]) -> None:
     options, option_axes = BATCHED[name]
     arrays, static = traced(options)
@@ -274,7 +275,7 @@ def test_forward_mode_and_second_derivatives() -> None:
                 function(x[0])
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_gradients_over_a_mesh(check_vma: bool) -> None:
     """Under `jax.shard_map`; that of what is equal on all devices is the sum of theirs."""
     mesh = jax.make_mesh((1, 1), ("batch", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -333,7 +334,7 @@ DOT_PRODUCT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", DOT_PRODUCT)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_the_arguments_of_jax_nn(name: str) -> None:
     query, key, value = (x.swapaxes(1, 2) for x in tensors())
     options = DOT_PRODUCT[name]

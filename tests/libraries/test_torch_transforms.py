@@ -88,6 +88,7 @@ BATCHED: dict[str, tuple[tuple[Any, ...], Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("name", BATCHED)
+@pytest.mark.one_in(2)
 def test_vmap_is_a_loop(name: str) -> None:
     """Both passes, of each entry alone and of all."""
     axes, function = BATCHED[name]

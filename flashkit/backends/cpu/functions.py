@@ -120,6 +120,7 @@ def _by_type(single: Any, double: Any) -> Any:
 
 exp, tanh = _by_type(_exp_single, math.exp), _by_type(_tanh_single, np.tanh)
 exp2, log, log2, sqrt, sin, cos, floor = np.exp2, np.log, np.log2, np.sqrt, np.sin, np.cos, np.floor
+erf = math.erf
 
 
 # Bounds of the elements of an array inside a box of inclusive corners, for interval classification (expr.bounds). The

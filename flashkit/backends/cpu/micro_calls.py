@@ -60,6 +60,7 @@ def _call(arguments: str, result: Any = types.void) -> Any:
 call_kernel = _call("arguments thread")
 call_acquire = _call("lock wait", types.int32)
 call_release = _call("lock")
+call_clock = _call("clock time", types.int32)
 call_without_arguments = _call("")
 
 # Functions generated for a modification: scores of a tile in place, dS of a tile, the state of a tile by its inclusive

@@ -14,6 +14,7 @@ from numba import cuda
 from numba.cuda import libdevice, types
 from numba.cuda.extending import intrinsic
 
+from ...mods.expr.graph import FUNCTIONS
 from .ptx.asm import NOTHING, instruction
 
 __all__ = [
@@ -104,9 +105,8 @@ single_of, bits_of_single, double_of = libdevice.int_as_float, libdevice.float_a
 
 
 def functions_of(number: Any) -> tuple[Callable[..., Any], ...]:
-    """exp, exp2, log, log2, sqrt, tanh, sin, cos, floor of float32 or float64 numbers."""
-    names = "exp", "exp2", "log", "log2", "sqrt", "tanh", "sin", "cos", "floor"
-    return tuple(getattr(libdevice, f"{name}f" if number is np.float32 else name) for name in names)
+    """Those of float32 or float64 numbers that expressions have."""
+    return tuple(getattr(libdevice, f"{name}f" if number is np.float32 else name) for name in FUNCTIONS)
 
 
 # --- warps and blocks -------------------------------------------------------------------------------------------------

@@ -180,6 +180,7 @@ sqrt = _function("sqrt", "The square root of x.", "[4.0, 9.0]", "array([2., 3.])
 tanh = _function("tanh", "The hyperbolic tangent of x.", "[0.0, 1.0]", "array([0.        , 0.76159416])")
 sin = _function("sin", "The sine of x, in radians.", "[0.0, 1.0]", "array([0.        , 0.84147098])")
 cos = _function("cos", "The cosine of x, in radians.", "[0.0, 1.0]", "array([1.        , 0.54030231])")
+erf = _function("erf", "The error function of x.", "[0.0, 1.0]", "array([0.        , 0.84270079])")
 floor = _function(
     "floor", "The greatest integer that is not above x, as a float. Its derivative counts as 0.", "[1.5, -1.5]",
     "array([ 1., -2.])",

@@ -52,13 +52,15 @@ def is_name(text: Any) -> bool:
 
 
 _NUMBERS = ("int", "int", "int"), ("float", "float", "float")
-_FUNCTION = (("float", "float"),)
+FUNCTIONS = "exp", "exp2", "log", "log2", "sqrt", "tanh", "sin", "cos", "floor", "erf"
+"""Operations that are functions of one float."""
+
 KINDS: dict[str, tuple[tuple[str, ...], ...]] = {
     **dict.fromkeys(("add", "sub", "mul", "floordiv", "mod", "min", "max"), _NUMBERS),
     **dict.fromkeys(("neg", "abs"), (("int", "int"), ("float", "float"))),
     **dict.fromkeys(("lt", "le", "eq"), (("int", "int", "bool"), ("float", "float", "bool"))),
     **dict.fromkeys(("and", "or", "xor"), (("bool", "bool", "bool"), ("int", "int", "int"))),
-    **dict.fromkeys(("exp", "exp2", "log", "log2", "sqrt", "tanh", "sin", "cos", "floor"), _FUNCTION),
+    **dict.fromkeys(FUNCTIONS, (("float", "float"),)),
     "not": (("bool", "bool"),), "float": (("int", "float"),), "int": (("float", "int"),),
     "div": (("float", "float", "float"),),
     "where": tuple(("bool", kind, kind, kind) for kind in _TYPES),
@@ -185,7 +187,7 @@ class Expr:
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """Trace np.tanh(s) and the like as flashkit's own functions."""
-        function = _UFUNCS.get(ufunc)
+        function = partial(floating, "erf") if ufunc.__name__ == "erf" else _UFUNCS.get(ufunc)  # SciPy's
         if function is None or method != "__call__" or kwargs:
             known = ", ".join(sorted(u.__name__ for u in _UFUNCS))
             raise TypeError(f"numpy.{ufunc.__name__} cannot be traced; known: {known}")
@@ -396,10 +398,7 @@ def sign(x: Any) -> Expr:
 
 
 _UFUNCS: dict[np.ufunc, Callable[..., Expr]] = {
-    **{
-        getattr(np, name): partial(floating, name)
-        for name in ("exp", "exp2", "log", "log2", "sqrt", "tanh", "sin", "cos", "floor")
-    },
+    **{getattr(np, name): partial(floating, name) for name in FUNCTIONS if name != "erf"},
     np.sign: sign, np.minimum: partial(arithmetic, "min"), np.maximum: partial(arithmetic, "max"),
     np.abs: partial(arithmetic, "abs"), np.negative: partial(arithmetic, "neg"),
     np.add: partial(arithmetic, "add"), np.subtract: partial(arithmetic, "sub"),

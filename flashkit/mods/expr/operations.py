@@ -84,6 +84,8 @@ OPS: dict[str, Op] = {
     "sin": _function("sin", cos),
     "cos": _function("cos", lambda x: -sin(x)),
     "floor": _function("floor"),
+    "erf": Op("fk_erf({0})", "erf({0})", "erf({0})",
+              lambda a, d: _product(1.1283791670955126 * exp(-(a[0] * a[0])), d[0])),
 }  # fmt: skip
 
 

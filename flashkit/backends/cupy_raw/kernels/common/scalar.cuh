@@ -148,7 +148,7 @@ DEVICE float tanh_of(float x) {
     DEVICE float fk_##name(float x) { return name##f(x); }   \
     DEVICE double fk_##name(double x) { return name(x); }
 FK_FUNCTION(exp) FK_FUNCTION(exp2) FK_FUNCTION(log) FK_FUNCTION(log2) FK_FUNCTION(sqrt)
-FK_FUNCTION(sin) FK_FUNCTION(cos) FK_FUNCTION(floor)
+FK_FUNCTION(sin) FK_FUNCTION(cos) FK_FUNCTION(floor) FK_FUNCTION(erf)
 #undef FK_FUNCTION
 
 // An array of a modification; strides are in elements.
