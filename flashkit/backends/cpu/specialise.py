@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -56,7 +57,8 @@ def launcher() -> Functions:
 
 def kernel_source(name: str, dtype: str, bf16_pairs: bool = False, kv_format: str = "") -> Source:
     """As `kernel`."""
-    parts = ("common", "operands_bf16_pairs" if bf16_pairs else "operands", "kv_loader", name)
+    panels = ("panels",) if name in ("forward", "jvp") else ()
+    parts = ("common", "operands_bf16_pairs" if bf16_pairs else "operands", "kv_loader", *panels, name)
     kind = f"{name}_{dtype}" + (f"_{kv_format}" if kv_format else "")
     return source(kind, "\n\n".join([_head(dtype, kv_format), *(_text(part) for part in parts)]))
 
@@ -68,7 +70,9 @@ def rotary_source(dtype: str) -> Source:
 
 def launcher_source() -> Source:
     """As `launcher`."""
-    return source("launch", f"ADDRESS = {_address_offset()}\n\n" + _text("launch"))
+    clock = getattr(time, "CLOCK_MONOTONIC", 0)
+    head = f"ADDRESS = {_address_offset()}\nCLOCK_MONOTONIC = {clock}\n\n"
+    return source("launch", head + _text("launch"))
 
 
 def _head(dtype: str, kv_format: str = "") -> str:

@@ -155,7 +155,7 @@ DEVICE void consumer_fp16x2(const Params& p, unsigned base, int wg) {
         pipe_k.consumer_wait(n);
         const int tile_desc = uniform(load_word(tile_desc_slot(base, n)));
         if (tile_desc & FIRST_TILE) {  // also END
-            if (number >= 0) epilogue(p, read_work_tile(p, base, number, wg), base, number, m, l, o, wg);
+            if (number >= 0) epilogue(p, read_work_tile(p, base, number, wg), base, number, m, l, RowStats{}, o, wg);
             if (tile_desc == END) break;
             pipe_q.consumer_wait(++number);
             at = read_work_tile(p, base, number, wg);
