@@ -1,11 +1,13 @@
 """GPT-2 trained by examples/gpt beside the same model in PyTorch: same initial weights, same batches, in turns.
 
     python benchmarks/gpt.py [--device cuda] [--layers 12 --heads 12 --width 768] [--context 1024] [--tokens 16384]
-        [--steps 300] [--ways arrays sdpa flashkit naive] [--out results.jsonl]
+        [--steps 300] [--ways arrays sdpa flashkit naive] [--seconds 240] [--profile] [--out results.jsonl]
 
-Ways: `arrays` is examples/gpt, and `window1024` with a window of so many tokens; the others are PyTorch (compiled and
-with fused AdamW on a GPU): `sdpa` with its own attention, `flashkit` with flashkit.torch's, `naive` by the formula. A
-turn is `--turn` steps of each. Losses are of the same steps.
+Ways: `arrays` is examples/gpt, `window1024` with a window of so many tokens, and `sparse` with a block mask. The others
+are PyTorch (compiled and with fused AdamW on a GPU): `sdpa` with its own attention, `flashkit` with flashkit.torch's,
+`naive` by the formula. A turn is `--turn` steps of each, and no turn begins after `--seconds`. Losses are of the same
+steps. `memory` is what the process took from the GPU for arrays or for PyTorch, where there is one way of the kind.
+With `--profile` each way's kernels are listed with their milliseconds a step, and the host's time to enqueue a step.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,11 +28,13 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import flashkit
 from examples.gpt.data import END, Text, standard_library
 from examples.gpt.model import GPT, Batch, Config
-from examples.gpt.optimizer import AdamW
+from examples.gpt.parameters import AdamW
 
 Tensor = torch.Tensor
+TORCH = "sdpa", "flashkit", "naive"
 
 
 def attention_of(way: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -84,10 +88,14 @@ class TorchGPT(torch.nn.Module):
                                targets.view(-1), ignore_index=-1)  # fmt: skip
 
 
-def torch_steps(
-    config: Config, state: dict[str, Any], way: str, device: str, optimizer: AdamW
-) -> Callable[[Batch, int], Any]:
-    """A function that makes a step of training and returns its loss, not yet read."""
+class Way(NamedTuple):
+    """step: makes a step of training, of this number, and returns its loss, not yet read; test: a batch's loss."""
+
+    step: Callable[[Batch, int], Any]
+    test: Callable[[Batch], float]
+
+
+def torch_way(config: Config, state: dict[str, Any], way: str, device: str, optimizer: AdamW) -> Way:
     model, cuda = TorchGPT(config, state, way, device, torch.float32), device == "cuda"
     groups = [
         {"params": [x for x in model.parameters() if x.dim() > 1], "weight_decay": optimizer.decay},
@@ -96,27 +104,38 @@ def torch_steps(
     adamw = torch.optim.AdamW(groups, lr=optimizer.rate, betas=optimizer.betas, fused=True)
     forward = torch.compile(model) if cuda else model
 
-    def step(batch: Batch, number: int) -> Any:
-        for group in adamw.param_groups:
-            group["lr"] = optimizer.rate_at(number)
+    def loss_of(batch: Batch) -> Tensor:
         ids, targets = (
             torch.from_numpy(x.reshape(len(batch.cu_seqlens) - 1, -1).astype(np.int64)).to(device, non_blocking=True)
             for x in (batch.ids, batch.targets)
         )
         with torch.autocast(device, torch.bfloat16, enabled=cuda):
-            loss = forward(ids, targets)
+            return forward(ids, targets)
+
+    def step(batch: Batch, number: int) -> Any:
+        for group in adamw.param_groups:
+            group["lr"] = optimizer.rate_at(number)
+        loss = loss_of(batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer.clip)
         adamw.step()
         adamw.zero_grad(set_to_none=True)
         return loss.detach()
 
-    return step
+    @torch.no_grad()
+    def test(batch: Batch) -> float:
+        return float(loss_of(batch))
+
+    return Way(step, test)
 
 
-def array_steps(config: Config, way: str, device: str, dtype: str, optimizer: AdamW) -> Callable[[Batch, int], Any]:
+def array_way(config: Config, way: str, device: str, dtype: str, optimizer: AdamW) -> Way:
     ops = importlib.import_module("examples.gpt." + ("gpu" if device == "cuda" else "cpu"))
-    options = {"window": (int(way.removeprefix("window")) - 1, 0)} if way.startswith("window") else {}
+    options: dict[str, Any] = {}
+    if way.startswith("window"):
+        options = {"window": (int(way.removeprefix("window")) - 1, 0)}
+    elif way == "sparse":
+        options = {"block_mask": flashkit.BlockMask.fixed(config.context, config.context, stride_blocks=8)}
     model = GPT(config, ops, dtype, **options)
 
     def step(batch: Batch, number: int) -> Any:
@@ -125,7 +144,49 @@ def array_steps(config: Config, way: str, device: str, dtype: str, optimizer: Ad
             optimizer.update(model.parameters, number, ops)
         return loss
 
-    return step
+    return Way(step, model.loss)
+
+
+def profile(step: Callable[[int], Any], steps: int) -> dict[str, Any]:
+    """Milliseconds a step: of kernels by name, all of them, and of the host until the step is enqueued."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    for i in range(2):
+        step(i)
+    torch.cuda.synchronize()
+    host, wall = [], []
+    for i in range(steps):
+        start = time.perf_counter()
+        step(i)
+        host.append(1e3 * (time.perf_counter() - start))
+        torch.cuda.synchronize()
+        wall.append(1e3 * (time.perf_counter() - start))
+    with torch.profiler.profile(activities=activities) as found:
+        for i in range(steps):
+            step(i)
+        torch.cuda.synchronize()
+    kernels: dict[str, list[float]] = {}
+    for event in found.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            each = kernels.setdefault(event.name[:80], [0, 0.0])
+            each[0] += 1 / steps
+            each[1] += event.device_time_total / 1e3 / steps
+    largest = sorted(kernels.items(), key=lambda x: -x[1][1])
+    return {
+        "device_ms": round(sum(ms for _, (_, ms) in largest), 3), "host_ms": round(float(np.median(host)), 2),
+        "wall_ms": round(float(np.median(wall)), 2),
+        "kernels": [(name, round(count, 1), round(ms, 3)) for name, (count, ms) in largest[:40]],
+    }  # fmt: skip
+
+
+def memory(ways: list[str]) -> dict[str, int]:
+    """Bytes, by way."""
+    of_torch, found = [way for way in ways if way in TORCH], {}
+    of_arrays = [way for way in ways if way not in TORCH]
+    if len(of_arrays) == 1:
+        found[of_arrays[0]] = importlib.import_module("cupy").get_default_memory_pool().total_bytes()
+    if len(of_torch) == 1:
+        found[of_torch[0]] = torch.cuda.max_memory_reserved()
+    return found
 
 
 def main() -> None:
@@ -139,6 +200,10 @@ def main() -> None:
     add("--rate", type=float, default=2e-3)
     add("--device", default="cpu", choices=("cpu", "cuda"))
     add("--ways", nargs="*", default=["arrays", "sdpa"])
+    add("--seconds", type=float, default=float("inf"), help="no turn begins later")
+    add("--each", type=float, default=float("inf"), help="seconds of training of each way")
+    add("--test", action="store_true", help="the loss of all test tokens at the end")
+    add("--profile", action="store_true")
     add("--out", type=Path)
     args = parser.parse_args()
     text = Text.of_documents(standard_library())
@@ -148,12 +213,12 @@ def main() -> None:
     dtype = "bfloat16" if cuda else "float32"
     initial = GPT(config, importlib.import_module("examples.gpt.cpu")).parameters.state()
     makers = {
-        way: (lambda way=way: torch_steps(config, initial, way, args.device, optimizer))
-        if way in ("sdpa", "flashkit", "naive")
-        else (lambda way=way: array_steps(config, way, args.device, dtype, optimizer))
+        way: (lambda way=way: torch_way(config, initial, way, args.device, optimizer))
+        if way in TORCH
+        else (lambda way=way: array_way(config, way, args.device, dtype, optimizer))
         for way in args.ways
     }  # fmt: skip
-    steps = {way: make() for way, make in makers.items()}
+    made = {way: make() for way, make in makers.items()}
     losses: dict[str, list[float]] = {way: [] for way in args.ways}
     seconds: dict[str, list[float]] = {way: [] for way in args.ways}
     batches = [text.batch(i, args.tokens // args.context, args.context) for i in range(args.steps)]
@@ -162,29 +227,56 @@ def main() -> None:
         if cuda:
             torch.cuda.synchronize()
 
+    begin = time.perf_counter()
     for turn in range(0, args.steps, args.turn):
+        if time.perf_counter() - begin > args.seconds:
+            print(f"the time is over after {turn} steps", flush=True)
+            break
         for way in args.ways if turn // args.turn % 2 else args.ways[::-1]:
+            if sum(seconds[way]) * args.turn > args.each:
+                continue
             wait()
-            start, made = time.perf_counter(), []
+            start, found = time.perf_counter(), []
             for number in range(turn, min(turn + args.turn, args.steps)):
-                made.append(steps[way](batches[number], number))
+                found.append(made[way].step(batches[number], number))
             wait()
-            seconds[way].append((time.perf_counter() - start) / len(made))
-            losses[way] += map(float, made)
-    device = torch.cuda.get_device_name() if cuda else "cpu"
-    lines = [
-        {
-            "way": way, "device": device, "dtype": dtype, "config": vars(config), "tokens": args.tokens,
-            "steps": args.steps, "tokens_per_second": round(args.tokens / float(np.median(seconds[way][1:]))),
-            "losses": [round(x, 4) for x in losses[way]], "torch": torch.__version__,
-        }
-        for way in args.ways
-    ]  # fmt: skip
-    for line in lines:
-        print(line["way"], line["tokens_per_second"], "tokens/s; last losses", line["losses"][-3:])
-    if args.out:
-        with args.out.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+            seconds[way].append((time.perf_counter() - start) / len(found))
+            losses[way] += map(float, found)
+    tests = text.tests(args.tokens // args.context, args.context) if args.test else []
+    device, taken = torch.cuda.get_device_name() if cuda else "cpu", memory(args.ways) if cuda else {}
+    for way in args.ways:
+        line = {
+            "part": "training", "way": way, "device": device, "dtype": dtype, "config": vars(config),
+            "tokens": args.tokens, "steps": len(losses[way]),
+            "tokens_per_second": round(args.tokens / float(np.median(seconds[way][1:] or seconds[way]))),
+            "losses": [round(x, 4) for x in losses[way]], "memory": taken.get(way), "torch": torch.__version__,
+            "seconds": round(sum(seconds[way]) * args.turn, 1),
+            "test": round(float(np.mean([made[way].test(batch) for batch in tests])), 4) if tests else None,
+        }  # fmt: skip
+        print(
+            way,
+            line["tokens_per_second"],
+            "tokens/s; last losses",
+            losses[way][-3:],
+            line["seconds"],
+            "s; test",
+            line["test"],
+        )
+        write(args.out, line)
+    for way in args.ways if args.profile and cuda else ():
+        found = profile(lambda i, way=way: made[way].step(batches[i], args.steps - 1), 5)
+        print(way, *(f"{name} {found[name]}" for name in ("device_ms", "host_ms", "wall_ms")))
+        for name, count, ms in found["kernels"][:24]:
+            print(f"  {ms:8.3f} {count:6.1f} {name}")
+        write(args.out, {"part": "profile", "way": way, "device": device, "config": vars(config), **found})
+
+
+def write(out: Path | None, line: dict[str, Any]) -> None:
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -20,13 +20,14 @@ from typing import NamedTuple
 
 import cpu_tables
 import cuda_tables
+import gpt_report
 from goals import cpu_goals, cuda_goals
 from plots import plots
 from stored import CPU_BASELINES, CUDA_BASELINES, RESULTS, ROOT, markdown_table, runs
 
 from flashkit.tools.bench.results import Result
 
-README, TABLES = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
+README, TABLES, EXPERIMENTS = ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "experiments.md"
 START, END = "<!-- bench:start -->", "<!-- bench:end -->"
 
 
@@ -158,12 +159,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of result files")
     parser.add_argument("--readme", type=Path, default=README, help="file for the summary")
     parser.add_argument("--tables", type=Path, default=TABLES, help="file for all tables")
+    parser.add_argument("--experiments", type=Path, default=EXPERIMENTS, help="file for those of training")
     parser.add_argument("--plots", type=Path, help="folder to draw plots into")
     parser.add_argument("--check", action="store_true", help="say which goals are met, and write nothing")
     options = parser.parse_args(arguments)
     if options.check:
         return 0 if check(options.results) else 1
-    for file, content in ((options.readme, summary(options.results)), (options.tables, markdown(options.results))):
+    written = [(options.readme, summary(options.results)), (options.tables, markdown(options.results))]
+    written.append((options.experiments, gpt_report.markdown(options.results / gpt_report.RESULTS.name)))
+    for file, content in written:
         try:
             file.write_text(insert(file.read_text(encoding="utf-8"), content), encoding="utf-8")
             print(f"tables written to {file}")

@@ -34,7 +34,7 @@ myst_heading_anchors = 3
 autosummary_generate = True
 autodoc_member_order = "bysource"
 # Of modules for other libraries; their functions are not run here.
-autodoc_mock_imports = ["jax", "dask", "torch", "transformers"]
+autodoc_mock_imports = ["jax", "dask", "torch", "transformers", "mpi4py"]
 autodoc_typehints = "none"  # numpydoc's sections give types; the signatures would take a screen
 numpydoc_show_class_members = False
 numpydoc_show_inherited_class_members = False

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 import uuid
 from collections.abc import Sequence
-from functools import reduce
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Unpack
 
@@ -29,9 +27,9 @@ from . import api, mods
 from .call import arrays
 from .call.arguments import prepare
 from .call.checks import flag, window_of
+from .call.chunks import hiding, joined, moved
 from .call.merge import merge
-from .mods import Mod, codegen, expr
-from .mods.ranges import RangeTable
+from .mods import Mod, expr
 from .numeric import integer
 from .options import DEFAULTS, OPTIONS, Options, Role, documented, unknown, with_axes
 
@@ -129,10 +127,10 @@ def attention(
     }  # fmt: skip
     score = None if score_mod is None else mods.trace(score_mod, "score")
     listed = None if mask_mod is None else mods.trace(mask_mod, "mask"), block_mask and block_mask.mod
-    hidden = _joined(listed)
+    hidden = joined(listed)
     window = fixed["window"]
     by_position = fixed["causal"] and mods.causal(), window and mods.sliding_window(*window), hidden
-    seen = _joined([mod or None for mod in by_position])
+    seen = joined([mod or None for mod in by_position])
     own = [None if mod is None else delayed(mod, traverse=False) for mod in (score, hidden)]
     fixed |= dict(backend=backend)
 
@@ -200,39 +198,15 @@ def _partial(
     options: dict[str, Any],
 ) -> Any:  # fmt: skip
     """Attention of one chunk of queries to one chunk of keys: (out, lse)."""
-    score, hidden = (None if mod is None else moved(mod, first) for mod in (score, hidden))
+    # q counts on the axis of the keys.
+    named = {expr.B: "b", expr.H: "h", expr.ROW: "row", expr.K: "k", expr.Q: "k"}
+    places = {symbol: (symbol, first[place], 1) for symbol, place in named.items()}
+    score, hidden = (None if mod is None else moved(mod, places) for mod in (score, hidden))
     return api.attention(q, k, v, bias=bias, mask=mask, score_mod=score, mask_mod=hidden, return_lse=True, **options)
 
 
 def _merged(parts: list[Any], layout: str) -> Any:
     return merge(*parts, layout=layout)
-
-
-def moved(mod: Mod, first: dict[str, int]) -> Mod:
-    """The modification as a chunk sees it, which counts its own positions from 0.
-
-    Parameters
-    ----------
-    mod
-        A modification of the whole.
-    first
-        Batch entry "b", head "h", row "row" and key "k" of the whole that are the chunk's first ones. They become
-        values given at run time, so that chunks share their kernels.
-
-    Returns
-    -------
-    Mod
-    """
-    places = {expr.B: "b", expr.H: "h", expr.ROW: "row", expr.K: "k", expr.Q: "k"}  # q counts on the axis of the keys
-    params, shifts = dict(mod.params), {}
-    for symbol, place in places.items():
-        if expr.uses(mod.expr, symbol):
-            name = f"first_{place}"
-            while name in mod.params or name in mod.arrays:
-                name += "_"
-            params[name] = first[place]
-            shifts[id(symbol)] = symbol + expr.param(name, "int")
-    return Mod(mod.kind, expr.substitute([mod.expr], lambda node: shifts.get(id(node), node))[0], params, mod.arrays)
 
 
 # --- chunks -----------------------------------------------------------------------------------------------------------
@@ -349,12 +323,6 @@ def _of_heads(values: Any, inside: np.ndarray, heads: range) -> Any:
 # --- masks ------------------------------------------------------------------------------------------------------------
 
 
-def _joined(masks: Sequence[Mod | None]) -> Mod | None:
-    """One mask of those that there are."""
-    present = [mod for mod in masks if mod is not None]
-    return mods.combine(lambda *graphs: reduce(operator.and_, graphs), "mask", *present) if present else None
-
-
 def _require_neighbours(inside: np.ndarray) -> None:
     if inside.size and not np.array_equal(inside, np.arange(inside[0], inside[0] + inside.size)):
         raise ValueError(
@@ -371,14 +339,11 @@ def _visible(
     any_key = np.array([bool(key) for key in keys], bool)
     if seen is None or not row:
         return any_key
-    host = {name: a.get() if hasattr(a, "get") else np.asarray(a) for name, a in seen.arrays.items()}
-    tables = {name: RangeTable(a) if a.dtype.kind in "biu" else a for name, a in host.items()}
-    empty = expr.classify(seen.expr, expr.int32_arrays({name: a.dtype for name, a in host.items()}))[0]
     place = offsets[inside][:, None, None]
-    state = codegen.evaluate(empty, {
-        "b": inside[:, None, None], "h": np.array(heads)[:, None], "row0": row[0], "row1": row[-1],
-        "q0": place + row[0], "q1": place + row[-1], "k0": first, "k1": last, **seen.params, **tables,
-    })  # fmt: skip
+    state = hiding(seen)(
+        b=inside[:, None, None], h=np.array(heads)[:, None], row0=row[0], row1=row[-1],
+        q0=place + row[0], q1=place + row[-1], k0=first, k1=last,
+    )  # fmt: skip
     return any_key & ~np.broadcast_to(state, (len(inside), len(heads), len(keys))).all((0, 1))
 
 

@@ -1,6 +1,6 @@
 """flashkit in PyTorch: differentiable attention that `torch.compile` takes whole.
 
-    from flashkit.torch import attention, flex_attention, scaled_dot_product_attention
+    from flashkit.torch import Comm, attention, flex_attention, scaled_dot_product_attention
 
 Two functions compute the forward and the backward pass on tensors of CPUs and CUDA devices, without a copy
 (`call/torch_passes.py`); an autograd.Function around them records the derivative (`call/torch_autograd.py`). They are
@@ -18,13 +18,14 @@ from torch.autograd import forward_ad
 
 from .call.interop import is_dual
 from .call.quantized import Quantized
-from .call.torch_autograd import call, check_differentiable, recorded_call
+from .call.torch_autograd import OfRanks, call, check_differentiable, recorded_call
 from .call.torch_mods import Mods
 from .call.torch_passes import ARRAYS, OPTION_NAMES, Tensors
+from .distributed import Comm as NativeComm
 from .numeric import number
 from .options import DEFAULTS, NUMBERS, Options, check_tensors, closed, documented, unknown, unknown_of
 
-__all__ = ["Mods", "attention", "flex_attention", "scaled_dot_product_attention"]
+__all__ = ["Comm", "Mods", "attention", "flex_attention", "scaled_dot_product_attention"]
 
 
 # --- functions --------------------------------------------------------------------------------------------------------
@@ -298,3 +299,42 @@ def flex_attention(
         query, key, value, score_mod=score_mod, block_mask=block_mask, mods=mods, scale=scale, q_offset=0,
         return_lse=return_lse,
     )  # fmt: skip
+
+
+# --- several processes ------------------------------------------------------------------------------------------------
+
+
+class Comm(NativeComm):
+    """`flashkit.distributed.Comm` of tensors, whose attention is differentiable.
+
+    Parameters
+    ----------
+    communicator
+        A process group of torch.distributed, whose communicator moves the tensors: gloo on CPUs, nccl on GPUs. Or one
+        of mpi4py.
+    timeout
+        As of `flashkit.distributed.Comm`.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from torch import distributed
+    >>> from flashkit.torch import Comm
+    >>> store = distributed.FileStore(tempfile.mkstemp()[1], 1)
+    >>> distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    >>> comm = Comm(distributed.group.WORLD)
+    >>> q, k, v = (comm.shard(torch.randn(1, 4, 64, 32)).requires_grad_() for _ in range(3))
+    >>> comm.attention(q, k, v, causal=True).sum().backward()
+    >>> q.grad.shape
+    torch.Size([1, 4, 64, 32])
+    >>> distributed.destroy_process_group()
+    """
+
+    def attention(self, q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Any) -> Any:
+        """As `flashkit.distributed.Comm.attention`; differentiable by q, k, v and sinks."""
+        sinks = options.get("sinks")
+        recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
+        if not recorded:
+            return super().attention(q, k, v, return_lse=return_lse, **options)
+        out, lse = OfRanks.apply(super().attention_vjp, options, q, k, v, sinks)
+        return (out, lse) if return_lse else out

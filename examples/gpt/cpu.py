@@ -1,4 +1,4 @@
-"""The array functions of model.py and optimizer.py in NumPy. gpu.py has the same functions for CuPy.
+"""The array functions of model.py and parameters.py in NumPy. gpu.py has the same functions for CuPy.
 
 Everything runs over chunks of rows that fit a core's cache, on as many threads as there are cores: NumPy's functions
 release the interpreter lock. Products are BLAS's, which the caller keeps to one thread (threadpoolctl).
@@ -9,59 +9,48 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import Any
 
 import numpy as np
 
 from flashkit.devices import host
 
+from .parameters import Parameters
+
 Array = np.ndarray
+Totals = tuple[Array | None, ...]
 xp = np
 
 CHUNK = 1 << 16  # elements
 EPSILON = 1e-5  # of a variance, as in GPT-2
-GELU = math.sqrt(2 / math.pi)
+THREADS = ThreadPoolExecutor(host.cpu_count())
+GELU = 2 * math.sqrt(2 / math.pi)
 
 
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(host.cpu_count())
-
-
-def _by_rows(rows: int, width: int, function: Callable[[slice], Any]) -> list[Any]:
-    """The results of the function for slices that together are all rows, in their order."""
+def _by_rows(rows: int, width: int, function: Callable[[slice], Any], totals: Totals = ()) -> list[Any]:
+    """The results of the function for slices that together are all rows, in their order. Each total that is an array
+    gets the sum of what is at its place in the results.
+    """
     step = max(1, min(CHUNK // width, -(-rows // host.cpu_count())))
     slices = [slice(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
-    return [function(slices[0])] if len(slices) == 1 else list(_threads().map(function, slices))
-
-
-# --- products ---------------------------------------------------------------------------------------------------------
+    results = [function(slices[0])] if len(slices) == 1 else list(THREADS.map(function, slices))
+    for i, total in enumerate(totals):
+        if total is not None:
+            total += sum(result[i] for result in results)
+    return results
 
 
 def product(a: Array, b: Array, out: Array | None = None) -> Array:
     """a b."""
     found = np.empty((len(a), b.shape[1]), a.dtype) if out is None else out
-
-    def multiply(rows: slice) -> None:
-        np.matmul(a[rows], b, out=found[rows])
-
-    _by_rows(len(a), b.shape[1], multiply)
+    _by_rows(len(a), b.shape[1], lambda rows: np.matmul(a[rows], b, out=found[rows]))
     return found
 
 
 def add_product(total: Array, a: Array, b: Array) -> None:
     """total += a b."""
-
-    def multiply(rows: slice) -> None:
-        total[rows] += a[rows] @ b
-
-    _by_rows(len(a), CHUNK // -(-len(a) // host.cpu_count()), multiply)
-
-
-def add_column_sums(total: Array, x: Array) -> None:
-    """total (E,) += the sum of the rows of x (T, E)."""
-    total += np.ones(len(x), x.dtype) @ x
+    width = CHUNK // -(-len(a) // host.cpu_count())
+    _by_rows(len(a), width, lambda rows: np.add(total[rows], a[rows] @ b, out=total[rows]))
 
 
 def add_bias(x: Array, bias: Array) -> Array:
@@ -70,7 +59,11 @@ def add_bias(x: Array, bias: Array) -> Array:
     return x
 
 
-# --- embedding --------------------------------------------------------------------------------------------------------
+def join(parts: list[Array], total: Array) -> Array:
+    """Arrays (T, E) beside each other; adds to total what add_bias of these columns takes, the sum of rows."""
+    x = np.concatenate(parts, axis=1)
+    total += x.sum(0)
+    return x
 
 
 def embed(ids: Array, positions: Array, words: Array, places: Array) -> Array:
@@ -83,9 +76,6 @@ def add_rows(total: Array, index: Array, x: Array) -> None:
     order = np.argsort(index, kind="stable")
     rows, begins = np.unique(index[order], return_index=True)
     total[rows] += np.add.reduceat(x[order], begins, axis=0)
-
-
-# --- normalisation ----------------------------------------------------------------------------------------------------
 
 
 def add_norm(x: Array, added: Array | None, bias: Array | None, weight: Array, shift: Array) -> tuple[Array, ...]:
@@ -110,15 +100,13 @@ def add_norm(x: Array, added: Array | None, bias: Array | None, weight: Array, s
     return total, y, stats
 
 
-def norm_gradient(
-    dy: Array, x: Array, stats: Array, weight: Array, dx: Array | None, dweight: Array, dshift: Array
-) -> Array:
-    """The gradient by x of `add_norm` plus dx; adds to those by weight and shift."""
+def norm_gradient(dy: Array, x: Array, stats: Array, weight: Array, dx: Array | None, totals: Totals) -> Array:
+    """The gradient by x of `add_norm` plus dx; adds to those by weight, shift and bias."""
     found = np.empty_like(x)
 
-    def gradient(rows: slice) -> tuple[Array, Array]:
+    def gradient(rows: slice) -> tuple[Array, ...]:
         normal = (x[rows] - stats[0, rows, None]) * stats[1, rows, None]
-        sums = np.einsum("te,te->e", dy[rows], normal), dy[rows].sum(0)
+        of_weight, of_shift = np.einsum("te,te->e", dy[rows], normal), dy[rows].sum(0)
         d = dy[rows] * weight
         normal *= np.einsum("te,te->t", d, normal)[:, None] / x.shape[1]
         d -= d.mean(1, keepdims=True)
@@ -127,56 +115,54 @@ def norm_gradient(
         if dx is not None:
             d += dx[rows]
         found[rows] = d
-        return sums
+        return of_weight, of_shift, d.sum(0)
 
-    for of_weight, of_shift in _by_rows(*x.shape, gradient):
-        dweight += of_weight
-        dshift += of_shift
+    _by_rows(*x.shape, gradient, totals)
     return found
 
 
-# --- GELU -------------------------------------------------------------------------------------------------------------
+def _share(z: Array) -> Array:
+    """GELU(z) / z by the formula with tanh (Hendrycks and Gimpel 2016): (1 + tanh u) / 2 = 1 / (1 + exp(-2 u))."""
+    t = z * z
+    t *= -0.044715 * GELU
+    t -= GELU
+    t *= z
+    with np.errstate(over="ignore"):
+        np.exp(t, out=t)
+    t += 1
+    return np.divide(1, t, out=t)
 
 
 def gelu(x: Array, bias: Array) -> Array:
-    """GELU of x + bias (Hendrycks and Gimpel 2016), by the formula with tanh."""
+    """GELU of x + bias."""
     out = np.empty_like(x)
 
     def activate(rows: slice) -> None:
         z = x[rows] + bias
-        t = z * z
-        t *= 0.044715 * GELU
-        t += GELU
-        t *= z
-        np.tanh(t, out=t)
-        t += 1
-        t *= z
-        np.multiply(t, 0.5, out=out[rows])
+        np.multiply(z, _share(z), out=out[rows])
 
     _by_rows(*x.shape, activate)
     return out
 
 
-def gelu_gradient(dy: Array, x: Array, bias: Array) -> Array:
-    """The gradient by x, in place of dy."""
+def gelu_gradient(dy: Array, x: Array, bias: Array, total: Array) -> Array:
+    """The gradient by x, in place of dy; adds to that by bias."""
 
-    def gradient(rows: slice) -> None:
+    def gradient(rows: slice) -> tuple[Array]:
         z = x[rows] + bias
-        square = z * z
-        t = np.tanh((square * (0.044715 * GELU) + GELU) * z)
-        slope = square * (3 * 0.044715 * GELU) + GELU
+        share = _share(z)
+        slope = z * z
+        slope *= 3 * 0.044715 * GELU
+        slope += GELU
         slope *= z
-        slope *= 1 - t * t
-        slope += t
+        slope *= 1 - share
         slope += 1
-        slope *= 0.5
+        slope *= share
         dy[rows] *= slope
+        return (dy[rows].sum(0),)
 
-    _by_rows(*x.shape, gradient)
+    _by_rows(*x.shape, gradient, (total,))
     return dy
-
-
-# --- cross-entropy ----------------------------------------------------------------------------------------------------
 
 
 def cross_entropy(logits: Array, targets: Array, scale: float | None) -> Array:
@@ -202,28 +188,29 @@ def cross_entropy(logits: Array, targets: Array, scale: float | None) -> Array:
     return np.asarray(sum(_by_rows(*logits.shape, loss)))
 
 
-# --- the optimizer ----------------------------------------------------------------------------------------------------
-
-
 def adamw(
-    master: Array, value: Array, gradient: Array, mean: Array, variance: Array, factor: Array,
-    rate: float, decay: float, betas: tuple[float, float], corrections: tuple[float, float],
-) -> None:  # fmt: skip
-    """One step of AdamW for arrays (size,), with the gradient times `factor`. It leaves the gradient 0.
+    p: Parameters,
+    factor: Array,
+    rate: float,
+    decay: float,
+    betas: tuple[float, float],
+    corrections: tuple[float, float],
+) -> None:
+    """One step of AdamW with the gradients times `factor`. It leaves them 0.
 
-    rate: the step; decay: of the master, times the rate; corrections: 1 - beta ** step of both averages.
+    rate: the step; decay: of matrices, times the rate; corrections: 1 - beta ** step of both averages.
     """
 
     def step(part: slice) -> None:
-        g = gradient[part] * factor
-        gradient[part] = 0
-        mean[part] *= betas[0]
-        mean[part] += (1 - betas[0]) * g
-        variance[part] *= betas[1]
+        g, mean, variance = p.gradients[part] * factor, p.mean[part], p.variance[part]
+        p.gradients[part] = 0
+        mean *= betas[0]
+        mean += (1 - betas[0]) * g
+        variance *= betas[1]
         g *= g
-        variance[part] += (1 - betas[1]) * g
-        size = np.sqrt(variance[part] / corrections[1]) + 1e-8
-        master[part] *= 1 - rate * decay
-        master[part] -= rate / corrections[0] * mean[part] / size
+        variance += (1 - betas[1]) * g
+        size = np.sqrt(variance / corrections[1]) + 1e-8
+        p.masters[part.start : min(part.stop, p.decayed)] *= 1 - rate * decay
+        p.masters[part] -= rate / corrections[0] * mean / size
 
-    _by_rows(len(master), 1, step)
+    _by_rows(p.masters.size, 1, step)

@@ -15,6 +15,7 @@ from .model import Batch
 
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
 END = len(CHARACTERS)  # the token between two documents
+TOKENS = np.array([CHARACTERS.find(chr(i)) for i in range(128)], np.int32)
 
 
 def standard_library() -> list[str]:
@@ -34,7 +35,8 @@ def standard_library() -> list[str]:
 
 def encode(text: str) -> np.ndarray:
     """The tokens of the characters that the model knows."""
-    return np.array([CHARACTERS.index(c) for c in text if c in CHARACTERS], np.int32)
+    found = TOKENS[np.frombuffer(text.encode("ascii", "ignore"), np.uint8)]
+    return found[found >= 0]
 
 
 def decode(ids: np.ndarray) -> str:
@@ -67,9 +69,8 @@ class Text:
     def tests(self, sequences: int, context: int, packed: bool = False) -> list[Batch]:
         """All of the test's tokens, in windows beside each other."""
         starts = np.arange(0, len(self.test) - context - 1, context)
-        return [
-            batch_of(self.test, starts[i : i + sequences], context, packed) for i in range(0, len(starts), sequences)
-        ]
+        parts = [starts[i : i + sequences] for i in range(0, len(starts), sequences)]
+        return [batch_of(self.test, part, context, packed) for part in parts]
 
 
 def batch_of(tokens: np.ndarray, starts: np.ndarray, context: int, packed: bool) -> Batch:

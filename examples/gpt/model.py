@@ -7,6 +7,7 @@ have the names of the published model, whose weights are (in, out).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from .parameters import Parameters
 
 Array = Any
 Attend = Callable[..., tuple[Array, Any]]  # of a layer's number, q, k, v: out, and the way back
+Saved = deque[tuple[Any, ...]]
+NOT_SAVED: Saved = deque(maxlen=0)
 HEAD_ROWS = 8192  # rows of logits that exist at once
 
 
@@ -39,17 +42,13 @@ class Config:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the parameters, by name."""
         e = self.width
+        products = ("attn.c_attn", 1, 3), ("attn.c_proj", 1, 1), ("mlp.c_fc", 1, 4), ("mlp.c_proj", 4, 1)  # times e
         found: dict[str, tuple[int, ...]] = {"wte.weight": (self.vocabulary, e), "wpe.weight": (self.context, e)}
         for i in range(self.layers):
-            for name, shape in (("ln_1", (e,)), ("ln_2", (e,))):
-                found |= {f"h.{i}.{name}.weight": shape, f"h.{i}.{name}.bias": shape}
-            for name, (rows, columns) in (
-                ("attn.c_attn", (e, 3 * e)),
-                ("attn.c_proj", (e, e)),
-                ("mlp.c_fc", (e, 4 * e)),
-                ("mlp.c_proj", (4 * e, e)),
-            ):
-                found |= {f"h.{i}.{name}.weight": (rows, columns), f"h.{i}.{name}.bias": (columns,)}
+            for name in ("ln_1", "ln_2"):
+                found |= {f"h.{i}.{name}.weight": (e,), f"h.{i}.{name}.bias": (e,)}
+            for name, rows, columns in products:
+                found |= {f"h.{i}.{name}.weight": (rows * e, columns * e), f"h.{i}.{name}.bias": (columns * e,)}
         return found | {"ln_f.weight": (e,), "ln_f.bias": (e,)}
 
 
@@ -98,18 +97,12 @@ class GPT:
                 initial[name] = np.full(shape, "ln_" in name and "weight" in name, np.float32)
         self.parameters.load(initial)
 
-    # --- forward ------------------------------------------------------------------------------------------------------
-
-    def _forward(
-        self, ids: np.ndarray, positions: np.ndarray, attend: Attend, saved: list[tuple[Any, ...]] | None = None
-    ) -> Array:
+    def _forward(self, ids: np.ndarray, positions: np.ndarray, attend: Attend, saved: Saved) -> Array:
         """The last layer's normalised output (T, E). What the backward pass reads is appended to `saved`."""
         ops, p = self.ops, self.parameters
         if positions.max(initial=0) >= self.config.context:
             raise ValueError(f"batch: expected sequences of at most {self.config.context} tokens")
         x = ops.embed(ids, positions, p["wte.weight"], p["wpe.weight"])
-        backward = saved is not None
-        saved = [] if saved is None else saved
         added, bias = None, None  # what the layer before adds to the residual stream
         for i in range(self.config.layers):
             h = f"h.{i}."
@@ -124,8 +117,6 @@ class GPT:
             g = ops.gelu(f, p[h + "mlp.c_fc.bias"])
             added, bias = ops.product(g, p[h + "mlp.c_proj.weight"]), p[h + "mlp.c_proj.bias"]
             saved.append((x, b, stats, f, g))
-            if not backward:
-                saved.clear()
         x, y, stats = ops.add_norm(x, added, bias, p["ln_f.weight"], p["ln_f.bias"])
         saved.append((x, stats))
         return y
@@ -136,7 +127,7 @@ class GPT:
         def attend(_: int, q: Array, k: Array, v: Array) -> tuple[Array, None]:
             return flashkit.attention(q, k, v, cu_seqlens=batch.cu_seqlens, **self.options), None
 
-        return float(self._head(self._forward(batch.ids, batch.positions, attend), batch, scale=None)[0])
+        return float(self._head(self._forward(batch.ids, batch.positions, attend, NOT_SAVED), batch, scale=None)[0])
 
     def next_logits(self, ids: np.ndarray, cache: flashkit.KVCache) -> Array:
         """Logits (V,), float32, behind new tokens of the one sequence of a cache, which takes their keys."""
@@ -146,7 +137,7 @@ class GPT:
             layers[i].append(k, v, [0, len(k)])
             return layers[i].attend(q, **self.options), None
 
-        y = self._forward(ids, np.arange(begin, begin + len(ids)), attend)
+        y = self._forward(ids, np.arange(begin, begin + len(ids)), attend, NOT_SAVED)
         return self.ops.product(y[-1:], self.parameters["wte.weight"].T)[0].astype(np.float32)
 
     def _head(self, y: Array, batch: Batch, scale: float | None) -> tuple[Array, Array]:
@@ -167,14 +158,12 @@ class GPT:
                 ops.add_product(self.parameters.gradient("wte.weight"), logits.T, y[part])
         return total / count, dy
 
-    # --- backward -----------------------------------------------------------------------------------------------------
-
     def add_gradients(self, batch: Batch, scale: float = 1.0) -> Array:
         """Add `scale` times the gradient of the batch's loss to the parameters' gradients; returns the loss, an array
         of no axes: reading it waits for a GPU.
         """
         ops, p = self.ops, self.parameters
-        saved: list[tuple[Any, ...]] = []
+        saved: Saved = deque()
 
         def attend(_: int, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
             return flashkit.attention_vjp(q, k, v, cu_seqlens=batch.cu_seqlens, **self.options)
@@ -182,28 +171,31 @@ class GPT:
         y = self._forward(batch.ids, batch.positions, attend, saved)
         loss, dy = self._head(y, batch, scale)
 
-        def norm(dy: Array, x: Array, stats: Array, name: str, dx: Array | None) -> Array:
-            """The gradient by x, the input of a normalisation; dx: what arrives at x behind it."""
-            gradients = p.gradient(name + ".weight"), p.gradient(name + ".bias")
-            return ops.norm_gradient(dy, x, stats, p[name + ".weight"], dx, *gradients)
+        def norm(dy: Array, x: Array, stats: Array, name: str, dx: Array | None, bias: str | None) -> Array:
+            """The gradient by x, the input of a normalisation, to which a product with this bias was added; dx: what
+            arrives at x behind it.
+            """
+            totals = *(p.gradient(name + part) for part in (".weight", ".bias")), bias and p.gradient(bias)
+            return ops.norm_gradient(dy, x, stats, p[name + ".weight"], dx, totals)
 
-        def linear(dy: Array, x: Array, name: str) -> Array:
-            """The gradient by x, the input of a product with a bias."""
+        def product(dy: Array, x: Array, name: str) -> Array:
+            """The gradient by x of a product with a weight."""
             ops.add_product(p.gradient(name + ".weight"), x.T, dy)
-            ops.add_column_sums(p.gradient(name + ".bias"), dy)
             return ops.product(dy, p[name + ".weight"].T)
 
         x, stats = saved.pop()
-        dx = norm(dy, x, stats, "ln_f", None)
+        dx = norm(dy, x, stats, "ln_f", None, f"h.{self.config.layers - 1}.mlp.c_proj.bias")
         for i in reversed(range(self.config.layers)):
             h = f"h.{i}."
             x, b, stats, f, g = saved.pop()
-            df = ops.gelu_gradient(linear(dx, g, h + "mlp.c_proj"), f, p[h + "mlp.c_fc.bias"])
-            dx = norm(linear(df, b, h + "mlp.c_fc"), x, stats, h + "ln_2", dx)
+            bias = h + "mlp.c_fc.bias"
+            df = ops.gelu_gradient(product(dx, g, h + "mlp.c_proj"), f, p[bias], p.gradient(bias))
+            dx = norm(product(df, b, h + "mlp.c_fc"), x, stats, h + "ln_2", dx, h + "attn.c_proj.bias")
             x, a, stats, out, vjp = saved.pop()
-            dout = linear(dx, out, h + "attn.c_proj")
-            dqkv = ops.xp.stack(vjp(dout.reshape(len(x), self.config.heads, -1)), axis=1)
-            dx = norm(linear(dqkv.reshape(len(x), -1), a, h + "attn.c_attn"), x, stats, h + "ln_1", dx)
+            dqkv = vjp(product(dx, out, h + "attn.c_proj").reshape(len(x), self.config.heads, -1))
+            dqkv = ops.join([d.reshape(x.shape) for d in dqkv], p.gradient(h + "attn.c_attn.bias"))
+            before = f"h.{i - 1}.mlp.c_proj.bias" if i else None
+            dx = norm(product(dqkv, a, h + "attn.c_attn"), x, stats, h + "ln_1", dx, before)
         ops.add_rows(p.gradient("wte.weight"), batch.ids, dx)
         ops.add_rows(p.gradient("wpe.weight"), batch.positions, dx)
         return loss

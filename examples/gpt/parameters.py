@@ -1,8 +1,9 @@
-"""All parameters of a model as one array, and AdamW's arrays beside it."""
+"""All parameters of a model as one array, and AdamW (Loshchilov and Hutter, arXiv:1711.05101) beside it."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -72,3 +73,34 @@ class Parameters:
                 raise ValueError(f"the checkpoint has no {name}")
         if self.values is not self.masters:
             self.values[...] = self.masters.astype(self.values.dtype)
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """With a clipped gradient and a cosine schedule.
+
+    rate: the largest learning rate, reached after `warmup` steps and a tenth of which is left after `steps`; clip: the
+    largest norm of the gradient.
+    """
+
+    steps: int
+    rate: float = 6e-4
+    warmup: int = 100
+    decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = 1.0
+
+    def rate_at(self, step: int) -> float:
+        """Of a step, from 0 on."""
+        if step < self.warmup:
+            return self.rate * (step + 1) / self.warmup
+        done = min((step - self.warmup) / max(self.steps - self.warmup, 1), 1.0)
+        return self.rate * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+
+    def update(self, parameters: Parameters, step: int, ops: Any) -> None:
+        """One step with the gradients, which are 0 afterwards."""
+        p = parameters
+        norm = ops.xp.sqrt(ops.xp.dot(p.gradients, p.gradients))
+        factor = ops.xp.minimum(self.clip / (norm + 1e-6), 1)
+        corrections = 1 - self.betas[0] ** (step + 1), 1 - self.betas[1] ** (step + 1)
+        ops.adamw(p, factor, self.rate_at(step), self.decay, self.betas, corrections)

@@ -127,11 +127,10 @@ class Torch(Library):
         torch = sys.modules["torch"]
         if type(native) is View:
             return native.tensor
-        if not isinstance(native, np.ndarray):
-            return torch.from_dlpack(native)
+        take = torch.from_numpy if isinstance(native, np.ndarray) else torch.from_dlpack
         if native.dtype.kind == "V":  # of ml_dtypes; its name takes microseconds
-            return torch.from_numpy(native.view(np.int16)).view(torch.bfloat16)
-        return torch.from_numpy(native)
+            return take(native.view(np.int16)).view(torch.bfloat16)
+        return take(native)
 
     def scope(self, array: Any) -> AbstractContextManager[None]:
         if not array.is_cuda:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
 
 from . import interop
 from .torch_derivatives import SecondDerivative, Tangent
@@ -233,3 +234,23 @@ def _gradients(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
         return None, None, None, dq, dk, dv
     gradients = {"bias": dbias if of_bias else None, "sinks": dsinks}
     return None, None, None, dq, dk, dv, *map(gradients.get, names), *[None] * (len(content) - len(names))
+
+
+class OfRanks(torch.autograd.Function):
+    """Attention of all ranks. Every rank runs both passes."""
+
+    @staticmethod
+    def forward(ctx: Any, attention_vjp: Any, options: dict[str, Any], q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        given = {**options, "sinks": None if sinks is None else sinks.detach()}
+        (out, lse), ctx.vjp = attention_vjp(q.detach(), k.detach(), v.detach(), return_lse=True, **given)
+        ctx.wrt = ("q", "k", "v", "sinks")[: 3 if sinks is None else 4]
+        ctx.like, ctx.shape = out.new_empty(0), out.shape
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
+        dout = ctx.like.new_zeros(ctx.shape) if dout is None else dout.contiguous()
+        gradients = ctx.vjp(dout, None if dlse is None else dlse.contiguous(), wrt=ctx.wrt)
+        return None, None, *gradients, *[None] * (4 - len(gradients))

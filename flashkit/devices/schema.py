@@ -128,6 +128,7 @@ class Memory(_Section, frozen=True):
     l3: Count | None = None  # shared
     bandwidth_gbs: Rate | None = None
     sram_bandwidth_gbs: Rate | None = None
+    interconnect_gbs: Rate | None = None  # between devices, what one sends at a time
     source: str | None = None
 
 
@@ -284,6 +285,12 @@ class Profile(Struct, frozen=True):
     def bandwidth_gbs(self) -> float | None:
         """Bandwidth of main memory in 1e9 bytes/s: measured, else by the datasheet, else None."""
         rate = self.memory.bandwidth_gbs
+        return rate.best if rate else None
+
+    @property
+    def interconnect_gbs(self) -> float | None:
+        """Bandwidth between devices, likewise."""
+        rate = self.memory.interconnect_gbs
         return rate.best if rate else None
 
     @property

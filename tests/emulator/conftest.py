@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from .device import Device
 
 WHOLE_PROCESS = "FLASHKIT_TEST_EMULATED"
-ON_HARDWARE = "test_kernels.py", "test_fp8.py", "test_mla.py", "test_tf32.py", "test_host.py", "test_kv_cache.py"
+ON_HARDWARE = (
+    "test_kernels.py", "test_fp8.py", "test_mla.py", "test_tf32.py", "test_host.py", "test_kv_cache.py", "test_gpt.py",
+    "test_ladder.py",
+)  # fmt: skip
 
 
 def on_hardware(item: pytest.Item) -> bool:

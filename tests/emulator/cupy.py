@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import itertools
+import re
 import threading
 import types
 import weakref
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
-from .device import BASE, Device
+from .device import BASE, Device, Launch
 
 DEVICE = Device()
 FACTS = {"name": b"emulated", "major": 9, "minor": 0}
@@ -134,6 +138,9 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
             return None
         return ndarray._of(DEVICE.memory.bytes[start : start + size].view(self.dtype), self._memory)
 
+    def set(self, x: np.ndarray) -> None:
+        self._host()[...] = x
+
     def get(self, *_: Any, **__: Any) -> np.ndarray:
         return _read(self).copy()
 
@@ -228,11 +235,95 @@ def _as_strided(x: ndarray, shape: Any, strides: Any) -> ndarray:
 lib = types.SimpleNamespace(stride_tricks=types.SimpleNamespace(as_strided=_as_strided))
 
 
+class ElementwiseKernel:
+    """One statement of assignment, evaluated by Python."""
+
+    def __init__(self, inputs: str, output: str, operation: str, name: str) -> None:
+        self._names = [each.split() for each in inputs.split(", ")]
+        self._operation = re.sub(r"\((float|double)\)", "", operation.partition("=")[2].strip())
+
+    def __call__(self, *arguments: Any) -> None:
+        *inputs, output = map(_unwrapped, arguments)
+        values: dict[str, Any] = {"__uint_as_float": lambda x: x.view(np.float32), "unsigned": np.uint32}
+        for (kind, name), x in zip(self._names, inputs, strict=True):
+            values[name] = np.asarray(x).astype(kind)
+        operation = self._operation.replace("(unsigned)part", "part.astype(unsigned)")
+        output[...] = eval(operation, values)
+
+
 def __getattr__(name: str) -> Any:
     found = getattr(np, name)
     if not callable(found) or isinstance(found, type):
         return found
     return lambda *args, **more: _call(found, args, more)
+
+
+# --- kernels and products of the caller's own -------------------------------------------------------------------------
+
+
+class RawModule:
+    """CUDA C++ that a caller compiles."""
+
+    def __init__(self, code: str, options: tuple[str, ...] = (), backend: str = "nvrtc") -> None:
+        self._code, self._options = code, options
+
+    def get_function(self, name: str) -> Any:
+        from .driver import DRIVER
+
+        if not hasattr(self, "_entries"):
+            self._entries = DRIVER.entries(_compiled(self._code, self._options))
+
+        def launch(grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+            entry = self._entries[name]
+            words = bytearray(sum(entry.parameters[-1]))
+            for (start, size), x in zip(entry.parameters, arguments, strict=True):
+                value = np.uint64(x.data.ptr) if isinstance(x, ndarray) else x
+                assert value.nbytes == size, f"{name}: an argument of {value.nbytes} bytes for {size}"
+                words[start : start + size] = value.tobytes()
+            DEVICE.enqueue(Launch(entry, *grid, *block, 0, bytes(words), False))
+
+        return launch
+
+
+@functools.cache
+def _compiled(code: str, options: tuple[str, ...]) -> str:
+    from cuda.bindings import nvrtc
+
+    _, program = nvrtc.nvrtcCreateProgram(code.encode(), b"module.cu", 0, [], [])
+    given = [b"--gpu-architecture=compute_90", *(option.encode() for option in options)]
+    status, *_ = nvrtc.nvrtcCompileProgram(program, len(given), given)
+    log = bytearray(nvrtc.nvrtcGetProgramLogSize(program)[1])
+    nvrtc.nvrtcGetProgramLog(program, log)
+    assert not int(status), log.decode()
+    text = bytearray(nvrtc.nvrtcGetPTXSize(program)[1])
+    nvrtc.nvrtcGetPTX(program, text)
+    return text.rstrip(b"\0").decode()
+
+
+_CUDA_TYPES = {0: np.dtype(np.float32), 1: np.dtype(np.float64), 14: np.dtype(ml_dtypes.bfloat16)}
+
+
+def _gemm_ex(
+    handle: int, ta: int, tb: int, m: int, n: int, k: int, alpha: int, a: int, type_a: int, lda: int, b: int,
+    type_b: int, ldb: int, beta: int, c: int, type_c: int, ldc: int, compute: int, algorithm: int,
+) -> None:  # fmt: skip
+    """cuBLAS's product of matrices by columns: c = alpha a b + beta c."""
+    DEVICE.flush()
+
+    def matrix(address: int, kind: int, columns: int, step: int, rows: int) -> np.ndarray:
+        start, dtype = address - BASE, _CUDA_TYPES[kind]
+        size = ((columns - 1) * step + rows) * dtype.itemsize
+        assert DEVICE.memory.allowed[start : start + size].all()
+        return np.ndarray((columns, rows), dtype, DEVICE.memory.bytes, start, (step * dtype.itemsize, dtype.itemsize))
+
+    wide = np.float64 if compute == 70 else np.float32
+    scalar = ctypes.c_double if compute == 70 else ctypes.c_float
+    factor, kept = (scalar.from_address(x).value for x in (alpha, beta))
+    left = matrix(a, type_a, m, lda, k).T if ta else matrix(a, type_a, k, lda, m)  # (k, m): its transpose
+    right = matrix(b, type_b, k, ldb, n).T if tb else matrix(b, type_b, n, ldb, k)
+    out = matrix(c, type_c, n, ldc, m)
+    found = factor * (right.astype(wide) @ left.astype(wide))
+    out[...] = found + kept * out.astype(wide) if kept else found
 
 
 # --- cupy.cuda --------------------------------------------------------------------------------------------------------
@@ -330,7 +421,7 @@ class _Event:
         self.done = False
         self.waited: list[int] = []  # streams, 0 for the host
 
-    def record(self) -> None:
+    def record(self, stream: Any = None) -> None:
         assert not _Stream.current().is_capturing()
 
     def synchronize(self) -> None:
@@ -348,10 +439,11 @@ _Stream.null = _Stream(null=True)  # type: ignore[attr-defined]
 _runtime = types.SimpleNamespace(
     getDevice=lambda: 0, getDeviceCount=lambda: 1, getDeviceProperties=lambda number: FACTS,
     streamIsCapturing=lambda stream: stream == _Stream._capturing != 0, deviceSynchronize=DEVICE.flush,
-    memsetAsync=_memset,
+    memsetAsync=_memset, deviceGetPCIBusId=lambda number: "0000:00:00.0",
     CUDARuntimeError=RuntimeError, runtimeGetVersion=lambda: 13000, driverGetVersion=lambda: 13000,
 )  # fmt: skip
 cuda = types.SimpleNamespace(
     Device=_Device, Stream=_Stream, Event=_Event, get_current_stream=_Stream.current, runtime=_runtime,
+    cublas=types.SimpleNamespace(gemmEx=_gemm_ex), device=types.SimpleNamespace(get_cublas_handle=lambda: 0),
     UnownedMemory=_UnownedMemory, MemoryPointer=lambda memory, offset: _Pointer(memory, memory.ptr + offset),
 )  # fmt: skip

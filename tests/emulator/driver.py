@@ -46,13 +46,17 @@ class Driver:
         self._handles.append(x)
         return 0, len(self._handles) - 1
 
+    def entries(self, text: str) -> dict[str, ptx.Entry]:
+        """The kernels of a module, whose constants are in memory now."""
+        module = ptx.module(text, MACHINE.number, self._device.allocate)
+        start = module.place - BASE
+        self._device.memory.bytes[start : start + len(module.image)] = list(module.image)
+        return module.entries
+
     def _load(self, code: bytes, *_: Any) -> tuple[int, int]:
         entries: dict[str, ptx.Entry] = {}
         for text in code.decode().split("\f"):
-            module = ptx.module(text, MACHINE.number, self._device.allocate)
-            start = module.place - BASE
-            self._device.memory.bytes[start : start + len(module.image)] = list(module.image)
-            entries |= module.entries
+            entries |= self.entries(text)
         return self._handle(entries)
 
     def _kernel(self, library: int, name: bytes) -> tuple[int, int]:

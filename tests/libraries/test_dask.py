@@ -16,7 +16,8 @@ from flashkit.mods import expr
 dask = pytest.importorskip("dask", reason="the extra `dask`")
 import dask.array as da  # noqa: E402
 
-from flashkit.dask import attention, moved  # noqa: E402
+from flashkit.call.chunks import moved  # noqa: E402
+from flashkit.dask import attention  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -257,12 +258,14 @@ def test_moved_modifications_agree_with_the_whole() -> None:
     """At every pair; also one that uses the names that a moved one adds."""
     function = lambda s, b, h, q, k, *, first_k, t: s + first_k * q - t[b, expr.ROW] * k + h
     mod = mods.score(function, first_k=3.5, t=RNG.random((3, 20)))
-    part = moved(mod, {"b": 1, "h": 2, "row": 7, "k": 5})
+    symbols = expr.B, expr.H, expr.ROW, expr.K, expr.Q
+    places = lambda *first: {symbol: (symbol, n, 1) for symbol, n in zip(symbols, first, strict=True)}
+    part = moved(mod, places(1, 2, 7, 5, 5))
     b, h, row, k = np.ogrid[1:3, 2:4, 7:12, 5:30]
     whole = mod.evaluate(b, h, row + 11, k, row=row, s=0.5)
     local = part.evaluate(b - 1, h - 2, row + 11 - 5, k - 5, row=row - 7, s=0.5)
     np.testing.assert_array_equal(local, whole)
-    other = moved(mod, {"b": 0, "h": 0, "row": 1, "k": 2})
+    other = moved(mod, places(0, 0, 1, 2, 2))
     assert other.expr is part.expr  # chunks share their kernels
 
 

@@ -36,12 +36,12 @@ AT_ROOT = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 FILES = [ROOT / name for name in AT_ROOT] + sorted(ROOT.glob("docs/**/*.md"))
 SLOW = {
     "README.md", "docs/mods.md", "docs/numerics.md", "docs/howto.md", "docs/coming-from.md", "docs/jax.md",
-    "docs/dask.md", "docs/onnx.md", "docs/torch.md", "docs/transformers.md",
+    "docs/dask.md", "docs/distributed.md", "docs/onnx.md", "docs/torch.md", "docs/transformers.md",
 }  # fmt: skip
 """Documents whose blocks take over two seconds where no kernel is in the cache yet."""
 
 
-OPTIONAL = "torch", "jax", "dask", "transformers", "onnx", "matplotlib", "safetensors", "tokenizers"
+OPTIONAL = "torch", "jax", "dask", "transformers", "onnx", "matplotlib", "safetensors", "tokenizers", "mpi4py"
 """What blocks may import that flashkit does not need: see `make pythons`."""
 
 
@@ -434,5 +434,5 @@ def test_profiles_in_the_documents_fit_the_schema(file: Path) -> None:
 def test_the_examples_need_what_flashkit_needs() -> None:
     used = {name for file in FILES for block in blocks(file) if block.info == "python"
             for name in re.findall(r"^\s*(?:import|from) (\w+)", block.text, re.MULTILINE)}  # fmt: skip
-    libraries = {"dask", "jax", "onnx", "torch", "transformers"}  # each on its own page, with the extra of its name
+    libraries = {"dask", "jax", "mpi4py", "onnx", "torch", "transformers"}  # with extras
     assert used - set(sys.stdlib_module_names) <= {"numpy", "ml_dtypes", "flashkit"} | libraries

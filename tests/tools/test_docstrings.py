@@ -74,6 +74,17 @@ def test_modules_for_other_libraries(library: str) -> None:
             test_public_names_have_numpydoc_sections(name, getattr(module, name))
 
 
+def test_distributed() -> None:
+    pytest.importorskip("mpi4py")
+    from flashkit import distributed
+
+    test_examples_run("distributed.comm")
+    test_examples_run("distributed.explanation")
+    test_public_names_have_numpydoc_sections("predict", distributed.predict)
+    text = inspect.getdoc(distributed.Prediction) or ""
+    assert [name for name in distributed.Prediction.__annotations__ if name not in text] == []
+
+
 def test_explanations_describe_every_attribute() -> None:
     text = inspect.getdoc(Explanation) or ""
     assert [name for name in Explanation.__annotations__ if name not in text] == []

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples.gpt import command
-from examples.gpt.command import on_host
+from examples.gpt import __main__ as command
+from examples.gpt.__main__ import on_host
 from examples.gpt.data import END, Text, batch_of, decode, encode
 from examples.gpt.model import GPT, Batch, Config
-from examples.gpt.optimizer import AdamW
+from examples.gpt.parameters import AdamW
 from flashkit import KVCache
 
 SMALL = Config(vocabulary=20, context=12, layers=2, heads=2, width=16)

@@ -90,5 +90,5 @@ def test_all_steps_print_a_line(capsys, monkeypatch):
     monkeypatch.setattr(memory, "N", 128)
     step("__main__").main()
     lines = [line for line in capsys.readouterr().out.splitlines() if line[:1].isdigit()]
-    assert [line[0] for line in lines] == list("123456789")
+    assert [line.split()[0] for line in lines] == [str(i) for i in range(1, 11)]
     assert all(float(line.split("by ")[1]) < 1e-5 for line in lines if "differs" in line)

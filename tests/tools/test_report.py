@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gpt_report
 import msgspec
 import pytest
 import report
@@ -61,12 +63,45 @@ def test_the_goals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("file", "content"),
-    [(report.README, report.summary), (report.TABLES, report.markdown)],
-    ids=["README", "benchmarks"],
+    [
+        (report.README, report.summary),
+        (report.TABLES, report.markdown),
+        (report.EXPERIMENTS, gpt_report.markdown),
+    ],
+    ids=["README", "benchmarks", "experiments"],
 )
 def test_the_documents_have_the_tables_of_the_stored_results(file: Path, content: Callable[[], str]) -> None:
     text = file.read_text(encoding="utf-8")
     assert report.insert(text, content()) == text
+
+
+def test_experiments_fill_the_page(tmp_path: Path) -> None:
+    """A line for each case, the last that was stored."""
+    pytest.importorskip("matplotlib")
+    model = {"device": "some GPU", "config": {"context": 64}, "memory": 2**31, "steps": 3, "tokens": 192}
+    curve = [[96, 2.0], [192, 0.5]]
+    lines: list[dict[str, Any]] = [
+        {**model, "way": "arrays", "tokens_per_second": 100, "losses": [9.0]},
+        {**model, "way": "arrays", "tokens_per_second": 600, "losses": [3.0, 2.0, 1.0]},
+        {**model, "way": "sdpa", "tokens_per_second": 500, "losses": [3.0, 2.0, 1.5]},
+        {**model, "part": "contexts", "context": 64, "block_sparse": True, "density": 0.25, "curve": curve,
+         "tokens_per_second": 1000},
+        {**model, "part": "paths", "length": 64, "context": 32, "probability": 0.6, "chance": 0.125, "curve": curve},
+        {**model, "part": "profile", "way": "arrays", "kernels": [["adamw", 1, 1.25]], "device_ms": 9.0, "host_ms": 4},
+    ]  # fmt: skip
+    (tmp_path / "gpu.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = gpt_report.markdown(tmp_path)
+    for row in (
+        "| 64 | flashkit's example, CuPy arrays | 600 | 1.20 | 2.0 | 3 | 2.000 |",
+        "| 64 | 25%, block-sparse | 1000.00 | 2.0 | 192 | 0.5000 |",
+        "| 64 | 32 | 0.600 | 0.125 |",
+        "| `adamw` | 1 | 1.25 |",
+    ):
+        assert row in text
+    assert "| 100 |" not in text
+    drawn = gpt_report.plot(tmp_path / "gpu.jsonl", tmp_path)
+    assert drawn.name == "gpu-gpt.svg" and all(x in drawn.read_text() for x in ("contexts", "paths", "speed"))
+    assert gpt_report.markdown(tmp_path / "none") == "No results are stored yet."
 
 
 def test_every_stored_result_reads() -> None:

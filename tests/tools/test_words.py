@@ -65,7 +65,7 @@ CODE = {
     **{
         f"flashkit/{name}": [f"flashkit/{name}/**/*.{suffix}" for suffix in ("py", "cu", "cuh")]
         for name in (
-            "cache", "call", "mods", "devices", "rope", "tools", "backends/cpu", "backends/reference",
+            "cache", "call", "distributed", "mods", "devices", "rope", "tools", "backends/cpu", "backends/reference",
             "backends/cuda_common", "backends/cupy_raw", "backends/numba_cuda",
         )
     },

@@ -116,6 +116,7 @@ class ArgumentBlock:
             args[at.DROPOUT], args[at.DROPOUT_THRESHOLD] = 1, dropout.threshold(operands.dropout_p)
             self._set_double(at.DROPOUT_SCALE, 1 / (1 - operands.dropout_p))
             args[at.SEED] = np.uint64(operands.seed & (2**64 - 1)).astype(np.int64)
+            args[at.DROPOUT_ROW], args[at.DROPOUT_KEY], args[at.DROPOUT_HEAD] = dropout.first_of(operands.seed)
 
     def address(self, array: np.ndarray) -> int:
         self.alive.append(array)

@@ -119,6 +119,9 @@ DROPOUT = word()  # 1 where P is dropped
 DROPOUT_THRESHOLD = word()
 DROPOUT_SCALE = word()  # 1 / (1 - p)
 SEED = word()
+DROPOUT_ROW = word()  # row, key and head at which the counter begins
+DROPOUT_KEY = word()
+DROPOUT_HEAD = word()
 
 # --- the non-finite fallback ------------------------------------------------------------------------------------------
 

@@ -13,6 +13,9 @@ from numba import njit
 
 from ...mods import dropout as philox
 from .arguments import (
+    DROPOUT_HEAD,
+    DROPOUT_KEY,
+    DROPOUT_ROW,
     DROPOUT_SCALE,
     DROPOUT_THRESHOLD,
     HAS_SCORE,
@@ -94,7 +97,8 @@ def dropout(args: Any, tile: Any, keys_first: bool, b: int, h: int, row0: int, k
     key0, key1 = seed & LOW32, seed >> SHIFT32
     factor = tile.dtype.type(double_from_bits(args[DROPOUT_SCALE]))
     keys, rows = (tile.shape[0], tile.shape[1]) if keys_first else (tile.shape[1], tile.shape[0])
-    c2, c3 = np.uint64(h), np.uint64(b)
+    row0, k0 = row0 + args[DROPOUT_ROW], k0 + args[DROPOUT_KEY]
+    c2, c3 = np.uint64(h + args[DROPOUT_HEAD]), np.uint64(b)
     for group in range(k0 // 4, (k0 + keys + 3) // 4):
         c0 = np.uint64(group) & LOW32
         for i in range(rows):

@@ -81,6 +81,8 @@ FIELDS = tuple(
         ("fallback", "pointer to int32", "a flag, or null: kernels of the fallback return at once where it is 0"),
         ("softmax_scale", "float64", "factor on q . k"),
         ("seed", "uint64", "dropout"),
+        ("dropout_first", "uint64", "dropout: the row at which the counter begins; from bit 32, a quarter of the key"),
+        ("dropout_head", "uint64", "and the head"),
         ("dropout_threshold", "uint64", "dropout: a pair is dropped if its random word is below"),
         ("dropout_scale", "float64", "1 / (1 - p)"),
     )

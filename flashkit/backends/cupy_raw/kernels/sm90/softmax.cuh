@@ -21,14 +21,6 @@ DEVICE float softmax_scale_log2(const Params& p) {
     return HAS_SCORE ? LOG2E : (float)(p.softmax_scale * 1.4426950408889634);
 }
 
-// Where a warp has a great row reference: S of its rows times `factor`, which becomes 1.
-DEVICE void scale_below_great(float (&s)[S_REGS], int half, float row_ref, float& factor) {
-    if (!__any_sync(~0u, is_great(row_ref))) return;
-#pragma unroll
-    for (int i = 0; i < S_REGS / 2; ++i) s[i / 2 * 4 + 2 * half + i % 2] *= factor;
-    factor = 1;
-}
-
 // A key past the end stands for the last one, so no array is read beyond its end. Its pair is masked anyway.
 DEVICE int key_inside(int k, int n_k) { return min(k, n_k > 0 ? n_k - 1 : 0); }
 
@@ -216,21 +208,23 @@ DEVICE void online_softmax(float (&s)[S_REGS], float (&m)[2], float (&sum)[2], f
     }
 }
 
-// The online softmax with P up to 2^max_p_log2: m is so far below the row maximum.
+// The online softmax with P up to 2^max_p_log2: m is so far below the row maximum. refuses_great: where m becomes great l
+// becomes NaN, which the epilogue sees.
 DEVICE void online_softmax_below(float (&s)[S_REGS], float (&m)[2], float (&l)[2], float (&rescale)[2],
-    const float (&scale_log2)[2], float max_p_log2) {
+    const float (&scale_log2)[2], float max_p_log2, bool refuses_great) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        float top = HIDDEN, factor = scale_log2[half];
+        float top = HIDDEN;
 #pragma unroll
         for (int i = 0; i < S_REGS / 2; ++i) top = fmaxf(top, s[i / 2 * 4 + 2 * half + i % 2]);
         top = across_lanes(top, [](float x, float y) { return fmaxf(x, y); });
-        top = fmaxf(m[half], fmaf(top, factor, -max_p_log2));
+        top = fmaxf(m[half], fmaf(top, scale_log2[half], -max_p_log2));
         const float shift = top == HIDDEN ? 0.0f : top;  // so that -inf stays -inf
         rescale[half] = exp2_fast(m[half] - shift);
         m[half] = top;
-        scale_below_great(s, half, shift, factor);
-        l[half] = l[half] * rescale[half] + exp2_row(s, half, [=](float x) { return fmaf(x, factor, -shift); });
+        l[half] = l[half] * rescale[half] + exp2_row(s, half, [&](float x) {
+            return fmaf(x, scale_log2[half], -shift); });
+        if (refuses_great && is_great(shift)) l[half] = fk_special(0);
     }
 }
 
