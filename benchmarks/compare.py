@@ -3,11 +3,15 @@
     git worktree add ../before REVISION
     python benchmarks/compare.py ../before --device cuda --output compare.jsonl
     python benchmarks/compare.py ../before --backend cpu --suite float32,bfloat16
+    python benchmarks/compare.py ../before --backend cpu --suite calls --pause 2
     python benchmarks/compare.py . --old-backend cupy_raw --backend numba_cuda --only "dtype=bfloat16 d=128"
 
 Each cell is old over new, forward and backward apart, on random data; above 1 this checkout is faster. It is the median
 over rounds, in each of which both take turns. Programs timed one after the other run at other clocks and beside other
 processes, which changes figures by up to 10 %; and the fastest rounds hide what is slow where a core is shared.
+
+With --pause, each call follows so many milliseconds of other work of the calling thread: threads of the pool may have
+fallen asleep.
 
 On a CPU the process keeps the memory that it frees. glibc would give an array's back to the system or not, by what was
 freed before, and fresh pages are an eighth of a backward pass of 512 tokens.
@@ -58,6 +62,11 @@ def cases(suite: str) -> list[Case]:
         found += [{**base, "n": 512, "batch": 32}, {**base, "d": 64, "heads": 32, "n": 300, "batch": 50}]
         found += [{**base, "n": 1, "n_k": 32768, "batch": 16, "heads": 32, "heads_kv": 8, "causal": False}]
         return found
+    if suite == "calls":
+        base = {"dtype": "float32", "heads": 8, "batch": 1, "d": 64}
+        decoding = {**base, "n": 1, "d": 128, "heads": 32, "heads_kv": 8, "causal": False}
+        tokens = [{**base, "n": n, "causal": True} for n in (256, 512, 1024, 4096)]
+        return [*tokens, *({**decoding, "n_k": n} for n in (1024, 8192, 32768))]
     grid = [(n, d, causal) for d in (64, 128) for causal in (False, True) for n in (512, 2048)]
     if suite == "shapes":
         grid = [(777, 64, False), (384, 80, False), (384, 80, True), (1536, 80, False), (1536, 96, False)]
@@ -128,15 +137,25 @@ def attention_call(case: Case, package: Any, given: tuple[Any, ...], direction: 
     return partial(package.attention_vjp(q, k, v, **named)[1], dout)
 
 
-def timed(old: Callable[[], Any], new: Callable[[], Any], backend: str, seconds: float) -> np.ndarray:
+def other_work(seconds: float) -> None:
+    numbers, end = np.ones(10_000, np.float32), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        np.multiply(numbers, numbers, out=numbers)
+
+
+def timed(old: Callable[[], Any], new: Callable[[], Any], backend: str, seconds: float, pause: float) -> np.ndarray:
     """Times of (old, new) in each round, which come in an order that changes."""
     if backend == "cpu":
 
         def sample(call: Callable[[], Any], repeats: int) -> float:
-            start = time.perf_counter()
+            taken = 0.0
             for _ in range(repeats):
+                if pause:
+                    other_work(pause)
+                start = time.perf_counter()
                 call()
-            return time.perf_counter() - start
+                taken += time.perf_counter() - start
+            return taken
     else:
         import cupy
 
@@ -153,7 +172,7 @@ def timed(old: Callable[[], Any], new: Callable[[], Any], backend: str, seconds:
     for call in (old, new):
         call()
         sample(call, 2)
-    repeats = max(1, math.ceil(8e-3 / max(sample(new, 1), 1e-7)))
+    repeats = max(1, math.ceil(8e-3 / max(sample(new, 1) + pause, 1e-7)))
     rounds: list[tuple[float, float]] = []
     stop = time.perf_counter() + seconds
     while len(rounds) < 6 or time.perf_counter() < stop:
@@ -187,8 +206,9 @@ def main() -> int:
     parser.add_argument("old", type=Path, help="the checkout to compare with")
     parser.add_argument("--new", type=Path, default=HERE)
     parser.add_argument("--backend", default="cupy_raw", choices=list(BACKENDS))
+    parser.add_argument("--suite", default="cuda", help="cuda, or of the CPU's: float32,bfloat16,shapes,calls")
+    parser.add_argument("--pause", type=float, default=0.0, help="milliseconds of other work before each call on a CPU")
     parser.add_argument("--old-backend", choices=list(BACKENDS), help="the old checkout's, if another")
-    parser.add_argument("--suite", default="cuda", help="cuda, or of the CPU's cases: float32,bfloat16,shapes")
     parser.add_argument("--only", default="", help="cases that have this in their description, for example softcap=")
     parser.add_argument("--seconds", type=float, default=0.6, help="of each cell")
     workers = max(1, (os.cpu_count() or 2) - 1)
@@ -218,7 +238,7 @@ def compare(given: argparse.Namespace, every: list[Case], folder: Path) -> int:
         tensors = arrays(case, given.backend)
         for direction in directions(case):
             both = (attention_call(case, each, tensors, direction, given.backend) for each in (old, new))
-            taken = timed(*both, given.backend, given.seconds)
+            taken = timed(*both, given.backend, given.seconds, given.pause / 1e3)
             middle, low, high = (float(np.quantile(taken[:, 0] / taken[:, 1], at)) for at in (0.5, 0.2, 0.8))
             found.append(middle)
             print(f"{middle:.3f} ({low:.3f} {high:.3f})  {direction:8} {described(case)}", flush=True)

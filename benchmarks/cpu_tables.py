@@ -4,56 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stored import CPU_BASELINES, SHAPES, geometric_mean, in_grid, markdown_table, present
+from stored import CPU_BASELINES, in_grid, markdown_table, median, present
 
 from flashkit.tools.bench.results import Result
 
 EXPLANATION = """On CPUs: a ratio is how many times as fast flashkit is as the baseline, the median over rounds in
-which all of them took turns in one process. "Backward" is that pass alone. Four figures are head dims 64, 64
-causal, 128 and 128 causal with 8 heads; one figure is their geometric mean. A share is of a rate measured in the same
-rounds: sgemm is PyTorch's matrix product, dense is flashkit without the mask (per visible pair), read is a loop that
-reads as many bytes. Memory is the growth of resident memory at its peak, results included, in a forward pass or in a
-forward and a backward pass. An error is the root mean square of the difference from float64 over the root mean square
-of the values, the largest over all sizes."""
+which all of them took turns in one process. "Backward" is that pass alone. Cases without another number have 8 heads.
+A share is of a rate measured in the same rounds: sgemm is PyTorch's matrix product, dense is flashkit without the mask
+(per visible pair), read is a loop that reads as many bytes. Memory is the growth of resident memory at its peak,
+results included, in a forward pass or in a forward and a backward pass. An error is the root mean square of the
+difference from float64 over the root mean square of the values, the largest over all sizes."""
 
 
 def table_by_length(results: Sequence[Result]) -> str:
-    """Self-attention: a row for each dtype, pass and length; four figures for PyTorch, a mean for other baselines."""
-    groups: dict[tuple[str, str, int], list[Result]] = {}
-    for result in filter(in_grid, results):
-        groups.setdefault((result.case.dtype, result.direction, result.case.n_q), []).append(result)
-    baselines = present(CPU_BASELINES, filter(in_grid, results))
+    """Self-attention."""
+    grid = [result for result in results if in_grid(result)]
+    baselines = present(CPU_BASELINES, grid)
     baselines.sort(key=lambda name: name != "torch")
-    rows = []
-    for (dtype, direction, n), members in groups.items():
-        row = [dtype, direction, str(n)]
-        for baseline in baselines:
-            ratios = {
-                (x.case.head_dim, x.case.causal): x.times_as_fast[baseline]["median"]
-                for x in members if baseline in x.times_as_fast
-            }  # fmt: skip
-            shown = [f"{ratios[s]:.2f}" if s in ratios else "-" for s in SHAPES] if baseline == "torch" else []
-            row.append(", ".join(shown) if shown else f"{geometric_mean(ratios.values()):.1f}" if ratios else "")
-        sgemm = [x.yardsticks["sgemm"]["median"] for x in members if "sgemm" in x.yardsticks]
-        rows.append([*row, f"{min(sgemm):.2f}" if sgemm else ""])
-    head = ["dtype", "pass", "tokens", *(f"x {CPU_BASELINES[name]}" for name in baselines), "of sgemm, least"]
-    return markdown_table(head, rows, 3)
-
-
-SHOWN_SHARES = ("dense", "read")
+    rows = [
+        [x.case.dtype, x.direction, str(x.case.n_q), str(x.case.head_dim), "causal" if x.case.causal else "none",
+         *(median(x.times_as_fast, name) for name in baselines), median(x.yardsticks, "sgemm")]
+        for x in grid
+    ]  # fmt: skip
+    head = ["dtype", "pass", "tokens", "head dim", "mask", *(f"x {CPU_BASELINES[name]}" for name in baselines)]
+    return markdown_table([*head, "of sgemm"], rows, 5)
 
 
 def table_of_others(results: Sequence[Result]) -> str:
     """A row for each case that is not in the table by length."""
     results = [result for result in results if not in_grid(result)]
     baselines = present(CPU_BASELINES, results)
-    rows = []
-    for result in results:
-        times = result.times_as_fast
-        ratios = [f"{times[name]['median']:.2f}" if name in times else "" for name in baselines]
-        shares = ", ".join(f"{result.yardsticks[x]['median']:.2f} {x}" for x in SHOWN_SHARES if x in result.yardsticks)
-        rows.append([result.case.label, result.direction, *ratios, shares])
-    return markdown_table(["problem", "pass", *(f"x {CPU_BASELINES[name]}" for name in baselines), "share of"], rows, 2)
+    rows = [
+        [x.case.label, x.direction, *(median(x.times_as_fast, name) for name in baselines),
+         *(median(x.yardsticks, name) for name in ("dense", "read"))]
+        for x in results
+    ]  # fmt: skip
+    head = ["problem", "pass", *(f"x {CPU_BASELINES[name]}" for name in baselines), "of dense", "of read"]
+    return markdown_table(head, rows, 2)
 
 
 def table_of_errors(results: Sequence[Result]) -> str:
@@ -77,9 +64,9 @@ def table_of_memory(results: Sequence[Result]) -> str:
     for result in results:
         if (ours := result.memory.get("flashkit")) is not None:
             plain = result.memory.get("numpy")
-            theirs = "" if plain is None else f"{plain / 2**20:.0f} MiB, {plain / max(ours, 1):.0f} times"
-            rows.append([result.case.label, result.direction, f"{ours / 2**20:.1f} MiB", theirs])
-    return markdown_table(["problem", "pass", "memory", "plain NumPy's"], rows, 2)
+            theirs = "" if plain is None else f"{plain / 2**20:.0f}"
+            rows.append([result.case.label, result.direction, f"{ours / 2**20:.1f}", theirs])
+    return markdown_table(["problem", "pass", "memory, MiB", "plain NumPy's"], rows, 2)
 
 
 TABLES = table_by_length, table_of_others, table_of_errors, table_of_memory

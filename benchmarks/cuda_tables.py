@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stored import CUDA_BASELINES, markdown_table, present
+from stored import CUDA_BASELINES, markdown_table, median, present
 
 from flashkit.tools.bench.results import Result
 
 EXPLANATION = """On GPUs: TFLOP/s of flashkit, and how many times as fast it is as a kernel of PyTorch's
-scaled_dot_product_attention or as JAX's attention in Pallas (float16), each in turns with the others in one process,
-one figure per sequence length. All cases have 16,384 tokens in total and 2,048 columns over all heads. A share
+scaled_dot_product_attention or as JAX's attention in Pallas (float16), each in turns with the others in one process.
+All cases have 16,384 tokens in total and 2,048 columns over all heads. A share
 relates two rates of flashkit: dense is without the mask (per visible pair), softcap and alibi are with that
 modification, deterministic is with deterministic=True, tf32 is with that precision, numba_cuda is the backend in
 Python. Decoding is one query for 32 query heads on 8 key/value heads; GB/s count keys and values. An error is the
@@ -19,22 +19,16 @@ and of decoding, on the same inputs."""
 
 
 def table_by_length(results: Sequence[Result]) -> str:
-    """Self-attention: a row for each dtype, pass, head dim and mask, with a figure for each length."""
+    """Self-attention."""
     results = [result for result in results if result.case.n_k is None and not result.case.masked]
-    groups: dict[tuple[str, str, int, bool], list[Result]] = {}
-    for result in results:
-        case = result.case
-        groups.setdefault((case.dtype, result.direction, case.head_dim, case.causal), []).append(result)
     baselines = present(CUDA_BASELINES, results)
-    rows = []
-    for (dtype, direction, d, causal), members in groups.items():
-        members.sort(key=lambda result: result.case.n_q)
-        tokens = ", ".join(str(x.case.n_q) for x in members)
-        tflops = ", ".join(f"{x.gflops('flashkit') / 1000:.0f}" for x in members)
-        mask = ", causal" if causal else ""
-        rows.append([dtype, direction, f"{d}{mask}", tokens, tflops, *_ratios(baselines, members)])
-    head = ["dtype", "pass", "head dim", "tokens", "TFLOP/s", *(f"x {CUDA_BASELINES[name]}" for name in baselines)]
-    return markdown_table(head, rows, 4)
+    rows = [
+        [x.case.dtype, x.direction, str(x.case.head_dim), "causal" if x.case.causal else "none", str(x.case.n_q),
+         f"{x.gflops('flashkit') / 1000:.0f}", *(median(x.times_as_fast, name) for name in baselines)]
+        for x in results
+    ]  # fmt: skip
+    head = ["dtype", "pass", "head dim", "mask", "tokens", "TFLOP/s"]
+    return markdown_table([*head, *(f"x {CUDA_BASELINES[name]}" for name in baselines)], rows, 5)
 
 
 def table_of_masks(results: Sequence[Result]) -> str:
@@ -43,8 +37,7 @@ def table_of_masks(results: Sequence[Result]) -> str:
     baselines = present(CUDA_BASELINES, results)
     rows = [
         [result.case.label, result.direction, f"{1e3 * result.timings['flashkit']['median']:.3g}",
-         *_ratios(baselines, [result]),
-         f"{result.yardsticks['dense']['median']:.2f}" if "dense" in result.yardsticks else ""]
+         *(median(result.times_as_fast, name) for name in baselines), median(result.yardsticks, "dense")]
         for result in results
     ]  # fmt: skip
     head = ["problem", "pass", "ms", *(f"x {CUDA_BASELINES[name]}" for name in baselines), "share of dense"]
@@ -58,17 +51,8 @@ def table_of_shares(results: Sequence[Result]) -> str:
         for name, share in result.yardsticks.items():
             if name != "dense":
                 found.setdefault((name, result.case.dtype, result.direction), []).append(share["median"])
-    rows = [[*key, str(len(shares)), f"{min(shares):.2f} to {max(shares):.2f}"] for key, shares in found.items()]
-    return markdown_table(["share of", "dtype", "pass", "cases", "share"], rows, 3)
-
-
-def _ratios(baselines: Sequence[str], results: Sequence[Result]) -> list[str]:
-    """For each baseline the speed-up of flashkit over it, a figure for each result; empty if it was timed in none."""
-    found = []
-    for baseline in baselines:
-        ratios = [f"{x.times_as_fast[baseline]['median']:.2f}" if baseline in x.times_as_fast else "-" for x in results]
-        found.append("" if set(ratios) == {"-"} else ", ".join(ratios))
-    return found
+    rows = [[*key, str(len(shares)), f"{min(shares):.2f}", f"{max(shares):.2f}"] for key, shares in found.items()]
+    return markdown_table(["share of", "dtype", "pass", "cases", "least", "greatest"], rows, 3)
 
 
 def table_of_decoding(results: Sequence[Result]) -> str:
@@ -77,7 +61,8 @@ def table_of_decoding(results: Sequence[Result]) -> str:
     baselines = present(CUDA_BASELINES, results)
     rows = [
         [result.case.dtype, str(result.case.batch), str(result.case.keys),
-         f"{result.bytes / result.timings['flashkit']['median'] / 1e9:.0f}", *_ratios(baselines, [result])]
+         f"{result.bytes / result.timings['flashkit']['median'] / 1e9:.0f}",
+         *(median(result.times_as_fast, name) for name in baselines)]
         for result in results
     ]  # fmt: skip
     head = ["decoding", "batch", "keys", "GB/s", *(f"x {CUDA_BASELINES[name]}" for name in baselines)]

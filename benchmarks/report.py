@@ -23,7 +23,7 @@ import cuda_tables
 import gpt_report
 from goals import cpu_goals, cuda_goals
 from plots import plots
-from stored import CPU_BASELINES, CUDA_BASELINES, RESULTS, ROOT, markdown_table, runs
+from stored import CPU_BASELINES, CUDA_BASELINES, RESULTS, ROOT, markdown_table, median, runs
 
 from flashkit.tools.bench.results import Result
 
@@ -72,13 +72,15 @@ def _vectors(features: Sequence[str]) -> str:
 
 
 class Row(NamedTuple):
-    """A row of the README's table: a workload on a kind of device, the fields of its case, and baselines to name."""
+    """A row of the README's table: a workload on a kind of device, and the fields of its case."""
 
     workload: str
     kind: str
     direction: str
     case: Mapping[str, object]
-    baselines: Sequence[str]
+
+
+SUMMARY_BASELINES = "cudnn", "flash", "torch"
 
 
 _GPU = {"dtype": "bfloat16", "causal": True, "n_q": 4096, "window": None, "kept": None}
@@ -86,16 +88,14 @@ _CPU = {"causal": True, "n_q": 2048, "head_dim": 64, "window": None, "kept": Non
 _DECODING = {"n_q": 1, "n_k": 32768, "dtype": "bfloat16", "batch": 1}
 SUMMARY = (
     *(
-        Row(f"{direction}, bfloat16, causal, 4,096 tokens, head dim {d}", "cuda", direction, {**_GPU, "head_dim": d},
-            ("cudnn", "flash"))
+        Row(f"{direction}, bfloat16, causal, 4,096 tokens, head dim {d}", "cuda", direction, {**_GPU, "head_dim": d})
         for direction in ("forward", "backward") for d in (64, 128)
     ),
     *(
-        Row(f"forward, {dtype}, causal, 2,048 tokens, head dim 64", kind, "forward", {**_CPU, "dtype": dtype},
-            ("torch",))
+        Row(f"forward, {dtype}, causal, 2,048 tokens, head dim 64", kind, "forward", {**_CPU, "dtype": dtype})
         for dtype, kind in (("float32", "cpu"), ("bfloat16", "cpu with AMX"))
     ),
-    Row("decoding, bfloat16, 32,768 keys", "cuda", "forward", _DECODING, ("cudnn", "flash")),
+    Row("decoding, bfloat16, 32,768 keys", "cuda", "forward", _DECODING),
 )  # fmt: skip
 
 
@@ -111,14 +111,13 @@ def summary(folder: Path = RESULTS) -> str:
         for result in latest.get(row.kind, ()):
             matches = all(getattr(result.case, name) == value for name, value in row.case.items())
             if matches and result.direction == row.direction:
-                ratios = [
-                    f"{result.times_as_fast[name]['median']:.2f} x {({**CPU_BASELINES, **CUDA_BASELINES})[name]}"
-                    for name in row.baselines if name in result.times_as_fast
-                ]  # fmt: skip
                 device = result.machine["device"].removeprefix("NVIDIA ").replace("(R)", "")
                 device = device.replace(" Processor", " with AMX") if row.kind.endswith("AMX") else device
-                rows.append([device, row.workload, _rate(result), ", ".join(ratios)])
-    return markdown_table(["device", "workload", "flashkit", "times as fast"], rows, 2) if rows else "No results yet."
+                ratios = [median(result.times_as_fast, name) for name in SUMMARY_BASELINES]
+                rows.append([device, row.workload, _rate(result), *ratios])
+    names = {**CPU_BASELINES, **CUDA_BASELINES}
+    head = ["device", "workload", "flashkit", *(f"x {names[name]}" for name in SUMMARY_BASELINES)]
+    return markdown_table(head, rows, 2) if rows else "No results yet."
 
 
 def _rate(result: Result) -> str:

@@ -40,6 +40,11 @@ def present(baselines: Mapping[str, str], results: Iterable[Result]) -> list[str
     return [name for name in baselines if name in timed]
 
 
+def median(found: Mapping[str, Mapping[str, float]], name: str) -> str:
+    """That of a baseline or yardstick as text; empty if it was not timed."""
+    return f"{found[name]['median']:.2f}" if name in found else ""
+
+
 def geometric_mean(ratios: Iterable[float]) -> float:
     """NaN without ratios."""
     logs = [math.log(x) for x in ratios]

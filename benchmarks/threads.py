@@ -8,9 +8,10 @@
 All contenders of a case take turns in one process. A line of the output is one case: seconds of each contender, and
 what follows from them: for `scaling` the time of one thread over that of each number of threads, for `decode` the share
 of the rate at which a loop reads as many bytes. `tiles` times tiles of the forward pass in bfloat16, block_q x
-block_k and the vectors of a panel, beside the tile in use. `busy` prints calls a second of attention beside 0, 1 and 4
-busy processes, and their share of those beside none, over that of a loop of NumPy on one thread. Bind the process to
-one hardware thread of each core, for example by taskset: threads of one core share its units.
+block_k and the vectors of a panel, beside the tile in use. `busy` prints calls a second of attention, and answers of
+four tokens by `flashkit generate`, beside 0, 1 and 4 busy processes, and their share of those beside none, over that of
+a loop of NumPy on one thread. Bind the process to one hardware thread of each core, for example by taskset: threads of
+one core share its units.
 """
 
 from __future__ import annotations
@@ -116,6 +117,7 @@ def busy(seconds: float) -> None:
     for n in (256, 1024, 4096):
         q, k, v, _ = Case(n, 64).arrays()
         calls[f"{n} tokens"] = partial(flashkit.attention, q, k, v, causal=True, backend="cpu")
+    calls["generate"] = answering(4)
     rates: dict[int, list[list[float]]] = {0: [], 1: [], 4: []}
     for others in 3 * [*rates]:
         running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(others)]
@@ -131,6 +133,17 @@ def busy(seconds: float) -> None:
         shares = median / alone
         print(others, "busy:", {name: f"{rate:.0f}/s, {share:.2f}" for name, rate, share in
                                 zip(calls, median, shares / shares[0], strict=True)}, flush=True)  # fmt: skip
+
+
+def answering(tokens: int) -> Callable[[], Any]:
+    """Continue a prompt, as `flashkit generate` does."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from examples.generate.checkpoint import Checkpoint
+    from examples.generate.model import Llama
+    from examples.generate.sampling import generate
+
+    model = Llama(Checkpoint())
+    return lambda: list(generate(model, [[1, 2, 3, 4]], tokens, None))
 
 
 def _rate(call: Callable[[], Any], seconds: float) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from itertools import pairwise
 from typing import Any
 
 import flashkit
@@ -35,7 +37,7 @@ autosummary_generate = True
 autodoc_member_order = "bysource"
 # Of modules for other libraries; their functions are not run here.
 autodoc_mock_imports = ["jax", "dask", "torch", "transformers", "mpi4py"]
-autodoc_typehints = "none"  # numpydoc's sections give types; the signatures would take a screen
+autodoc_typehints = "none"  # add_types gives them to numpydoc's sections; in a signature they would take a screen
 numpydoc_show_class_members = False
 numpydoc_show_inherited_class_members = False
 
@@ -76,5 +78,26 @@ def escape_bars(_app: object, _what: str, _name: str, _obj: object, _options: ob
     lines[:] = [re.sub(r"\|([^|`]+ [^|`]+)\|", r"\\|\1\\|", line) for line in lines]
 
 
+def add_types(_app: object, _what: str, _name: str, obj: Any, _options: object, lines: list[str]) -> None:
+    """Give the entries of a section "Parameters" the types of the signature; "array" for those described by shapes."""
+    try:
+        annotated = inspect.signature(obj).parameters
+    except (TypeError, ValueError):
+        return
+    inside = False
+    for i, (line, following) in enumerate(pairwise([*lines, ""])):
+        if re.fullmatch(r"-+", following):
+            inside = line == "Parameters"
+        if inside and line and not line.startswith((" ", "-")) and " : " not in line:
+            hints = {annotated[x].annotation for x in re.split(r", *", line) if x in annotated} - {inspect._empty}
+            texts = [inspect.formatannotation(hint).strip("'") for hint in hints]
+            shown = {re.sub(r"\b(typing|collections\.abc|np)\.", "", text) for text in texts}
+            if shown == {"Any"}:
+                shown = {"array"} if re.match(r" +(\(|[Aa]rrays? |As )", following) else set()
+            if len(shown) == 1:
+                lines[i] = f"{line} : {shown.pop()}"
+
+
 def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", add_types, priority=450)
     app.connect("autodoc-process-docstring", escape_bars, priority=400)  # before numpydoc

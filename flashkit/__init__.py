@@ -20,7 +20,25 @@ from .dispatch import use_backend
 from .errors import OutOfPagesError, ProfileError, UnsupportedError
 from .latent import mla
 from .mods.block_mask import BlockMask
-from .mods.expr import clip, cos, exp, exp2, floor, log, log2, maximum, minimum, sigmoid, sign, sin, sqrt, tanh, where
+from .mods.expr import (
+    clip,
+    cos,
+    erf,
+    exp,
+    exp2,
+    floor,
+    log,
+    log2,
+    maximum,
+    minimum,
+    sigmoid,
+    sign,
+    sin,
+    sqrt,
+    tanh,
+    to_int,
+    where,
+)
 from .rope.apply import rotary, rotary_vjp
 from .rope.tables import rotary_table
 
@@ -28,9 +46,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockMask", "KVCache", "OutOfPagesError", "Planned", "ProfileError", "Quantized", "UnsupportedError",
-    "__version__", "attention", "attention_jvp", "attention_vjp", "clip", "cos", "exp", "exp2", "explain", "floor",
-    "log", "log2", "maximum", "merge", "minimum", "mla", "mods", "plan", "plot_weights", "quantize", "rotary",
-    "rotary_table", "rotary_vjp", "sigmoid", "sign", "sin", "sqrt", "tanh", "use_backend", "weights", "where",
+    "__version__", "attention", "attention_jvp", "attention_vjp", "clip", "cos", "erf", "exp", "exp2", "explain",
+    "floor", "log", "log2", "maximum", "merge", "minimum", "mla", "mods", "plan", "plot_weights", "quantize",
+    "rotary", "rotary_table", "rotary_vjp", "sigmoid", "sign", "sin", "sqrt", "tanh", "to_int", "use_backend",
+    "weights", "where",
 ]  # fmt: skip
 
 

@@ -287,7 +287,7 @@ def attention_vjp(
         if out is not None:
             _check_apart(call, planned.operands)
         result = planned.run(call)
-        vjp: Vjp[Any] = Vjp(planned.recorded(call, *result), call.options.get("sinks"), call.adapters)
+        vjp: Vjp[Any] = Vjp(planned.recorded(call, *result), call.options, call.adapters)
         return call.to_caller(result if return_lse else result[0]), vjp
 
 
@@ -368,7 +368,7 @@ def vjp_of(q: Any, k: Any, v: Any, out: Any, lse: Any, *, backend: str | None = 
     """
     with Call("vjp_of", q, k, v, options) as call:
         recorded = plan_of(call, backend, True, recorded=True).recorded(call, out, lse, kept=True)
-        return Vjp(recorded, call.options.get("sinks"))
+        return Vjp(recorded, call.options)
 
 
 def explain(

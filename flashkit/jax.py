@@ -27,7 +27,7 @@ from .call.jax_derivatives import bind, evaluated_by
 from .call.second_order import second_order
 from .call.sequences import check_default_offset
 from .call.vjp import WRT
-from .errors import UnsupportedError, shown
+from .errors import shown
 from .numeric import number
 from .options import (
     DEFAULTS,
@@ -47,8 +47,8 @@ from .options import (
 __all__ = ["attention", "dot_product_attention"]
 
 Arrays = dict[str, Any]
-CONSTANT = tuple(name for name, option in OPTIONS.items() if option.role is Role.PAIRS)
-"""Floating arguments without a gradient."""
+DIFFERENTIABLE = (*WRT, *(name for name, option in OPTIONS.items() if option.role is Role.PAIRS))
+"""Arguments with a gradient, where they are floating."""
 
 
 Static = tuple[tuple[str, Any], ...]
@@ -66,7 +66,8 @@ def attention(
     q: Any = None, k: Any = None, v: Any = None, *more: Any, return_lse: bool = False, backend: str | None = None,
     **options: Unpack[Options],
 ) -> Any:  # fmt: skip
-    """`flashkit.attention` on JAX arrays, differentiable by q, k, v and sinks, under jit, grad and vmap.
+    """`flashkit.attention` on JAX arrays, differentiable by q, k, v, sinks, bias, alibi_slopes and a floating mask,
+    under jit, grad and vmap.
 
     Parameters
     ----------
@@ -92,14 +93,13 @@ def attention(
         An argument is invalid. What depends on the values of traced arrays is checked when the program runs, and
         raised as JAX's own error with the same message.
     flashkit.UnsupportedError
-        A gradient by an argument that has none.
+        No backend can compute it.
 
     Notes
     -----
-    Arrays among the options may be traced, and so may `seed`. Of these `sinks` has a gradient; asking for that of
-    `alibi_slopes`, `bias` or `mask` is an error, which `jax.lax.stop_gradient` avoids. `kv_lengths` needs `q_offset` or
-    lengths of the queries where masks or scores depend on positions and there are several queries. On a GPU a traced
-    seed is copied to the host by each call, which waits for the stream. dropout_p needs a seed.
+    Arrays among the options may be traced, and so may `seed`. Of these the floating ones have gradients. `kv_lengths`
+    needs `q_offset` or lengths of the queries where masks or scores depend on positions and there are several queries.
+    On a GPU a traced seed is copied to the host by each call, which waits for the stream. dropout_p needs a seed.
 
     The other options are static: a program is compiled for their values, and for each function and block mask by its
     identity, so make these once. Arrays of modifications are constants of the program.
@@ -299,13 +299,8 @@ def _forward(static: Static, with_lse: bool, q: Any, k: Any, v: Any, arrays: Arr
 def _jvp(static: Static, with_lse: bool, primals: Any, tangents: Any) -> Any:
     values, moved = ({"q": q, "k": k, "v": v, **arrays} for q, k, v, arrays in (primals, tangents))
     linear = {f"d{name}": x for name, x in moved.items() if not isinstance(x, SymbolicZero)}
-    for name in CONSTANT:
-        if f"d{name}" in linear:
-            raise UnsupportedError(
-                f"flashkit has no gradient by {name}: pass jax.lax.stop_gradient({name}) where none is needed"
-            )
     out, lse = _differentiable(static, True, *primals)
-    wanted = {f"d{name}": linear[f"d{name}"] for name in WRT if f"d{name}" in linear}
+    wanted = {f"d{name}": linear[f"d{name}"] for name in DIFFERENTIABLE if f"d{name}" in linear}
     dout, dlse = jnp.zeros_like(out), jnp.zeros_like(lse)
     if wanted:
         found = bind("tangent", static, {**values, "out": out, "lse": lse, **wanted}, ("dout", "dlse"))
@@ -398,6 +393,7 @@ def _each(static: Static, axes: dict[str, int], arrays: Arrays, run: Callable[[A
     extra = next(x.ndim - axes[name] for name, x in arrays.items())
     lead = np.broadcast_shapes(*(x.shape[:extra] for x in arrays.values()))
     flat = not _numbers_entries(static) and not arrays.keys() & ("seed", *with_axes("heads"))
+    flat &= all(arrays[name].shape[:extra] == lead for name in PAIRS if f"d{name}" in arrays)
     if not extra or (flat and all(x.shape[:extra] == lead for n, x in arrays.items() if n not in PAIRS)):
         run(arrays)
         return
@@ -446,7 +442,7 @@ def _of_heads(x: Any, lse: Any) -> Any:
 def _run_pull_back(static: Static, arrays: Arrays) -> None:
     results = ("q", "k", "v", "out", "lse")
     vjp = api.vjp_of(*(arrays[name] for name in results), **_options(static, arrays))
-    wrt = tuple(name for name in WRT if f"to d{name}" in arrays)
+    wrt = tuple(name for name in DIFFERENTIABLE if f"to d{name}" in arrays)
     dout = arrays["dout"] if "dout" in arrays else 0 * arrays["out"]
     for name, gradient in zip(wrt, vjp(dout, arrays.get("dlse"), wrt=wrt), strict=True):
         arrays[f"to d{name}"][...] = gradient

@@ -295,7 +295,10 @@ def documented(*left_out: str) -> Callable[[F], F]:
         function.__signature__ = own.replace(parameters=[*positional, *named, *rest])  # type: ignore[attr-defined]
         if function.__doc__:  # absent under python -OO
             lines = [f"{name}\n        {_wrapped(OPTIONS[name].meaning)}" for name in taken]
-            function.__doc__ = function.__doc__.replace("{options}", "\n    ".join(lines))
+            before = function.__doc__.partition("{options}")[0]
+            deeper = " " * (len(before) - len(before.rstrip(" ")) - 4)  # of a method
+            text = "\n    ".join(lines).replace("\n", "\n" + deeper)
+            function.__doc__ = function.__doc__.replace("{options}", text)
         return function
 
     return document

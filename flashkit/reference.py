@@ -20,6 +20,9 @@ delta = rowsum(dO * O):
 
     dP = dO v^T    dS = P * (dP - delta)    dq = scale * dS k    dk = scale * dS^T q    dv = P^T dO
 
+A score modification multiplies the dS of q and k by its slope, d modify(s) / d s. A value that it reads, such as an
+element of a bias, has as its gradient the sum of dS * d modify(s) / d value over the pairs that read it.
+
 FlashAttention-1 (Dao et al. 2022, arXiv 2205.14135, Algorithms 1 and 4) loops over tiles of K and V outside and of Q
 inside, so O, m and l of all queries are read and written for each tile of keys. FlashAttention-2 (Dao 2023, arXiv
 2307.08691, Algorithms 1 and 2) loops over tiles of Q outside: o_acc, m and l stay in fast memory until the row is done,
@@ -160,8 +163,9 @@ def standard(spec: AttentionSpec, operands: Operands, dtype: Any = np.float64) -
 
 @quiet
 def standard_gradients(
-    spec: AttentionSpec, operands: Operands, dout: Any, dlse: Any = None, dtype: Any = np.float64
-) -> Grads:
+    spec: AttentionSpec, operands: Operands, dout: Any, dlse: Any = None, dtype: Any = np.float64,
+    values: dict[str, np.ndarray] | None = None,
+) -> Grads:  # fmt: skip
     """Gradients by the formulas, with the whole matrices P and dS.
 
     Parameters
@@ -172,6 +176,8 @@ def standard_gradients(
         Gradient with respect to out, (B, Hq, Nq, Dv).
     dlse
         Gradient with respect to lse, (B, Hq, Nq), or None for 0.
+    values
+        Zeros in the shape of each value of `spec.wrt`, by its slot; the gradients are added.
 
     Returns
     -------
@@ -195,7 +201,8 @@ def standard_gradients(
     True
     """
     grads = _zero_gradients(spec, operands, dtype)
-    for head in chain.from_iterable(groups(spec, operands, dtype, dout=dout, dlse=dlse, **grads._asdict())):
+    memory = {"dout": dout, "dlse": dlse, **grads._asdict()}
+    for head in chain.from_iterable(groups(spec, operands, dtype, values=values, **memory)):
         q, k, v, do = (load_tile(head, name) for name in ("q", "k", "v", "dout"))
         s = scores(q, k, head.scale)
         p, lse = softmax(modify(head, s, *head.everything), head.sink)
@@ -554,7 +561,7 @@ def flash_attention_2(
 @quiet
 def flash_attention_1_backward(
     spec: AttentionSpec, operands: Operands, dout: Any, dlse: Any = None, block_q: int = 64, block_k: int = 64,
-    dtype: Any = None, traffic: Traffic | None = None,
+    dtype: Any = None, traffic: Traffic | None = None, values: dict[str, np.ndarray] | None = None,
 ) -> Grads:  # fmt: skip
     """FlashAttention-1, backward: delta is recomputed from O and dO in each tile.
 
@@ -564,7 +571,7 @@ def flash_attention_1_backward(
     ----------
     spec, operands
         As for `standard`; operands.out and operands.lse are results of the forward pass.
-    dout, dlse
+    dout, dlse, values
         As for `standard_gradients`.
     block_q, block_k, dtype, traffic
         As for `flash_attention_1`.
@@ -592,13 +599,13 @@ def flash_attention_1_backward(
     >>> bool(np.allclose(grads.dq, standard_gradients(problem.spec, operands, dout).dq))
     True
     """
-    return _backward(spec, operands, dout, dlse, block_q, block_k, dtype, traffic, store_delta=False)
+    return _backward(spec, operands, dout, dlse, block_q, block_k, dtype, traffic, values, store_delta=False)
 
 
 @quiet
 def flash_attention_2_backward(
     spec: AttentionSpec, operands: Operands, dout: Any, dlse: Any = None, block_q: int = 64, block_k: int = 64,
-    dtype: Any = None, traffic: Traffic | None = None,
+    dtype: Any = None, traffic: Traffic | None = None, values: dict[str, np.ndarray] | None = None,
 ) -> Grads:  # fmt: skip
     """FlashAttention-2, backward: delta is computed once, before the loops.
 
@@ -606,7 +613,7 @@ def flash_attention_2_backward(
     ----------
     spec, operands
         As for `standard`; operands.out and operands.lse are results of the forward pass.
-    dout, dlse
+    dout, dlse, values
         As for `standard_gradients`.
     block_q, block_k, dtype, traffic
         As for `flash_attention_1`.
@@ -634,18 +641,18 @@ def flash_attention_2_backward(
     >>> bool(np.allclose(grads.dq, standard_gradients(problem.spec, operands, dout).dq))
     True
     """
-    return _backward(spec, operands, dout, dlse, block_q, block_k, dtype, traffic, store_delta=True)
+    return _backward(spec, operands, dout, dlse, block_q, block_k, dtype, traffic, values, store_delta=True)
 
 
 def _backward(
     spec: AttentionSpec, operands: Operands, dout: Any, dlse: Any, block_q: int, block_k: int,
-    dtype: Any, traffic: Traffic | None, store_delta: bool,
+    dtype: Any, traffic: Traffic | None, values: dict[str, np.ndarray] | None, store_delta: bool,
 ) -> Grads:  # fmt: skip
     """Both papers loop over K and V outside: dk and dv of a tile stay in fast memory, dq goes through slow memory."""
     grads = _zero_gradients(spec, operands, dtype or spec.lse_dtype)
     memory = {"out": operands.out, "lse": operands.lse, "dout": dout, "dlse": dlse, **grads._asdict()}
     memory["delta"] = np.empty(operands.lse.shape, grads.dq.dtype)
-    for group in groups(spec, operands, grads.dq.dtype, traffic, **memory):
+    for group in groups(spec, operands, grads.dq.dtype, traffic, values, **memory):
         states = [tile_states(head, block_q, block_k) for head in group]
         for head in group:
             for rows in blocks(head.n_q, block_q):
@@ -696,10 +703,22 @@ def tile_gradients(
     """
     dp = drop(head, matmul(do, v.T), rows, keys)
     ds = p * (dp - delta[:, None])
+    add_value_gradients(head, s, p, ds, rows, keys)
     if head.spec.score is not None:
         ds = ds * head.evaluate(expr.derivative(head.spec.score), rows, keys, s)
     ds = select(p != 0, ds) * head.scale
     return weighted_sum(ds, k), weighted_sum(ds.T, q), weighted_sum(drop(head, p, rows, keys).T, do)
+
+
+def add_value_gradients(
+    head: Head, s: np.ndarray, p: np.ndarray, ds: np.ndarray, rows: slice, keys: slice
+) -> None:  # fmt: skip
+    """What a tile adds to the gradients by the values that the score modification reads."""
+    values = head.values or {}
+    for read in head.spec.reads if values else ():
+        index = tuple(head.evaluate(i, rows, keys) for i in read.indices)
+        terms = select(p != 0, ds * head.evaluate(read.slope, rows, keys, s))
+        np.add.at(values[read.name], index, terms if index else terms.sum())
 
 
 def add_sink_gradient(head: Head, dsinks: np.ndarray | None, lse: np.ndarray, delta: np.ndarray) -> None:
@@ -787,6 +806,7 @@ class Head:
     h: int
     memory: dict[str, np.ndarray]
     traffic: Traffic
+    values: dict[str, np.ndarray] | None = None  # gradients by values of the score modification
 
     def __post_init__(self) -> None:
         self.n_q, self.n_k = len(self.memory["q"]), len(self.memory["k"])
@@ -808,11 +828,13 @@ class Head:
         if not k.size:  # queries behind packed sequences are of no batch entry, whose arrays could be read
             return np.empty((row.size, 0), bool if graph.kind == "bool" else self.dtype)
         value = codegen.evaluate(graph, {**self.env, "s": s, "row": row, "q": row + self.offset, "k": k}, self.dtype)
-        return np.broadcast_to(np.asarray(value, bool if graph.kind == "bool" else self.dtype), (row.size, k.size))
+        dtype: Any = {"bool": bool, "int": np.int64, "float": self.dtype}[graph.kind]
+        return np.broadcast_to(np.asarray(value, dtype), (row.size, k.size))
 
 
 def groups(
-    spec: AttentionSpec, operands: Operands, dtype: Any, traffic: Traffic | None = None, **more: np.ndarray | None
+    spec: AttentionSpec, operands: Operands, dtype: Any, traffic: Traffic | None = None,
+    values: dict[str, np.ndarray] | None = None, **more: np.ndarray | None,
 ) -> Iterator[list[Head]]:
     """For each key/value head of each batch entry, its query heads. more: further arrays in slow memory."""
     queries = {"q": operands.q, **{name: x for name, x in more.items() if name not in ("dk", "dv", "dsinks")}}
@@ -825,7 +847,7 @@ def groups(
         group = []
         for h in range(kv_head * spec.group, (kv_head + 1) * spec.group):
             of_rows = {name: rows_of(operands, x, b, h) for name, x in queries.items() if x is not None}
-            group.append(Head(spec, operands, np.dtype(dtype), b, h, of_rows | of_keys, traffic))
+            group.append(Head(spec, operands, np.dtype(dtype), b, h, of_rows | of_keys, traffic, values))
         yield group
 
 

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 from .call.interop import is_dual
 from .call.quantized import Quantized
-from .call.torch_autograd import OfRanks, call, check_differentiable, recorded_call
+from .call.torch_autograd import OfRanks, call, recorded_call
 from .call.torch_mods import Mods
 from .call.torch_passes import ARRAYS, OPTION_NAMES, Tensors
 from .distributed import Comm as NativeComm
@@ -36,7 +36,8 @@ def attention(
     q: Any = None, k: Any = None, v: Any = None, *more: Any, mods: Mods | None = None, return_lse: bool = False,
     backend: str | None = None, **options: Unpack[Options],
 ) -> Any:  # fmt: skip
-    """`flashkit.attention` of tensors, differentiable by q, k, v, sinks, bias, a floating mask and the scale.
+    """`flashkit.attention` of tensors, differentiable by q, k, v, sinks, bias, a floating mask, alibi_slopes, the scale
+    and floating tensors that a score_mod uses.
 
     Parameters
     ----------
@@ -64,8 +65,8 @@ def attention(
     TypeError, ValueError
         An argument is invalid. The message names it and says what was expected.
     NotImplementedError
-        No backend can compute it, or a gradient is requested that does not exist: that of `alibi_slopes`, a
-        number other than `scale` or a tensor that a modification uses, and that of a bias beside modifications.
+        No backend can compute it, or a gradient is requested that does not exist: that of a number other than `scale`
+        and of a tensor that a mask_mod uses.
 
     Examples
     --------
@@ -148,13 +149,8 @@ def attention(
         or (sinks is not None and sinks.requires_grad) or (bias is not None and bias.requires_grad)
         or (slopes is not None and slopes.requires_grad) or (mods is not None and mods.requires_grad)
     )):  # fmt: skip
-        if bias is not None or slopes is not None or mods is not None:
-            check_differentiable(
-                bias is not None and bias.requires_grad,
-                slopes is not None and slopes.requires_grad,
-                mods is not None,
-                mods is not None and mods.requires_grad,
-            )
+        if mods is not None and mods.requires_grad:
+            mods.check_differentiable()
         out, lse = recorded_call(q, k, v, tensors, values, mods)
     else:
         out, lse = call(return_lse, q, k, v, tensors, values, mods)
@@ -253,7 +249,7 @@ def flex_attention(
         (B, Hq, Nq, D), (B, Hkv, Nk, D) and (B, Hkv, Nk, Dv).
     score_mod
         `score_mod(score, b, h, q_idx, kv_idx) -> score`, with PyTorch's operations; tensors that it indexes are read
-        in place. Its derivative by the score is exact; these tensors have none, and must not require grad.
+        in place. Its derivatives by the score and by floating tensors are exact.
     block_mask
         Made by PyTorch's create_block_mask, or a flashkit.BlockMask.
     scale

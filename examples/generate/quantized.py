@@ -60,7 +60,8 @@ class Quantized:
         if rows == 1 and self.bits == 4:
             sums = padded.reshape(-1, BLOCK).sum(axis=1)
             block[at.LSE] = sums.ctypes.data
-        block[at.KERNEL], count = multiply.address, min(threads.count(), self.rows // PANEL)
+        block[at.KERNEL], block[at.WORK_TILES] = multiply.address, self.rows // PANEL
+        count = min(threads.count(), self.rows // PANEL)
         if count > 1:
             threads.set_pool(block)
         threads.entry("launch")(block.ctypes.data, count)
@@ -185,7 +186,7 @@ def pointer(typing: Any, address: Any) -> Any:
 def multiply(block, thread):  # type: ignore[no-untyped-def]
     """What a thread does: panels of out = x @ weight.T until none is left."""
     args = vector(block, at.SIZE, 8, np.int64)
-    t, blocks, panels, bits = args[at.N_Q], args[at.DIM] // BLOCK, args[at.DIM_V] // PANEL, args[at.PANEL]
+    t, blocks, panels, bits = args[at.N_Q], args[at.DIM] // BLOCK, args[at.WORK_TILES], args[at.PANEL]
     x = carray(pointer(args[at.Q]), (t, args[at.DIM]), np.float32)
     code = carray(pointer(args[at.K]), (panels, blocks, BLOCK * bits // 8, PANEL), np.uint8)
     affine = carray(pointer(args[at.V]), (panels, blocks, 2, PANEL), np.float32)

@@ -41,7 +41,9 @@ class Backend(Protocol):
         """Fill operands.out and operands.lse."""
 
     def backward(self, plan: Any, operands: Operands, gradients: Gradients) -> None:
-        """Fill gradients.dq, dk, dv and dsinks, given operands.out and operands.lse of the forward pass."""
+        """Fill gradients.dq, dk, dv and dsinks, and add to gradients.values, given operands.out and operands.lse of the
+        forward pass.
+        """
 
 
 class LastResort(Protocol):
@@ -61,6 +63,7 @@ class TakesMore(Protocol):
 
     takes_stats: bool  # `Operands.stats`, of a spec with `stats`
     takes_jvp: bool  # `Operands.tangents`, of a spec with `jvp`
+    takes_wrt: bool  # `Gradients.values`, of a spec with `wrt`
 
 
 class Rates(Protocol):

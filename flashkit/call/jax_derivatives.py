@@ -2,7 +2,7 @@
 arguments, of four kinds.
 
     tangent      tangents of q, k, v and sinks to those of out and lse           transposed: pull_back
-    pull_back    cotangents of out and lse to those of q, k, v and sinks         transposed: tangent
+    pull_back    cotangents of out and lse to those of these, and of `VALUES`    transposed: tangent
     second       the derivative of either along a direction u of q, k and v, pulled back to these; symmetric
     curvature    the derivative of `tangent` along u: it is only transposed, to `second`, as no kernel computes it
 
@@ -22,14 +22,19 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ..errors import UnsupportedError
+from ..options import OPTIONS, Role
 
 Arrays = dict[str, Any]
 TENSORS = ("q", "k", "v")
-_LIKE = {"dout": "out", "dlse": "lse"} | {f"d{name}": name for name in (*TENSORS, "sinks")}
+VALUES = tuple(name for name, option in OPTIONS.items() if option.role is Role.PAIRS)
+"""Arrays by which there are gradients, and no tangents."""
+
+_LIKE = {"dout": "out", "dlse": "lse"} | {f"d{name}": name for name in (*TENSORS, "sinks", *VALUES)}
 """The argument whose shape and dtype a result has."""
 
 _LINEAR = {
-    "tangent": ("dq", "dk", "dv", "dsinks"), "pull_back": ("dout", "dlse"), "second": ("uq", "uk", "uv"),
+    "tangent": tuple(f"d{name}" for name in (*TENSORS, "sinks", *VALUES)),
+    "pull_back": ("dout", "dlse"), "second": ("uq", "uk", "uv"),
     "curvature": ("uq", "uk", "uv"),
 }  # fmt: skip
 
@@ -67,6 +72,10 @@ def _compute(*values: Any, kind: str, static: Any, names: Any, results: Any, ext
             "flashkit has no forward-mode derivative of a forward-mode derivative: use jax.grad in one"
         )
     arrays = dict(zip(names, values, strict=True))
+    if kind == "tangent" and (by := [name for name in VALUES if f"d{name}" in arrays]):
+        raise UnsupportedError(
+            f"flashkit has no forward-mode derivative by {by[0]}: pass jax.lax.stop_gradient({by[0]}), or use jax.grad"
+        )
     shapes = {name: jax.ShapeDtypeStruct(*x) for name, x in _shapes(arrays, results, extra).items()}
     found = _evaluate[0](kind, static, arrays, shapes, extra)
     return [found[name] for name in results]

@@ -10,8 +10,8 @@ from torch.autograd.function import once_differentiable
 
 from . import interop
 from .torch_derivatives import SecondDerivative, Tangent
-from .torch_mods import Content, Mods
-from .torch_operators import backward_op, batched_results, flat, forward_op, value_names
+from .torch_mods import NO_GRADIENT, Content, Mods, value_names
+from .torch_operators import backward_op, batched_results, flat, forward_op, unpacked
 from .torch_passes import PLAIN, Tensors, backward, forward, known_plan, results_of
 
 
@@ -67,27 +67,13 @@ def call(
     return found
 
 
-def check_differentiable(bias: bool, slopes: bool, has_mods: bool, mods: bool) -> None:
-    """Refuse gradients that there are none of. bias, slopes, mods: whether these, or their tensors, require grad."""
-    if slopes:
-        raise NotImplementedError("alibi_slopes requires grad, and has no gradient: pass alibi_slopes.detach()")
-    if mods:
-        raise NotImplementedError(
-            "a tensor that score_mod or mask_mod uses requires grad, and has no gradient: pass its detach()"
-        )
-    if bias and has_mods:
-        raise NotImplementedError(
-            "bias (or a floating mask) requires grad beside modifications; it has a gradient without them"
-        )
-
-
 def recorded_call(
     q: Any, k: Any, v: Any, tensors: Tensors, options: tuple[Any, ...], mods: Mods | None
 ) -> tuple[Any, Any]:
     """out and lse with a gradient."""
     result: tuple[Any, Any]
     if not is_watched():
-        captured = () if mods is None else mods.captured  # so that autograd notices when they change before backward
+        captured = () if mods is None else mods.captured.values()  # autograd notices when they change before backward
         result = _record(tuple(tensors), options, mods, q, k, v, *tensors.values(), *captured)
         return result
     text, values = _content(mods)
@@ -148,7 +134,7 @@ class Attention(torch.autograd.Function):
         info: Any, axes: tuple[Any, ...], names: tuple[str, ...], options: tuple[Any, ...], text: str | None,
         *inputs: Any,
     ) -> Any:  # fmt: skip
-        values = value_names(inputs[3 + len(names) :])
+        values = value_names(text)
         keys = ("q", "k", "v", *names, *values)
         given = dict(zip(keys, zip(inputs, axes[3:]), strict=True))
 
@@ -178,8 +164,9 @@ class AttentionWithTangents(Attention):
         return result
 
 
-_record = super(torch.autograd.Function, Attention).apply
-"""Attention.apply where no transform is active, without what that looks up for transforms in each call."""
+def _record(*inputs: Any) -> Any:
+    """Attention.apply where no transform is active, without what that looks up for transforms in each call."""
+    return super(torch.autograd.Function, Attention).apply(*inputs)  # not at import: for the site torch is a mock
 
 
 def _call_of(ctx: Any, given: list[Any]) -> tuple[Tensors, tuple[Any, ...], Mods | None]:
@@ -212,28 +199,25 @@ def _gradients(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
         dout, dlse = (None if x is None else x.detach() for x in (dout, dlse))
     content = tuple(rest)
     names, options, mods = ctx.names, ctx.options, ctx.mods
+    of_mods = value_names(mods) if isinstance(mods, str) else [] if mods is None else [*mods.captured]
     tensors, mods = _unpacked(names, mods, content)
-    of_bias = False
-    if content:
-        needed = ctx.needs_input_grad[6:]
-        of_bias = "bias" in tensors and needed[names.index("bias")]
-        of_slopes = "alibi_slopes" in tensors and needed[names.index("alibi_slopes")]
-        check_differentiable(of_bias, of_slopes, mods is not None, any(needed[len(names) :]))  # now wrappers know
+    given = dict(zip((*names, *of_mods), content, strict=True))
+    more = [name for name, needed in zip(given, ctx.needs_input_grad[6:], strict=True) if needed]
+    if masked := [name.partition(".")[2] for name in more if name.startswith("mask.")]:
+        raise NotImplementedError(NO_GRADIENT.format(masked[0]))  # now wrappers know
     dout = torch.zeros_like(out) if dout is None else dout
-    arguments, all_tensors = (dout, dlse, out, lse, of_bias, q, k, v), (q, k, v, *results_of(dout, dlse, out, lse))
+    arguments, all_tensors = (dout, dlse, out, lse, more, q, k, v), (q, k, v, *results_of(dout, dlse, out, lse))
     watched = is_watched()
     known = None if watched else known_plan(len(all_tensors) - 3, all_tensors, tensors, options, mods)
     if watched:
         _refuse_tangents(all_tensors)
     if known is not None or (not watched and _is_plain((*all_tensors, *content))):
-        gradients_of_op = backward(known, *arguments, tensors, options, _resolved(mods))
+        dq, dk, dv, *gradients = backward(known, *arguments, tensors, options, _resolved(mods))
     else:
-        gradients_of_op = backward_op(*arguments, *flat(tensors, options, *_content(mods)))
-    dq, dk, dv, dsinks, dbias = gradients_of_op
-    if not content:
-        return None, None, None, dq, dk, dv
-    gradients = {"bias": dbias if of_bias else None, "sinks": dsinks}
-    return None, None, None, dq, dk, dv, *map(gradients.get, names), *[None] * (len(content) - len(names))
+        dq, dk, dv, numbers = backward_op(*arguments, *flat(tensors, options, *_content(mods)))
+        gradients = unpacked(numbers, [given[name] for name in more])
+    found = dict(zip(more, gradients, strict=True))
+    return None, None, None, dq, dk, dv, *(found[n].to(x.dtype) if n in found else None for n, x in given.items())
 
 
 class OfRanks(torch.autograd.Function):

@@ -183,9 +183,6 @@ class Comm:
             As for `flashkit.attention`.
         {options}
 
-        Positions, lengths, offsets and cu_seqlens are those of the whole, the same on all ranks. bias and mask have
-        this rank's rows, or one row, and all keys.
-
         Returns
         -------
         out : array
@@ -203,6 +200,11 @@ class Comm:
             Another rank failed.
         TimeoutError
             A rank did not come in time. The Comm is of no use after that.
+
+        Notes
+        -----
+        Positions, lengths, offsets and cu_seqlens are those of the whole, the same on all ranks. bias and mask have
+        this rank's rows, or one row, and all keys.
         """
         run = _Run(self, q, k, v, method, order, backend, {**options})
         with run.adapter.scope():
@@ -217,7 +219,7 @@ class Comm:
 
         Parameters
         ----------
-        q, k, v, method, order, return_lse, backend, **options
+        q, k, v, method, order, return_lse, backend, options
             As for `attention`.
 
         Returns
@@ -225,7 +227,7 @@ class Comm:
         out : array or (array, array)
             What `attention` returns.
         vjp : callable
-            vjp(dout, dlse=None, *, wrt=("q", "k", "v")) gives this rank's gradients; all ranks call it. Those of sinks
+            `vjp(dout, dlse=None, wrt=("q", "k", "v"))` gives this rank's gradients; all ranks call it. Those of sinks
             are sums over all ranks. It reads q, k, v, out and the arrays among the options again.
 
         Raises

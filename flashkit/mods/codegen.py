@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal
@@ -134,9 +135,18 @@ def _numpy_function(expr: Expr) -> tuple[dict[str, Any], Callable[..., Any]]:
     kinds = dict(sorted(kinds.items()))
     lines, (result,) = render([expr], "numpy", "    ")
     source = f"def f({', '.join([*kinds, *_HELPERS])}):\n" + "\n".join([*lines, f"    return {result}"])
-    scope: dict[str, Any] = {"np": np}
+    scope: dict[str, Any] = {"np": np, "erf": _erf}
     exec(compile(source, "<flashkit expression>", "exec"), scope)
     return kinds, scope["f"]
+
+
+def _erf(x: Any) -> Any:
+    """The error function of an array of NumPy or CuPy, of its dtype."""
+    if hasattr(x, "__cuda_array_interface__"):
+        from cupyx.scipy.special import erf
+
+        return erf(x)
+    return np.asarray(np.vectorize(math.erf, otypes=[np.float64])(x), np.asarray(x).dtype)[()]
 
 
 _HELPERS = "F", "I", "load_min", "load_max"

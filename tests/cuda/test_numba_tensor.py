@@ -62,14 +62,12 @@ def test_hoppers_forward_pass(dtype: str, d: int, options: dict, spilled: int) -
 @pytest.mark.parametrize(
     ("dtype", "d", "options"),
     [
-        ("bfloat16", 128, {}),
-        pytest.param("bfloat16", 64, {}, marks=pytest.mark.exhaustive),
-        pytest.param("float16", 128, {"causal": True}, marks=pytest.mark.exhaustive),
-        pytest.param("bfloat16", 64, {"causal": True}, marks=pytest.mark.exhaustive),
-        pytest.param("bfloat16", 96, {"kv_lengths": np.array([9])}, marks=pytest.mark.exhaustive),
-        pytest.param("bfloat16", 80, {"softcap": 5.0, "dropout_p": 0.1, "seed": 1}, marks=pytest.mark.exhaustive),
+        ("bfloat16", 128, {}), ("bfloat16", 64, {}), ("float16", 128, {"causal": True}),
+        ("bfloat16", 64, {"causal": True}), ("bfloat16", 96, {"kv_lengths": np.array([9])}),
+        ("bfloat16", 80, {"softcap": 5.0, "dropout_p": 0.1, "seed": 1}),
     ],
 )  # fmt: skip
+@pytest.mark.exhaustive
 def test_hoppers_backward_pass(dtype: str, d: int, options: dict) -> None:
     """The wgmmas that the text asks for and no more, none serialised (or `binary` raises), no wait added by ptxas, and
     few spills in the loop over query tiles; the rest is in code that runs once a work tile, or in the producer warp

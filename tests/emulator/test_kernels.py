@@ -89,6 +89,7 @@ def forced(generation: str, ran: str, launched: list[str], monkeypatch: pytest.M
     assert not generation or generations(launched) == {ran}
 
 
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize(("backend", "generation"), EACH)
 def test_features(backend: str, generation: str, device: Device) -> None:
     """And the same bits in another order of events, where CTAs share a tile of dQ."""
@@ -671,7 +672,7 @@ def test_unmasked(backend: str) -> None:
 
 
 @slow
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("generation", ["sm80", "simt"])
 @pytest.mark.parametrize(("data", "n_q"), [("random", 7), ("growing", 9), ("NaN", 1)])
@@ -724,6 +725,7 @@ def test_values_that_are_wider_than_keys() -> None:
 
 
 @slow
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize(
     ("backend", "generation"),
     [each if each.values[1] != "sm80" else pytest.param(*each.values, marks=exhaustive) for each in CUPY_OFTEN],
@@ -1027,3 +1029,55 @@ def test_lengths_below_the_queries_need_an_offset(device: Device, lengths_on_dev
         assert cupy.asarray(operands.q_offset).get().tolist() == first
     _, operands, _ = prepare(x[:, :, :1], x, x, causal=True, kv_lengths=lengths)
     assert cupy.asarray(operands.q_offset).get().tolist() == [19, 11]
+
+
+VALUES = [
+    pytest.param(backend, generation, marks=slow if backend == "numba_cuda" or generation != "simt" else [])
+    for backend, generation in (
+        ("cupy_raw", "simt"),
+        ("cupy_raw", "sm80"),
+        ("cupy_raw", "sm90"),
+        ("numba_cuda", "simt"),
+    )
+]
+
+
+@pytest.mark.parametrize(("backend", "generation"), VALUES)
+def test_gradients_by_values(backend: str, generation: str, device: Device) -> None:
+    """Of a bias that entries share, of slopes and of a table by distance; but on Hopper also where the slope is not 1.
+    In any order of events the same bits where that is asked for.
+    """
+    import cupy
+
+    rng, dtype = np.random.default_rng(0), "float32" if generation == "simt" else "bfloat16"
+    batch, heads, n_q, n_k, d = 2, 2, 40, 90, 16 if generation == "simt" else 64
+    shapes = (batch, heads, n_q, d), (batch, 1, n_k, d), (batch, 1, n_k, d), (batch, heads, n_q, d)
+    q, k, v, dout = normal(cases.numpy_dtype(dtype), *shapes)
+    values = [rng.standard_normal(shape).astype(np.float32) for shape in ((1, heads, n_q, n_k), (heads,), (8, heads))]
+    wrt = ("bias", "alibi_slopes", "score.table", *(("score.gain", "softcap") if generation == "simt" else ()))
+
+    def gradients(xp: Any, backend: str, deterministic: bool = False) -> list[np.ndarray]:
+        bias, slopes, table = map(xp.asarray, values)
+        score = mods.t5_bias(table, max_distance=20)
+        if generation != "sm90":
+            score = score.then(mods.score(lambda s, b, h, q, k, *, gain: s * gain, gain=0.7))
+        more = {"softcap": 3.0} if generation != "sm90" else {}
+        _, vjp = flashkit.attention_vjp(
+            *map(xp.asarray, (q, k, v)), bias=bias, alibi_slopes=slopes * np.float32(0.1), score_mod=score, causal=True,
+            kv_lengths=[n_k, 70], q_offset=30, dropout_p=0.2, seed=3, backend=backend, deterministic=deterministic,
+            **more,
+        )  # fmt: skip
+        return [cases.to_numpy(x).astype(np.float64) for x in vjp(xp.asarray(dout), wrt=wrt)]
+
+    found, right = gradients(cupy, backend), gradients(np, "reference")
+    for name, got, expected in zip(wrt, found, right, strict=True):
+        unit = np.abs(expected).max() * (2.0**-6 if dtype == "bfloat16" else 2.0**-16)
+        assert np.abs(got - expected).max() <= 2 * unit, name
+    if (backend, generation) == ("cupy_raw", "simt"):
+        again = []
+        for seed in (1, 2):
+            device.seed(seed)
+            again.append(gradients(cupy, backend, deterministic=True))
+        for one, two, plain in zip(*again, found, strict=True):
+            np.testing.assert_array_equal(one, two)
+            np.testing.assert_allclose(one, plain, atol=np.abs(plain).max() * 1e-5)

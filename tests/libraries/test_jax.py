@@ -150,6 +150,7 @@ BATCHED: dict[str, tuple[dict[str, Any], dict[str, int | None]]] = {
 
 @pytest.mark.parametrize("name", BATCHED)
 @pytest.mark.parametrize("axes", [(0, 0, 0), (1, None, 0)], ids=str)
+@pytest.mark.one_in(2)
 def test_vmap_is_a_loop(name: str, axes: tuple[int | None, ...]) -> None:
     options, option_axes = BATCHED[name]
     arrays, static = traced(options)
@@ -190,14 +191,30 @@ def test_only_gradients_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> N
     assert asked == [(("k",), False), (("v",), False)]
 
 
-@pytest.mark.parametrize("name", ["bias", "alibi_slopes", "mask"])
-def test_a_gradient_that_does_not_exist_is_refused(name: str) -> None:
+@pytest.mark.parametrize("vmapped", [False, True])
+def test_biases_masks_and_slopes_are_learned(vmapped: bool) -> None:
+    """Under jit, as jax.nn has them; and under vmap, shared by the entries or not."""
     q, k, v = tensors()
-    array = jnp.ones(4) if name == "alibi_slopes" else jnp.ones((20, 28))
-    with pytest.raises(flashkit.UnsupportedError, match=rf"no gradient by {name}: pass jax.lax.stop_gradient"):
-        jax.grad(lambda x: attention(q, k, v, **{name: x}).sum())(array)
-    loss = lambda q, x: attention(q, k, v, **{name: jax.lax.stop_gradient(x)}).sum()
-    assert not jax.grad(loss, argnums=1)(q, array).any()
+    bias, mask, slopes = normal(1, 4, 20, 28), normal(20, 28), np.abs(normal(4))
+    distance = np.abs(np.arange(20)[:, None] + 8 - np.arange(28))
+
+    def ours(q: Any, bias: Any, mask: Any, slopes: Any) -> Any:
+        return attention(q, k, v, bias=bias, mask=mask, alibi_slopes=slopes)
+
+    def plain(q: Any, bias: Any, mask: Any, slopes: Any) -> Any:
+        added = bias + mask - slopes[:, None, None] * distance
+        s = jnp.einsum("bhqd,bhkd->bhqk", q, jnp.repeat(k, q.shape[1] // k.shape[1], 1)) * q.shape[-1] ** -0.5 + added
+        return jax.nn.softmax(s, -1) @ jnp.repeat(v, q.shape[1] // v.shape[1], 1)
+
+    def gradients(function: Any) -> Any:
+        arguments = (q, bias, mask, slopes)
+        if vmapped:
+            function = jax.vmap(function, (0, 0, None, None))
+            arguments = (jnp.stack([q, 2 * q]), jnp.stack([bias, -bias]), mask, slopes)
+        return jax.jit(jax.grad(lambda *x: (function(*x) ** 2).sum(), argnums=(0, 1, 2, 3)))(*arguments)
+
+    for got, wanted in zip(gradients(ours), gradients(plain), strict=True):
+        np.testing.assert_allclose(got, wanted, atol=2e-5 * np.abs(wanted).max() + 1e-5)
 
 
 def _plain(q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, Any]:
@@ -258,7 +275,7 @@ def test_forward_mode_and_second_derivatives() -> None:
                 function(x[0])
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_gradients_over_a_mesh(check_vma: bool) -> None:
     """Under `jax.shard_map`; that of what is equal on all devices is the sum of theirs."""
     mesh = jax.make_mesh((1, 1), ("batch", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -268,7 +285,7 @@ def test_gradients_over_a_mesh(check_vma: bool) -> None:
 
     def local(q: Any, k: Any, v: Any, sinks: Any, bias: Any) -> Any:
         v = jnp.broadcast_to(v, k.shape)
-        out, lse = attention(q, k, v, sinks=sinks, bias=jax.lax.stop_gradient(bias), causal=True, return_lse=True)
+        out, lse = attention(q, k, v, sinks=sinks, bias=bias, causal=True, return_lse=True)
         return jax.lax.psum((out**2).sum() + lse.sum(), ("batch", "heads"))
 
     specs = every, every, jax.sharding.PartitionSpec(None, "heads"), of_heads, shared
@@ -280,7 +297,7 @@ def test_gradients_over_a_mesh(check_vma: bool) -> None:
         out, lse = attention(q, k, jnp.broadcast_to(v, k.shape), sinks=sinks, bias=bias, causal=True, return_lse=True)
         return (out**2).sum() + lse.sum()
 
-    expected, *found = (jax.jit(jax.grad(function, (0, 1, 2, 3)))(*arrays) for function in (plain, spread, whole))
+    expected, *found = (jax.jit(jax.grad(function, (0, 1, 2, 3, 4)))(*arrays) for function in (plain, spread, whole))
     for gradients in found:
         for got, wanted in zip(gradients, expected, strict=True):
             np.testing.assert_allclose(got, wanted, atol=1e-5)
@@ -317,7 +334,7 @@ DOT_PRODUCT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", DOT_PRODUCT)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_the_arguments_of_jax_nn(name: str) -> None:
     query, key, value = (x.swapaxes(1, 2) for x in tensors())
     options = DOT_PRODUCT[name]

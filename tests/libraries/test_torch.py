@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import runpy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,8 +62,9 @@ def masks() -> dict[str, Callable[[], dict[str, Any]]]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", masks())
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("name", "compiled"), [*((name, False) for name in masks()), ("causal", True), ("floating", True)]
+)
 def test_it_is_torchs_function(name: str, compiled: bool) -> None:
     own, inputs, options = ft.scaled_dot_product_attention, qkv(), masks()[name]()
     if compiled:
@@ -120,12 +124,11 @@ def test_gradcheck_of_everything_differentiable() -> None:
     assert gradcheck(lambda x: ft.attention(*(y.detach() for y in inputs), sinks=x), (sinks,))
     several = qkv((2, 3, 2, 4, 2))
     own = {"kv_lengths": torch.tensor([[4, 2, 3], [1, 4, 4]]), "mask": torch.rand(2, 1, 1, 4, 4) < 0.8}
-    for shape in ((2, 1, 2, 4, 4), (3, 1, 4, 4), (2, 3, 2, 1, 4), (1, 3, 1, 4, 1), (4,), ()):
+    for shape in ((2, 3, 2, 1, 4), (1, 3, 1, 4, 1), ()):
         bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)
         assert gradcheck(lambda bias: ft.attention(*several, bias=bias, **own), (bias,))
-    for shape in ((4, 4), (2, 1, 4, 4), (2, 2, 1, 4), (1, 2, 4, 1)):
-        bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-        assert gradcheck(lambda bias: ft.attention(*inputs, bias=bias), (bias,))
+    bias = torch.randn((2, 1, 4, 4), dtype=torch.float64, requires_grad=True)
+    assert gradcheck(lambda bias: ft.attention(*inputs, bias=bias), (bias,))
     assert gradcheck(lambda *x: ft.attention(*x, layout="bnhd", causal=True, q_offset=0), inputs)
 
 
@@ -144,13 +147,42 @@ def test_the_derivative_ends_with_the_second() -> None:
         for leaf in (bias, sinks):
             with pytest.raises((NotImplementedError, RuntimeError), match=r"second derivatives|double backward"):
                 torch.autograd.grad(gradient.norm() + leaf.sum(), leaf, retain_graph=True)
-    with pytest.raises(NotImplementedError, match="alibi_slopes requires grad"):
-        ft.attention(q, k, v, alibi_slopes=torch.ones(4, requires_grad=True))
-    bias = torch.zeros(21, 21, dtype=torch.float64, requires_grad=True)
-    with pytest.raises(NotImplementedError, match=r"bias .* requires grad beside modifications"):
-        ft.attention(q, k, v, bias=bias, score_mod=_alibi)
     with torch.no_grad():
         assert not ft.attention(q, k, v, bias=bias, score_mod=_alibi).requires_grad
+
+
+@pytest.mark.parametrize("way", ["directly", "operators", "compiled", "flex_attention"])
+def test_biases_slopes_and_captured_tensors_are_learned(way: str) -> None:
+    """All at once, whatever looks at the call; against the same formulas in PyTorch."""
+    q, k, v = qkv()
+    bias, slopes, table = (torch.randn(n, dtype=torch.float64, requires_grad=True) for n in ((4, 21, 21), 4, (5, 4)))
+    factor = torch.tensor(0.7, requires_grad=True)
+
+    def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s * factor + table[torch.log(1.0 + torch.abs(i - j)).to(torch.long).clamp(0, 4), h]
+
+    def plain(q: Any, k: Any, v: Any, bias: Any, slopes: Any) -> Any:
+        distance = (torch.arange(21)[:, None] - torch.arange(21)).abs()
+        s = q @ k.mT * q.shape[-1] ** -0.5
+        if way != "flex_attention":
+            s = s - slopes[:, None, None] * distance + bias
+        return torch.softmax(s * factor + table[torch.log(1.0 + distance).long().clamp(0, 4)].permute(2, 0, 1), -1) @ v
+
+    mods = ft.Mods(score_mod=score_mod)
+
+    def ours(q: Any, k: Any, v: Any, bias: Any, slopes: Any) -> Any:
+        if way == "flex_attention":
+            return ft.flex_attention(q, k, v, score_mod)
+        return ft.attention(q, k, v, bias=bias, alibi_slopes=slopes, mods=mods)
+
+    inputs = [q, k, v, table, factor, *([bias, slopes] if way != "flex_attention" else [])]
+    function = torch.compile(ours, backend="aot_eager", fullgraph=True) if way == "compiled" else ours
+    with Seen() if way == "operators" else contextlib.nullcontext():
+        found = torch.autograd.grad(function(q, k, v, bias, slopes).square().sum(), inputs)
+    expected = torch.autograd.grad(plain(q, k, v, bias, slopes).square().sum(), inputs)
+    for got, right in zip(found, expected, strict=True):
+        assert got.dtype == right.dtype
+        torch.testing.assert_close(got, right)
 
 
 def test_packed_sequences_and_pages() -> None:
@@ -194,7 +226,7 @@ def test_the_operators_keep_torchs_rules(layout: str) -> None:
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.flashkit.attention.default, (True, q, k, v), options, test_utils=checks)
     out, lse = torch.ops.flashkit.attention(True, q, k, v, **options)
-    arguments = (torch.randn_like(out), None, out, lse, False, q, k, v)
+    arguments = (torch.randn_like(out), None, out, lse, [] if layout == "bnhd" else ["sinks"], q, k, v)
     torch.library.opcheck(torch.ops.flashkit.attention_backward.default, arguments, options, test_utils=checks)
 
 
@@ -357,7 +389,7 @@ def _documents(b: Any, h: Any, q: Any, k: Any) -> Any:
     return (DOCUMENT[b, q] == DOCUMENT[b, k]) & torch.ge(q, k)
 
 
-@pytest.mark.parametrize(("score_mod", "masked"), [(None, True), (_alibi, False), (_piecewise, True)])
+@pytest.mark.parametrize(("score_mod", "masked"), [(_alibi, False), (_piecewise, True)])
 def test_functions_of_flex_attention(score_mod: Any, masked: bool) -> None:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -385,7 +417,7 @@ def test_functions_of_flex_attention(score_mod: Any, masked: bool) -> None:
 def test_what_cannot_be_traced_says_so() -> None:
     q, k, v = qkv()
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"score_mod": lambda s, b, h, q, k: torch.erf(s)}, "erf of a position or the score has no counterpart"),
+        ({"score_mod": lambda s, b, h, q, k: torch.lgamma(s)}, "lgamma of a position or the score has no counterpart"),
         ({"score_mod": lambda s, b, h, q, k: s if q > k else -s}, "use torch.where"),
         ({"mask_mod": lambda b, h, q, k: DOCUMENT[b] == 0}, "expected 2 positions .* got 1"),
         ({"mask_mod": lambda b, h, q, k: q == DOCUMENT}, "expected a tensor of one element"),
@@ -407,6 +439,11 @@ def test_a_function_of_tensors_is_the_graph_of_one_of_arrays() -> None:
 
 
 # --- a model ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_example_of_the_gallery() -> None:
+    """Which asserts that it learns, and that gradients are those of scaled_dot_product_attention."""
+    runpy.run_path(str(Path(__file__).parents[2] / "docs" / "examples" / "torch_training.py"))
 
 
 def test_what_is_no_tensor_says_so() -> None:

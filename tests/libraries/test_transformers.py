@@ -95,6 +95,7 @@ def compare(eager: Any, own: Any, visible: Any, output: str = "logits", **inputs
 
 
 @pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.one_in(2)
 def test_decoders(name: str) -> None:
     eager, own = decoder(name)
     for side in ("left", "right"):
@@ -243,6 +244,7 @@ CASES: dict[str, tuple[dict[str, Any], set[str]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("with_padding", [False, True])
+@pytest.mark.one_in(2)
 def test_rules_are_the_masks_of_sdpa(name: str, with_padding: bool) -> None:
     """The dense mask that flashkit's options amount to is the one that transformers makes."""
     given, expected = CASES[name]

@@ -38,11 +38,11 @@ def ranks(n: int, *arguments: str, timeout: float = 240, **more: str) -> tuple[i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("n", "first", "step"), [(2, 0, 1), (3, 0, 2), (4, 1, 2)])
+@pytest.mark.parametrize(("n", "first", "step"), [(2, 0, 1), (3, 0, 4), (4, 2, 4)])
 def test_ranks_give_the_results_of_one_process(n: int, first: int, step: int) -> None:
     status, lines, err = ranks(n, "conformance", str(first), str(step))
     assert status == 0, err[-4000:]
-    assert lines[-1]["cases"] > 40
+    assert lines[-1]["cases"] > 20
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ def test_arrays_of_a_device_through_the_host() -> None:
     pytest.importorskip("cuda.bindings")
     status, lines, err = ranks(2, "emulated")
     assert status == 0, err[-4000:]
-    assert lines == [{"methods": 3, "transport": "Staged"}]
+    assert lines == [{"transport": "Staged"}]
 
 
 @pytest.mark.slow

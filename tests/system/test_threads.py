@@ -151,3 +151,68 @@ def test_a_worker_is_taken_back_awaited_and_woken(program: Callable[..., str]) -
         print(set(threads._pool.workers[:, arguments.STATE].tolist()) == {int(arguments.ASLEEP)})
     """
     assert program(text, NUMBA_NUM_THREADS=4) == "True\n"
+
+
+def test_a_worker_without_work_yields_its_core_and_sleeps_when_it_is_taken(program: Callable[..., str]) -> None:
+    """A worker of its own, in a process where a clock of the test's tells the time: 1 microsecond for each look."""
+    text = """
+        import ctypes, threading
+        import numpy as np
+        from flashkit.backends.cpu import arguments as at, specialise
+
+        def looks(jump):
+            memory, times, asleep = np.zeros(int(at.WORKER_WORDS), np.int64), [0], threading.Event()
+            kinds = [ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * n) for n in (0, 2, 2)]
+
+            def clock(which, address):
+                times.append(times[-1] + (10**6 if len(times) == jump else 1000))
+                ctypes.c_int64.from_address(address).value, nanoseconds = divmod(times[-1], 10**9)
+                ctypes.c_int64.from_address(address + 8).value = nanoseconds
+                return 0
+
+            def sleep(*_):
+                asleep.set()
+                threading.Event().wait()
+
+            functions = kinds[0](lambda: 0), kinds[1](clock), kinds[2](sleep)
+            for word, function in zip((at.YIELD, at.CLOCK, at.ACQUIRE), functions):
+                memory[word] = ctypes.cast(function, ctypes.c_void_p).value
+            memory[at.STATE] = at.FREE
+            work = ctypes.CFUNCTYPE(None, ctypes.c_int64)(specialise.launcher()["work"])
+            threading.Thread(target=work, args=(memory.ctypes.data,), daemon=True).start()
+            assert asleep.wait(60) and memory[at.STATE] == at.ASLEEP
+            kept.append((memory, functions))
+            return len(times)
+
+        kept = []
+        print(2900 < looks(None) < 3100, looks(20), flush=True)
+        import os
+        os._exit(0)
+    """
+    assert program(text) == "True 21\n"
+
+
+def test_a_call_wakes_the_workers_that_sleep(program: Callable[..., str]) -> None:
+    """Workers that no thread runs: the call does all work itself, and leaves each asleep or free, to be found again."""
+    text = """
+        import ctypes
+        import numpy as np, flashkit
+        from flashkit.backends.cpu import arguments as at, threads
+        workers, woken = np.zeros((5, int(at.WORKER_WORDS)), np.int64), []
+        release = ctypes.CFUNCTYPE(None, ctypes.c_int64)(woken.append)
+        workers[:, at.STATE] = at.ASLEEP, at.FREE, at.ASLEEP, at.RUNNING, at.ASLEEP
+        workers[:, at.WAKE], workers[:, at.RELEASE] = range(5), ctypes.cast(release, ctypes.c_void_p).value
+        threads._pool = threads.Pool(workers, {})
+        q = np.random.default_rng(0).standard_normal((1, 8, 512, 64)).astype(np.float32)
+        expected = flashkit.attention(q, q, q, backend="reference")
+        for count in (4, 6):
+            threads.count = lambda: count
+            np.testing.assert_allclose(flashkit.attention(q, q, q, backend="cpu"), expected, atol=1e-5)
+            print(woken, workers[:, at.STATE].tolist())
+            workers[:, at.STATE] = at.ASLEEP, at.FREE, at.ASLEEP, at.RUNNING, at.ASLEEP
+            woken.clear()
+    """
+    free, asleep, running = range(3)
+    assert program(text) == (
+        f"[0, 2] {[free, free, free, running, asleep]}\n[0, 2, 4] {[free, free, free, running, free]}\n"
+    )

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import sys
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -67,7 +68,7 @@ def test_embeddings_equal_those_of_transformers(encoder: Any) -> None:
     torch = pytest.importorskip("torch", reason="PyTorch is not installed: nothing to compare with")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
     directory = encoder_module.find_model()
-    texts = SENTENCES + [p.text for p in corpus.docstrings(["json", "difflib"])][:10]
+    texts = SENTENCES + [p.text for p in corpus.docstrings(["json"])][:3]
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     tokens = tokenizer(texts, truncation=True, max_length=256)["input_ids"]
@@ -143,9 +144,14 @@ Too short.
 # The command
 
 
+@pytest.fixture(scope="module")
+def passages() -> list[Any]:
+    modules = "json", "shutil", "webbrowser", "calendar"
+    return [p for name in modules for p in islice(corpus.docstrings([name]), 12)]
+
+
 @pytest.fixture
-def small_corpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    passages = [p for name in ("json", "shutil", "webbrowser", "calendar") for p in corpus.docstrings([name])]
+def small_corpus(passages: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(corpus, "gather", lambda limit: passages[:limit])
     monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
 
@@ -186,7 +192,7 @@ def test_search_finds_what_is_meant(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main([*queries, "--json", "--top", "4", "--batch-size", "8"]) == 0
     streams = capsys.readouterr()
     report = json.loads(streams.out)
-    assert report["passages"] > 60
+    assert report["passages"] > 30
     assert report["sentences_per_second"] > 0
     assert "sentences/s" in streams.err
     for found, (query, module) in zip(report["queries"], queries.items(), strict=True):

@@ -6,7 +6,9 @@ import doctest
 import importlib
 import inspect
 import re
+import runpy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,3 +90,15 @@ def test_distributed() -> None:
 def test_explanations_describe_every_attribute() -> None:
     text = inspect.getdoc(Explanation) or ""
     assert [name for name in Explanation.__annotations__ if name not in text] == []
+
+
+def test_the_site_shows_the_types_of_parameters() -> None:
+    add_types = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "conf.py"))["add_types"]
+    for function, shown in (
+        (flashkit.attention, {"q, k, v : array", "scale : float | None", "causal : bool", "return_lse : bool",
+                              "window : tuple[int | None, int | None] | None", "out : array", "kv_lengths : array"}),
+        (mods.softcap, {"cap : float"}),
+    ):  # fmt: skip
+        lines = (inspect.getdoc(function) or "").splitlines()
+        add_types(None, "function", "", function, None, lines)
+        assert shown <= set(lines), shown - set(lines)

@@ -97,16 +97,16 @@ def test_text_becomes_the_tokens_of_transformers(theirs: Any, tokenizer: Any) ->
 @pytest.mark.slow
 def test_answers_do_not_depend_on_what_is_computed_with_them(model: Any, tokenizer: Any) -> None:
     """Prompts of unequal lengths as one packed batch, some at their end before others; each alone."""
-    prompts = [tokenizer.chat(q) for q in ("What is the capital of France?", "Count to five.", "Who wrote Hamlet?")]
+    prompts = [tokenizer.chat(q) for q in ("What is the capital of France?", "Count to five.")]
     together: list[list[int]] = [[] for _ in prompts]
-    for step in sampling.generate(model, prompts, 12, tokenizer.end):
+    for step in sampling.generate(model, prompts, 10, tokenizer.end):
         for i, token in step:
             together[i].append(token)
     assert tokenizer.decode(together[0]) == "The capital of France is Paris."
     for prompt, found in zip(prompts, together, strict=True):
-        alone = [token for step in sampling.generate(model, [prompt], 12, tokenizer.end) for _, token in step]
+        alone = [token for step in sampling.generate(model, [prompt], 10, tokenizer.end) for _, token in step]
         assert alone == found
-        assert len(found) <= 12 and tokenizer.end not in found[:-1]
+        assert len(found) <= 10 and tokenizer.end not in found[:-1]
 
 
 # Its parts
@@ -182,7 +182,10 @@ def test_arguments_out_of_range_are_refused(arguments: list[str], capsys: pytest
 
 
 @pytest.mark.slow
-def test_a_prompt_beyond_the_context_is_an_error(capsys: pytest.CaptureFixture[str], tokenizer: Any) -> None:
+def test_a_prompt_beyond_the_context_is_an_error(
+    capsys: pytest.CaptureFixture[str], model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "Llama", lambda *_: model)  # loaded already
     assert command.main(["word " * 9000]) == 1
     err = capsys.readouterr().err
     assert "the model reads" in err and "Traceback" not in err
@@ -193,7 +196,7 @@ def test_a_prompt_beyond_the_context_is_an_error(capsys: pytest.CaptureFixture[s
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_other_dtypes_of_activations(dtype: str, capsys: pytest.CaptureFixture[str], tokenizer: Any) -> None:
-    arguments = ["What is the capital of France?", "--max-tokens", "12", "--dtype", dtype, "--json"]
+    arguments = ["What is the capital of France?", "--max-tokens", "8", "--dtype", dtype, "--json"]
     assert command.main(arguments) == 0
     found = json.loads(capsys.readouterr().out)
     assert "Paris" in found["answers"][0]["answer"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,16 @@ def test_the_goals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_documents_have_the_tables_of_the_stored_results(file: Path, content: Callable[[], str]) -> None:
     text = file.read_text(encoding="utf-8")
     assert report.insert(text, content()) == text
+
+
+def test_a_cell_holds_one_number() -> None:
+    for text in (report.summary(), report.markdown()):
+        rule: list[str] = []
+        for line in filter(lambda line: line.startswith("|"), text.splitlines()):
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            rule = cells if set(line) <= set("|-: ") else rule
+            for cell, kind in zip(cells, rule):
+                assert kind != "---:" or len(re.findall(r"(?<![\w-])[\d.]+(?:e-\d+)?", cell)) <= 1, line
 
 
 def test_experiments_fill_the_page(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("n", "heads"), [(1, 2), (1, 6), (3, 4), (16, 4)])
 @pytest.mark.parametrize(
     ("what", "dtype"), [(x, d) for x in OPTIONS for d in (DTYPES if x in ("causal", "bnhd") else ["float32"])]

@@ -307,18 +307,19 @@ DERIVATIVES = {
     "tanh": expr.tanh,
     "sin": expr.sin,
     "cos": expr.cos,
+    "erf": expr.erf,
 }
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("f", [expr.sigmoid, expr.tanh], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("f", [expr.sigmoid, expr.tanh, expr.erf], ids=lambda f: f.__name__)
 def test_bounded_functions_are_so_everywhere(f, dtype):
     """With their derivative, also where an exponential in it overflows."""
     s = np.array([-np.inf, -1e30, -1e4, -800, -100, -50, 0, 50, 100, 800, 1e4, 1e30, np.inf], dtype)
     value, slope = (codegen.evaluate(graph, {"s": s}, dtype) for graph in (f(S), expr.derivative(f(S))))
-    right = {expr.sigmoid: lambda x: 0.5 + 0.5 * np.tanh(x / 2), expr.tanh: np.tanh}[f](s.astype(np.float64))
+    right = {expr.sigmoid: lambda x: 0.5 + 0.5 * np.tanh(x / 2)}.get(f, np.tanh)(s.astype(np.float64))
     np.testing.assert_allclose(value, right, atol=1e-7, rtol=1e-6)
-    at_zero = {expr.sigmoid: 0.25, expr.tanh: 1.0}[f]
+    at_zero = {expr.sigmoid: 0.25, expr.tanh: 1.0, expr.erf: 2 / np.pi**0.5}[f]
     np.testing.assert_allclose(slope, np.where(s == 0, at_zero, 0), atol=1e-20)
 
 

@@ -111,7 +111,8 @@ class ArgumentBlock:
             args[at.MODIFY], args[at.VISIT_DS] = functions["modify"], functions.get("visit_ds", 0)
             slopes = spec.jvp != "" and spec.score is not None  # which take the room of a tile
             args[at.HAS_SCORE], args[at.TRANSPOSED_TILES] = spec.score is not None, plan.transposed_tiles + slopes
-            args[at.VALUES] = self.address(self._values(plan, operands, micro))
+            self.values = self._values(plan, operands, micro)
+            args[at.VALUES] = self.address(self.values)
         if operands.dropout_p:
             args[at.DROPOUT], args[at.DROPOUT_THRESHOLD] = 1, dropout.threshold(operands.dropout_p)
             self._set_double(at.DROPOUT_SCALE, 1 / (1 - operands.dropout_p))
@@ -160,7 +161,10 @@ class ArgumentBlock:
                 array = array.view(stored) if same_size else _widened(array, stored)
                 entries += [self.address(array), *array.shape, *array.strides]
         entries += [micro[name] for name in modify.TRANSPOSERS]
-        return np.array(entries, np.int64)
+        slots = [slot for slot in plan.problem.spec.slots if slot.name in plan.problem.spec.wrt]
+        room = modify.VALUE_WORDS + sum(map(modify.value_entries, slots)) if slots else 0  # filled for each launch
+        self.first_sum = len(entries)
+        return np.array(entries + room * [0], np.int64)
 
 
 def _widened(array: np.ndarray, dtype: str) -> np.ndarray:

@@ -83,6 +83,8 @@ ROW_WORK_TILES = word()  # of bwd_preprocess and bwd_postprocess
 Q_TILES = word()  # query tiles per head; of all sequences, some of them empty, where these are packed
 ROW_TILES = word()  # likewise, of ROW_BLOCK rows
 NUM_SPLITS = word()  # split-KV in decoding; dQ accumulators per head in the backward pass
+SERIAL_ENTRIES = word()  # backward: batch entries that a work tile goes over in turn, one or all of them
+SERIAL_HEADS = word()  # likewise key/value heads
 SPLIT_KEYS = word()  # decoding: keys per split, whole tiles; 0 where launch.py computes it for each call
 HEADS_PER_TILE = word()  # decoding: key/value heads of a work tile, where each has one split
 TILES_IN_CACHE = word()  # decoding: tiles of keys whose values, if they are views of the keys, are still in L2
@@ -161,6 +163,7 @@ WORKERS = word()  # address of the pool's workers, each of WORKER_WORDS words, a
 NUM_WORKERS = word()
 NEXT_THREAD = word()  # the number of the next thread that begins
 OFFERED = word()  # address of the last worker that the block was offered to, or 0
+NEXT_ASLEEP = word()  # the number of the next worker that is woken if it sleeps
 
 SIZE = word()
 
@@ -169,11 +172,16 @@ HEADER = (int(SIZE) * 8 + 63) // 64 * 64
 
 # --- the words of a worker of the pool (kernels/launch.py) -----------------------------------------------------------
 
-WORKER_WORDS = np.int64(16)  # two cache lines, of which others write the first
+WORKER_WORDS = np.int64(24)  # three cache lines, of which others write the first
 
-STATE = np.int64(0)  # one of those below, or the address of the argument block that waits for the worker
+STATE = np.int64(0)
+"""One of those below, or the address of the argument block that waits for the worker, plus 1 where the worker sleeps
+and has to be woken for it.
+"""
+
 PREVIOUS = np.int64(1)  # address of the worker that the same block was offered to before, or 0
-WAKE, ENDED, ACQUIRE, RELEASE, SPUN = map(np.int64, range(8, 13))  # two locks, their functions, and a counter
+WAKE, ENDED, ACQUIRE, RELEASE = map(np.int64, range(8, 12))  # two locks and their functions
+SPUN, YIELD, CLOCK, SECONDS, NANOSECONDS = map(np.int64, range(12, 17))  # a counter, two functions of C, and a time
 
 FREE, ASLEEP, RUNNING, AWAITED, DONE, DONE_ASLEEP, ABSENT = map(np.int64, range(7))
 

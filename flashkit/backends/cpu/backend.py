@@ -24,7 +24,7 @@ class CpuBackend:
     array_kinds = ("numpy",)
     device_kind = "cpu"
     efficiency = 0.7
-    takes_lengths = takes_scales = takes_stats = takes_jvp = True
+    takes_lengths = takes_scales = takes_stats = takes_jvp = takes_wrt = True
 
     def available(self) -> Verdict:
         missing = [name for name in ("numba", "llvmlite") if find_spec(name) is None]

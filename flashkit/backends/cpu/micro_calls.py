@@ -60,12 +60,13 @@ def _call(arguments: str, result: Any = types.void) -> Any:
 call_kernel = _call("arguments thread")
 call_acquire = _call("lock wait", types.int32)
 call_release = _call("lock")
+call_clock = _call("clock time", types.int32)
 call_without_arguments = _call("")
 
 # Functions generated for a modification: scores of a tile in place, dS of a tile, the state of a tile by its inclusive
 # corners.
 call_modify = _call("tile extra tile.row tile.rows tile.columns b h row0 q0 k0 values")
-call_visit_ds = _call("p ds slopes ds.row ds.rows ds.columns b h row0 q0 k0 values")
+call_visit_ds = _call("p ds slopes ds.row ds.rows ds.columns b h row0 q0 k0 values again")
 call_classify = _call("b h row0 row1 q0 q1 k0 k1 values", types.int64)
 
 # Micro-kernels. Scales are bits of a float64.

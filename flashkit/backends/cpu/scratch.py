@@ -65,7 +65,7 @@ class BackwardLayout(NamedTuple):
     do: int
     scores: int  # S, then P
     ds: int  # dP, then dS
-    slopes: int  # d score / d s
+    slopes: int  # d score / d s, or scores before modification, and sums of diagonals
     pairs: int  # bf16 pairs of dS, and one transposed operand
     chunk: int  # bf16 pairs: S and dP of CHUNK_ROWS x CHUNK_KEYS pairs
     dk: int  # accumulators
@@ -85,7 +85,7 @@ def backward_layout(block_q: int, block_k: int, d: int, dv: int, itemsize: int, 
     scores = _end(do, block_q * dv, itemsize)
     ds = _end(scores, block_q * block_k, itemsize)
     slopes = _end(ds, block_q * block_k, itemsize)
-    pairs = _end(slopes, block_q * block_k, itemsize)
+    pairs = _end(slopes, block_q * block_k + block_q + block_k, itemsize)
     rows = (block_q + 15) // 16 * 16
     chunk = _end(pairs, (k_pack - 1) * rows * (block_k + max(d, dv)), itemsize)
     dk = _end(chunk, (k_pack - 1) * 2 * CHUNK, itemsize)

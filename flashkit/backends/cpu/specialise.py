@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -69,7 +70,9 @@ def rotary_source(dtype: str) -> Source:
 
 def launcher_source() -> Source:
     """As `launcher`."""
-    return source("launch", f"ADDRESS = {_address_offset()}\n\n" + _text("launch"))
+    clock = getattr(time, "CLOCK_MONOTONIC", 0)
+    head = f"ADDRESS = {_address_offset()}\nCLOCK_MONOTONIC = {clock}\n\n"
+    return source("launch", head + _text("launch"))
 
 
 def _head(dtype: str, kv_format: str = "") -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import time
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -110,12 +111,19 @@ def _start(number: int) -> Pool:
             acquire(lock, 1)
             worker[word] = lock
         for word, name in (at.ACQUIRE, "PyThread_acquire_lock"), (at.RELEASE, "PyThread_release_lock"):
-            worker[word] = ctypes.cast(getattr(python, name), ctypes.c_void_p).value or 0
+            worker[word] = _address(python, name)
+        if hasattr(time, "CLOCK_MONOTONIC"):  # not on Windows
+            system = ctypes.CDLL(None)
+            worker[at.YIELD], worker[at.CLOCK] = _address(system, "sched_yield"), _address(system, "clock_gettime")
         worker[at.STATE] = at.FREE
         if start(functions["work"], worker.ctypes.data) == _NO_THREAD:  # a limit is reached
             worker[at.STATE] = at.ABSENT
             break
     return Pool(workers, functions)
+
+
+def _address(library: ctypes.CDLL, name: str) -> int:
+    return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
 
 
 _NO_THREAD = ctypes.c_ulong(-1).value  # PYTHREAD_INVALID_THREAD_ID

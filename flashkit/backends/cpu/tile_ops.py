@@ -20,6 +20,7 @@ from .arguments import (
     DROPOUT_THRESHOLD,
     HAS_SCORE,
     MODIFY,
+    NONFINITE,
     PARTIAL,
     SEED,
     TILE_SCALE,
@@ -71,10 +72,14 @@ def modify(args: Any, seq: SeqInfo, state: int, tile: Any, extra: int, b: int, h
 @njit(**options)
 def visit_ds(args: Any, seq: SeqInfo, p: Any, ds: Any, slopes: int, b: int, h: int, row0: int, k0: int) -> None:
     """The hook at which dS of a tile is complete: the generated function applies the chain rule of the score
-    modification, dS *= d score / d s.
+    modification, dS *= d score / d s, and sums gradients by its values.
+
+    slopes: what `modify` stored, slopes, or where there are such sums, scores.
     """
     if args[VISIT_DS] != 0:
-        call_visit_ds(args[VISIT_DS], p, ds, slopes, b, h, row0, row0 + seq.first_position, k0, args[VALUES])
+        call_visit_ds(
+            args[VISIT_DS], p, ds, slopes, b, h, row0, row0 + seq.first_position, k0, args[VALUES], args[NONFINITE]
+        )
 
 
 @njit(**options)

@@ -64,7 +64,7 @@ class CudaBackend:
     """Of k in the forward pass."""
 
     efficiency = 0.5
-    spares_lse = takes_arrays = takes_scales = takes_stats = takes_jvp = True
+    spares_lse = takes_arrays = takes_scales = takes_stats = takes_jvp = takes_wrt = True
 
     @property
     def takes_fp8(self) -> bool:
@@ -136,7 +136,8 @@ class CudaBackend:
             return Verdict(False, "keys in pages have no tangents")
         if reason := modification.unsupported(spec):
             return Verdict(False, reason)
-        able = [asked(generation, problem, device.current(), "forward") for generation in self.allowed()]
+        direction: Direction = "backward" if spec.wrt else "forward"
+        able = [asked(generation, problem, device.current(), direction) for generation in self.allowed(direction)]
         if not able:
             return Verdict(False, f"it has no generation {settings.CUDA_GENERATION.text()}, which {VARIABLE} asks for")
         return Verdict(any(able), "; ".join(verdict.reason for verdict in able if not verdict))
@@ -156,6 +157,7 @@ class CudaBackend:
         arguments = Arguments(plan.problem.spec, operands)
         arguments.gradients(gradients)
         _pull_back(plan, run, arguments, operands, gradients, _end_of_keys(operands), launch.stream())
+        arguments.finish_sums(gradients)
 
     def bind(self, plan: CudaPlan, operands: Operands, per_call: Sequence[str] = ()) -> Bound:
         import cupy

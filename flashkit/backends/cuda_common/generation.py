@@ -64,6 +64,12 @@ class Generation(Protocol):
     takes_jvp: bool = False
     """Whether about those whose forward pass has more results; see `base.TakesMore`."""
 
+    takes_wrt: bool = False
+    """Whether its backward pass sums gradients by values of score modifications,"""
+
+    takes_wrt_in_order: bool = False
+    """and in an order that gives the same bits."""
+
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         """Whether these kernels can compute it and have enough work for it, or the reason why not."""
 
@@ -166,6 +172,10 @@ def asked(generation: Generation, problem: Problem, device: Device, direction: D
         return Verdict(False, "its kernels compute no statistics")
     if spec.jvp and not generation.takes_jvp:
         return Verdict(False, "it has no kernels for tangents")
+    if spec.wrt and direction == "backward" and not generation.takes_wrt:
+        return Verdict(False, "it has no gradients by values of score modifications")
+    if spec.wrt and direction == "backward" and spec.deterministic and not generation.takes_wrt_in_order:
+        return Verdict(False, "it sums gradients by values of score modifications in any order")
     return generation.supports(problem, device, direction)
 
 
@@ -192,7 +202,7 @@ def tile_of(
         if wrong := [f"{name} is {getattr(tile, name)}" for name, n in numbers.items() if getattr(tile, name) != n]:
             raise ValueError(", ".join(wrong))
         fitting = fitted(tile, spec)
-        if fitting is None and fitted(tile, replace(spec, head_dim=16, head_dim_v=16, score=None)) is None:
+        if fitting is None and fitted(tile, replace(spec, head_dim=16, head_dim_v=16, score=None, wrt=())) is None:
             raise ValueError(f"{tile} fits no head dim")
         return fitting
     except (ArithmeticError, TypeError, ValueError) as error:

@@ -9,7 +9,7 @@ from functools import cache, lru_cache
 
 from ...devices.schema import TileRow
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
-from . import compiler
+from . import compiler, modification
 from .arguments import Arguments
 from .bwd_preprocess import BwdPreprocess
 from .device import Device
@@ -194,7 +194,10 @@ class SimtBackward:
         held = workspace.allocate(arguments, stream)
         self.preprocess.run(arguments, stream, preprocess_ctas)
         self.dkdv.launch(arguments, arguments.k_tiles(self.dkdv.tile.block_k), arguments.heads_kv, stream)
-        self.dq.launch(arguments, arguments.q_tiles(self.dq.tile.block_q), arguments.heads, stream)
+        for terms in (-1, arguments.log2_terms) if modification.orders_sums(arguments.spec) else (0,):
+            if terms:
+                arguments.words[-1] = terms
+            self.dq.launch(arguments, arguments.q_tiles(self.dq.tile.block_q), arguments.heads, stream)
         self.preprocess.sink_gradients(arguments, stream)
         del held
 
@@ -215,10 +218,10 @@ class Simt(Generation):
 
     name = "simt"
     directions: tuple[Direction, ...] = ("forward", "backward")
-    takes_stats = True
+    takes_stats = takes_wrt = True
 
-    def __init__(self, kernels: Kernels, takes_jvp: bool = False) -> None:
-        self._kernels, self.takes_jvp = kernels, takes_jvp
+    def __init__(self, kernels: Kernels, takes_jvp: bool = False, takes_wrt_in_order: bool = False) -> None:
+        self._kernels, self.takes_jvp, self.takes_wrt_in_order = kernels, takes_jvp, takes_wrt_in_order
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         return Verdict(True)

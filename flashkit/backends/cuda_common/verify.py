@@ -180,8 +180,19 @@ def _expected(spec: AttentionSpec, problem: Operands, direction: Direction) -> d
             expected |= dict(zip(("dout", "dlse"), standard_jvp(spec, problem)[2:], strict=True))
         return {name: np.asarray(x, np.float64) for name, x in expected.items()}
     problem.out, problem.lse = out, lse
-    gradients = standard_gradients(spec, problem, _dout(spec))
-    return {name: np.asarray(x, np.float64) for name, x in gradients._asdict().items() if x is not None}
+    sums = {name: np.zeros(max(ndim, 1) * _EXTENT) for name, ndim in _axes_of_sums(spec)}
+    values = {
+        name: np.lib.stride_tricks.as_strided(sums[name], (_EXTENT,) * ndim, (8,) * ndim)
+        for name, ndim in _axes_of_sums(spec)
+    }
+    gradients = standard_gradients(spec, problem, _dout(spec), values=values)
+    return {name: np.asarray(x, np.float64) for name, x in (gradients._asdict() | sums).items() if x is not None}
+
+
+def _axes_of_sums(spec: AttentionSpec) -> list[tuple[str, int]]:
+    """The slots of `wrt`. All axes of the sums of the sample problem have a stride of one element."""
+    ndim = {slot.name: slot.ndim or 0 for slot in spec.slots}
+    return [(name, ndim[name]) for name in spec.wrt]
 
 
 def _dout(spec: AttentionSpec) -> np.ndarray:
@@ -195,7 +206,7 @@ def _computed(compiled: Pass, spec: AttentionSpec, problem: Operands, direction:
 
     with cupy.cuda.Stream(non_blocking=True) as stream:
         # One element each, with strides of 0, so that every index reads it.
-        arrays = {name: _OneElement(cupy.asarray(x[(0,) * x.ndim]), x.ndim) for name, x in problem.arrays.items()}
+        arrays = {name: _Strided(cupy.asarray(x[(0,) * x.ndim]), (0,) * x.ndim) for name, x in problem.arrays.items()}
         is_transposed = spec.fp8 is not None and spec.fp8.transposed
         values = transposed_codes(np, problem.v.view(np.uint8)) if is_transposed else problem.v
         q, k, v = (cupy.asarray(x) for x in (problem.q, problem.k, values))
@@ -222,10 +233,15 @@ def _computed(compiled: Pass, spec: AttentionSpec, problem: Operands, direction:
                 cupy.asarray(_dout(spec)), None, cupy.empty_like(q), cupy.zeros_like(k), cupy.zeros_like(v),
                 cupy.empty_like(operands.sinks) if spec.sinks else None,
             )  # fmt: skip
+            sums = [cupy.zeros(max(ndim, 1) * _EXTENT, spec.lse_dtype) for _, ndim in _axes_of_sums(spec)]
+            for (name, ndim), array in zip(_axes_of_sums(spec), sums):
+                gradients.values[name] = _Strided(array, array.strides * ndim)
             arguments = Arguments(spec, operands)
             arguments.gradients(gradients)
             compiled.run(arguments, stream.ptr)
-            results = [gradients.dq, gradients.dk, gradients.dv, *([gradients.dsinks] if spec.sinks else [])]
+            gradients.values = dict(zip(spec.wrt, sums))
+            arguments.finish_sums(gradients)
+            results = [gradients.dq, gradients.dk, gradients.dv, *([gradients.dsinks] if spec.sinks else []), *sums]
         on_host = [x.get().astype(np.float64) for x in results]
         stream.synchronize()
     return on_host
@@ -239,12 +255,12 @@ def _on_device(scale: np.ndarray) -> Any:
     return cupy.broadcast_to(cupy.asarray(once), scale.shape)
 
 
-class _OneElement:
-    """One element with the attributes of an array that Arguments reads, and strides of 0."""
+class _Strided:
+    """Memory with the attributes of an array that Arguments reads, and other strides."""
 
-    def __init__(self, element: Any, ndim: int) -> None:
-        self.data, self.dtype, self.strides = element.data, element.dtype, (0,) * ndim
-        self.element = element
+    def __init__(self, array: Any, strides: tuple[int, ...]) -> None:
+        self.data, self.dtype, self.size, self.strides = array.data, array.dtype, array.size, strides
+        self.array = array
 
 
 def _numpy_dtype(name: str) -> np.dtype:

@@ -336,7 +336,7 @@ class Sm80(Generation):
 
     name = "sm80"
     directions: tuple[Direction, ...] = ("forward", "backward")
-    takes_stats = takes_jvp = True
+    takes_stats = takes_jvp = takes_wrt = True
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         spec = problem.spec

@@ -136,7 +136,7 @@ class Sm90(Generation):
 
     name = "sm90"
     directions: tuple[Direction, ...] = ("forward", "backward")
-    takes_fp8 = takes_stats = True
+    takes_fp8 = takes_stats = takes_wrt = True
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         spec = problem.spec
@@ -169,7 +169,7 @@ class Sm90(Generation):
             dims = f"head dims {spec.head_dim} and {spec.head_dim_v}"
             return Verdict(False, f"rows of {dims} are not a multiple of 16 bytes")
         if direction == "backward":
-            return Verdict(True)
+            return sm90_backward.supports_wrt(spec)
         return work_enough(problem, device)
 
     def profitable(self, problem: Problem, direction: Direction) -> Verdict:

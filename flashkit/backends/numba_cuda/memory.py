@@ -14,11 +14,13 @@ from numba import cuda
 from numba.cuda import libdevice, types
 from numba.cuda.extending import intrinsic
 
-from .ptx.asm import instruction
+from ...mods.expr.graph import FUNCTIONS
+from .ptx.asm import NOTHING, instruction
 
 __all__ = [
-    "all_threads_or", "ballot", "bits_of_half", "bits_of_single", "device", "double_of", "functions_of", "half_of",
-    "load", "load4", "lowest_bit", "shuffle_xor", "single_of", "store", "store4", "thread_here",
+    "add_double", "add_single", "all_threads_or", "ballot", "bits_of_half", "bits_of_single", "device", "double_of",
+    "functions_of", "half_of", "load", "load4", "lowest_bit", "shuffle_xor", "single_of", "store", "store4",
+    "thread_here",
 ]  # fmt: skip
 
 _ALL = 0xFFFFFFFF
@@ -89,6 +91,11 @@ def store4(typing: Any, kind: Any, address: Any, index: Any, a: Any, b: Any, c: 
     return types.void(kind, _wide(address), types.int64, *[kind.dtype] * 4), _store
 
 
+add_single = instruction("red.global.add.f32 [$0], $1;", NOTHING, types.int64, types.float32)
+add_double = instruction("red.global.add.f64 [$0], $1;", NOTHING, types.int64, types.float64)
+"""add_single(address, x): add to a number of global memory, which other threads add to as well."""
+
+
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 half_of, bits_of_half = libdevice.half2float, libdevice.float2half_rn
@@ -98,9 +105,8 @@ single_of, bits_of_single, double_of = libdevice.int_as_float, libdevice.float_a
 
 
 def functions_of(number: Any) -> tuple[Callable[..., Any], ...]:
-    """exp, exp2, log, log2, sqrt, tanh, sin, cos, floor of float32 or float64 numbers."""
-    names = "exp", "exp2", "log", "log2", "sqrt", "tanh", "sin", "cos", "floor"
-    return tuple(getattr(libdevice, f"{name}f" if number is np.float32 else name) for name in names)
+    """Those of float32 or float64 numbers that expressions have."""
+    return tuple(getattr(libdevice, f"{name}f" if number is np.float32 else name) for name in FUNCTIONS)
 
 
 # --- warps and blocks -------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ class ReferenceBackend:
     array_kinds = ("numpy",)
     device_kind = "cpu"
     efficiency = 0.02
-    takes_stats = takes_jvp = True
+    takes_stats = takes_jvp = takes_wrt = True
 
     def available(self) -> Verdict:
         return Verdict(True)
@@ -59,7 +59,9 @@ class ReferenceBackend:
             operands.stats.entropy[...], operands.stats.max_logit[...] = found["entropy"], found["max_logit"]
 
     def backward(self, plan: Plan, operands: Operands, gradients: Gradients) -> None:
-        result = flash_attention_2_backward(plan.spec, operands, gradients.dout, gradients.dlse, *plan.tile)
+        result = flash_attention_2_backward(
+            plan.spec, operands, gradients.dout, gradients.dlse, *plan.tile, values=gradients.values
+        )
         for name, values in result._asdict().items():
             if values is not None and getattr(gradients, name) is not None:  # dsinks is optional
                 getattr(gradients, name)[...] = values

@@ -3,6 +3,7 @@
 A call from Python costs microseconds for each array that it looks into. Here the addresses of arrays are read where
 NumPy keeps them: ADDRESS, from the head that specialise.py puts before this text, is the offset in a NumPy array object
 of the address of its first element, the first field after Python's own (PyArrayObject in NumPy's C API).
+CLOCK_MONOTONIC is that of the C library's clock_gettime.
 """
 
 import numpy as np
@@ -10,7 +11,13 @@ from numba import njit, types
 
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import entry, options
-from flashkit.backends.cpu.micro_calls import call_acquire, call_kernel, call_release
+from flashkit.backends.cpu.micro_calls import (
+    call_acquire,
+    call_clock,
+    call_kernel,
+    call_release,
+    call_without_arguments,
+)
 from flashkit.backends.cpu.seq_info import keys_of
 from flashkit.backends.cpu.views import (
     atomic_exchange,
@@ -22,8 +29,11 @@ from flashkit.backends.cpu.views import (
 )
 
 WORKER_SPINS = 20_000
-"""How often a worker without work looks for some before it sleeps: 0.1 to 0.2 ms, longer than Python needs between two
-calls. Waking it takes 5 to 50 microseconds.
+"""How often a worker looks for work at first: 0.1 to 0.2 ms, longer than Python needs between two calls."""
+
+YIELDING, LOST = 3_000_000, 50_000
+"""Nanoseconds for which it then looks for work and offers its core to other threads, and of a gap in this that shows
+that another thread took the core. Then it sleeps. Waking it takes 5 to 50 microseconds.
 """
 
 CALLER_SPINS = 2_000
@@ -33,7 +43,44 @@ CALLER_SPINS = 2_000
 # --- the pool ---------------------------------------------------------------------------------------------------------
 # A call offers its work to free workers, begins itself, and takes the offer back from those that have not started when
 # all work tiles are taken. So it waits for work tiles, never for a thread that the system has not run yet. No thread
-# spins for long: other processes need the core, and so, perhaps, does the thread that is waited for.
+# spins for long on a core that others need: perhaps the thread that is waited for does.
+
+
+@njit(**options)
+def wake(args, block):
+    """Wake the workers that have the block and sleep, as long as there is work. All threads of a call do it before they
+    work, since each wake takes microseconds.
+    """
+    asleep, tile = block + 8 * NEXT_ASLEEP, block + 8 * TILE_COUNTER
+    while atomic_read(asleep) < args[NUM_WORKERS] and atomic_read(tile) < args[WORK_TILES]:
+        number = atomic_increment(asleep)
+        worker = args[WORKERS] + 8 * WORKER_WORDS * number
+        if number < args[NUM_WORKERS] and atomic_replace(worker + 8 * STATE, block + 1, block):
+            call_release(integer_at(worker + 8 * RELEASE), integer_at(worker + 8 * WAKE))
+
+
+@njit(**options)
+def now(worker):
+    call_clock(integer_at(worker + 8 * CLOCK), CLOCK_MONOTONIC, worker + 8 * SECONDS)
+    return integer_at(worker + 8 * SECONDS) * 1_000_000_000 + integer_at(worker + 8 * NANOSECONDS)
+
+
+@njit(**options)
+def idle_core(worker, before):
+    """Wait until the state is another one, for as long as no other thread needs the core; returns whether it is."""
+    state = worker + 8 * STATE
+    if integer_at(worker + 8 * YIELD) == 0:  # not on this system
+        return False
+    start = last = now(worker)
+    while atomic_read(state) == before:
+        for _ in range(32):
+            atomic_increment(worker + 8 * SPUN)
+        call_without_arguments(integer_at(worker + 8 * YIELD))
+        time = now(worker)
+        if time - last > LOST or time - start > YIELDING:
+            return False
+        last = time
+    return True
 
 
 @entry(types.void(types.int64))
@@ -44,6 +91,7 @@ def work(worker):
     while True:
         found = atomic_read(state)
         if found >= ABSENT and atomic_replace(state, found, RUNNING):
+            wake(vector(found, SIZE, 8, np.int64), found)
             call_kernel(integer_at(found + 8 * KERNEL), found, atomic_increment(found + 8 * NEXT_THREAD))
             if atomic_exchange(state, DONE) == AWAITED:
                 call_release(integer_at(worker + 8 * RELEASE), integer_at(worker + 8 * ENDED))
@@ -51,6 +99,8 @@ def work(worker):
         elif spins < WORKER_SPINS:
             spins += 1
             atomic_increment(worker + 8 * SPUN)  # takes time, and nothing that another core needs
+        elif idle_core(worker, found):
+            spins = np.int64(0)
         elif atomic_replace(state, FREE, ASLEEP) or atomic_replace(state, DONE, DONE_ASLEEP):
             call_acquire(integer_at(worker + 8 * ACQUIRE), integer_at(worker + 8 * WAKE), 1)
             spins = np.int64(0)
@@ -62,17 +112,14 @@ def offer(worker, block):
     state = worker + 8 * STATE
     if atomic_read(state) == FREE and atomic_replace(state, FREE, block):
         return True
-    if atomic_read(state) == ASLEEP and atomic_replace(state, ASLEEP, block):
-        call_release(integer_at(worker + 8 * RELEASE), integer_at(worker + 8 * WAKE))
-        return True
-    return False
+    return atomic_read(state) == ASLEEP and atomic_replace(state, ASLEEP, block + 1)
 
 
 @njit(**options)
 def finish(worker, block):
     """Take back what the worker has not started, or wait for it."""
     state = worker + 8 * STATE
-    if atomic_replace(state, block, FREE):
+    if atomic_replace(state, block + 1, ASLEEP) or atomic_replace(state, block, FREE):
         return
     spins = 0
     while atomic_read(state) == RUNNING and spins < CALLER_SPINS:
@@ -87,7 +134,7 @@ def finish(worker, block):
 @njit(**options)
 def run_on(args, block, threads):
     """Run the kernel on up to so many threads, this one among them."""
-    args[NEXT_THREAD], args[OFFERED] = 1, 0
+    args[NEXT_THREAD], args[OFFERED], args[NEXT_ASLEEP] = 1, 0, 0
     free, worker, end = threads - 1, args[WORKERS], args[WORKERS] + 8 * WORKER_WORDS * args[NUM_WORKERS]
     while free > 0 and worker < end:
         if offer(worker, block):
@@ -95,6 +142,7 @@ def run_on(args, block, threads):
             args[OFFERED] = worker
             free -= 1
         worker += 8 * WORKER_WORDS
+    wake(args, block)
     call_kernel(args[KERNEL], block, 0)
     while args[OFFERED] != 0:
         worker = args[OFFERED]

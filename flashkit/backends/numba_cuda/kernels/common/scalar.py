@@ -7,7 +7,7 @@ EMPTY, PARTIAL, FULL = 0, 1, 2  # what the mask shows of a tile: no pair, some p
 STORED = np.int16 if STORAGE in ("float16", "bfloat16") else F
 LOG2E, ZERO, ONE = F(1.4426950408889634), F(0), F(1)
 LEAST_INTEGER, GREATEST_INTEGER = -(2**63), 2**63 - 1
-exp, exp2, log, log2, sqrt, tanh, sin, cos, floor = functions_of(F)
+exp, exp2, log, log2, sqrt, tanh, sin, cos, floor, erf = functions_of(F)
 
 if STORAGE == "float16":
 
@@ -51,6 +51,21 @@ def minimum(x, y):  # NaN propagates, as in NumPy
 @device
 def maximum(x, y):
     return y if y > x or y != y else x
+
+
+@device
+def to_int(x):  # without its fraction, up to 2^30; NaN as 0
+    return I(np.int32(minimum(maximum(x, F(-(2.0**30))), F(2.0**30)))) if x == x else I(0)
+
+
+@device
+def add_number(address, x):
+    """Add to a number of global memory, unless the address is 0."""
+    if address != 0:
+        if F_ITEMSIZE == 8:
+            add_double(address, x)
+        else:
+            add_single(address, x)
 
 
 @device
