@@ -233,7 +233,7 @@ class OfRanks(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
         dout = ctx.like.new_zeros(ctx.shape) if dout is None else dout.contiguous()
         gradients = ctx.vjp(dout, None if dlse is None else dlse.contiguous(), wrt=ctx.wrt)

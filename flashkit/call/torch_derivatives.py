@@ -57,7 +57,7 @@ class Tangent(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
         q, k, v, *along, dsinks = ctx.saved_tensors
         if dsinks is not None:
@@ -100,7 +100,7 @@ class SecondDerivative(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *cotangents: Any) -> Any:
         dout, dlse, q, k, v = ctx.saved_tensors
         first = 2 + len(ctx.names)

@@ -225,7 +225,7 @@ def _no_gradient(ctx: Any, *_: Any) -> Any:
     """Without it the derivative of an operator that no autograd.Function surrounds would be 0, with a warning."""
     raise NotImplementedError(
         "flashkit's operators have no gradient by themselves; flashkit.torch.attention has one, but not where "
-        "torch.compile traces transforms of torch.func, and no second derivatives"
+        "torch.compile traces transforms of torch.func"
     )
 
 

@@ -268,7 +268,7 @@ def test_forward_mode_and_second_derivatives() -> None:
                 lambda q: jax.jvp(
                     lambda q: jax.jvp(jax.grad(lambda q: loss(own)(q, *x[1:])), (q,), along[:1])[1], (q,), along[:1]
                 ),
-                "third",
+                "derivative of",
             ),
         ):
             with pytest.raises(flashkit.UnsupportedError, match=message):
