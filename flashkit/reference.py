@@ -225,6 +225,122 @@ def softmax(s: np.ndarray, sink: Any) -> tuple[np.ndarray, np.ndarray]:
     return select(s != -np.inf, p), finite(m) + np.log(l)
 
 
+# --- statistics and tangents ------------------------------------------------------------------------------------------
+
+
+@quiet
+def statistics(
+    spec: AttentionSpec, operands: Operands, dtype: Any = np.float64, block_q: int = 128
+) -> dict[str, np.ndarray]:
+    """Statistics of P = softmax(S) before dropout: of each row its entropy, lse - E[S], and its largest score; of each
+    key its weight, the sum of its column. The entropy counts a sink as one more outcome, the others leave it out.
+
+    Parameters
+    ----------
+    spec, operands, dtype
+        As for `standard`.
+    block_q
+        Rows that are computed at a time.
+
+    Returns
+    -------
+    dict of numpy.ndarray
+        "entropy" and "max_logit", (B, Hq, Nq), and "key_weight", (B, Hq, Nk), of `dtype`. An empty row has the entropy
+        0 and the largest score -inf; where lse is NaN both are.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flashkit.call.arguments import prepare
+    >>> from flashkit.reference import statistics
+    >>> q, k, v = np.zeros((3, 1, 2, 5, 4))
+    >>> found = statistics(*prepare(q, k, v)[:2])
+    >>> bool(np.allclose(found["entropy"], np.log(5))), bool(np.allclose(found["key_weight"], 1))
+    (True, True)
+    """
+    rows_shape, entries, n_k = operands.q.shape[:3], operands.k.shape[0], operands.k.shape[2]
+    if operands.page_table is not None:
+        entries, n_k = len(operands.page_table), n_k * operands.page_table.shape[1]
+    entropy, max_logit = np.empty(rows_shape, dtype), np.empty(rows_shape, dtype)
+    key_weight = np.zeros((entries, rows_shape[1], n_k), dtype)
+    for head in chain.from_iterable(groups(spec, operands, dtype, entropy=entropy, max_logit=max_logit)):
+        own_keys = rows_of_keys(operands, key_weight, head)
+        for rows in blocks(head.n_q, block_q):
+            s = modify(head, scores(load_tile(head, "q", rows), load_tile(head, "k"), head.scale), rows, head.keys)
+            p, lse = softmax(s, head.sink)
+            of_sink = np.exp(head.sink - finite(lse))
+            mean = row_sum(select(p != 0, p * (s - finite(lse)[:, None])))
+            mean += select(of_sink != 0, of_sink * (head.sink - finite(lse)))
+            is_nan = np.isnan(lse)
+            store_tile(head, "entropy", rows, np.where(is_nan, np.nan, -mean))
+            store_tile(head, "max_logit", rows, np.where(is_nan, np.nan, row_max(s)))
+            own_keys += p.sum(axis=0)
+    return {"entropy": entropy, "max_logit": max_logit, "key_weight": key_weight}
+
+
+@quiet
+def standard_jvp(
+    spec: AttentionSpec, operands: Operands, dtype: Any = np.float64, block_q: int = 128
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Attention and its tangent along those of q, k and v, by the formulas.
+
+    With dS the tangent of the modified scores, d lse = E[dS] = rowsum(P dS), and dO = P (dS - E[dS]) v + P dv: Lu and
+    Song 2024, arXiv 2410.11081, appendix F; Geng et al. 2025, arXiv 2505.13447.
+
+    Parameters
+    ----------
+    spec, operands, dtype
+        As for `standard`; operands.tangents has the tangents of q, k and v.
+    block_q
+        Rows that are computed at a time.
+
+    Returns
+    -------
+    out, lse, dout, dlse : numpy.ndarray
+        As from `standard`, and their tangents.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flashkit.call.arguments import prepare
+    >>> from flashkit.reference import standard_jvp
+    >>> from flashkit.spec import Tangents
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 5, 4))
+    >>> problem, operands, _ = prepare(q, k, v)
+    >>> operands.tangents = Tangents(None, None, v, None, None)  # linear in v
+    >>> out, _, dout, _ = standard_jvp(problem.spec, operands)
+    >>> bool(np.allclose(dout, out))
+    True
+    """
+    assert operands.tangents is not None
+    tq, tk, tv, *_ = operands.tangents
+    (out, lse), (dout, dlse) = (_empty_results(spec, operands, dtype) for _ in range(2))
+    results: Any = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
+    for head in chain.from_iterable(groups(spec, operands, dtype, dq=tq, dk=tk, dv=tv, **results)):
+        k, v = load_tile(head, "k"), load_tile(head, "v")
+        for rows in blocks(head.n_q, block_q):
+            q = load_tile(head, "q", rows)
+            s, ds = scores(q, k, head.scale), np.zeros((len(q), len(k)), dtype)
+            if tq is not None:
+                ds += scores(load_tile(head, "dq", rows), k, head.scale)
+            if tk is not None:
+                ds += scores(q, load_tile(head, "dk"), head.scale)
+            if spec.score is not None:
+                ds *= head.evaluate(expr.derivative(spec.score), rows, head.keys, s)
+            p, row_lse = softmax(modify(head, s, rows, head.keys), head.sink)
+            pds = select(p != 0, p * ds)
+            mean = row_sum(pds)
+            o = weighted_sum(drop(head, p, rows, head.keys), v)
+            do = weighted_sum(drop(head, pds, rows, head.keys), v) - mean[:, None] * o
+            if tv is not None:
+                do += weighted_sum(drop(head, p, rows, head.keys), load_tile(head, "dv"))
+            is_nan = np.isnan(row_lse)
+            o[is_nan], do[is_nan], mean[is_nan] = np.nan, np.nan, np.nan
+            for name, tile in (("out", o), ("lse", row_lse), ("dout", do), ("dlse", mean)):
+                store_tile(head, name, rows, tile)
+    return out, lse, dout, dlse
+
+
 @quiet
 def weights(head: Head, rows: slice) -> np.ndarray:
     """What multiplies the values in the output of these rows, (rows, keys): P, or P after dropout."""
@@ -694,7 +810,7 @@ class Head:
 
     def __post_init__(self) -> None:
         self.n_q, self.n_k = len(self.memory["q"]), len(self.memory["k"])
-        self.everything = slice(0, self.n_q), slice(0, self.n_k)
+        self.everything = _, self.keys = slice(0, self.n_q), slice(0, self.n_k)
         self.kv_head = self.h // self.spec.group
         self.offset = int(self.operands.q_offset[self.b])
         self.scale = self.dtype.type(self.operands.scale)
@@ -709,6 +825,8 @@ class Head:
     def evaluate(self, graph: Expr, rows: slice, keys: slice, s: np.ndarray | None = None) -> np.ndarray:
         """A modification's graph on the pairs of a tile, (rows, keys), in the dtype of the computation."""
         row, k = np.arange(rows.start, rows.stop)[:, None], np.arange(keys.start, keys.stop)
+        if not k.size:  # queries behind packed sequences are of no batch entry, whose arrays could be read
+            return np.empty((row.size, 0), bool if graph.kind == "bool" else self.dtype)
         value = codegen.evaluate(graph, {**self.env, "s": s, "row": row, "q": row + self.offset, "k": k}, self.dtype)
         dtype: Any = {"bool": bool, "int": np.int64, "float": self.dtype}[graph.kind]
         return np.broadcast_to(np.asarray(value, dtype), (row.size, k.size))
@@ -752,6 +870,14 @@ def keys_of(operands: Operands, x: np.ndarray, b: int, kv_head: int) -> np.ndarr
         return x[b, kv_head, :n]
     begin = operands.cu_seqlens[1][b]
     return x[0, kv_head, begin : begin + n]
+
+
+def rows_of_keys(operands: Operands, x: np.ndarray, head: Head) -> np.ndarray:
+    """The numbers of the keys of a head, in an array (B, Hq, Nk) that has one for each."""
+    if operands.cu_seqlens is None or operands.page_table is not None:
+        return x[head.b : head.b + 1, head.h, : head.n_k]
+    begin = operands.cu_seqlens[1][head.b]
+    return x[0, head.h, begin : begin + head.n_k]
 
 
 def blocks(n: int, size: int) -> Iterator[slice]:

@@ -144,6 +144,8 @@ class AttentionSpec:
     fp8: Fp8 | None = None  # q, k and v are codes of e4m3 in uint8; dtype is that of the output
     kv_format: str = ""  # of keys and values of 8 bits, which have scales: "e4m3" or "int8"
     page_run: int = 1  # the largest power of two, up to MAX_PAGE_RUN, that divides the tokens of a page
+    stats: bool = False  # the forward pass computes statistics of each row, too
+    jvp: str = ""  # the forward pass computes tangents, too: the names of the tensors whose tangents are not 0
     wrt: tuple[str, ...] = ()  # slots of the score modification that the backward pass differentiates by, too
 
     def __eq__(self, other: object) -> bool:
@@ -208,6 +210,7 @@ class AttentionSpec:
             "packed sequences": self.packed, "paged keys": self.paged, "keys in two arrays": self.pe_dim > 0,
             f"e4m3 with scales per {self.fp8 and self.fp8.per}": self.fp8 is not None,
             f"keys and values of {self.kv_format}": self.kv_format != "",
+            "statistics": self.stats, f"tangents by {self.jvp}": self.jvp != "",
             "gradients of a score modification's values": bool(self.wrt),
         }  # fmt: skip
         return [name for name, on in flags.items() if on]
@@ -283,9 +286,11 @@ class Problem:
         """Floating-point operations of the matrix products; `pairs`: the visible ones where a mask hides some.
 
         Forward 2 * (D + Dv) a pair, which is the customary 4 D for D = Dv; backward 2.5 times that (five products
-        against two).
+        against two); with tangents up to three times (six products).
         """
-        forward = 2.0 * (self.spec.head_dim + self.spec.head_dim_v) * (self.pairs if pairs is None else pairs)
+        jvp, d, dv = self.spec.jvp, self.spec.head_dim, self.spec.head_dim_v
+        more = ("q" in jvp) * d + ("k" in jvp) * d + ("v" in jvp) * dv + (jvp not in ("", "v")) * dv
+        forward = 2.0 * (d + dv + more) * (self.pairs if pairs is None else pairs)
         return forward if direction == "forward" else 2.5 * forward
 
     def bytes(self, direction: Direction = "forward") -> int:
@@ -327,6 +332,23 @@ def transposed_codes(xp: Any, codes: Any) -> Any:
     return xp.ascontiguousarray(permuted).reshape((*rest, columns, keys))
 
 
+class Tangents(NamedTuple):
+    """Tangents of q, k and v, like these, None where they are 0, and those of out and lse, which the pass writes."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
+
+
+class Stats(NamedTuple):
+    """Statistics of each row, (B, Hq, Nq), of lse's dtype, which the forward pass writes."""
+
+    entropy: Any
+    max_logit: Any
+
+
 @dataclass
 class Operands:
     """The arrays and numbers of one call as backends get them: four axes, defaults filled in.
@@ -353,6 +375,8 @@ class Operands:
 
     follows: the queries of each batch entry, (B,) or one number, where q_offset is kv_lengths less these, by default.
 
+    stats, tangents: of a spec that has them.
+
     names: the slot of each value of the score modifications, by the caller's name: "bias", "score.table".
     """
 
@@ -377,6 +401,8 @@ class Operands:
     k_scale: Any = None
     v_scale: Any = None
     follows: Any = None
+    stats: Stats | None = None
+    tangents: Tangents | None = None
     names: dict[str, str] = field(default_factory=dict)
 
     def sequences(self) -> dict[str, Any]:

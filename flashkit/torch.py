@@ -14,7 +14,9 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 import torch
+from torch.autograd import forward_ad
 
+from .call.interop import is_dual
 from .call.quantized import Quantized
 from .call.torch_autograd import OfRanks, call, recorded_call
 from .call.torch_mods import Mods
@@ -141,11 +143,12 @@ def attention(
     values = tuple([scalars[name] for name in OPTION_NAMES])
     bias, slopes, sinks = tensors.get("bias"), tensors.get("alibi_slopes"), tensors.get("sinks")
     # What a transform of torch.func differentiates by may not say so through the wrappers of other transforms.
-    if torch.is_grad_enabled() and (
+    moves = forward_ad._current_level >= 0 and any(map(is_dual, (q, k, v, *tensors.values())))
+    if moves or (torch.is_grad_enabled() and (
         torch._C._are_functorch_transforms_active() or q.requires_grad or k.requires_grad or v.requires_grad
         or (sinks is not None and sinks.requires_grad) or (bias is not None and bias.requires_grad)
         or (slopes is not None and slopes.requires_grad) or (mods is not None and mods.requires_grad)
-    ):  # fmt: skip
+    )):  # fmt: skip
         if mods is not None and mods.requires_grad:
             mods.check_differentiable()
         out, lse = recorded_call(q, k, v, tensors, values, mods)
@@ -226,9 +229,7 @@ def scaled_dot_product_attention(
             batch = torch.broadcast_shapes(*batches)
             query, key, value = (x.expand(*batch, *x.shape[-3:]) for x in (query, key, value))
         if not enable_gqa and shape[-3] != key.shape[-3]:
-            raise ValueError(
-                f"query: expected {key.shape[-3]} heads (key's) or enable_gqa=True, got {shape[-3]}"
-            )
+            raise ValueError(f"query: expected {key.shape[-3]} heads (key's) or enable_gqa=True, got {shape[-3]}")
     return attention(
         query, key, value, mask=attn_mask, dropout_p=dropout_p, causal=is_causal, q_offset=0 if is_causal else None,
         scale=scale,
@@ -289,9 +290,7 @@ def flex_attention(
     if others:
         raise unknown_of(flex_attention, others)
     if not enable_gqa and query.shape[-3] != key.shape[-3]:
-        raise ValueError(
-            f"query: expected {key.shape[-3]} heads (key's) or enable_gqa=True, got {query.shape[-3]}"
-        )
+        raise ValueError(f"query: expected {key.shape[-3]} heads (key's) or enable_gqa=True, got {query.shape[-3]}")
     return attention(
         query, key, value, score_mod=score_mod, block_mask=block_mask, mods=mods, scale=scale, q_offset=0,
         return_lse=return_lse,

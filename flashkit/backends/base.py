@@ -64,6 +64,13 @@ class TakesWrt(Protocol):
     takes_wrt: bool
 
 
+class TakesMore(Protocol):
+    """Optional: a backend that is asked about problems whose forward pass has more results."""
+
+    takes_stats: bool  # `Operands.stats`, of a spec with `stats`
+    takes_jvp: bool  # `Operands.tangents`, of a spec with `jvp`
+
+
 class Rates(Protocol):
     """Optional: a backend whose measured speed is not that of the first row of its profile table that matches."""
 

@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from . import interop
+from .torch_derivatives import SecondDerivative, Tangent
 from .torch_mods import NO_GRADIENT, Content, Mods, value_names
 from .torch_operators import backward_op, batched_results, flat, forward_op, unpacked
 from .torch_passes import PLAIN, Tensors, backward, forward, known_plan, results_of
@@ -82,7 +83,8 @@ def recorded_call(
             return call(True, q, k, v, tensors, options, mods)
         # Dynamo refuses a tensor that is passed twice.
         inputs = [x.view_as(x) if any(x is y for y in inputs[:i]) else x for i, x in enumerate(inputs)]
-    result = Attention.apply(tuple(tensors), options, text, *inputs)
+    function = Attention if torch.compiler.is_compiling() else AttentionWithTangents
+    result = function.apply(tuple(tensors), options, text, *inputs)
     return result
 
 
@@ -95,6 +97,8 @@ class Attention(torch.autograd.Function):
     def forward(
         names: tuple[str, ...], options: tuple[Any, ...], mods: Mods | str | None, q: Any, k: Any, v: Any, *given: Any
     ) -> Any:
+        if forward_ad._current_level >= 0:  # tangents are for `jvp`
+            q, k, v, *given = (x.detach() for x in (q, k, v, *given))  # type: ignore[assignment]
         tensors, own = _unpacked(names, mods, given)
         return call(True, q, k, v, tensors, options, own)
 
@@ -116,7 +120,13 @@ class Attention(torch.autograd.Function):
             return gradients
         # create_graph=True
         known = [n for n, gradient in enumerate(gradients) if gradient is not None]
-        marked = _NoSecondDerivative.apply(len(known), *(gradients[n] for n in known), dout, dlse, *ctx.saved_tensors)
+        q, k, v, *given, out, _ = ctx.saved_tensors
+        own = ("", "", "", "q", "k", "v", *ctx.names, *[""] * len(gradients))
+        dout = torch.zeros_like(out) if dout is None else dout
+        marked = SecondDerivative.apply(
+            _call_of(ctx, given), tuple(own[n] for n in known), *(gradients[n] for n in known), dout, dlse, q, k, v,
+            *given,
+        )  # fmt: skip
         return tuple(marked[known.index(n)] if n in known else None for n in range(len(gradients)))
 
     @staticmethod
@@ -135,8 +145,33 @@ class Attention(torch.autograd.Function):
         return found, (0, 0)
 
 
+class AttentionWithTangents(Attention):
+    """The same with a forward-mode derivative, which functions that Dynamo traces must not have."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
+        Attention.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[3:], *output)
+
+    @staticmethod
+    def jvp(ctx: Any, _names: Any, _options: Any, _mods: Any, dq: Any, dk: Any, dv: Any, *rest: Any) -> tuple[Any, Any]:
+        q, k, v, *given, _, _ = ctx.saved_tensors
+        of_tensors = dict(zip(ctx.names, rest))
+        dsinks = of_tensors.pop("sinks", None)
+        if any(x is not None for x in (*of_tensors.values(), *rest[len(ctx.names) :])):
+            raise NotImplementedError("attention has forward mode AD by q, k, v and sinks alone")
+        result: tuple[Any, Any] = Tangent.apply(_call_of(ctx, given), q, k, v, dq, dk, dv, dsinks)
+        return result
+
+
 _record = super(torch.autograd.Function, Attention).apply
 """Attention.apply where no transform is active, without what that looks up for transforms in each call."""
+
+
+def _call_of(ctx: Any, given: list[Any]) -> tuple[Tensors, tuple[Any, ...], Mods | None]:
+    """The arguments of a call beside q, k and v."""
+    tensors, mods = _unpacked(ctx.names, ctx.mods, tuple(given))
+    return tensors, ctx.options, _resolved(mods)
 
 
 def _content(mods: Mods | Content | None) -> tuple[str | None, tuple[Any, ...]]:
@@ -158,6 +193,9 @@ def _unpacked(
 
 def _gradients(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     q, k, v, *rest, out, lse = ctx.saved_tensors
+    if forward_ad._current_level >= 0:  # tangents are for `SecondDerivative.jvp`
+        q, k, v, out, lse, *rest = (x.detach() for x in (q, k, v, out, lse, *rest))
+        dout, dlse = (None if x is None else x.detach() for x in (dout, dlse))
     content = tuple(rest)
     names, options, mods = ctx.names, ctx.options, ctx.mods
     of_mods = value_names(mods) if isinstance(mods, str) else [] if mods is None else [*mods.captured]
@@ -181,26 +219,6 @@ def _gradients(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     return None, None, None, dq, dk, dv, *(found[n].to(x.dtype) if n in found else None for n, x in given.items())
 
 
-class _NoSecondDerivative(torch.autograd.Function):
-    """The first inputs, gradients, as they are. They depend on all other inputs, and to differentiate them again is an
-    error: a derivative that is missing would pass for one that is zero.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(count: int, *inputs: Any) -> tuple[Any, ...]:
-        return tuple(gradient.view_as(gradient) for gradient in inputs[:count])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is needed."""
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError("flashkit has no second derivatives of attention")
-
-
 class OfRanks(torch.autograd.Function):
     """Attention of all ranks. Every rank runs both passes."""
 
@@ -214,7 +232,7 @@ class OfRanks(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
         dout = ctx.like.new_zeros(ctx.shape) if dout is None else dout.contiguous()
         gradients = ctx.vjp(dout, None if dlse is None else dlse.contiguous(), wrt=ctx.wrt)

@@ -73,6 +73,12 @@ def _keywords(tensors: Tensors, options: tuple[Any, ...], mods: Mods | None) -> 
     return keywords if mods is None else keywords | mods.options()
 
 
+def keywords_of(tensors: Tensors, options: tuple[Any, ...], mods: Mods | None) -> dict[str, Any]:
+    """The arguments of a call as those of flashkit.attention, tensors without marks of autograd."""
+    plain = {name: x.detach() for name, x in tensors.items()}
+    return _keywords(plain, options, mods)
+
+
 def bhnd_in_bnhd_memory(q: Any, layout: str) -> bool:
     """Whether q is a transposed view of (B, N, H, D), as models make it: the result becomes one, too."""
     return layout == "bhnd" and q.dim() == 4 and q.stride(1) < q.stride(2) and q.shape[2] != 1

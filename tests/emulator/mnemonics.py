@@ -84,6 +84,8 @@ def normal(name: str) -> tuple[str, str, int, int]:
         return "setmaxnreg", "s32", 0, 0
     if base == "cvt":
         return name, kind, 0, 0
+    if base == "cvta" and "shared" in parts:  # the addresses of shared memory are 32 bits of a register
+        return "cvt.u64.u32", "u32", 0, 0
     if base == "cvta":
         return "mov.b64" if kind.endswith("64") else "mov.b32", kind, 0, 0
     if base == "mov":

@@ -24,6 +24,7 @@ from flashkit.backends.numba_cuda import sm90 as numba_sm90
 from flashkit.call import arguments as call_arguments
 from flashkit.call.arguments import prepare
 from flashkit.call.sequences import read_in_place
+from flashkit.mods import dropout
 from flashkit.spec import AttentionSpec
 
 from . import hardware
@@ -766,6 +767,32 @@ def test_affine_scores(choice: cases.Choice) -> None:
 def test_capped_scores_with_dropout() -> None:
     """Row sums are of all weights, those that dropout leaves out among them."""
     check_forward({**CAPPED, "sizes": "70x130", "dropout": "yes"}, "cupy_raw")
+
+
+CHUNKS = [
+    pytest.param(backend, generation, marks=slow if (backend, generation) == ("cupy_raw", "sm90") else exhaustive)
+    for backend in ("cupy_raw", "numba_cuda")
+    for generation in GENERATIONS
+]
+
+
+@pytest.mark.parametrize(("backend", "generation"), CHUNKS)
+def test_dropout_of_a_chunk(backend: str, generation: str) -> None:
+    """The seed says where the chunk's rows, keys and heads begin in the whole."""
+    import cupy
+
+    dtype = np.dtype(np.float32 if generation == "simt" else np.float16)
+    rng = np.random.default_rng(3)
+    parts = [rng.standard_normal((1, 2, n, 64)).astype(dtype) for n in (70, 70, 70, 70)]
+    seed = dropout.ChunkSeed.at(2**40 + 3, 130, 268, 5)
+    options = {"dropout_p": 0.3, "seed": seed}
+    found = []
+    for which, asarray in ((backend, cupy.asarray), ("reference", lambda x: x.astype(np.float64))):
+        q, k, v, dout = map(asarray, parts)
+        out, vjp = flashkit.attention_vjp(q, k, v, backend=which, **options)
+        found.append([x if isinstance(x, np.ndarray) else x.get() for x in (out, *vjp(dout))])
+    for x, y in zip(*found, strict=True):
+        np.testing.assert_allclose(x.astype(np.float64), y, rtol=0, atol=0.01 * abs(y).max())
 
 
 def by_key(s: object, b: object, h: int, q: object, k: int) -> object:

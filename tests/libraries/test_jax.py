@@ -216,10 +216,62 @@ def test_biases_masks_and_slopes_are_learned(vmapped: bool) -> None:
         np.testing.assert_allclose(got, wanted, atol=2e-5 * np.abs(wanted).max() + 1e-5)
 
 
-def test_second_derivatives_are_refused() -> None:
-    q, k, v = tensors()
-    with pytest.raises(ValueError, match="do not support JVP"):
-        jax.grad(lambda q: jax.grad(lambda q: attention(q, k, v).sum())(q).sum())(q)
+def _plain(q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, Any]:
+    """Causal attention with sinks by operations of JAX."""
+    k, v = (jnp.repeat(x, q.shape[1] // k.shape[1], 1) for x in (k, v))
+    n_q, n_k = q.shape[2], k.shape[2]
+    seen = jnp.arange(n_k) <= jnp.arange(n_q)[:, None] + n_k - n_q
+    s = jnp.where(seen, q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]), -jnp.inf)
+    s = jnp.concatenate([s, jnp.broadcast_to(sinks[:, None, None], (*s.shape[:3], 1))], -1)
+    return jax.nn.softmax(s, -1)[..., :-1] @ v, jax.nn.logsumexp(s, -1)
+
+
+def test_forward_mode_and_second_derivatives() -> None:
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        shapes = (2, 4, 12, 6), (2, 2, 14, 6), (2, 2, 14, 5), (4,)
+        x, along, more = (tuple(jnp.asarray(rng.standard_normal(shape)) for shape in shapes) for _ in range(3))
+        weights = [jnp.asarray(rng.standard_normal(shape)) for shape in ((2, 4, 12, 5), (2, 4, 12))]
+
+        def own(*x: Any) -> Any:
+            return attention(*x[:3], sinks=x[3], causal=True, return_lse=True)
+
+        def loss(f: Any) -> Any:
+            return lambda *x: sum((jnp.sin(y) * w).sum() for y, w in zip(f(*x), weights, strict=True))
+
+        def of_tensors(f: Any) -> Any:  # sinks have first derivatives
+            return lambda *t: f(*t, x[3])
+
+        def gradient(f: Any) -> Any:
+            return jax.grad(of_tensors(loss(f)), (0, 1, 2))
+
+        derivatives: dict[str, Any] = {
+            "jvp of jit": lambda f: jax.jvp(jax.jit(f), x, along),
+            "jvp of grad": lambda f: jax.jvp(gradient(f), x[:3], along[:3]),
+            "jit of vjp of grad": lambda f: jax.jit(lambda *t: jax.vjp(gradient(f), *t)[1](tuple(along[:3])))(*x[:3]),
+            "grad of jvp": lambda f: jax.grad(lambda *t: loss(lambda *t: jax.jvp(of_tensors(f), t, along[:3])[1])(*t), (
+                0, 1, 2))(*x[:3]),
+            "vmap of jvp": lambda f: jax.vmap(lambda q: jax.jvp(lambda q: f(q, *x[1:]), (q,), (along[0],)))(
+                jnp.stack([x[0], more[0]])),
+            "jvp of vmap": lambda f: jax.jvp(jax.vmap(lambda q: f(q, *x[1:])), (jnp.stack([x[0], more[0]]),), (
+                jnp.stack([along[0], more[0]]),)),
+        }  # fmt: skip
+        for name, derivative in derivatives.items():
+            found, expected = map(jax.tree.leaves, (derivative(own), derivative(_plain)))
+            for got, right in zip(found, expected, strict=True):
+                np.testing.assert_allclose(got, right, atol=1e-10, err_msg=name)
+        for function, message in (
+            (lambda q: jax.jvp(lambda q: jax.jvp(lambda q: own(q, *x[1:]), (q,), along[:1])[1], (q,), along[:1]), "fo"),
+            (lambda q: jax.grad(lambda s: gradient(lambda *t: own(*t[:3], s))(*x[:3])[0].sum())(x[3]), "by sinks"),
+            (
+                lambda q: jax.jvp(
+                    lambda q: jax.jvp(jax.grad(lambda q: loss(own)(q, *x[1:])), (q,), along[:1])[1], (q,), along[:1]
+                ),
+                "third",
+            ),
+        ):
+            with pytest.raises(flashkit.UnsupportedError, match=message):
+                function(x[0])
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -36,9 +36,11 @@ V_SCALE = tensor()  # likewise
 K_PE = tensor()  # the last DIM_PE columns of the keys, if they lie apart from K
 OUT = tensor()
 LSE = tensor()
+ENTROPY = tensor()  # its address is 0 where the pass computes no statistics
+MAX_LOGIT = tensor()
 DOUT = tensor()
 DLSE = tensor()
-DQ = tensor()
+DQ = tensor()  # a gradient; for jvp.py, which writes DOUT and DLSE, a tangent, whose address is 0 where it is 0
 DK = tensor()
 DV = tensor()
 DQ_ACCUM = tensor()  # (num_splits, B, H, N_Q, D): sums of dQ in the accumulator dtype
@@ -119,6 +121,9 @@ DROPOUT = word()  # 1 where P is dropped
 DROPOUT_THRESHOLD = word()
 DROPOUT_SCALE = word()  # 1 / (1 - p)
 SEED = word()
+DROPOUT_ROW = word()  # row, key and head at which the counter begins
+DROPOUT_KEY = word()
+DROPOUT_HEAD = word()
 
 # --- the non-finite fallback ------------------------------------------------------------------------------------------
 
@@ -131,6 +136,7 @@ GEMM = word()
 GEMM_ADD = word()
 ONLINE_SOFTMAX = word()
 ONLINE_SOFTMAX_BF16_PAIRS = word()
+ONLINE_SOFTMAX_STATS = word()
 SOFTMAX_BACKWARD = word()
 SOFTMAX_BACKWARD_BF16_PAIRS = word()
 PACK_TRANSPOSED = word()

@@ -71,6 +71,7 @@ call_classify = _call("b h row0 row1 q0 q1 k0 k1 values", types.int64)
 # Micro-kernels. Scales are bits of a float64.
 call_gemm = _call("a a.row a.column b b.row c c.row a.rows c.columns a.columns")
 call_online_softmax = _call("s s.row s.rows s.columns m l o o.row o.rows")
+call_online_softmax_stats = _call("s s.row s.rows s.columns m l o o.row o.rows tops sums")
 call_softmax_backward = _call("s s.row s.rows s.columns dp lse delta scale")
 call_pack_transposed = _call("source source.row target target.row source.rows source.columns scale")
 call_unpack_transposed = _call("source source.row target target.row target.rows target.columns factor check")

@@ -148,6 +148,8 @@ def _tile_function(spec: AttentionSpec, keys_outside: bool, with_slope: bool) ->
     outer, inner = (positions["key"], positions["row"]) if keys_outside else (positions["row"], positions["key"])
     visible = results[0] if spec.mask is None else f"({results[0]}) if ({results[1]}) else HIDDEN"
     slopes = ["    slopes = matrix(extra_at, count, width, row_stride, F_SIZE, F)"] if with_slope else []
+    if with_slope and keys_outside:
+        slopes.append("    extra_at += count * row_stride")
     slope = [f"            slopes[j, i] = {results[-1]}"] if with_slope else []
     return "\n".join([
         "@entry(types.void(*[types.int64] * 11))",
@@ -348,6 +350,12 @@ def backward_source(spec: AttentionSpec) -> Source:
     if spec.score is not None:
         text += "\n\n" + (_visit_function(spec) if spec.wrt else _VISIT_DS)
     return specialise.source("modify_backward", text)
+
+
+def jvp_source(spec: AttentionSpec) -> Source:
+    """`modify` for score tiles (keys, rows) and their slopes, and `visit_ds` for their tangents."""
+    text = _head(spec.lse_dtype) + _tile_function(spec, keys_outside=True, with_slope=spec.score is not None) + "\n"
+    return specialise.source("modify_jvp", text + ("" if spec.score is None else f"\n\n{_VISIT_DS}"))
 
 
 def classify_source(spec: AttentionSpec) -> Source:

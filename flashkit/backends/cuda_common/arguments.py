@@ -76,8 +76,10 @@ class Arguments(KernelArguments):
         if spec.sinks:
             words[AT["sinks"]] = self.address(operands.sinks)
         if spec.dropout:
+            row, key, head = dropout.first_of(operands.seed)
             words[AT["seed"] : AT["dropout_scale"] + 1] = (
-                operands.seed, dropout.threshold(operands.dropout_p), bits(1 / (1 - operands.dropout_p))
+                operands.seed, row | key // 4 << 32, head, dropout.threshold(operands.dropout_p),
+                bits(1 / (1 - operands.dropout_p)),
             )  # fmt: skip
         if spec.slots:
             operands.arrays = {name: self._on_device(array) for name, array in operands.arrays.items()}
@@ -85,6 +87,10 @@ class Arguments(KernelArguments):
             words[VALUES : VALUES + len(values)] = values
         self._known: dict[Any, Any] = {}
         super().__init__(words)
+        if operands.stats is not None:
+            self.tensors(**operands.stats._asdict())
+        if operands.tangents is not None:
+            self.tensors(**{f"d{name}": x for name, x in operands.tangents._asdict().items()})
         if operands.scales is not None:
             self.tensors(**dict(zip(SCALES, operands.scales, strict=True)))
 

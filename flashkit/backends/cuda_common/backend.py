@@ -64,7 +64,7 @@ class CudaBackend:
     """Of k in the forward pass."""
 
     efficiency = 0.5
-    spares_lse = takes_arrays = takes_scales = takes_wrt = True
+    spares_lse = takes_arrays = takes_scales = takes_stats = takes_jvp = takes_wrt = True
 
     @property
     def takes_fp8(self) -> bool:
@@ -132,6 +132,8 @@ class CudaBackend:
         for dim, most in (spec.head_dim, self.max_head_dim), (spec.head_dim_v, MAX_HEAD_DIM):
             if dim > most:
                 return Verdict(False, f"head dim {dim} is over {most}")
+        if spec.jvp and spec.paged:
+            return Verdict(False, "keys in pages have no tangents")
         if reason := modification.unsupported(spec):
             return Verdict(False, reason)
         direction: Direction = "backward" if spec.wrt else "forward"

@@ -60,6 +60,10 @@ class Generation(Protocol):
     takes_fp8: bool = False
     """Whether it is asked about problems whose q, k and v are codes of e4m3."""
 
+    takes_stats: bool = False
+    takes_jvp: bool = False
+    """Whether about those whose forward pass has more results; see `base.TakesMore`."""
+
     takes_wrt: bool = False
     """Whether its backward pass sums gradients by values of score modifications,"""
 
@@ -160,10 +164,14 @@ def supports_16bit(spec: AttentionSpec, most: int) -> Verdict:
 
 
 def asked(generation: Generation, problem: Problem, device: Device, direction: Direction) -> Verdict:
-    """The answer of `supports`, or the refusal of what a generation does not know: codes of e4m3, `spec.wrt`."""
+    """The answer of `supports`, or the refusal of what a generation does not know."""
     spec = problem.spec
     if spec.fp8 and not generation.takes_fp8:
         return Verdict(False, "it has no kernels for codes of e4m3")
+    if spec.stats and not generation.takes_stats:
+        return Verdict(False, "its kernels compute no statistics")
+    if spec.jvp and not generation.takes_jvp:
+        return Verdict(False, "it has no kernels for tangents")
     if spec.wrt and direction == "backward" and not generation.takes_wrt:
         return Verdict(False, "it has no gradients by values of score modifications")
     if spec.wrt and direction == "backward" and spec.deterministic and not generation.takes_wrt_in_order:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...spec import BLOCK, AttentionSpec, Direction, Gradients, Operands, Slot, transposed_codes
+from ...spec import BLOCK, AttentionSpec, Direction, Gradients, Operands, Slot, Stats, Tangents, transposed_codes
 from .arguments import Arguments
 from .device import Device
 from .generation import Pass
@@ -122,8 +122,14 @@ def sample_problem(spec: AttentionSpec, values_in_keys: bool = False) -> Operand
         },
         np.linspace(-1, 1, spec.group).astype(spec.lse_dtype) if spec.sinks else None,
         0.25 if spec.dropout else 0.0, 12345, cu_seqlens=cu_seqlens, page_table=page_table,
-        scales=scales,
+        scales=scales, tangents=_tangents(spec, {"q": q, "k": k, "v": v}) if spec.jvp else None,
     )  # fmt: skip
+
+
+def _tangents(spec: AttentionSpec, tensors: dict[str, np.ndarray]) -> Tangents:
+    rng = np.random.default_rng(2)
+    drawn = {name: rng.standard_normal(x.shape).astype(x.dtype) for name, x in tensors.items()}
+    return Tangents._make([*(drawn[name] if name in spec.jvp else None for name in "qkv"), None, None])
 
 
 def _scales(rng: np.random.Generator, x: np.ndarray, per: str) -> np.ndarray:
@@ -162,11 +168,17 @@ def _element(slot: Slot) -> np.ndarray:
 
 
 def _expected(spec: AttentionSpec, problem: Operands, direction: Direction) -> dict[str, np.ndarray]:
-    from ...reference import standard, standard_gradients
+    from ...reference import standard, standard_gradients, standard_jvp, statistics
 
     out, lse = standard(spec, _numbers(problem))
     if direction == "forward":
-        return {"out": np.asarray(out, np.float64), "lse": np.asarray(lse, np.float64)}
+        expected = {"out": out, "lse": lse}
+        if spec.stats:
+            found = statistics(spec, problem)
+            expected |= {name: found[name] for name in Stats._fields}
+        if spec.jvp:
+            expected |= dict(zip(("dout", "dlse"), standard_jvp(spec, problem)[2:], strict=True))
+        return {name: np.asarray(x, np.float64) for name, x in expected.items()}
     problem.out, problem.lse = out, lse
     sums = {name: np.zeros(max(ndim, 1) * _EXTENT) for name, ndim in _axes_of_sums(spec)}
     values = {
@@ -207,10 +219,14 @@ def _computed(compiled: Pass, spec: AttentionSpec, problem: Operands, direction:
             None if problem.sinks is None else cupy.asarray(problem.sinks), problem.dropout_p, problem.seed, out, lse,
             cu_seqlens=problem.cu_seqlens, page_table=problem.page_table,
             scales=None if problem.scales is None else tuple(map(_on_device, problem.scales)),
+            stats=Stats(cupy.empty_like(lse), cupy.empty_like(lse)) if spec.stats else None,
         )  # fmt: skip
+        if problem.tangents is not None:
+            own = [None if x is None else cupy.asarray(x) for x in problem.tangents[:3]]
+            operands.tangents = Tangents._make([*own, cupy.empty_like(out), cupy.empty_like(lse)])
         if direction == "forward":
             compiled.run(Arguments(spec, operands), stream.ptr)
-            results = [out, lse]
+            results = [out, lse, *(operands.stats or ()), *(operands.tangents or ())[3:]]
         else:
             operands.out[...], operands.lse[...] = cupy.asarray(problem.out.astype(q.dtype)), cupy.asarray(problem.lse)
             gradients = Gradients(

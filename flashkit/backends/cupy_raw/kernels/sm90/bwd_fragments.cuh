@@ -80,7 +80,7 @@ struct DropoutMask {
     unsigned bits[4];
 
     __device__ __forceinline__ static unsigned kept_of_four_keys(const Params& p, int b, int h, int row, int key) {
-        const Words words = philox(p.seed, key >> 2, row, h, b);
+        const Words words = philox(p, key >> 2, row, h, b);
         unsigned kept = 0;
 #pragma unroll
         for (int j = 0; j < 4; ++j) kept |= (words.word[j] >= (unsigned)p.dropout_threshold ? 1u : 0u) << j;
