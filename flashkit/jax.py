@@ -393,7 +393,7 @@ def _each(static: Static, axes: dict[str, int], arrays: Arrays, run: Callable[[A
     extra = next(x.ndim - axes[name] for name, x in arrays.items())
     lead = np.broadcast_shapes(*(x.shape[:extra] for x in arrays.values()))
     flat = not _numbers_entries(static) and not arrays.keys() & ("seed", *with_axes("heads"))
-    flat &= all(arrays[name].shape[:extra] == lead for name in PAIRS if f"d{name}" in arrays)
+    flat &= all(arrays[name].shape[:extra] == lead for name in PAIRS if f"to d{name}" in arrays)
     if not extra or (flat and all(x.shape[:extra] == lead for n, x in arrays.items() if n not in PAIRS)):
         run(arrays)
         return
