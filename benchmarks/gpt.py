@@ -3,18 +3,21 @@
     python benchmarks/gpt.py [--device cuda] [--layers 12 --heads 12 --width 768] [--context 1024] [--tokens 16384]
         [--steps 300] [--ways arrays sdpa flashkit naive] [--seconds 240] [--profile] [--out results.jsonl]
 
-Ways: `arrays` is examples/gpt, `window1024` with a window of so many tokens, and `sparse` with a block mask. The others
-are PyTorch (compiled and with fused AdamW on a GPU): `sdpa` with its own attention, `flashkit` with flashkit.torch's,
-`naive` by the formula. A turn is `--turn` steps of each, and no turn begins after `--seconds`. Losses are of the same
-steps. `memory` is what the process took from the GPU for arrays or for PyTorch, where there is one way of the kind.
+Ways: `arrays` is examples/gpt, `eager` that without CUDA graphs, `window1024` with a window of so many tokens, and
+`sparse` with a block mask. The others are PyTorch (compiled and with fused AdamW on a GPU): `sdpa` with its own
+attention, `flashkit` with flashkit.torch's, `naive` by the formula. A turn is `--turn` steps of each, none begins
+after `--seconds`. Losses are of the same steps. `memory` is what the process took from the GPU for arrays or for
+PyTorch, where there is one way of the kind.
 With `--profile` each way's kernels are listed with their milliseconds a step, and the host's time to enqueue a step.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import importlib
 import json
+import pstats
 import sys
 import time
 from collections.abc import Callable
@@ -137,6 +140,8 @@ def array_way(config: Config, way: str, device: str, dtype: str, optimizer: Adam
     elif way == "sparse":
         options = {"block_mask": flashkit.BlockMask.fixed(config.context, config.context, stride_blocks=8)}
     model = GPT(config, ops, dtype, **options)
+    if way == "eager":
+        model.replay = None
 
     def step(batch: Batch, number: int) -> Any:
         with threadpool_limits(1, "blas"):
@@ -160,6 +165,10 @@ def profile(step: Callable[[int], Any], steps: int) -> dict[str, Any]:
         host.append(1e3 * (time.perf_counter() - start))
         torch.cuda.synchronize()
         wall.append(1e3 * (time.perf_counter() - start))
+    functions = cProfile.Profile()
+    functions.runcall(step, 0)
+    torch.cuda.synchronize()
+    pstats.Stats(functions).sort_stats("tottime").print_stats(16)
     with torch.profiler.profile(activities=activities) as found:
         for i in range(steps):
             step(i)
@@ -183,7 +192,11 @@ def memory(ways: list[str]) -> dict[str, int]:
     of_torch, found = [way for way in ways if way in TORCH], {}
     of_arrays = [way for way in ways if way not in TORCH]
     if len(of_arrays) == 1:
-        found[of_arrays[0]] = importlib.import_module("cupy").get_default_memory_pool().total_bytes()
+        pools = (
+            importlib.import_module("cupy").get_default_memory_pool(),
+            *importlib.import_module("examples.gpt.gpu").POOLS,
+        )
+        found[of_arrays[0]] = sum(pool.total_bytes() for pool in pools)
     if len(of_torch) == 1:
         found[of_torch[0]] = torch.cuda.max_memory_reserved()
     return found
@@ -202,7 +215,7 @@ def main() -> None:
     add("--ways", nargs="*", default=["arrays", "sdpa"])
     add("--seconds", type=float, default=float("inf"), help="no turn begins later")
     add("--each", type=float, default=float("inf"), help="seconds of training of each way")
-    add("--test", action="store_true", help="the loss of all test tokens at the end")
+    add("--test", type=int, default=0, help="batches for the test loss at the end")
     add("--profile", action="store_true")
     add("--out", type=Path)
     args = parser.parse_args()
@@ -242,7 +255,7 @@ def main() -> None:
             wait()
             seconds[way].append((time.perf_counter() - start) / len(found))
             losses[way] += map(float, found)
-    tests = text.tests(args.tokens // args.context, args.context) if args.test else []
+    tests = text.tests(args.tokens // args.context, args.context)[: args.test]
     device, taken = torch.cuda.get_device_name() if cuda else "cpu", memory(args.ways) if cuda else {}
     for way in args.ways:
         line = {

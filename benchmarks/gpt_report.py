@@ -20,14 +20,12 @@ Line = dict[str, Any]
 
 
 def read(file: Path) -> list[Line]:
-    """The last line of each case, in the order of the file."""
+    """The last line of each case."""
     found: dict[tuple[Any, ...], Line] = {}
     for text in file.read_text(encoding="utf-8").splitlines():
         line = {"part": "training", **json.loads(text)}
         config = tuple(line["config"].values())
-        case = line["part"], line.get("way"), line.get("length"), line.get("block_sparse"), config
-        found.pop(case, None)
-        found[case] = line
+        found[line["part"], line.get("way"), line.get("length"), line.get("block_sparse"), config] = line
     return list(found.values())
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import figures
 import gpt_report
 import lengths
+import several_devices
 import traffic
 from stored import CPU_BASELINES, CUDA_BASELINES, RESULTS, SHAPES, in_grid
 
@@ -26,7 +27,7 @@ def plots(output: Path, folder: Path = RESULTS) -> list[Path]:
         for name, draw in drawn:
             if (figure := draw(results)) is not None:
                 written.append(figures.save(figure, output / f"{file.stem}-{name}.svg"))
-    for module in (gpt_report, lengths, traffic):
+    for module in (gpt_report, lengths, several_devices, traffic):
         written += [module.plot(file, output) for file in sorted((folder / module.RESULTS.name).glob("*.jsonl"))]
     return written
 

@@ -10,7 +10,7 @@ needs them.
 from __future__ import annotations
 
 from . import mods
-from .api import attention, attention_vjp, explain, plan
+from .api import attention, attention_jvp, attention_vjp, explain, plan
 from .cache.kv_cache import KVCache
 from .call.merge import merge
 from .call.planned import Planned
@@ -36,6 +36,7 @@ from .mods.expr import (
     sin,
     sqrt,
     tanh,
+    to_int,
     where,
 )
 from .rope.apply import rotary, rotary_vjp
@@ -45,9 +46,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockMask", "KVCache", "OutOfPagesError", "Planned", "ProfileError", "Quantized", "UnsupportedError",
-    "__version__", "attention", "attention_vjp", "clip", "cos", "erf", "exp", "exp2", "explain", "floor", "log",
-    "log2", "maximum", "merge", "minimum", "mla", "mods", "plan", "plot_weights", "quantize", "rotary", "rotary_table",
-    "rotary_vjp", "sigmoid", "sign", "sin", "sqrt", "tanh", "use_backend", "weights", "where",
+    "__version__", "attention", "attention_jvp", "attention_vjp", "clip", "cos", "erf", "exp", "exp2", "explain",
+    "floor", "log", "log2", "maximum", "merge", "minimum", "mla", "mods", "plan", "plot_weights", "quantize",
+    "rotary", "rotary_table", "rotary_vjp", "sigmoid", "sign", "sin", "sqrt", "tanh", "to_int", "use_backend",
+    "weights", "where",
 ]  # fmt: skip
 
 

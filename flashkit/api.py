@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
@@ -12,6 +13,8 @@ from .call.codes import codes_of, on_codes
 from .call.planned import Planned, plan_for
 from .call.plans import plan_of
 from .call.quantized import Quantized
+from .call.statistics import names_of, with_statistics
+from .call.tangents import with_tangents
 from .call.vjp import Vjp
 from .errors import UnsupportedError
 from .options import Options, check_tensors, documented
@@ -24,6 +27,11 @@ A = TypeVar("A")
 """The array type of a call."""
 
 
+@overload
+def attention(
+    q: Any, k: Any, v: Any, *, return_stats: Sequence[str], return_lse: bool = False, out: Any = None,
+    backend: str | None = None, **options: Unpack[Options],
+) -> tuple[Any, ...]: ...  # fmt: skip
 @overload
 def attention(
     q: Quantized, k: Any, v: Any, *, return_lse: bool = False, out: Any = None, backend: str | None = None,
@@ -46,8 +54,8 @@ def attention(
 ) -> A | tuple[A, Any]: ...  # fmt: skip
 @documented()
 def attention(
-    q: Any = None, k: Any = None, v: Any = None, *more: Any, return_lse: bool = False, out: Any = None,
-    backend: str | None = None, **options: Unpack[Options],
+    q: Any = None, k: Any = None, v: Any = None, *more: Any, return_lse: bool = False,
+    return_stats: Sequence[str] = (), out: Any = None, backend: str | None = None, **options: Unpack[Options],
 ) -> Any:  # fmt: skip
     """Exact attention, softmax(scale * q k^T, modified and masked) v, in memory linear in the number of tokens.
 
@@ -68,6 +76,9 @@ def attention(
     {options}
     return_lse
         Return (out, lse).
+    return_stats
+        Statistics of the weights before dropout to return behind these, in a dict: (out, stats), or (out, lse, stats).
+        Any of "entropy", "max_logit" and "key_weight"; see Returns.
     out
         Array for the result, of its shape and dtype.
     deterministic
@@ -89,6 +100,12 @@ def attention(
     lse : array
         If return_lse: (..., Hq, Nq), the natural logarithm of each row's sum of exponentials, float32 (float64 for
         float64 inputs). -inf for rows without a visible key.
+    stats : dict
+        If return_stats, arrays by name, of lse's dtype. "entropy", like lse: the entropy of the row's weights in
+        natural units, lse - E[score], with a sink as one more outcome; 0 without a visible key. "max_logit", like lse:
+        the largest visible score after all modifications, -inf without one. "key_weight", (..., Hq, Nk): the sum of
+        the key's weights over the queries, for each query head; sum the heads of a group for one KV head. Packed, it
+        is (Hq, Tk), and with a page table (B, Hq, positions of the longest sequence). Keys that no query sees have 0.
 
     Raises
     ------
@@ -99,6 +116,9 @@ def attention(
 
     Notes
     -----
+    "entropy" and "max_logit" are sums and maxima that the forward pass keeps beside its own. "key_weight" takes a
+    second pass over queries and keys, without values, about half as long. Calls with statistics are planned each time.
+
     All arrays of a call are of q's library and on its device; integers of kv_lengths and q_offset may be on the host.
     Tensors of PyTorch on a CUDA device are computed on PyTorch's current stream, through CuPy. Derivatives are not
     recorded: a tensor that requires grad is an error, and `flashkit.torch.attention` is differentiable.
@@ -111,7 +131,8 @@ def attention(
     References
     ----------
     Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023, arXiv 2307.08691,
-    Algorithm 1.
+    Algorithm 1. Key weights choose what a cache keeps: Zhang et al., "H2O", 2023, arXiv 2306.14048. The largest logit
+    of a head clips its projections: Kimi Team, "Kimi K2", 2025, arXiv 2507.20534, section 2.1.
 
     Examples
     --------
@@ -122,9 +143,20 @@ def attention(
     >>> out, lse = flashkit.attention(q, k[:, :2], v[:, :2], window=(128, 0), return_lse=True)
     >>> lse.shape
     (1, 8, 256)
+    >>> out, stats = flashkit.attention(q, k, v, return_stats=("max_logit", "key_weight"))
+    >>> stats["max_logit"].shape, bool(np.allclose(stats["key_weight"].sum(-1), 256))
+    ((1, 8, 256), True)
     """
     if v is None or more:
         check_tensors("attention", more, options)
+    if return_stats != ():
+        names = names_of(return_stats)
+        with Call("attention", q, k, v, {**options}, out) as call:
+            result, lse, stats = with_statistics(call, backend, names)
+            adapter = call.foreign
+            own = stats if adapter is None else {name: adapter.from_native(name, x) for name, x in stats.items()}
+            result, lse = call.to_caller((result, lse))
+            return (result, lse, own) if return_lse else (result, own)
     with Call("attention", q, k, v, {**options}, out) as call:
         return call.to_caller(plan_of(call, backend, return_lse).run(call))
 
@@ -255,8 +287,69 @@ def attention_vjp(
         if out is not None:
             _check_apart(call, planned.operands)
         result = planned.run(call)
-        vjp: Vjp[Any] = Vjp(planned.recorded(call, *result), call.options.get("sinks"), call.adapters)
+        vjp: Vjp[Any] = Vjp(planned.recorded(call, *result), call.options, call.adapters)
         return call.to_caller(result if return_lse else result[0]), vjp
+
+
+def attention_jvp(
+    q: Any, k: Any, v: Any, dq: Any = None, dk: Any = None, dv: Any = None, *, return_lse: bool = False,
+    out: Any = None, backend: str | None = None, **options: Unpack[Options],
+) -> tuple[Any, Any]:  # fmt: skip
+    """Attention and its Jacobian-vector product, in one pass and in memory linear in the number of tokens.
+
+    Parameters
+    ----------
+    q, k, v, return_lse, out, backend
+        As for `attention`.
+    dq, dk, dv
+        Tangents of q, k and v, of their shapes, dtypes and library. None is 0, and costs nothing.
+    **options
+        The other arguments of `attention`, except page_table. They have no tangents.
+
+    Returns
+    -------
+    out : array or (array, array)
+        What `attention` returns: out, or (out, lse).
+    dout : array or (array, array)
+        The tangent of that, in its shapes and dtypes: dout, or (dout, dlse). Rows without a visible key have 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is invalid. The message names it and says what was expected.
+    flashkit.UnsupportedError
+        No backend can compute it. The message has the reason of each backend.
+
+    Notes
+    -----
+    With dS the tangent of the modified scores, scale * (dq k^T + q dk^T) times the slope of the modification:
+    d lse = E[dS] and dout = P (dS - E[dS]) v + P dv. Six matrix products against the two of `attention`. The seed of a
+    call without one is drawn, so pass one to repeat dropout.
+
+    References
+    ----------
+    Consistency and flow models train with such tangents: Lu and Song, "Simplifying, Stabilizing and Scaling
+    Continuous-Time Consistency Models", 2024, arXiv 2410.11081, appendix F; Geng et al., "Mean Flows for One-step
+    Generative Modeling", 2025, arXiv 2505.13447.
+
+    Examples
+    --------
+    >>> import numpy as np, flashkit
+    >>> q, k, v, dq = np.random.default_rng(0).standard_normal((4, 1, 2, 16, 8))
+    >>> out, dout = flashkit.attention_jvp(q, k, v, dq, causal=True)
+    >>> h = 1e-6
+    >>> after, before = (flashkit.attention(q + x * dq, k, v, causal=True) for x in (h, -h))
+    >>> bool(np.allclose(dout, (after - before) / (2 * h), atol=1e-6))
+    True
+    """
+    if options.get("page_table") is not None:
+        raise UnsupportedError("attention_jvp does not take page_table: keys in pages have no tangents")
+    with Call("attention_jvp", q, k, v, {**options}, out) as call:
+        result, lse, dout, dlse = with_tangents(call, backend, {"dq": dq, "dk": dk, "dv": dv})
+        for adapter in reversed(call.adapters):
+            dout, dlse = adapter.from_native("dout", dout), adapter.from_native("lse", dlse)
+        result, lse = call.to_caller((result, lse))
+        return ((result, lse), (dout, dlse)) if return_lse else (result, dout)
 
 
 def _check_apart(call: Call, operands: Operands) -> None:
@@ -275,7 +368,7 @@ def vjp_of(q: Any, k: Any, v: Any, out: Any, lse: Any, *, backend: str | None = 
     """
     with Call("vjp_of", q, k, v, options) as call:
         recorded = plan_of(call, backend, True, recorded=True).recorded(call, out, lse, kept=True)
-        return Vjp(recorded, call.options.get("sinks"))
+        return Vjp(recorded, call.options)
 
 
 def explain(

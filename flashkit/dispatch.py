@@ -136,6 +136,12 @@ def _ask(backend: Backend, problem: Problem, direction: Direction) -> Candidate:
         )
     if problem.spec.fp8 and not getattr(backend, "takes_fp8", False):
         return Candidate(backend.name, Verdict(False, "it has no kernels for codes of e4m3"))
+    if problem.spec.stats and not getattr(backend, "takes_stats", False):
+        return Candidate(backend.name, Verdict(False, "it has no kernels for statistics"))
+    if problem.spec.jvp and not getattr(backend, "takes_jvp", False):
+        return Candidate(backend.name, Verdict(False, "it has no kernels for tangents"))
+    if problem.spec.wrt and not getattr(backend, "takes_wrt", False):
+        return Candidate(backend.name, Verdict(False, "it has no gradients by values of score modifications"))
     try:
         verdict = backend.available() and backend.supports(problem)
     except Exception as error:  # a failing backend must not disable the others

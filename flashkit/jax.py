@@ -23,9 +23,11 @@ from jax.experimental.buffer_callback import buffer_callback
 from . import api, dispatch, mods
 from .call.arguments import prepare
 from .call.checks import window_of
+from .call.jax_derivatives import bind, evaluated_by
+from .call.second_order import second_order
 from .call.sequences import check_default_offset
 from .call.vjp import WRT
-from .errors import UnsupportedError, shown
+from .errors import shown
 from .numeric import number
 from .options import (
     DEFAULTS,
@@ -45,8 +47,8 @@ from .options import (
 __all__ = ["attention", "dot_product_attention"]
 
 Arrays = dict[str, Any]
-CONSTANT = tuple(name for name, option in OPTIONS.items() if option.role is Role.PAIRS)
-"""Floating arguments without a gradient."""
+DIFFERENTIABLE = (*WRT, *(name for name, option in OPTIONS.items() if option.role is Role.PAIRS))
+"""Arguments with a gradient, where they are floating."""
 
 
 Static = tuple[tuple[str, Any], ...]
@@ -64,7 +66,8 @@ def attention(
     q: Any = None, k: Any = None, v: Any = None, *more: Any, return_lse: bool = False, backend: str | None = None,
     **options: Unpack[Options],
 ) -> Any:  # fmt: skip
-    """`flashkit.attention` on JAX arrays, differentiable by q, k, v and sinks, under jit, grad and vmap.
+    """`flashkit.attention` on JAX arrays, differentiable by q, k, v, sinks, bias, alibi_slopes and a floating mask,
+    under jit, grad and vmap.
 
     Parameters
     ----------
@@ -90,20 +93,20 @@ def attention(
         An argument is invalid. What depends on the values of traced arrays is checked when the program runs, and
         raised as JAX's own error with the same message.
     flashkit.UnsupportedError
-        A gradient by an argument that has none.
+        No backend can compute it.
 
     Notes
     -----
-    Arrays among the options may be traced, and so may `seed`. Of these `sinks` has a gradient; asking for that of
-    `alibi_slopes`, `bias` or `mask` is an error, which `jax.lax.stop_gradient` avoids. `kv_lengths` needs `q_offset` or
-    lengths of the queries where masks or scores depend on positions and there are several queries. On a GPU a traced
-    seed is copied to the host by each call, which waits for the stream. dropout_p needs a seed.
+    Arrays among the options may be traced, and so may `seed`. Of these the floating ones have gradients. `kv_lengths`
+    needs `q_offset` or lengths of the queries where masks or scores depend on positions and there are several queries.
+    On a GPU a traced seed is copied to the host by each call, which waits for the stream. dropout_p needs a seed.
 
     The other options are static: a program is compiled for their values, and for each function and block mask by its
     identity, so make these once. Arrays of modifications are constants of the program.
 
     `jax.vmap` becomes batch axes of one call where every argument allows that, and one call for each entry otherwise.
-    Forward-mode and second derivatives are not available; JAX says so.
+    Forward-mode derivatives (`jax.jvp`) are those of `flashkit.attention_jvp`. Second derivatives by q, k and v mix one
+    forward and one reverse mode, or two reverse modes; they compute with array operations, block by block.
 
     Examples
     --------
@@ -277,7 +280,7 @@ def _attend(static: Static, with_lse: bool, q: Any, k: Any, v: Any, arrays: Arra
     return _differentiable(static, with_lse, q, k, v, arrays)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _differentiable(static: Static, with_lse: bool, q: Any, k: Any, v: Any, given: Arrays) -> tuple[Any, ...]:
     return _forward(static, with_lse, q, k, v, given)
 
@@ -293,38 +296,38 @@ def _forward(static: Static, with_lse: bool, q: Any, k: Any, v: Any, arrays: Arr
     return tuple(found[name] for name in results)
 
 
-def _fwd(static: Static, with_lse: bool, q: Any, k: Any, v: Any, arrays: Any) -> Any:
-    primals = {"q": q, "k": k, "v": v, **arrays}
-    wanted = {name for name, x in primals.items() if x.perturbed}
-    for name in CONSTANT:
-        if name in wanted:
-            raise UnsupportedError(
-                f"flashkit has no gradient by {name}: pass jax.lax.stop_gradient({name}) where none is needed"
-            )
-    values = {name: x.value for name, x in primals.items()}
-    out, lse = _forward(static, True, values["q"], values["k"], values["v"], {name: values[name] for name in arrays})
-    # Names without leaves: they are part of the structure of the residuals, known when the backward pass is traced.
-    wrt: dict[str, tuple[()]] = dict.fromkeys(sorted(wanted), ())
-    return (out, lse) if with_lse else (out,), (values, out, lse, wrt)
+def _jvp(static: Static, with_lse: bool, primals: Any, tangents: Any) -> Any:
+    values, moved = ({"q": q, "k": k, "v": v, **arrays} for q, k, v, arrays in (primals, tangents))
+    linear = {f"d{name}": x for name, x in moved.items() if not isinstance(x, SymbolicZero)}
+    out, lse = _differentiable(static, True, *primals)
+    wanted = {f"d{name}": linear[f"d{name}"] for name in DIFFERENTIABLE if f"d{name}" in linear}
+    dout, dlse = jnp.zeros_like(out), jnp.zeros_like(lse)
+    if wanted:
+        found = bind("tangent", static, {**values, "out": out, "lse": lse, **wanted}, ("dout", "dlse"))
+        dout, dlse = found["dout"], found["dlse"]
+    return ((out, lse), (dout, dlse)) if with_lse else ((out,), (dout,))
 
 
-def _bwd(static: Static, with_lse: bool, residuals: Any, cotangents: Any) -> Any:
-    values, out, lse, wrt = residuals
-    dout, dlse = cotangents if with_lse else (cotangents[0], None)
-    gradients: Arrays = dict.fromkeys(values)
-    if not (isinstance(dout, SymbolicZero) and (dlse is None or isinstance(dlse, SymbolicZero))) and wrt:
-        arrays = {**values, "out": out, "lse": lse}
-        arrays["dout"] = jnp.zeros_like(out) if isinstance(dout, SymbolicZero) else dout
-        if dlse is not None and not isinstance(dlse, SymbolicZero):
-            arrays["dlse"] = dlse
-        results = {f"d{name}": jax.ShapeDtypeStruct(values[name].shape, values[name].dtype) for name in wrt}
-        found = _call(static, _run_backward, results, arrays)
-        gradients |= {name: found[f"d{name}"] for name in wrt}
-    dq, dk, dv = (gradients.pop(name) for name in ("q", "k", "v"))
-    return dq, dk, dv, gradients
+_differentiable.defjvp(_jvp, symbolic_zeros=True)
 
 
-_differentiable.defvjp(_fwd, _bwd, symbolic_zeros=True)
+def _derivative(kind: str, static: Static, arrays: Arrays, results: Arrays, extra: int) -> Arrays:
+    """What `derivative_p` computes in a program."""
+    axes = {name: len(x.shape) - extra for name, x in (*arrays.items(), *results.items())}
+
+    def callback(context: Any, out: Any, given: Any) -> None:
+        # Results have the names of tangents that are given.
+        with _views(context, {**given, **{f"to {name}": x for name, x in out.items()}}) as named:
+            places = {f"to {name}" if name in results else name: n for name, n in axes.items()} | {
+                name: len(x.shape) - extra for name, x in arrays.items()
+            }
+            _each(static, places, named, partial(_RUN[kind], static))
+
+    found: Arrays = buffer_callback(callback, results)(arrays)
+    return found
+
+
+evaluated_by(_derivative)
 
 
 def _call(static: Static, run: Callable[..., None], results: Arrays, arrays: Arrays) -> Any:
@@ -390,6 +393,7 @@ def _each(static: Static, axes: dict[str, int], arrays: Arrays, run: Callable[[A
     extra = next(x.ndim - axes[name] for name, x in arrays.items())
     lead = np.broadcast_shapes(*(x.shape[:extra] for x in arrays.values()))
     flat = not _numbers_entries(static) and not arrays.keys() & ("seed", *with_axes("heads"))
+    flat &= all(arrays[name].shape[:extra] == lead for name in PAIRS if f"d{name}" in arrays)
     if not extra or (flat and all(x.shape[:extra] == lead for n, x in arrays.items() if n not in PAIRS)):
         run(arrays)
         return
@@ -415,9 +419,43 @@ def _run_forward(static: Static, arrays: Arrays) -> None:
         lse[...] = found[1]
 
 
-def _run_backward(static: Static, arrays: Arrays) -> None:
+def _run_tangent(static: Static, arrays: Arrays) -> None:
+    q, k, v, *tangents = (arrays.get(name) for name in ("q", "k", "v", "dq", "dk", "dv"))
+    options = _options(static, arrays)
+    (out, lse), (dout, dlse) = api.attention_jvp(q, k, v, *tangents, return_lse=True, **options)
+    if "dsinks" in arrays:  # P of a sink is exp(sink - lse), and it has no value
+        of_row = _of_heads(arrays["sinks"], lse) - lse
+        moved = np.exp(of_row, out=of_row) * _of_heads(arrays["dsinks"], lse)
+        dlse += moved
+        moved = moved.swapaxes(-1, -2) if options.get("layout") == "bnhd" else moved
+        dout -= (moved[..., None] * out).astype(dout.dtype)
+    for name, tangent in (("to dout", dout), ("to dlse", dlse)):
+        if name in arrays:
+            arrays[name][...] = tangent
+
+
+def _of_heads(x: Any, lse: Any) -> Any:
+    """Numbers of heads, so that they broadcast to those of rows."""
+    return x.astype(lse.dtype)[..., None]
+
+
+def _run_pull_back(static: Static, arrays: Arrays) -> None:
     results = ("q", "k", "v", "out", "lse")
     vjp = api.vjp_of(*(arrays[name] for name in results), **_options(static, arrays))
-    wrt = tuple(name for name in WRT if f"d{name}" in arrays)
-    for name, gradient in zip(wrt, vjp(arrays["dout"], arrays.get("dlse"), wrt=wrt), strict=True):
-        arrays[f"d{name}"][...] = gradient
+    wrt = tuple(name for name in DIFFERENTIABLE if f"to d{name}" in arrays)
+    dout = arrays["dout"] if "dout" in arrays else 0 * arrays["out"]
+    for name, gradient in zip(wrt, vjp(dout, arrays.get("dlse"), wrt=wrt), strict=True):
+        arrays[f"to d{name}"][...] = gradient
+
+
+def _run_second(static: Static, arrays: Arrays) -> None:
+    q, k, v = (arrays[name] for name in ("q", "k", "v"))
+    direction = {f"d{name}": arrays.get(f"u{name}") for name in "qkv"}
+    dout = arrays["dout"] if "dout" in arrays else 0 * arrays["out"]
+    found = second_order(q, k, v, direction, dout, arrays.get("dlse"), **_options(static, arrays))
+    for name, gradient in zip("qkv", found, strict=True):
+        if f"to d{name}" in arrays:
+            arrays[f"to d{name}"][...] = gradient
+
+
+_RUN = {"tangent": _run_tangent, "pull_back": _run_pull_back, "second": _run_second}

@@ -20,6 +20,9 @@ delta = rowsum(dO * O):
 
     dP = dO v^T    dS = P * (dP - delta)    dq = scale * dS k    dk = scale * dS^T q    dv = P^T dO
 
+A score modification multiplies the dS of q and k by its slope, d modify(s) / d s. A value that it reads, such as an
+element of a bias, has as its gradient the sum of dS * d modify(s) / d value over the pairs that read it.
+
 FlashAttention-1 (Dao et al. 2022, arXiv 2205.14135, Algorithms 1 and 4) loops over tiles of K and V outside and of Q
 inside, so O, m and l of all queries are read and written for each tile of keys. FlashAttention-2 (Dao 2023, arXiv
 2307.08691, Algorithms 1 and 2) loops over tiles of Q outside: o_acc, m and l stay in fast memory until the row is done,
@@ -160,8 +163,9 @@ def standard(spec: AttentionSpec, operands: Operands, dtype: Any = np.float64) -
 
 @quiet
 def standard_gradients(
-    spec: AttentionSpec, operands: Operands, dout: Any, dlse: Any = None, dtype: Any = np.float64
-) -> Grads:
+    spec: AttentionSpec, operands: Operands, dout: Any, dlse: Any = None, dtype: Any = np.float64,
+    values: dict[str, np.ndarray] | None = None,
+) -> Grads:  # fmt: skip
     """Gradients by the formulas, with the whole matrices P and dS.
 
     Parameters
@@ -172,6 +176,8 @@ def standard_gradients(
         Gradient with respect to out, (B, Hq, Nq, Dv).
     dlse
         Gradient with respect to lse, (B, Hq, Nq), or None for 0.
+    values
+        Zeros in the shape of each value of `spec.wrt`, by its slot; the gradients are added.
 
     Returns
     -------
@@ -195,7 +201,8 @@ def standard_gradients(
     True
     """
     grads = _zero_gradients(spec, operands, dtype)
-    for head in chain.from_iterable(groups(spec, operands, dtype, dout=dout, dlse=dlse, **grads._asdict())):
+    memory = {"dout": dout, "dlse": dlse, **grads._asdict()}
+    for head in chain.from_iterable(groups(spec, operands, dtype, values=values, **memory)):
         q, k, v, do = (load_tile(head, name) for name in ("q", "k", "v", "dout"))
         s = scores(q, k, head.scale)
         p, lse = softmax(modify(head, s, *head.everything), head.sink)
@@ -216,6 +223,122 @@ def softmax(s: np.ndarray, sink: Any) -> tuple[np.ndarray, np.ndarray]:
     l = row_sum(e) + np.exp(sink - finite(m))
     p = e / select(l != 0, l, otherwise=1)[:, None]
     return select(s != -np.inf, p), finite(m) + np.log(l)
+
+
+# --- statistics and tangents ------------------------------------------------------------------------------------------
+
+
+@quiet
+def statistics(
+    spec: AttentionSpec, operands: Operands, dtype: Any = np.float64, block_q: int = 128
+) -> dict[str, np.ndarray]:
+    """Statistics of P = softmax(S) before dropout: of each row its entropy, lse - E[S], and its largest score; of each
+    key its weight, the sum of its column. The entropy counts a sink as one more outcome, the others leave it out.
+
+    Parameters
+    ----------
+    spec, operands, dtype
+        As for `standard`.
+    block_q
+        Rows that are computed at a time.
+
+    Returns
+    -------
+    dict of numpy.ndarray
+        "entropy" and "max_logit", (B, Hq, Nq), and "key_weight", (B, Hq, Nk), of `dtype`. An empty row has the entropy
+        0 and the largest score -inf; where lse is NaN both are.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flashkit.call.arguments import prepare
+    >>> from flashkit.reference import statistics
+    >>> q, k, v = np.zeros((3, 1, 2, 5, 4))
+    >>> found = statistics(*prepare(q, k, v)[:2])
+    >>> bool(np.allclose(found["entropy"], np.log(5))), bool(np.allclose(found["key_weight"], 1))
+    (True, True)
+    """
+    rows_shape, entries, n_k = operands.q.shape[:3], operands.k.shape[0], operands.k.shape[2]
+    if operands.page_table is not None:
+        entries, n_k = len(operands.page_table), n_k * operands.page_table.shape[1]
+    entropy, max_logit = np.empty(rows_shape, dtype), np.empty(rows_shape, dtype)
+    key_weight = np.zeros((entries, rows_shape[1], n_k), dtype)
+    for head in chain.from_iterable(groups(spec, operands, dtype, entropy=entropy, max_logit=max_logit)):
+        own_keys = rows_of_keys(operands, key_weight, head)
+        for rows in blocks(head.n_q, block_q):
+            s = modify(head, scores(load_tile(head, "q", rows), load_tile(head, "k"), head.scale), rows, head.keys)
+            p, lse = softmax(s, head.sink)
+            of_sink = np.exp(head.sink - finite(lse))
+            mean = row_sum(select(p != 0, p * (s - finite(lse)[:, None])))
+            mean += select(of_sink != 0, of_sink * (head.sink - finite(lse)))
+            is_nan = np.isnan(lse)
+            store_tile(head, "entropy", rows, np.where(is_nan, np.nan, -mean))
+            store_tile(head, "max_logit", rows, np.where(is_nan, np.nan, row_max(s)))
+            own_keys += p.sum(axis=0)
+    return {"entropy": entropy, "max_logit": max_logit, "key_weight": key_weight}
+
+
+@quiet
+def standard_jvp(
+    spec: AttentionSpec, operands: Operands, dtype: Any = np.float64, block_q: int = 128
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Attention and its tangent along those of q, k and v, by the formulas.
+
+    With dS the tangent of the modified scores, d lse = E[dS] = rowsum(P dS), and dO = P (dS - E[dS]) v + P dv: Lu and
+    Song 2024, arXiv 2410.11081, appendix F; Geng et al. 2025, arXiv 2505.13447.
+
+    Parameters
+    ----------
+    spec, operands, dtype
+        As for `standard`; operands.tangents has the tangents of q, k and v.
+    block_q
+        Rows that are computed at a time.
+
+    Returns
+    -------
+    out, lse, dout, dlse : numpy.ndarray
+        As from `standard`, and their tangents.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flashkit.call.arguments import prepare
+    >>> from flashkit.reference import standard_jvp
+    >>> from flashkit.spec import Tangents
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 5, 4))
+    >>> problem, operands, _ = prepare(q, k, v)
+    >>> operands.tangents = Tangents(None, None, v, None, None)  # linear in v
+    >>> out, _, dout, _ = standard_jvp(problem.spec, operands)
+    >>> bool(np.allclose(dout, out))
+    True
+    """
+    assert operands.tangents is not None
+    tq, tk, tv, *_ = operands.tangents
+    (out, lse), (dout, dlse) = (_empty_results(spec, operands, dtype) for _ in range(2))
+    results: Any = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
+    for head in chain.from_iterable(groups(spec, operands, dtype, dq=tq, dk=tk, dv=tv, **results)):
+        k, v = load_tile(head, "k"), load_tile(head, "v")
+        for rows in blocks(head.n_q, block_q):
+            q = load_tile(head, "q", rows)
+            s, ds = scores(q, k, head.scale), np.zeros((len(q), len(k)), dtype)
+            if tq is not None:
+                ds += scores(load_tile(head, "dq", rows), k, head.scale)
+            if tk is not None:
+                ds += scores(q, load_tile(head, "dk"), head.scale)
+            if spec.score is not None:
+                ds *= head.evaluate(expr.derivative(spec.score), rows, head.keys, s)
+            p, row_lse = softmax(modify(head, s, rows, head.keys), head.sink)
+            pds = select(p != 0, p * ds)
+            mean = row_sum(pds)
+            o = weighted_sum(drop(head, p, rows, head.keys), v)
+            do = weighted_sum(drop(head, pds, rows, head.keys), v) - mean[:, None] * o
+            if tv is not None:
+                do += weighted_sum(drop(head, p, rows, head.keys), load_tile(head, "dv"))
+            is_nan = np.isnan(row_lse)
+            o[is_nan], do[is_nan], mean[is_nan] = np.nan, np.nan, np.nan
+            for name, tile in (("out", o), ("lse", row_lse), ("dout", do), ("dlse", mean)):
+                store_tile(head, name, rows, tile)
+    return out, lse, dout, dlse
 
 
 @quiet
@@ -438,7 +561,7 @@ def flash_attention_2(
 @quiet
 def flash_attention_1_backward(
     spec: AttentionSpec, operands: Operands, dout: Any, dlse: Any = None, block_q: int = 64, block_k: int = 64,
-    dtype: Any = None, traffic: Traffic | None = None,
+    dtype: Any = None, traffic: Traffic | None = None, values: dict[str, np.ndarray] | None = None,
 ) -> Grads:  # fmt: skip
     """FlashAttention-1, backward: delta is recomputed from O and dO in each tile.
 
@@ -448,7 +571,7 @@ def flash_attention_1_backward(
     ----------
     spec, operands
         As for `standard`; operands.out and operands.lse are results of the forward pass.
-    dout, dlse
+    dout, dlse, values
         As for `standard_gradients`.
     block_q, block_k, dtype, traffic
         As for `flash_attention_1`.
@@ -476,13 +599,13 @@ def flash_attention_1_backward(
     >>> bool(np.allclose(grads.dq, standard_gradients(problem.spec, operands, dout).dq))
     True
     """
-    return _backward(spec, operands, dout, dlse, block_q, block_k, dtype, traffic, store_delta=False)
+    return _backward(spec, operands, dout, dlse, block_q, block_k, dtype, traffic, values, store_delta=False)
 
 
 @quiet
 def flash_attention_2_backward(
     spec: AttentionSpec, operands: Operands, dout: Any, dlse: Any = None, block_q: int = 64, block_k: int = 64,
-    dtype: Any = None, traffic: Traffic | None = None,
+    dtype: Any = None, traffic: Traffic | None = None, values: dict[str, np.ndarray] | None = None,
 ) -> Grads:  # fmt: skip
     """FlashAttention-2, backward: delta is computed once, before the loops.
 
@@ -490,7 +613,7 @@ def flash_attention_2_backward(
     ----------
     spec, operands
         As for `standard`; operands.out and operands.lse are results of the forward pass.
-    dout, dlse
+    dout, dlse, values
         As for `standard_gradients`.
     block_q, block_k, dtype, traffic
         As for `flash_attention_1`.
@@ -518,18 +641,18 @@ def flash_attention_2_backward(
     >>> bool(np.allclose(grads.dq, standard_gradients(problem.spec, operands, dout).dq))
     True
     """
-    return _backward(spec, operands, dout, dlse, block_q, block_k, dtype, traffic, store_delta=True)
+    return _backward(spec, operands, dout, dlse, block_q, block_k, dtype, traffic, values, store_delta=True)
 
 
 def _backward(
     spec: AttentionSpec, operands: Operands, dout: Any, dlse: Any, block_q: int, block_k: int,
-    dtype: Any, traffic: Traffic | None, store_delta: bool,
+    dtype: Any, traffic: Traffic | None, values: dict[str, np.ndarray] | None, store_delta: bool,
 ) -> Grads:  # fmt: skip
     """Both papers loop over K and V outside: dk and dv of a tile stay in fast memory, dq goes through slow memory."""
     grads = _zero_gradients(spec, operands, dtype or spec.lse_dtype)
     memory = {"out": operands.out, "lse": operands.lse, "dout": dout, "dlse": dlse, **grads._asdict()}
     memory["delta"] = np.empty(operands.lse.shape, grads.dq.dtype)
-    for group in groups(spec, operands, grads.dq.dtype, traffic, **memory):
+    for group in groups(spec, operands, grads.dq.dtype, traffic, values, **memory):
         states = [tile_states(head, block_q, block_k) for head in group]
         for head in group:
             for rows in blocks(head.n_q, block_q):
@@ -580,10 +703,22 @@ def tile_gradients(
     """
     dp = drop(head, matmul(do, v.T), rows, keys)
     ds = p * (dp - delta[:, None])
+    add_value_gradients(head, s, p, ds, rows, keys)
     if head.spec.score is not None:
         ds = ds * head.evaluate(expr.derivative(head.spec.score), rows, keys, s)
     ds = select(p != 0, ds) * head.scale
     return weighted_sum(ds, k), weighted_sum(ds.T, q), weighted_sum(drop(head, p, rows, keys).T, do)
+
+
+def add_value_gradients(
+    head: Head, s: np.ndarray, p: np.ndarray, ds: np.ndarray, rows: slice, keys: slice
+) -> None:  # fmt: skip
+    """What a tile adds to the gradients by the values that the score modification reads."""
+    values = head.values or {}
+    for read in head.spec.reads if values else ():
+        index = tuple(head.evaluate(i, rows, keys) for i in read.indices)
+        terms = select(p != 0, ds * head.evaluate(read.slope, rows, keys, s))
+        np.add.at(values[read.name], index, terms if index else terms.sum())
 
 
 def add_sink_gradient(head: Head, dsinks: np.ndarray | None, lse: np.ndarray, delta: np.ndarray) -> None:
@@ -671,10 +806,11 @@ class Head:
     h: int
     memory: dict[str, np.ndarray]
     traffic: Traffic
+    values: dict[str, np.ndarray] | None = None  # gradients by values of the score modification
 
     def __post_init__(self) -> None:
         self.n_q, self.n_k = len(self.memory["q"]), len(self.memory["k"])
-        self.everything = slice(0, self.n_q), slice(0, self.n_k)
+        self.everything = _, self.keys = slice(0, self.n_q), slice(0, self.n_k)
         self.kv_head = self.h // self.spec.group
         self.offset = int(self.operands.q_offset[self.b])
         self.scale = self.dtype.type(self.operands.scale)
@@ -689,12 +825,16 @@ class Head:
     def evaluate(self, graph: Expr, rows: slice, keys: slice, s: np.ndarray | None = None) -> np.ndarray:
         """A modification's graph on the pairs of a tile, (rows, keys), in the dtype of the computation."""
         row, k = np.arange(rows.start, rows.stop)[:, None], np.arange(keys.start, keys.stop)
+        if not k.size:  # queries behind packed sequences are of no batch entry, whose arrays could be read
+            return np.empty((row.size, 0), bool if graph.kind == "bool" else self.dtype)
         value = codegen.evaluate(graph, {**self.env, "s": s, "row": row, "q": row + self.offset, "k": k}, self.dtype)
-        return np.broadcast_to(np.asarray(value, bool if graph.kind == "bool" else self.dtype), (row.size, k.size))
+        dtype: Any = {"bool": bool, "int": np.int64, "float": self.dtype}[graph.kind]
+        return np.broadcast_to(np.asarray(value, dtype), (row.size, k.size))
 
 
 def groups(
-    spec: AttentionSpec, operands: Operands, dtype: Any, traffic: Traffic | None = None, **more: np.ndarray | None
+    spec: AttentionSpec, operands: Operands, dtype: Any, traffic: Traffic | None = None,
+    values: dict[str, np.ndarray] | None = None, **more: np.ndarray | None,
 ) -> Iterator[list[Head]]:
     """For each key/value head of each batch entry, its query heads. more: further arrays in slow memory."""
     queries = {"q": operands.q, **{name: x for name, x in more.items() if name not in ("dk", "dv", "dsinks")}}
@@ -707,7 +847,7 @@ def groups(
         group = []
         for h in range(kv_head * spec.group, (kv_head + 1) * spec.group):
             of_rows = {name: rows_of(operands, x, b, h) for name, x in queries.items() if x is not None}
-            group.append(Head(spec, operands, np.dtype(dtype), b, h, of_rows | of_keys, traffic))
+            group.append(Head(spec, operands, np.dtype(dtype), b, h, of_rows | of_keys, traffic, values))
         yield group
 
 
@@ -730,6 +870,14 @@ def keys_of(operands: Operands, x: np.ndarray, b: int, kv_head: int) -> np.ndarr
         return x[b, kv_head, :n]
     begin = operands.cu_seqlens[1][b]
     return x[0, kv_head, begin : begin + n]
+
+
+def rows_of_keys(operands: Operands, x: np.ndarray, head: Head) -> np.ndarray:
+    """The numbers of the keys of a head, in an array (B, Hq, Nk) that has one for each."""
+    if operands.cu_seqlens is None or operands.page_table is not None:
+        return x[head.b : head.b + 1, head.h, : head.n_k]
+    begin = operands.cu_seqlens[1][head.b]
+    return x[0, head.h, begin : begin + head.n_k]
 
 
 def blocks(n: int, size: int) -> Iterator[slice]:

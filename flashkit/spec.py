@@ -77,6 +77,45 @@ class Slot(NamedTuple):
     dtype: str | None = None
 
 
+class Read(NamedTuple):
+    """One place where a score modification reads a float: an element of an array, or a number, which has no indices.
+
+    The gradient of a loss by the value sums dS * slope over the pairs, at the index that each of them reads.
+    """
+
+    name: str  # of the slot
+    indices: tuple[Expr, ...]
+    slope: Expr  # d score / d value
+
+    def of_distance(self) -> Read | None:
+        """The same in the symbol DISTANCE, q - k, if it depends on that, the batch entry and the head alone."""
+        graphs = expr.substitute([self.slope, *self.indices], lambda node: _of_distance().get(node, node))
+        kept = (expr.B, expr.H, DISTANCE)
+        if any(node.op == "symbol" and all(node is not x for x in kept) for node in expr.walk(graphs)):
+            return None
+        return Read(self.name, tuple(graphs[1:]), graphs[0])
+
+
+DISTANCE = expr.symbol("distance")
+
+
+@cache
+def _of_distance() -> dict[Expr, Expr]:
+    q, k, d, zero = expr.Q, expr.K, DISTANCE, expr.const(0)
+    return {
+        q - k: d, k - q: -d, q < k: d < zero, k < q: zero < d, q <= k: d <= zero, k <= q: zero <= d,
+        q == k: d == zero, k == q: d == zero,
+    }  # fmt: skip
+
+
+def reads_of(score: Expr | None, name: str) -> tuple[Read, ...]:
+    """The reads of a slot that the score has a derivative by."""
+    nodes = [] if score is None else expr.walk([score])
+    named = [node for node in nodes if node.op in ("load", "param") and node.value == name and node.kind == "float"]
+    reads = (Read(name, node.args, expr.derivative(score, node)) for node in named)
+    return tuple(read for read in reads if not expr.is_const(read.slope, 0))
+
+
 MAX_PAGE_RUN = 64
 
 
@@ -105,6 +144,9 @@ class AttentionSpec:
     fp8: Fp8 | None = None  # q, k and v are codes of e4m3 in uint8; dtype is that of the output
     kv_format: str = ""  # of keys and values of 8 bits, which have scales: "e4m3" or "int8"
     page_run: int = 1  # the largest power of two, up to MAX_PAGE_RUN, that divides the tokens of a page
+    stats: bool = False  # the forward pass computes statistics of each row, too
+    jvp: str = ""  # the forward pass computes tangents, too: the names of the tensors whose tangents are not 0
+    wrt: tuple[str, ...] = ()  # slots of the score modification that the backward pass differentiates by, too
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, AttentionSpec) and self._identity == other._identity)
@@ -155,6 +197,11 @@ class AttentionSpec:
         """(empty, full) of a tile; see `expr.classify`."""
         return expr.classify(expr.TRUE if self.mask is None else self.mask, self.int32_arrays)
 
+    @cached_property
+    def reads(self) -> tuple[Read, ...]:
+        """Where the score reads values of `wrt`."""
+        return tuple(each for name in self.wrt for each in reads_of(self.score, name))
+
     def features(self) -> list[str]:
         """Names of the features beyond plain attention, for messages."""
         flags = {
@@ -163,6 +210,8 @@ class AttentionSpec:
             "packed sequences": self.packed, "paged keys": self.paged, "keys in two arrays": self.pe_dim > 0,
             f"e4m3 with scales per {self.fp8 and self.fp8.per}": self.fp8 is not None,
             f"keys and values of {self.kv_format}": self.kv_format != "",
+            "statistics": self.stats, f"tangents by {self.jvp}": self.jvp != "",
+            "gradients of a score modification's values": bool(self.wrt),
         }  # fmt: skip
         return [name for name, on in flags.items() if on]
 
@@ -237,9 +286,11 @@ class Problem:
         """Floating-point operations of the matrix products; `pairs`: the visible ones where a mask hides some.
 
         Forward 2 * (D + Dv) a pair, which is the customary 4 D for D = Dv; backward 2.5 times that (five products
-        against two).
+        against two); with tangents up to three times (six products).
         """
-        forward = 2.0 * (self.spec.head_dim + self.spec.head_dim_v) * (self.pairs if pairs is None else pairs)
+        jvp, d, dv = self.spec.jvp, self.spec.head_dim, self.spec.head_dim_v
+        more = ("q" in jvp) * d + ("k" in jvp) * d + ("v" in jvp) * dv + (jvp not in ("", "v")) * dv
+        forward = 2.0 * (d + dv + more) * (self.pairs if pairs is None else pairs)
         return forward if direction == "forward" else 2.5 * forward
 
     def bytes(self, direction: Direction = "forward") -> int:
@@ -281,6 +332,23 @@ def transposed_codes(xp: Any, codes: Any) -> Any:
     return xp.ascontiguousarray(permuted).reshape((*rest, columns, keys))
 
 
+class Tangents(NamedTuple):
+    """Tangents of q, k and v, like these, None where they are 0, and those of out and lse, which the pass writes."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
+
+
+class Stats(NamedTuple):
+    """Statistics of each row, (B, Hq, Nq), of lse's dtype, which the forward pass writes."""
+
+    entropy: Any
+    max_logit: Any
+
+
 @dataclass
 class Operands:
     """The arrays and numbers of one call as backends get them: four axes, defaults filled in.
@@ -306,6 +374,9 @@ class Operands:
     v but for the last axis, of length 1.
 
     follows: the queries of each batch entry, (B,) or one number, where q_offset is kv_lengths less these, by default.
+
+    stats, tangents: of a spec that has them.
+    names: the slot of each value of the score modifications, by the caller's name: "bias", "score.table".
     """
 
     q: Any
@@ -329,6 +400,9 @@ class Operands:
     k_scale: Any = None
     v_scale: Any = None
     follows: Any = None
+    stats: Stats | None = None
+    tangents: Tangents | None = None
+    names: dict[str, str] = field(default_factory=dict)
 
     def sequences(self) -> dict[str, Any]:
         """The arrays that say where packed sequences lie: the two of cu_seqlens, and two by their own names."""
@@ -356,6 +430,8 @@ class Gradients:
     """What the backward pass reads beyond the operands, and where it writes.
 
     dout (B, Hq, Nq, Dv); dlse (B, Hq, Nq) or None; dq, dk, dv like q, k, v, C-contiguous; dsinks (Hq,) or None.
+    values: the gradients by the slots of `spec.wrt`, in their shapes, a number's (); C-contiguous, of the accumulators'
+    dtype, and 0 before.
     """
 
     dout: Any
@@ -364,3 +440,4 @@ class Gradients:
     dk: Any
     dv: Any
     dsinks: Any = None
+    values: dict[str, Any] = field(default_factory=dict)

@@ -14,9 +14,11 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 import torch
+from torch.autograd import forward_ad
 
+from .call.interop import is_dual
 from .call.quantized import Quantized
-from .call.torch_autograd import OfRanks, call, check_differentiable, recorded_call
+from .call.torch_autograd import OfRanks, call, recorded_call
 from .call.torch_mods import Mods
 from .call.torch_passes import ARRAYS, OPTION_NAMES, Tensors
 from .distributed import Comm as NativeComm
@@ -34,7 +36,8 @@ def attention(
     q: Any = None, k: Any = None, v: Any = None, *more: Any, mods: Mods | None = None, return_lse: bool = False,
     backend: str | None = None, **options: Unpack[Options],
 ) -> Any:  # fmt: skip
-    """`flashkit.attention` of tensors, differentiable by q, k, v, sinks, bias, a floating mask and the scale.
+    """`flashkit.attention` of tensors, differentiable by q, k, v, sinks, bias, a floating mask, alibi_slopes, the scale
+    and floating tensors that a score_mod uses.
 
     Parameters
     ----------
@@ -62,8 +65,8 @@ def attention(
     TypeError, ValueError
         An argument is invalid. The message names it and says what was expected.
     NotImplementedError
-        No backend can compute it, or a gradient is requested that does not exist: that of `alibi_slopes`, a
-        number other than `scale` or a tensor that a modification uses, and that of a bias beside modifications.
+        No backend can compute it, or a gradient is requested that does not exist: that of a number other than `scale`
+        and of a tensor that a mask_mod uses.
 
     Examples
     --------
@@ -140,16 +143,14 @@ def attention(
     values = tuple([scalars[name] for name in OPTION_NAMES])
     bias, slopes, sinks = tensors.get("bias"), tensors.get("alibi_slopes"), tensors.get("sinks")
     # What a transform of torch.func differentiates by may not say so through the wrappers of other transforms.
-    if torch.is_grad_enabled() and (
+    moves = forward_ad._current_level >= 0 and any(map(is_dual, (q, k, v, *tensors.values())))
+    if moves or (torch.is_grad_enabled() and (
         torch._C._are_functorch_transforms_active() or q.requires_grad or k.requires_grad or v.requires_grad
         or (sinks is not None and sinks.requires_grad) or (bias is not None and bias.requires_grad)
         or (slopes is not None and slopes.requires_grad) or (mods is not None and mods.requires_grad)
-    ):  # fmt: skip
-        if bias is not None or slopes is not None or mods is not None:
-            check_differentiable(
-                bias is not None and bias.requires_grad, slopes is not None and slopes.requires_grad,
-                mods is not None, mods is not None and mods.requires_grad,
-            )
+    )):  # fmt: skip
+        if mods is not None and mods.requires_grad:
+            mods.check_differentiable()
         out, lse = recorded_call(q, k, v, tensors, values, mods)
     else:
         out, lse = call(return_lse, q, k, v, tensors, values, mods)
@@ -228,9 +229,7 @@ def scaled_dot_product_attention(
             batch = torch.broadcast_shapes(*batches)
             query, key, value = (x.expand(*batch, *x.shape[-3:]) for x in (query, key, value))
         if not enable_gqa and shape[-3] != key.shape[-3]:
-            raise ValueError(
-                f"query: expected {key.shape[-3]} heads (key's) or enable_gqa=True, got {shape[-3]}"
-            )
+            raise ValueError(f"query: expected {key.shape[-3]} heads (key's) or enable_gqa=True, got {shape[-3]}")
     return attention(
         query, key, value, mask=attn_mask, dropout_p=dropout_p, causal=is_causal, q_offset=0 if is_causal else None,
         scale=scale,
@@ -250,7 +249,7 @@ def flex_attention(
         (B, Hq, Nq, D), (B, Hkv, Nk, D) and (B, Hkv, Nk, Dv).
     score_mod
         `score_mod(score, b, h, q_idx, kv_idx) -> score`, with PyTorch's operations; tensors that it indexes are read
-        in place. Its derivative by the score is exact; these tensors have none, and must not require grad.
+        in place. Its derivatives by the score and by floating tensors are exact.
     block_mask
         Made by PyTorch's create_block_mask, or a flashkit.BlockMask.
     scale
@@ -291,9 +290,7 @@ def flex_attention(
     if others:
         raise unknown_of(flex_attention, others)
     if not enable_gqa and query.shape[-3] != key.shape[-3]:
-        raise ValueError(
-            f"query: expected {key.shape[-3]} heads (key's) or enable_gqa=True, got {query.shape[-3]}"
-        )
+        raise ValueError(f"query: expected {key.shape[-3]} heads (key's) or enable_gqa=True, got {query.shape[-3]}")
     return attention(
         query, key, value, score_mod=score_mod, block_mask=block_mask, mods=mods, scale=scale, q_offset=0,
         return_lse=return_lse,

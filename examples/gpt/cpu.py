@@ -20,6 +20,7 @@ from .parameters import Parameters
 Array = np.ndarray
 Totals = tuple[Array | None, ...]
 xp = np
+Replay = None  # is a GPU's
 
 CHUNK = 1 << 16  # elements
 EPSILON = 1e-5  # of a variance, as in GPT-2
@@ -60,9 +61,14 @@ def add_bias(x: Array, bias: Array) -> Array:
 
 
 def join(parts: list[Array], total: Array) -> Array:
-    """Arrays (T, E) beside each other; adds to total what add_bias of these columns takes, the sum of rows."""
-    x = np.concatenate(parts, axis=1)
+    """Arrays (..., tokens, heads, dim) as (T, E), beside each other; adds to total their bias's gradient."""
+    x = np.concatenate([part.reshape(-1, len(total) // 3) for part in parts], axis=1)
     total += x.sum(0)
+    return x
+
+
+def index(x: Array, to_add: bool = True) -> Array:
+    """Integers as the functions below take them; to_add: whether add_rows does."""
     return x
 
 
@@ -121,8 +127,8 @@ def norm_gradient(dy: Array, x: Array, stats: Array, weight: Array, dx: Array | 
     return found
 
 
-def _share(z: Array) -> Array:
-    """GELU(z) / z by the formula with tanh (Hendrycks and Gimpel 2016): (1 + tanh u) / 2 = 1 / (1 + exp(-2 u))."""
+def _divisor(z: Array) -> Array:
+    """z / GELU(z) by the formula with tanh (Hendrycks and Gimpel 2016): 2 / (1 + tanh u) = 1 + exp(-2 u)."""
     t = z * z
     t *= -0.044715 * GELU
     t -= GELU
@@ -130,7 +136,7 @@ def _share(z: Array) -> Array:
     with np.errstate(over="ignore"):
         np.exp(t, out=t)
     t += 1
-    return np.divide(1, t, out=t)
+    return t
 
 
 def gelu(x: Array, bias: Array) -> Array:
@@ -139,7 +145,7 @@ def gelu(x: Array, bias: Array) -> Array:
 
     def activate(rows: slice) -> None:
         z = x[rows] + bias
-        np.multiply(z, _share(z), out=out[rows])
+        np.divide(z, _divisor(z), out=out[rows])
 
     _by_rows(*x.shape, activate)
     return out
@@ -150,7 +156,7 @@ def gelu_gradient(dy: Array, x: Array, bias: Array, total: Array) -> Array:
 
     def gradient(rows: slice) -> tuple[Array]:
         z = x[rows] + bias
-        share = _share(z)
+        share = 1 / _divisor(z)
         slope = z * z
         slope *= 3 * 0.044715 * GELU
         slope += GELU
@@ -166,9 +172,9 @@ def gelu_gradient(dy: Array, x: Array, bias: Array, total: Array) -> Array:
 
 
 def cross_entropy(logits: Array, targets: Array, scale: float | None) -> Array:
-    """The sum over rows of log sum exp(logits) - logits[target], without rows whose target is negative.
+    """Of each row log sum exp(logits) - logits[target], or 0 where the target is negative.
 
-    With a scale, the gradient of `scale` times the sum takes the place of the logits.
+    With a scale, the gradient of `scale` times their sum takes the place of the logits.
     """
 
     def loss(rows: slice) -> Any:
@@ -183,9 +189,9 @@ def cross_entropy(logits: Array, targets: Array, scale: float | None) -> Array:
             p *= np.where(kept, scale / sums, 0).astype(s.dtype)[:, None]
             p[at] -= np.where(kept, s.dtype.type(scale), 0)
             logits[rows] = p
-        return np.where(kept, np.log(sums) - chosen, 0).sum(dtype=np.float64)
+        return np.where(kept, np.log(sums) - chosen, 0)
 
-    return np.asarray(sum(_by_rows(*logits.shape, loss)))
+    return np.concatenate(_by_rows(*logits.shape, loss))
 
 
 def adamw(

@@ -32,35 +32,34 @@ class Parameters:
         matrices = {name: shape for name, shape in shapes.items() if len(shape) > 1}
         self.xp = ops.xp
         self.shapes = matrices | {name: shape for name, shape in shapes.items() if len(shape) == 1}
-        self.offsets: dict[str, int] = {}
-        size = 0
+        offsets, size = {}, 0
         for name, shape in self.shapes.items():
-            self.offsets[name] = size
+            offsets[name] = size
             size += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
             if name in matrices:
                 self.decayed = size
         wide = np.float64 if dtype == np.float64 else np.float32
         self.masters, self.gradients, self.mean, self.variance = (ops.xp.zeros(size, wide) for _ in range(4))
         self.values = self.masters if dtype == wide else ops.xp.zeros(size, dtype)
-
-    def _part(self, flat: Array, name: str) -> Array:
-        shape, offset = self.shapes[name], self.offsets[name]
-        return flat[offset : offset + math.prod(shape)].reshape(shape)
+        self._parts = {
+            kind: {
+                name: getattr(self, kind)[i : i + math.prod(shapes[name])].reshape(shapes[name])
+                for name, i in offsets.items()
+            }
+            for kind in ("masters", "values", "gradients", "mean", "variance")
+        }
 
     def __getitem__(self, name: str) -> Array:
         """What the model computes with."""
-        return self._part(self.values, name)
+        return self._parts["values"][name]
 
     def gradient(self, name: str) -> Array:
-        return self._part(self.gradients, name)
+        return self._parts["gradients"][name]
 
     def state(self) -> dict[str, Array]:
         """What a checkpoint holds: masters by name, and the optimizer's averages."""
-        return {name: self._part(self.masters, name) for name in self.shapes} | {
-            f"{kind}.{name}": self._part(flat, name)
-            for kind, flat in (("adam.mean", self.mean), ("adam.variance", self.variance))
-            for name in self.shapes
-        }
+        averages = {f"adam.{kind}.{name}": x for kind in ("mean", "variance") for name, x in self._parts[kind].items()}
+        return self._parts["masters"] | averages
 
     def load(self, state: dict[str, Array]) -> None:
         """Copy arrays of `state()`'s names; averages may be missing, as in a published model."""

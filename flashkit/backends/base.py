@@ -41,7 +41,9 @@ class Backend(Protocol):
         """Fill operands.out and operands.lse."""
 
     def backward(self, plan: Any, operands: Operands, gradients: Gradients) -> None:
-        """Fill gradients.dq, dk, dv and dsinks, given operands.out and operands.lse of the forward pass."""
+        """Fill gradients.dq, dk, dv and dsinks, and add to gradients.values, given operands.out and operands.lse of the
+        forward pass.
+        """
 
 
 class LastResort(Protocol):
@@ -54,6 +56,14 @@ class TakesFp8(Protocol):
     """Optional: a backend that is asked about problems whose q, k and v are codes of e4m3."""
 
     takes_fp8: bool
+
+
+class TakesMore(Protocol):
+    """Optional: a backend that is asked about problems whose forward pass has more results."""
+
+    takes_stats: bool  # `Operands.stats`, of a spec with `stats`
+    takes_jvp: bool  # `Operands.tangents`, of a spec with `jvp`
+    takes_wrt: bool  # `Gradients.values`, of a spec with `wrt`
 
 
 class Rates(Protocol):

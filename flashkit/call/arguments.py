@@ -150,7 +150,7 @@ def prepare(
     for mod in given_mods:
         reach = q_offset_range(offsets, o.q_offset is not None, batch, most_q, most_k)
         check_indices(mod, batch, heads, seqs.n_q if isinstance(seqs.n_q, np.ndarray) else most_q, most_k, *reach)
-    score, hidden, slots, params, values = compose(scores, masks)
+    score, hidden, slots, params, values, names = compose(scores, masks)
     if later:  # two launches on a device, whose kernels mostly do not read the result
         offsets = find_offsets() if are_read(score, hidden) else np.zeros(batch, np.int64)
     if o.q_offset is o.q_lengths is o.page_table is None and o.kv_lengths is not None:
@@ -192,19 +192,19 @@ def prepare(
         empty((entries, heads, n_q), spec.lse_dtype), o.block_mask if len(masks) == 1 else None, seqs.cu_seqlens,
         seqs.page_table, None if k_pe is None else shape.keys_to_four(k_pe),
         None if fp8 is None else (shape.four_axes(fp8.scales[0]), *map(shape.keys_to_four, fp8.scales[1:])),
-        k_scale=scales[0], v_scale=scales[1], follows=queries if o.q_offset is None else None,
+        k_scale=scales[0], v_scale=scales[1], follows=queries if o.q_offset is None else None, names=names,
     )  # fmt: skip
     return Prepared(problem, operands, shape)
 
 
 def _modifications(
     o: Any, kind: str, heads: int, seqs: Sequences, queries: Any, described: bool
-) -> tuple[list[Mod], list[Mod], list[Mod]]:
-    """The options that change scores, in their order, those that hide pairs, and those of them whose indices have to be
-    proved in range.
+) -> tuple[dict[str, Mod], list[Mod], list[Mod]]:
+    """The options that change scores, in their order and by name, those that hide pairs, and those of them whose
+    indices have to be proved in range.
     """
     batch, layout = seqs.batch, o.layout
-    scores: list[Mod] = []
+    scores: dict[str, Mod] = {}
     masks: list[Mod] = []
 
     def pairs(name: str, array: Any, dtypes: str) -> Any:
@@ -214,11 +214,12 @@ def _modifications(
         return arrays.without_repeats(checked) if described else checked
 
     if o.softcap is not None:
-        scores.append(mods.softcap(o.softcap))
+        scores["softcap"] = mods.softcap(o.softcap)
     if o.alibi_slopes is not None:
-        scores.append(mods.alibi(slopes_of(o.alibi_slopes, kind, batch, heads, layout)).snapshot())
+        slopes = slopes_of(o.alibi_slopes, kind, batch, heads, layout)
+        scores["alibi_slopes"] = mods.alibi(slopes).snapshot()
     if o.bias is not None:
-        scores.append(mods.bias(pairs("bias", o.bias, "f")).snapshot())
+        scores["bias"] = mods.bias(pairs("bias", o.bias, "f")).snapshot()
     if flag("causal", o.causal, ", and mask= for an array of pairs"):
         masks.append(mods.causal())
     if o.q_lengths is not None:
@@ -231,9 +232,10 @@ def _modifications(
         if array.dtype.kind == "b":
             masks.append(mods.visible(array).snapshot())
         else:
-            scores.append(mods.bias(array).snapshot())
+            scores["mask"] = mods.bias(array).snapshot()
     own_mods = [] if o.score_mod is None else [mods.trace(o.score_mod, "score").snapshot()]
-    scores += own_mods
+    if own_mods:
+        scores["score_mod"] = own_mods[0]
     if o.block_mask is not None:
         own_mods.append(
             block_mask_of(o.block_mask, batch, heads, seqs.most_q, seqs.most_k, layout, seqs.differ).snapshot()

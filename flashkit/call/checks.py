@@ -10,6 +10,7 @@ import numpy as np
 from .. import settings
 from ..errors import shown
 from ..mods import Mod
+from ..mods.dropout import ChunkSeed
 from ..mods.tracing import DTYPES
 from ..numeric import described, integer
 from . import arrays
@@ -85,7 +86,7 @@ def seed_of(seed: Any, dropout_p: float) -> int:
     """The seed, or a random one if dropout needs one."""
     if seed is None:
         return secrets.randbits(64) if dropout_p else 0
-    return integer("seed", seed, 0, 2**64 - 1)
+    return seed if isinstance(seed, ChunkSeed) else integer("seed", seed, 0, 2**64 - 1)
 
 
 def block_mask_of(

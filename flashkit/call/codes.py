@@ -150,7 +150,7 @@ class Dequantised:
 
     def from_native(self, name: str, result: Any, out: Any = None) -> Any:
         """A result ("out", "lse", "dq", ...) in the caller's dtype; in `out`, if that is given and of another dtype."""
-        if name in ("lse", "dsinks"):
+        if name not in ("out", "dq", "dk", "dv"):
             return result
         result = self._rounded(result)
         if out is None or not self.rounds:

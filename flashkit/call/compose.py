@@ -16,23 +16,27 @@ from . import arrays
 
 
 def compose(
-    scores: Sequence[Mod], masks: Sequence[Mod]
-) -> tuple[Expr | None, Expr | None, tuple[Slot, ...], dict[str, Any], dict[str, Any]]:
-    """One score graph, one mask graph, the slots that they read, and the values of the slots: params, arrays."""
+    scores: dict[str, Mod], masks: Sequence[Mod]
+) -> tuple[Expr | None, Expr | None, tuple[Slot, ...], dict[str, Any], dict[str, Any], dict[str, str]]:
+    """One score graph, one mask graph, the slots that they read, the values of the slots: params, arrays; and the slots
+    of the scores by their `Operands.names`. scores: by the option that each comes from.
+    """
     if not scores and not masks:
-        return None, None, (), {}, {}
-    score, mask, named = _compose_graphs(tuple(m.expr for m in scores), tuple(m.expr for m in masks))
-    every = (*scores, *masks)
-    slots, params, values = [], {}, {}
+        return None, None, (), {}, {}, {}
+    score, mask, named = _compose_graphs(tuple(m.expr for m in scores.values()), tuple(m.expr for m in masks))
+    every, options = (*scores.values(), *masks), tuple(scores)
+    slots, params, values, names = [], {}, {}, {}
     for index, old, new, kind, ndim in named:
         mod = every[index]
+        if index < len(options):
+            names[f"score.{old}" if options[index] == "score_mod" else options[index]] = new
         if ndim is None:
             params[new] = mod.params[old]
             slots.append(Slot(new, kind))
         else:
             values[new] = mod.arrays[old]
             slots.append(Slot(new, kind, ndim, values[new].dtype.name))
-    return score, mask, tuple(slots), params, values
+    return score, mask, tuple(slots), params, values, names
 
 
 MAX_NODES = 1000

@@ -179,7 +179,8 @@ def _measured(problem: Problem, operands: Operands, backend: str | None) -> dict
     bound: Any = partial(chosen.forward, plan, operands)
     if hasattr(chosen, "bind"):  # what a cached plan runs
         bound = partial(chosen.bind(plan, operands), *inputs, operands.out, operands.lse)
-    gradients = Gradients(np.ones_like(operands.out), None, *(np.empty(x.shape, x.dtype) for x in inputs))
+    dq, dk, dv = (np.empty(x.shape, x.dtype) for x in inputs)
+    gradients = Gradients(np.ones_like(operands.out), None, dq, dk, dv)
     calls = {
         "forward": bound,
         "backward": lambda: chosen.backward(plan, operands, gradients),

@@ -44,6 +44,7 @@ class Recorded(NamedTuple):
     operands: Operands
     shape: Shape
     run: BoundBackward | None  # None without queries
+    backend: str | None  # the one that was asked for, if one was
 
 
 LENGTHS = "kv_lengths", "q_offset", "page_table"
@@ -343,10 +344,10 @@ class Planned:
             named = zip(self._per_call, per_call, strict=True)
             operands.arrays = operands.arrays | {name: x.view() for name, x in named}
         if 0 in q.shape[:3]:
-            return Recorded(self.problem, operands, shape, None)
+            return Recorded(self.problem, operands, shape, None, None)
         binds = hasattr(backend, "bind_backward") and (not per_call or getattr(backend, "takes_arrays", False))
         run = self._backward if binds else partial(backend.backward, plan)
-        return Recorded(self.problem, operands, shape, run)
+        return Recorded(self.problem, operands, shape, run, dispatch.forced(self._asked))
 
     def _backward(self, operands: Operands, gradients: Gradients) -> None:
         if self._run_backward is None:
@@ -435,7 +436,7 @@ class Once:
 
     def __init__(self, prepared: Prepared, backend: str | None, return_lse: bool) -> None:
         self.problem, self.operands, self._shape = prepared
-        self._return_lse = return_lse
+        self._return_lse, self._asked = return_lse, backend
         self._chosen = dispatch.plan(self.problem, backend)
 
     def run(self, call: Call) -> Any:
@@ -462,7 +463,7 @@ class Once:
             operands.kv_lengths = operands.kv_lengths.copy()  # the caller may change its array between the two passes
         backend, plan = self._chosen
         run = None if 0 in operands.q.shape[:3] else partial(backend.backward, plan)
-        return Recorded(self.problem, operands, shape, run)
+        return Recorded(self.problem, operands, shape, run, dispatch.forced(self._asked))
 
 
 def plan_for(

@@ -9,8 +9,9 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from . import interop
-from .torch_mods import Content, Mods
-from .torch_operators import backward_op, batched_results, flat, forward_op, value_names
+from .torch_derivatives import SecondDerivative, Tangent
+from .torch_mods import NO_GRADIENT, Content, Mods, value_names
+from .torch_operators import backward_op, batched_results, flat, forward_op, unpacked
 from .torch_passes import PLAIN, Tensors, backward, forward, known_plan, results_of
 
 
@@ -66,27 +67,13 @@ def call(
     return found
 
 
-def check_differentiable(bias: bool, slopes: bool, has_mods: bool, mods: bool) -> None:
-    """Refuse gradients that there are none of. bias, slopes, mods: whether these, or their tensors, require grad."""
-    if slopes:
-        raise NotImplementedError("alibi_slopes requires grad, and has no gradient: pass alibi_slopes.detach()")
-    if mods:
-        raise NotImplementedError(
-            "a tensor that score_mod or mask_mod uses requires grad, and has no gradient: pass its detach()"
-        )
-    if bias and has_mods:
-        raise NotImplementedError(
-            "bias (or a floating mask) requires grad beside modifications; it has a gradient without them"
-        )
-
-
 def recorded_call(
     q: Any, k: Any, v: Any, tensors: Tensors, options: tuple[Any, ...], mods: Mods | None
 ) -> tuple[Any, Any]:
     """out and lse with a gradient."""
     result: tuple[Any, Any]
     if not is_watched():
-        captured = () if mods is None else mods.captured  # so that autograd notices when they change before backward
+        captured = () if mods is None else mods.captured.values()  # autograd notices when they change before backward
         result = _record(tuple(tensors), options, mods, q, k, v, *tensors.values(), *captured)
         return result
     text, values = _content(mods)
@@ -96,7 +83,8 @@ def recorded_call(
             return call(True, q, k, v, tensors, options, mods)
         # Dynamo refuses a tensor that is passed twice.
         inputs = [x.view_as(x) if any(x is y for y in inputs[:i]) else x for i, x in enumerate(inputs)]
-    result = Attention.apply(tuple(tensors), options, text, *inputs)
+    function = Attention if torch.compiler.is_compiling() else AttentionWithTangents
+    result = function.apply(tuple(tensors), options, text, *inputs)
     return result
 
 
@@ -109,6 +97,8 @@ class Attention(torch.autograd.Function):
     def forward(
         names: tuple[str, ...], options: tuple[Any, ...], mods: Mods | str | None, q: Any, k: Any, v: Any, *given: Any
     ) -> Any:
+        if forward_ad._current_level >= 0:  # tangents are for `jvp`
+            q, k, v, *given = (x.detach() for x in (q, k, v, *given))  # type: ignore[assignment]
         tensors, own = _unpacked(names, mods, given)
         return call(True, q, k, v, tensors, options, own)
 
@@ -130,7 +120,13 @@ class Attention(torch.autograd.Function):
             return gradients
         # create_graph=True
         known = [n for n, gradient in enumerate(gradients) if gradient is not None]
-        marked = _NoSecondDerivative.apply(len(known), *(gradients[n] for n in known), dout, dlse, *ctx.saved_tensors)
+        q, k, v, *given, out, _ = ctx.saved_tensors
+        own = ("", "", "", "q", "k", "v", *ctx.names, *[""] * len(gradients))
+        dout = torch.zeros_like(out) if dout is None else dout
+        marked = SecondDerivative.apply(
+            _call_of(ctx, given), tuple(own[n] for n in known), *(gradients[n] for n in known), dout, dlse, q, k, v,
+            *given,
+        )  # fmt: skip
         return tuple(marked[known.index(n)] if n in known else None for n in range(len(gradients)))
 
     @staticmethod
@@ -138,7 +134,7 @@ class Attention(torch.autograd.Function):
         info: Any, axes: tuple[Any, ...], names: tuple[str, ...], options: tuple[Any, ...], text: str | None,
         *inputs: Any,
     ) -> Any:  # fmt: skip
-        values = value_names(inputs[3 + len(names) :])
+        values = value_names(text)
         keys = ("q", "k", "v", *names, *values)
         given = dict(zip(keys, zip(inputs, axes[3:]), strict=True))
 
@@ -149,9 +145,34 @@ class Attention(torch.autograd.Function):
         return found, (0, 0)
 
 
+class AttentionWithTangents(Attention):
+    """The same with a forward-mode derivative, which functions that Dynamo traces must not have."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
+        Attention.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[3:], *output)
+
+    @staticmethod
+    def jvp(ctx: Any, _names: Any, _options: Any, _mods: Any, dq: Any, dk: Any, dv: Any, *rest: Any) -> tuple[Any, Any]:
+        q, k, v, *given, _, _ = ctx.saved_tensors
+        of_tensors = dict(zip(ctx.names, rest))
+        dsinks = of_tensors.pop("sinks", None)
+        if any(x is not None for x in (*of_tensors.values(), *rest[len(ctx.names) :])):
+            raise NotImplementedError("attention has forward mode AD by q, k, v and sinks alone")
+        result: tuple[Any, Any] = Tangent.apply(_call_of(ctx, given), q, k, v, dq, dk, dv, dsinks)
+        return result
+
+
 def _record(*inputs: Any) -> Any:
     """Attention.apply where no transform is active, without what that looks up for transforms in each call."""
     return super(torch.autograd.Function, Attention).apply(*inputs)  # not at import: for the site torch is a mock
+
+
+def _call_of(ctx: Any, given: list[Any]) -> tuple[Tensors, tuple[Any, ...], Mods | None]:
+    """The arguments of a call beside q, k and v."""
+    tensors, mods = _unpacked(ctx.names, ctx.mods, tuple(given))
+    return tensors, ctx.options, _resolved(mods)
 
 
 def _content(mods: Mods | Content | None) -> tuple[str | None, tuple[Any, ...]]:
@@ -173,50 +194,30 @@ def _unpacked(
 
 def _gradients(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     q, k, v, *rest, out, lse = ctx.saved_tensors
+    if forward_ad._current_level >= 0:  # tangents are for `SecondDerivative.jvp`
+        q, k, v, out, lse, *rest = (x.detach() for x in (q, k, v, out, lse, *rest))
+        dout, dlse = (None if x is None else x.detach() for x in (dout, dlse))
     content = tuple(rest)
     names, options, mods = ctx.names, ctx.options, ctx.mods
+    of_mods = value_names(mods) if isinstance(mods, str) else [] if mods is None else [*mods.captured]
     tensors, mods = _unpacked(names, mods, content)
-    of_bias = False
-    if content:
-        needed = ctx.needs_input_grad[6:]
-        of_bias = "bias" in tensors and needed[names.index("bias")]
-        of_slopes = "alibi_slopes" in tensors and needed[names.index("alibi_slopes")]
-        check_differentiable(of_bias, of_slopes, mods is not None, any(needed[len(names) :]))  # now wrappers know
+    given = dict(zip((*names, *of_mods), content, strict=True))
+    more = [name for name, needed in zip(given, ctx.needs_input_grad[6:], strict=True) if needed]
+    if masked := [name.partition(".")[2] for name in more if name.startswith("mask.")]:
+        raise NotImplementedError(NO_GRADIENT.format(masked[0]))  # now wrappers know
     dout = torch.zeros_like(out) if dout is None else dout
-    arguments, all_tensors = (dout, dlse, out, lse, of_bias, q, k, v), (q, k, v, *results_of(dout, dlse, out, lse))
+    arguments, all_tensors = (dout, dlse, out, lse, more, q, k, v), (q, k, v, *results_of(dout, dlse, out, lse))
     watched = is_watched()
     known = None if watched else known_plan(len(all_tensors) - 3, all_tensors, tensors, options, mods)
     if watched:
         _refuse_tangents(all_tensors)
     if known is not None or (not watched and _is_plain((*all_tensors, *content))):
-        gradients_of_op = backward(known, *arguments, tensors, options, _resolved(mods))
+        dq, dk, dv, *gradients = backward(known, *arguments, tensors, options, _resolved(mods))
     else:
-        gradients_of_op = backward_op(*arguments, *flat(tensors, options, *_content(mods)))
-    dq, dk, dv, dsinks, dbias = gradients_of_op
-    if not content:
-        return None, None, None, dq, dk, dv
-    gradients = {"bias": dbias if of_bias else None, "sinks": dsinks}
-    return None, None, None, dq, dk, dv, *map(gradients.get, names), *[None] * (len(content) - len(names))
-
-
-class _NoSecondDerivative(torch.autograd.Function):
-    """The first inputs, gradients, as they are. They depend on all other inputs, and to differentiate them again is an
-    error: a derivative that is missing would pass for one that is zero.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(count: int, *inputs: Any) -> tuple[Any, ...]:
-        return tuple(gradient.view_as(gradient) for gradient in inputs[:count])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is needed."""
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError("flashkit has no second derivatives of attention")
+        dq, dk, dv, numbers = backward_op(*arguments, *flat(tensors, options, *_content(mods)))
+        gradients = unpacked(numbers, [given[name] for name in more])
+    found = dict(zip(more, gradients, strict=True))
+    return None, None, None, dq, dk, dv, *(found[n].to(x.dtype) if n in found else None for n, x in given.items())
 
 
 class OfRanks(torch.autograd.Function):
@@ -232,7 +233,7 @@ class OfRanks(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
         dout = ctx.like.new_zeros(ctx.shape) if dout is None else dout.contiguous()
         gradients = ctx.vjp(dout, None if dlse is None else dlse.contiguous(), wrt=ctx.wrt)

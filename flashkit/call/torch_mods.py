@@ -29,6 +29,9 @@ Content = tuple[str, tuple[Any, ...]]
 """What parts are, as canonical text, and the tensors that the text names in its order."""
 
 
+NO_GRADIENT = "{} of a mask_mod requires grad, and has no gradient: pass its detach()"
+
+
 class Mods:
     """Modifications and a block mask of calls, for functions that `torch.compile` compiles.
 
@@ -101,15 +104,22 @@ class Mods:
         return self._content
 
     @property
-    def captured(self) -> tuple[Any, ...]:
-        """The tensors that the functions use, as they are."""
+    def captured(self) -> dict[str, Any]:
+        """The tensors that the functions use, as they are, by names as of `value_names`."""
         parts = [part for part in self._parts.values() if isinstance(part, Mod)]
-        return tuple(x for part in parts for x in _values(part) if isinstance(x, torch.Tensor))
+        named = {f"{part.kind}.{name}": x for part in parts for name, x in _named(part)}
+        return {name: x for name, x in named.items() if isinstance(x, torch.Tensor)}
 
     @property
     def requires_grad(self) -> bool:
         """Whether a tensor that a function uses requires grad."""
-        return any(x.requires_grad for x in (self.captured if self._content is None else self._content[1]))
+        return any(x.requires_grad for x in (self.captured.values() if self._content is None else self._content[1]))
+
+    def check_differentiable(self) -> None:
+        """Refuse tensors of a mask that require grad: none has a gradient by them."""
+        for name, x in self.captured.items():
+            if name.startswith("mask.") and x.requires_grad:
+                raise NotImplementedError(NO_GRADIENT.format(name.partition(".")[2]))
 
     def options(self) -> Parts:
         """The arguments of `flashkit.attention`, with today's values of the tensors."""
@@ -141,9 +151,19 @@ def _number(x: float) -> float:
     return int(x) if isinstance(x, bool) else x
 
 
-def _values(mod: Mod) -> list[Any]:
-    """Its tensors and arrays, in the order of its text."""
-    return [*(x for x in mod.params.values() if isinstance(x, torch.Tensor)), *mod.arrays.values()]
+def _named(mod: Mod) -> list[tuple[str, Any]]:
+    """Its tensors and arrays with their names, in the order of its text."""
+    return [*((name, x) for name, x in mod.params.items() if isinstance(x, torch.Tensor)), *mod.arrays.items()]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def value_names(text: str | None) -> list[str]:
+    """Names of the tensors of a text, in its order: "score.NAME" or "mask.NAME", as `wrt` has them."""
+    return [
+        f"{'score' if part == 'score_mod' else 'mask'}.{name}"
+        for part, _, params, arrays, *_ in _parsed(text or "{}")
+        for name in (*(name for name, x in params.items() if x is None), *arrays)
+    ]
 
 
 # --- content ----------------------------------------------------------------------------------------------------------
@@ -160,7 +180,7 @@ def _described(parts: Parts) -> Content:
     tensors: list[Any] = []
     for name, part in parts.items():
         mod = part.mod if isinstance(part, BlockMask) else part
-        texts[name], values = _text(mod), list(map(_tensor, _values(mod)))
+        texts[name], values = _text(mod), [_tensor(x) for _, x in _named(mod)]
         if isinstance(part, BlockMask):
             texts[name]["sizes"] = sizes = _sizes(part)
             texts[name]["digest"] = digest = _digest(mod, sizes)

@@ -6,12 +6,12 @@ Operators take no functions: modifications are text and tensors (`torch_mods.Con
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from .torch_mods import Mods
+from .torch_mods import Mods, value_names
 from .torch_passes import (
     LAYOUT,
     OPTION_DEFAULTS,
@@ -32,8 +32,8 @@ _DEFAULTS = (*(None,) * len(TENSORS), *OPTION_DEFAULTS, None, None)
 _library = torch.library.Library("flashkit", "DEF")  # operators exist as long as it does
 _library.define(f"attention(bool with_lse, {_SCHEMA}) -> (Tensor, Tensor)")
 _library.define(
-    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool of_bias, {_SCHEMA}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, str[] more, {_SCHEMA}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -67,14 +67,21 @@ def _forward_impl(with_lse: bool, q: Any, k: Any, v: Any, *rest: Any) -> tuple[A
 
 
 def _backward_impl(
-    dout: Any, dlse: Any, out: Any, lse: Any, of_bias: bool, q: Any, k: Any, v: Any, *rest: Any
+    dout: Any, dlse: Any, out: Any, lse: Any, more: list[str], q: Any, k: Any, v: Any, *rest: Any
 ) -> tuple[Any, ...]:
     tensors, options, content = _given(rest)
     with torch.no_grad():
         mods, results = _mods(content), results_of(dout, dlse, out, lse)
         known = known_plan(len(results), (q, k, v, *results), tensors, options, mods)
-        found = backward(known, dout, dlse, out, lse, of_bias, q, k, v, tensors, options, mods)
-    return tuple(q.new_empty(0) if x is None else x for x in found)
+        dq, dk, dv, *others = backward(known, dout, dlse, out, lse, more, q, k, v, tensors, options, mods)
+    numbers = [x.reshape(-1).to(lse.dtype) for x in others]
+    return dq, dk, dv, torch.cat(numbers) if numbers else lse.new_empty(0)  # a list has no batching rule of autograd's
+
+
+def unpacked(gradients: Any, tensors: Sequence[Any]) -> list[Any]:
+    """The gradients by these tensors, which the operator returns one after another."""
+    parts = gradients.split([x.numel() for x in tensors]) if tensors else ()
+    return [part.reshape(x.shape).to(x.dtype) for part, x in zip(parts, tensors, strict=True)]
 
 
 def _fake_forward(with_lse: bool, q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
@@ -88,7 +95,7 @@ def _fake_forward(with_lse: bool, q: Any, k: Any, v: Any, *rest: Any) -> tuple[A
 
 
 def _fake_backward(
-    dout: Any, dlse: Any, out: Any, lse: Any, of_bias: bool, q: Any, k: Any, v: Any, *rest: Any
+    dout: Any, dlse: Any, out: Any, lse: Any, more: list[str], q: Any, k: Any, v: Any, *rest: Any
 ) -> tuple[Any, ...]:
     tensors, layout = _layout(rest)
 
@@ -97,11 +104,9 @@ def _fake_backward(
             return x.new_empty(x.shape)
         return x.new_empty((*x.shape[:-3], x.shape[-2], x.shape[-3], x.shape[-1])).transpose(-3, -2)
 
-    dsinks, dbias = (
-        x.new_empty(x.shape) if x is not None else q.new_empty(0)
-        for x in (tensors.get("sinks"), tensors["bias"] if of_bias else None)
-    )
-    return like(q), like(k), like(v), dsinks, dbias
+    text, values = _given(rest)[2]
+    own = tensors | dict(zip(value_names(text), values, strict=True))
+    return like(q), like(k), like(v), lse.new_empty(sum(own[name].numel() for name in more))
 
 
 def _layout(rest: tuple[Any, ...]) -> tuple[Tensors, str]:
@@ -120,11 +125,6 @@ Batched = dict[str, tuple[Any, int | None]]
 
 _AXES = TENSORS | dict.fromkeys(("q", "k", "v", "out", "dout"), "tokens") | dict.fromkeys(("lse", "dlse"), "rows")
 _DROPOUT = OPTION_NAMES.index("dropout_p")
-
-
-def value_names(values: Any) -> list[str]:
-    """Names of the tensors of modifications."""
-    return [f"value{i}" for i in range(len(values))]
 
 
 def batched_results(
@@ -147,7 +147,7 @@ def batched_results(
     head = 1 if options[LAYOUT] == "bhnd" else 2
     lent = {name: _as_batch(name, x, axis, size, shape, head, of_bias) for name, (x, axis) in given.items()}
     outputs = zip(names, call(lent), strict=True)
-    return tuple(_as_entries(name, x, size, len(shape), head, given) for name, x in outputs)
+    return tuple(_as_entries(name, x, size, len(shape), head) for name, x in outputs)
 
 
 def _fits_one_call(given: Batched, options: tuple[Any, ...]) -> bool:
@@ -175,13 +175,10 @@ def _as_batch(name: str, x: Any, axis: int | None, size: int, shape: list[int], 
     return x
 
 
-def _as_entries(name: str, x: Any, size: int, axes: int, head: int, given: Batched) -> Any:
+def _as_entries(name: str, x: Any, size: int, axes: int, head: int) -> Any:
     """A result of all entries. axes: of q in one of them."""
-    if x.dim() == 1:  # stands for a result that is not asked for
-        return x.new_empty(size, 0)
-    if name == "dbias":
-        bias, axis = given["bias"]
-        return x.reshape(size, *[n for i, n in enumerate(bias.shape) if i != axis])
+    if x.dim() == 1:  # numbers of all entries, or none
+        return x.reshape(size, x.numel() // size)
     if axes == 2:
         return x.squeeze(1 if name == "lse" else head)
     return x
@@ -191,7 +188,7 @@ def _batched(rest: tuple[Any, ...], axes: tuple[Any, ...]) -> tuple[Any, ...]:
     """An operator's arguments behind v: tensors by name with their axes, options, text, names of the text's tensors."""
     tensors, options, (text, values) = _given(rest)
     of_values = axes[-1] if values and axes[-1] is not None else [None] * len(values)
-    names = value_names(values)
+    names = value_names(text)
     given = {name: (x, axes[list(TENSORS).index(name)]) for name, x in tensors.items()}
     return given | dict(zip(names, zip(values, of_values), strict=True)), options, text, names
 
@@ -208,21 +205,20 @@ def _batched_forward(info: Any, axes: tuple[Any, ...], with_lse: bool, q: Any, k
 
 
 def _batched_backward(
-    info: Any, axes: tuple[Any, ...], dout: Any, dlse: Any, out: Any, lse: Any, of_bias: bool, q: Any, k: Any, v: Any,
+    info: Any, axes: tuple[Any, ...], dout: Any, dlse: Any, out: Any, lse: Any, more: list[str], q: Any, k: Any, v: Any,
     *rest: Any,
 ) -> Any:  # fmt: skip
     given, options, text, values = _batched(rest, axes[8:])
 
     def call(x: dict[str, Any]) -> tuple[Any, ...]:
         arguments = flat(x, options, text, [x[name] for name in values])
-        results = x["dout"], x.get("dlse"), x["out"], x["lse"], of_bias
+        results = x["dout"], x.get("dlse"), x["out"], x["lse"], more
         return backward_op(*results, x["q"], x["k"], x["v"], *arguments)
 
     own = (("dout", dout), ("dlse", dlse), ("out", out), ("lse", lse), ("", None), ("q", q), ("k", k), ("v", v))
     given |= {name: (x, axis) for (name, x), axis in zip(own, axes) if x is not None}
-    names = ("dq", "dk", "dv", "dsinks", "dbias")
-    alone = text is not None or "sinks" in given
-    return batched_results(call, info.batch_size, given, options, names, alone, of_bias), (0,) * 5
+    names, alone = ("dq", "dk", "dv", "more"), text is not None or not {"bias"}.issuperset(more)
+    return batched_results(call, info.batch_size, given, options, names, alone, "bias" in more), (0,) * 4
 
 
 def _no_gradient(ctx: Any, *_: Any) -> Any:

@@ -4,16 +4,15 @@ one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..mods import dropout
 from ..options import DEFAULTS, OPTIONS, TYPES, Layout, Precision
 from . import interop, torch_plans
 from .call import ONLY_TENSORS, Call
-from .compose import modified
 from .planned import Planned
 from .plans import plan_of
 from .torch_mods import Mods
@@ -74,6 +73,12 @@ def _keywords(tensors: Tensors, options: tuple[Any, ...], mods: Mods | None) -> 
     return keywords if mods is None else keywords | mods.options()
 
 
+def keywords_of(tensors: Tensors, options: tuple[Any, ...], mods: Mods | None) -> dict[str, Any]:
+    """The arguments of a call as those of flashkit.attention, tensors without marks of autograd."""
+    plain = {name: x.detach() for name, x in tensors.items()}
+    return _keywords(plain, options, mods)
+
+
 def bhnd_in_bnhd_memory(q: Any, layout: str) -> bool:
     """Whether q is a transposed view of (B, N, H, D), as models make it: the result becomes one, too."""
     return layout == "bhnd" and q.dim() == 4 and q.stride(1) < q.stride(2) and q.shape[2] != 1
@@ -125,74 +130,37 @@ def results_of(dout: Any, dlse: Any, out: Any, lse: Any) -> tuple[Any, ...]:
 
 
 def backward(
-    known: Any, dout: Any, dlse: Any, out: Any, lse: Any, of_bias: bool, q: Any, k: Any, v: Any, tensors: Tensors,
+    known: Any, dout: Any, dlse: Any, out: Any, lse: Any, more: Sequence[str], q: Any, k: Any, v: Any, tensors: Tensors,
     options: tuple[Any, ...], mods: Mods | None,
-) -> tuple[Any, ...]:  # fmt: skip
-    """dq, dk and dv, contiguous as (B, H, N, D), dsinks or None, dbias or None.
+) -> list[Any]:  # fmt: skip
+    """dq, dk and dv, contiguous as (B, H, N, D), and the gradients by `more`, names as of `Vjp.__call__`.
 
     known: of `known_plan` for the number of `results_of`, and q, k, v and these.
     """
-    wrt = WRT if "sinks" in tensors else WRT[:3]
+    wrt = *WRT[:3], *more
     if known is not None:
         planned, memory = known[0], interop.TORCH.memory
         with interop.TORCH.scope(q):
             recorded = planned.recorded_on(memory(q), memory(k), memory(v), memory(out), memory(lse))
-            vjp: Any = Vjp(recorded)
-            gradients = _gradients(vjp, q, memory(dout), None if dlse is None else memory(dlse), wrt)
-    else:
-        keywords = _keywords(tensors, options, mods)
-        backend = keywords.pop("backend", None)
-        with Call("attention", q, k, v, keywords) as call:
-            is_memory = type(call.q) in (View, np.ndarray)
-            planned = plan_of(call, backend, True, recorded=True)
-            adapter: Any = call.foreign
-            take = adapter.views if type(call.q) is View else adapter.to_native
-            native = take(out=out, lse=lse, dout=dout, dlse=dlse)
-            recorded = planned.recorded(call, native["out"], native["lse"], kept=True)
-            vjp = Vjp(recorded, call.options.get("sinks"))
-            gradients = _gradients(vjp, q, native["dout"], native["dlse"], wrt)
-            if is_memory and not tensors and not mods and _serves_others(planned, call):
-                results = results_of(dout, dlse, out, lse)
-                torch_plans.keep(torch_plans.name_of(len(results), options), (q, k, v, *results), (planned, False))
-    dq, dk, dv, *dsinks = gradients
-    dbias = None
-    if of_bias:
-        dbias = _bias_gradient(vjp, dout, dlse, out, lse, q, k, v, tensors["bias"])
-    return dq, dk, dv, dsinks[0] if dsinks else None, dbias
+            return _gradients(Vjp(recorded), q, memory(dout), None if dlse is None else memory(dlse), wrt)
+    keywords = _keywords(tensors, options, mods)
+    backend = keywords.pop("backend", None)
+    with Call("attention", q, k, v, keywords) as call:
+        is_memory = type(call.q) in (View, np.ndarray)
+        planned = plan_of(call, backend, True, recorded=True)
+        adapter: Any = call.foreign
+        take = adapter.views if type(call.q) is View else adapter.to_native
+        native = take(out=out, lse=lse, dout=dout, dlse=dlse)
+        vjp: Any = Vjp(planned.recorded(call, native["out"], native["lse"], kept=True), call.options)
+        vjp.check_names(wrt)
+        gradients = _gradients(vjp, q, native["dout"], native["dlse"], wrt)
+        if is_memory and not tensors and not mods and _serves_others(planned, call):
+            results = results_of(dout, dlse, out, lse)
+            torch_plans.keep(torch_plans.name_of(len(results), options), (q, k, v, *results), (planned, False))
+    return gradients
 
 
 def _gradients(vjp: Any, q: Any, dout: Any, dlse: Any, wrt: tuple[str, ...]) -> list[Any]:
     """The gradients of native arrays or Views as tensors."""
     empty = dout.empty if type(dout) is View else None
     return [interop.TORCH.own(x, q) for x in vjp.gradients(dout, dlse, wrt, empty)]
-
-
-def _bias_gradient(vjp: Any, dout: Any, dlse: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, bias: Any) -> Any:
-    """dS of the backward pass, summed to the bias: as large as the scores of one batch entry, and of the bias itself.
-    No backend computes it. The bias is the last modification of a score, so dS is its gradient.
-
-    Dao, "FlashAttention-2", 2023, arXiv 2307.08691, Algorithm 2: P = exp(S - lse), dS = P * (dP - delta).
-    """
-    wide, shape, op = lse.dtype, vjp.shape, vjp.operands
-    q, k, v, out, dout = (shape.four_axes(x).to(wide) for x in (q, k, v, out, dout))
-    (batch, heads, n_q, _), (heads_k, n_k) = q.shape, k.shape[1:3]
-    k, v = (x.repeat_interleave(heads // max(heads_k, 1), 1) for x in (k, v))
-    lse, delta = lse.reshape(batch, heads, n_q, 1), (dout * out).sum(-1, keepdim=True)
-    if dlse is not None:
-        delta = delta - dlse.reshape(delta.shape)
-    axes = bias.shape[: max(bias.dim() - 3, 0)]
-    total = torch.zeros((), dtype=wide, device=q.device).expand(bias.shape).clone()
-    for b in range(batch):
-        found = modified(vjp.problem.spec, op, b, interop.TORCH.native("scores", op.scale * (q[b] @ k[b].mT)))
-        s, visible = (interop.TORCH.own(x, q) for x in found)
-        dp = dout[b] @ v[b].mT
-        if op.dropout_p:
-            kept = dropout.keep(
-                op.seed, op.dropout_p, b, np.arange(heads)[:, None, None], np.arange(n_q)[:, None], np.arange(n_k)
-            )
-            dp = torch.from_numpy(kept).to(q.device) * dp / (1 - op.dropout_p)
-        ds = torch.where(visible & lse[b].isfinite(), torch.exp(s - lse[b]) * (dp - delta[b]), 0)
-        place = np.unravel_index(b, shape.batch)[len(shape.batch) - len(axes) :] if axes else ()
-        part = total[tuple(int(i) if n > 1 else 0 for i, n in zip(place, axes, strict=True))]  # it broadcasts
-        part += ds.sum_to_size(part.shape) if part.dim() == 3 else ds.sum(0).sum_to_size(part.shape)
-    return total.to(bias.dtype)

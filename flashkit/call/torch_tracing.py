@@ -131,7 +131,7 @@ class Symbol:
         return _call(func, args, kwargs or {})
 
     def to(self, *target: Any, dtype: Any = None, **_: Any) -> Symbol:
-        """Conversion to a floating dtype; devices and all else change nothing."""
+        """Conversion to another dtype; devices and all else change nothing."""
         wanted = dtype or next((x for x in target if isinstance(x, torch.dtype)), None)
         if wanted is None or wanted == self.dtype or (wanted.is_floating_point and self.dtype.is_floating_point):
             return self
@@ -139,9 +139,7 @@ class Symbol:
             return self._of(expr.to_float(self.graph))
         if wanted == torch.bool:
             return self._of(self.graph != 0)
-        if self.graph.kind == "float":
-            raise TypeError(f"a float cannot be converted to {wanted}; divide positions by //")
-        return self._of(expr.where(self.graph, 1, 0)) if self.graph.kind == "bool" else self
+        return self._of(expr.to_int(self.graph))
 
     def __getattr__(self, name: str) -> Any:
         """A method of tensors: a conversion, or a function of PyTorch of this name."""

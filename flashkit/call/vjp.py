@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
+from .. import dispatch
 from ..errors import shown
-from ..spec import Gradients
+from ..mods.tracing import graph_name
+from ..spec import AttentionSpec, Gradients, reads_of
 from . import arrays
 from .call import Adapter
 from .planned import Recorded
 
 WRT = ("q", "k", "v", "sinks")
+"""Names in `wrt` beside those of values of score modifications."""
 
 A = TypeVar("A")
 """The array type of the call."""
@@ -21,10 +27,14 @@ A = TypeVar("A")
 class Vjp(Generic[A]):
     """The vector-Jacobian product of one call of attention; see `flashkit.attention_vjp`."""
 
-    def __init__(self, recorded: Recorded, sinks: Any = None, adapters: Sequence[Adapter] = ()) -> None:
-        """sinks: the caller's. adapters: of the call, the outermost first."""
-        self.problem, self.operands, self.shape, self._run = recorded
-        self._sinks_dtype = getattr(sinks, "dtype", None)
+    def __init__(
+        self, recorded: Recorded, options: Mapping[str, Any] | None = None, adapters: Sequence[Adapter] = ()
+    ) -> None:
+        """options: the caller's. adapters: of the call, the outermost first."""
+        self.problem, self.operands, self.shape, self._run, self._backend = recorded
+        self._forms = {
+            name: (x.shape, x.dtype) for name, x in (options or {}).items() if hasattr(x, "shape") and x is not None
+        }  # of the caller's arrays, in which gradients are returned
         self._adapters = adapters
 
     def __repr__(self) -> str:
@@ -42,12 +52,14 @@ class Vjp(Generic[A]):
         dlse
             Array of lse's shape and dtype; None is 0.
         wrt
-            Inputs to differentiate by: any of "q", "k", "v" and "sinks".
+            Inputs to differentiate by: any of "q", "k", "v", "sinks", "bias", "alibi_slopes", "softcap", "mask" where
+            it is floating, and "score.NAME" for an array or number NAME of the score modification, floating as well.
 
         Returns
         -------
         tuple of array
-            One gradient for each name in `wrt`, in this order, of the shape and dtype of the input.
+            One gradient for each name in `wrt`, in this order, of the shape and dtype of the input; that of a number
+            has no axes, and is float32, or float64 for float64 inputs. Sums over pairs are in these precisions.
 
         Raises
         ------
@@ -63,13 +75,16 @@ class Vjp(Generic[A]):
         >>> dv, dsinks = vjp(np.ones_like(out), np.ones_like(lse), wrt=("v", "sinks"))
         >>> dv.shape, dsinks.shape
         ((1, 2, 16, 8), (2,))
+
+        A bias that all batch entries share, and a table of a modification:
+
+        >>> bias, table = np.zeros((2, 16, 16), np.float32), np.zeros(16, np.float32)
+        >>> near = flashkit.mods.score(lambda s, b, h, q, k, *, table: s + table[abs(q - k)], table=table)
+        >>> out, vjp = flashkit.attention_vjp(q, k, v, bias=bias, score_mod=near)
+        >>> [x.shape for x in vjp(np.ones_like(out), wrt=("bias", "score.table"))]
+        [(2, 16, 16), (16,)]
         """
-        known = WRT[: 3 if self.operands.sinks is None else 4]
-        if not isinstance(wrt, tuple | list):
-            raise TypeError(f"wrt: expected a tuple of {', '.join(map(repr, known))}, got {shown(wrt)}")
-        for name in wrt:
-            if not isinstance(name, str) or name not in known:
-                raise ValueError(f"wrt: expected {', '.join(map(repr, known))}, got {shown(name)}")
+        self.check_names(wrt)
         with ExitStack() as scopes:
             for adapter in self._adapters:
                 scopes.enter_context(adapter.scope())
@@ -79,6 +94,34 @@ class Vjp(Generic[A]):
             for adapter in reversed(self._adapters):
                 gradients = tuple(adapter.from_native(f"d{name}", x) for name, x in zip(wrt, gradients, strict=True))
             return gradients
+
+    def check_names(self, wrt: Any) -> None:
+        """Refuse names that this call has no gradients by."""
+        spec, names = self.problem.spec, self.operands.names
+        kinds = {slot.name: slot.kind for slot in spec.slots}
+        known = [*WRT[: 3 if self.operands.sinks is None else 4]]
+        known += [name for name, slot in names.items() if kinds[slot] == "float"]
+        expected = ", ".join(map(repr, known))
+        if not isinstance(wrt, tuple | list):
+            raise TypeError(f"wrt: expected a tuple of {expected}, got {shown(wrt)}")
+        for name in wrt:
+            slot = self._slot(name) if isinstance(name, str) else None
+            if slot is not None and kinds[slot] != "float":
+                raise TypeError(f"wrt: expected {expected}, got {name!r}, which is {kinds[slot]} and has no derivative")
+            if name == "mask" and "mask" in self._forms and slot is None:
+                raise TypeError("wrt: expected a floating mask for 'mask', got one of bools, which has no derivative")
+            if slot is None and (not isinstance(name, str) or name not in known):
+                raise ValueError(f"wrt: expected {expected}, got {shown(name)}")
+            if slot is not None and not reads_of(spec.score, slot):
+                raise ValueError(
+                    f"wrt: the scores have no derivative by {name!r}, which a modification only compares or rounds"
+                )
+
+    def _slot(self, name: str) -> str | None:
+        """The slot of a value of a score modification."""
+        prefix, _, rest = name.partition(".")
+        names = self.operands.names
+        return names.get(name) or names.get(f"{prefix}.{graph_name(rest)}")
 
     def gradients(self, dout: Any, dlse: Any, wrt: tuple[str, ...], empty: Any = None) -> tuple[Any, ...]:
         """The gradients of arrays as backends read them. empty: f(shape, dtype) makes an array; by default that of the
@@ -94,11 +137,29 @@ class Vjp(Generic[A]):
         empty = empty or xp.ndarray  # faster than the library's `empty`
         dq, dk, dv = empty(op.q.shape, dtype), empty(op.k.shape, dtype), empty(op.v.shape, dtype)
         dsinks = xp.empty_like(op.sinks) if "sinks" in wrt else None
-        self.fill(Gradients(shape.to_four(dout), dlse, dq, dk, dv, dsinks))
-        if dsinks is not None and self._sinks_dtype is not None:
-            dsinks = dsinks.astype(self._sinks_dtype, copy=False)
+        slots = {name: slot for name in wrt if (slot := self._slot(name)) is not None}
+        values = {
+            slot: xp.zeros(op.arrays[slot].shape if slot in op.arrays else (), op.lse.dtype) for slot in slots.values()
+        }
+        self.fill(Gradients(shape.to_four(dout), dlse, dq, dk, dv, dsinks, values))
+        if dsinks is not None and "sinks" in self._forms:
+            dsinks = dsinks.astype(self._forms["sinks"][1], copy=False)
         tensors = {"q": dq, "k": dk, "v": dv}
-        return tuple([dsinks if name == "sinks" else shape.like(tensors[name]) for name in wrt])
+        found = {"sinks": dsinks, **{name: self._as_given(name, slot, values[slot]) for name, slot in slots.items()}}
+        return tuple([shape.like(tensors[name]) if name in tensors else found[name] for name in wrt])
+
+    def _as_given(self, name: str, slot: str, gradient: Any) -> Any:
+        """The gradient by a slot in the shape and dtype of the caller's array, which may have been broadcast over batch
+        axes.
+        """
+        own = self.operands.arrays.get(slot, gradient)
+        shape, dtype = self._forms.get(name, (own.shape, own.dtype))
+        if gradient.size != math.prod(shape):
+            batch = self.shape.batch
+            own_batch = (1,) * (len(batch) + 3 - len(shape)) + shape[:-3]
+            axes = tuple(i for i, n in enumerate(own_batch) if n == 1)
+            gradient = gradient.reshape(*batch, *gradient.shape[1:]).sum(axes)
+        return gradient.reshape(shape).astype(dtype, copy=False)
 
     def fill(self, gradients: Gradients) -> None:
         """Compute these gradients."""
@@ -106,6 +167,10 @@ class Vjp(Generic[A]):
             for tensor in (gradients.dq, gradients.dk, gradients.dv, gradients.dsinks):
                 if tensor is not None:
                     tensor[...] = 0
+        elif gradients.values:
+            spec = _with_values(self.problem.spec, tuple(sorted(gradients.values)))
+            backend, plan = dispatch.plan(replace(self.problem, spec=spec), self._backend)
+            backend.backward(plan, self.operands, gradients)
         else:
             self._run(self.operands, gradients)
 
@@ -117,3 +182,8 @@ class Vjp(Generic[A]):
         if array.shape != shape:
             raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")
         return array
+
+
+@lru_cache(maxsize=256)
+def _with_values(spec: AttentionSpec, wrt: tuple[str, ...]) -> AttentionSpec:
+    return replace(spec, wrt=wrt)

@@ -25,6 +25,7 @@ TAKEN = (
     "scale", "softcap", "causal", "window", "alibi_slopes", "score_mod", "mask_mod", "deterministic", "backend",
 )  # fmt: skip
 
+
 class SpreadCache:
     """The part of a KV cache that this rank holds. Made by `Comm.cache`.
 
@@ -111,5 +112,5 @@ class SpreadCache:
         plain = {name: x for name, x in options.items() if name in ("scale", "softcap", "deterministic", "backend")}
         moved_mods = {"score_mod": score, "mask_mod": mask}
         given = {name: moved(mod, places) for name, mod in moved_mods.items() if mod is not None}
-        found: tuple[Any, Any] = self.own.attend(q, return_lse=True, q_offset=0, **plain, **given)
+        found: tuple[Any, Any] = self.own.attend(q, return_lse=True, q_offset=0, **{**plain, **given})
         return found

@@ -19,6 +19,7 @@ from ..numeric import number
 from ..options import DEFAULTS, OPTIONS, Options, documented, unknown
 from .all_to_all import AllToAll
 from .cache import SpreadCache
+from .explanation import Prediction, predict
 from .gather import Gather
 from .heads import Heads
 from .passes import Attempt, Rows, sink_gradient
@@ -92,6 +93,13 @@ class Comm:
 
     def __repr__(self) -> str:
         return f"<Comm rank {self.rank} of {self.ranks}>"
+
+    def close(self) -> None:
+        """Free threads and communicators. Every rank calls it, and nothing after it."""
+        every: list[Any] = [self._on_devices, self._control]
+        for transport in every:
+            if hasattr(transport, "close"):
+                transport.close()
 
     def shard(self, x: Any, axis: int = -2, *, order: str = "contiguous") -> Any:
         """The tokens of this rank, of an array that every rank has. Nothing is sent.
@@ -237,6 +245,35 @@ class Comm:
 
             return run.to_caller(out, lse, return_lse), vjp
 
+    def explain(
+        self, q: Any, k: Any, v: Any, *, method: str = "ring", order: str = "contiguous", return_lse: bool = False,
+        backend: str | None = None, **options: Unpack[Options],
+    ) -> Prediction:  # fmt: skip
+        """Predict what a call of `attention` costs: bytes, time and efficiency. Nothing is sent.
+
+        Parameters
+        ----------
+        q, k, v, method, order, backend, **options
+            As for `attention`. All ranks are taken to have as many tokens as this one.
+        return_lse
+            Accepted so that the arguments of a call can be passed.
+
+        Returns
+        -------
+        Prediction
+            See `predict`.
+        """
+        adapter = interop.adapter_of(q)
+        with adapter.scope():
+            given: dict[str, Any] = adapter.to_native(**options)
+            tensors, wholes = adapter.to_native(q=q, k=k, v=v), []
+            for x in tensors.values():
+                shape = list(x.shape)
+                shape[Axes.of(tensors["q"], given).tokens] *= self.ranks
+                xp: Any = arrays.namespace(arrays.require("q", x))
+                wholes.append(arrays.stand_in(xp.zeros((), x.dtype), tuple(shape)))
+            return predict(*wholes, ranks=self.ranks, method=method, order=order, backend=backend, **given)
+
     def cache(
         self, sequences: int, kv_heads: int, dim: int, value_dim: int | None = None, *, pages: int, page: int = 64,
         dtype: Any = None, like: Any = None,
@@ -294,7 +331,7 @@ class Comm:
         xp
             The module whose arrays travel, numpy or cupy.
         rounds
-            Messages, of which the median counts.
+            Messages of each of three measurements, of which the median counts; the first message is not timed.
         """
         attempt = Attempt()
         kind = "numpy" if xp is np else "cupy"
@@ -303,15 +340,16 @@ class Comm:
         outgoing, incoming = attempt(lambda: (xp.zeros(size, np.uint8), xp.zeros(size, np.uint8))) or (None, None)
         self._share(attempt)
         taken = []
-        for _ in range(rounds + 1):
+        sends, receives = [((self.rank + 1) % self.ranks, outgoing)], [((self.rank - 1) % self.ranks, incoming)]
+        for count_of in (1, rounds, rounds, rounds):
             self._share(attempt)
             begin = time.perf_counter()
-            sends, receives = [((self.rank + 1) % self.ranks, outgoing)], [((self.rank - 1) % self.ranks, incoming)]
-            transport.exchange(sends, receives).wait()
+            for _ in range(count_of):
+                transport.exchange(sends, receives).wait()
             if kind == "cupy":
                 xp.cuda.get_current_stream().synchronize()
-            taken.append(time.perf_counter() - begin)
-        return size / max(self._share(attempt, sorted(taken[1:])[rounds // 2])) / 1e9
+            taken.append((time.perf_counter() - begin) / count_of)
+        return size / max(self._share(attempt, sorted(taken[1:])[1])) / 1e9
 
     # --- agreement ----------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """`predict`: bytes, time and efficiency of a distributed call, for any number of ranks, computed on one.
 
-The model: a rank's step takes the longer of its attention and the transfer behind it. Attention runs at the rate of one
-device; a transfer at the bandwidth between devices. A step is as slow as the rank with most visible pairs.
+The model: a rank's step takes the longer of its attention and the transfer behind it, and then merges what it has got.
+Attention runs at the rate of one device, a transfer at the bandwidth between devices, merging at that of memory. A step
+is as slow as the rank with most visible pairs.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ class Prediction:
 
 def predict(
     q: Any, k: Any, v: Any, *, ranks: int, method: str = "ring", order: str = "contiguous",
-    bandwidth_gbs: float | None = None, seconds: dict[str, Any] | None = None, backend: str | None = None,
+    bandwidth_gbs: float | None = None, memory_gbs: float | None = None, seconds: dict[str, Any] | None = None,
+    backend: str | None = None,
     **options: Unpack[Options],
 ) -> Prediction:  # fmt: skip
     """Predict the cost of a call of `Comm.attention` and its gradient.
@@ -101,6 +103,8 @@ def predict(
         As for `Comm.attention`.
     bandwidth_gbs
         What a device sends at a time, in 1e9 bytes/s; by default that of the device's profile.
+    memory_gbs
+        At what rate partial results are merged; by default the bandwidth of main memory of the profile.
     seconds
         Time of the "forward" and the "backward" pass on one device; by default that of `flashkit.explain`, and 2.5
         times as much.
@@ -127,8 +131,9 @@ def predict(
     axis = Axes.of(q, given).tokens
     whole = Whole(q, k, v, given, (q.shape[axis], k.shape[axis]), backend)
     found = api.explain(q, k, v, backend=backend, **options)
-    if bandwidth_gbs is None:
-        bandwidth_gbs = profiles.for_device("cuda" if arrays.kind_of(q) == "cupy" else "cpu").interconnect_gbs
+    profile = profiles.for_device("cuda" if arrays.kind_of(q) == "cupy" else "cpu")
+    bandwidth_gbs = profile.interconnect_gbs if bandwidth_gbs is None else bandwidth_gbs
+    memory_gbs = memory_gbs or profile.bandwidth_gbs
     one = {**seconds} if seconds else {"forward": found.predicted_seconds}
     one.setdefault("backward", None if one["forward"] is None else BACKWARD * one["forward"])
     share = [flops / found.flops["forward"] for flops in _busiest(whole, (q, k, v), order, ranks, method)]
@@ -137,6 +142,9 @@ def predict(
     of_q, of_out, of_kv = (n // ranks for n in (q.nbytes, q.nbytes // q.shape[-1] * v.shape[-1], k.nbytes + v.nbytes))
     of_dq, of_sums = (n // q.itemsize * wide for n in (of_q, of_kv))
     hops, away = len(share) - 1, ranks - 1
+    # Each further step reads and writes sums, and reads what it adds: of out, or of all gradients.
+    touched = {"forward": of_out, "backward": of_q + 2 * of_kv}
+    merged = {name: n // q.itemsize * (q.itemsize + 2 * wide) * hops for name, n in touched.items()}
     hidden: dict[str, list[int]] = {"forward": [0] * len(share), "backward": [0] * len(share)}
     if method == "ring":
         hidden = {"forward": [of_kv] * hops + [0], "backward": [of_kv + of_sums] * hops + [0]}
@@ -156,7 +164,8 @@ def predict(
             if alone is not None:
                 moving = [LATENCY * (n > 0) + n / bandwidth_gbs / 1e9 for n in hidden[name]]
                 steps = sum(max(alone * part, moved) for part, moved in zip(share, moving, strict=True))
-                times[name] = steps + open_[name] / bandwidth_gbs / 1e9
+                merging = merged[name] / memory_gbs / 1e9 if memory_gbs else 0.0
+                times[name] = steps + merging + open_[name] / bandwidth_gbs / 1e9
     efficiency = {name: None if t is None else one[name] / t / ranks for name, t in times.items()}
     return Prediction(found.problem, ranks, method, order, share, sent, bandwidth_gbs, one, times, efficiency)
 

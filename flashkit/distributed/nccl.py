@@ -55,13 +55,19 @@ class Nccl:
         self._nccl.groupStart()
         try:
             for rank, x in sends:
-                self._comm.send(x.data.ptr, x.nbytes, kind, rank, stream.ptr)
+                if x.nbytes:
+                    self._comm.send(x.data.ptr, x.nbytes, kind, rank, stream.ptr)
             for rank, x in receives:
-                self._comm.recv(x.data.ptr, x.nbytes, kind, rank, stream.ptr)
+                if x.nbytes:
+                    self._comm.recv(x.data.ptr, x.nbytes, kind, rank, stream.ptr)
         finally:
             self._nccl.groupEnd()
         done.record(stream)
         return _OnStream(self._cupy, done, Done())
+
+    def close(self) -> None:
+        """Free the communicator."""
+        self._comm.destroy()
 
     def agree(self, item: Any) -> list[Any]:
         try:

@@ -37,12 +37,17 @@ def wide_of(dtype: Any) -> np.dtype:
 
 
 def add_scaled(total: Any, part: Any, a: Any = 1.0, b: Any = 1.0) -> None:
-    """total = a * total + b * part, in place and in the dtype of total. a, b: numbers, or arrays that broadcast."""
+    """total = a * total + b * part, in place and in the dtype of total. a, b: numbers, or arrays that broadcast. The
+    contents of part may be lost.
+    """
     if not isinstance(total, np.ndarray):
         return _kernel(part.dtype.name, total.dtype.name)(*_plain(part), a, b, total, total)
+    part = part.astype(total.dtype, copy=False)
     if np.ndim(a):
         total *= a
-    total += part.astype(total.dtype) * b if np.ndim(b) else part.astype(total.dtype, copy=False)
+    if np.ndim(b):
+        part = np.multiply(part, b, out=part if part.shape == total.shape else None)
+    total += part
 
 
 @cache

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import pickle
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
 
 from .transport import Messages, Pending, as_bytes
 
+_numbers: defaultdict[str, Any] = defaultdict(itertools.count)
+
 
 class ProcessGroup:
-    """The transport of a group of torch.distributed, whose time limit is the group's."""
+    """The transport of a group of torch.distributed. Time limits are those of the group and of its store. All ranks
+    make their transports of a group in the same order.
+    """
 
     def __init__(self, group: Any) -> None:
         import torch
@@ -18,6 +25,10 @@ class ProcessGroup:
 
         self._torch, self._distributed, self._group = torch, distributed, group
         self.rank, self.ranks = distributed.get_rank(group), distributed.get_world_size(group)
+        # Small objects go through the store in which the processes met: a GPU's communicator would have to wait for it.
+        name = f"flashkit-{group.group_name}-{next(_numbers[group.group_name])}"
+        self._store = distributed.PrefixStore(name, distributed.distributed_c10d._get_default_store())
+        self._agreements = 0
         self._global = [distributed.get_global_rank(group, rank) for rank in range(self.ranks)]
 
     def exchange(self, sends: Messages, receives: Messages) -> Pending:
@@ -31,8 +42,11 @@ class ProcessGroup:
         return _Works(d.batch_isend_irecv(operations) if operations else [], operations)
 
     def agree(self, item: Any) -> list[Any]:
-        items: list[Any] = [None] * self.ranks
-        self._distributed.all_gather_object(items, item, self._group)
+        number, self._agreements = self._agreements, self._agreements + 1
+        self._store.set(f"{number}/{self.rank}", pickle.dumps(item))
+        items = [pickle.loads(self._store.get(f"{number}/{rank}")) for rank in range(self.ranks)]
+        if number:  # the others have read the one before, as they have written this one
+            self._store.delete_key(f"{number - 1}/{self.rank}")
         return items
 
     def _tensor(self, x: Any) -> Any:

@@ -75,6 +75,12 @@ class Mpi:
     def exchange(self, sends: Messages, receives: Messages) -> Pending:
         return self.start(self.transfer, sends, receives)
 
+    def close(self) -> None:
+        """Free the thread and the communicator."""
+        if self._worker is not None:
+            self._worker.shutdown()
+        self._comm.Free()
+
     def start(self, work: Any, *arguments: Any) -> Pending:
         """Run `work` beside the caller, or now if MPI was initialised without threads."""
         if self._worker is not None:

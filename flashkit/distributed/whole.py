@@ -20,6 +20,7 @@ from ..call.chunks import hiding, joined, moved
 from ..call.shape import HEADS_AND_TOKENS
 from ..errors import UnsupportedError
 from ..mods import expr
+from ..mods.dropout import ChunkSeed
 from ..options import DEFAULTS, with_axes
 from .placement import along
 
@@ -45,7 +46,6 @@ OF_ROWS = Axes(-2, -1)
 NOT_TAKEN = {
     "page_table": "pages have no order among ranks; see Comm.attend",
     "precision": "a part of the keys has other scales than the whole",
-    "dropout_p": "pairs are dropped by their numbers within a call",
 }
 """Options that are refused, and why."""
 
@@ -80,7 +80,7 @@ class Whole:
     ) -> None:
         o: Any = SimpleNamespace(**DEFAULTS | options)
         for name, why in NOT_TAKEN.items():
-            if options.get(name) not in (None, "highest", "tf32", 0):
+            if options.get(name) not in (None, "highest", "tf32"):
                 raise UnsupportedError(f"{name}: not taken by distributed attention: {why}")
         self.xp: Any = arrays.namespace(arrays.require("q", q))
         self.axes, self.tokens, self._o = Axes.of(q, options), tokens, o
@@ -111,6 +111,7 @@ class Whole:
         by_position = o.causal and mods.causal(), self._window and mods.sliding_window(*self._window)
         plain = joined([mod or None for mod in by_position])
         self._plain, self._hidden = (None if x is None else hiding(x) for x in (plain, joined([plain, self._mask])))
+        self._dropout: Any = (operands.dropout_p, operands.seed) if operands.dropout_p else None
         self._fixed = {name: options[name] for name in _FIXED if name in options} | {"backend": backend}
 
     def of_heads(self, heads: range) -> Whole:
@@ -179,6 +180,8 @@ class Whole:
                 if x.ndim > 1 and x.shape[-2] > 1:
                     x = along(x, -2, place)
                 options[name] = along(x, -1, keys) if x.shape[-1] > 1 else x
+        if self._dropout:
+            options |= self._dropped(_scalar(of_q.first), _scalar(k0), step)
         if self.packed:
             options["cu_seqlens"] = of_q.offsets, of_k.offsets
         else:
@@ -187,6 +190,17 @@ class Whole:
             if (of_q.counts < len(rows)).any():
                 options["q_lengths"] = of_q.counts
         return options
+
+    def _dropped(self, row: Any, key: Any, step: int) -> dict[str, Any]:
+        """Dropout of the same pairs as in the whole, whose generator serves four neighbouring keys at a time."""
+        of_cuda = self.xp is not np and isinstance(key, int) and key % 4
+        if step > 1 or of_cuda or not (isinstance(row, int) and isinstance(key, int)):
+            raise UnsupportedError(
+                "dropout_p: expected order='contiguous' or 'zigzag', no cu_seqlens, and on a GPU chunks of a multiple "
+                "of 4 keys, as random numbers are drawn for four keys at a time; method='heads' takes all"
+            )
+        probability, seed = self._dropout
+        return {"dropout_p": probability, "seed": ChunkSeed.at(seed, row, key, self.first_head)}
 
     def sees(self, rows: range, keys: range) -> bool:
         """Whether a causal mask, the window and lengths, which all ranks know, leave a pair of these."""

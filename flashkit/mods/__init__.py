@@ -15,6 +15,7 @@ from .library import (
     prefix_lm,
     sliding_window,
     softcap,
+    t5_bias,
     visible,
 )
 from .mod import Mod, after, combine, mask, score, trace
@@ -22,7 +23,7 @@ from .tracing import ModKind
 
 __all__ = [
     "Mod", "ModKind", "after", "alibi", "bias", "causal", "combine", "dilated", "document", "mask", "prefix_lm",
-    "score", "sliding_window", "softcap", "trace", "visible",
+    "score", "sliding_window", "softcap", "t5_bias", "trace", "visible",
 ]  # fmt: skip
 
 

@@ -17,6 +17,24 @@ WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 
 
+class ChunkSeed(int):
+    """The seed of a call on a chunk of a larger one, whose rows, keys and heads begin at these."""
+
+    first_row = first_key = first_head = 0
+
+    @classmethod
+    def at(cls, seed: int, row: int, key: int, head: int) -> ChunkSeed:
+        """The same pairs are dropped as in the larger call."""
+        made = cls(seed)
+        made.first_row, made.first_key, made.first_head = row, key, head
+        return made
+
+
+def first_of(seed: int) -> tuple[int, int, int]:
+    """Row, key and head at which the counter of a call begins."""
+    return (seed.first_row, seed.first_key, seed.first_head) if isinstance(seed, ChunkSeed) else (0, 0, 0)
+
+
 def threshold(p: float) -> int:
     """Weights whose word is below this are dropped."""
     return min(round(p * 2**32), 2**32 - 1)
@@ -37,7 +55,8 @@ def philox(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[np.ndarray, .
 
 def keep(seed: int, p: float, b: Any, h: Any, row: Any, k: Any) -> np.ndarray:
     """True where the weight of the pair is not dropped; the arguments are integer arrays that broadcast."""
-    k = np.asarray(k)
-    words = philox((k // 4, row, h, b), seed)
+    first_row, first_key, first_head = first_of(seed)
+    k = np.asarray(k) + first_key
+    words = philox((k // 4, row + first_row, h + first_head, b), seed)
     lane = np.broadcast_to(k % 4, words[0].shape)
     return np.choose(lane, words) >= np.uint32(threshold(p))

@@ -821,6 +821,23 @@ def test_a_seed_drops_the_same_everywhere(seed: int) -> None:
         np.testing.assert_allclose(out[..., 0], kept.sum(-1) / (0.6 * n_k), rtol=1e-5)
 
 
+def test_a_chunk_drops_what_the_whole_drops(backend: str) -> None:
+    """Gradients of q, k and v too, in every chunk of rows, keys and heads."""
+    q, k, v = qkv(2, 3, 45, 45)
+    rows, keys, head = slice(9, 40), slice(12, 45), 1
+    hidden = np.ones((45, 45), bool)
+    hidden[rows, keys] = False
+    out, vjp = attention_vjp(q, k, v, mask=~hidden, dropout_p=0.4, seed=5, backend=backend)
+    dout = np.zeros_like(out)
+    dout[:, head:, rows] = out[:, head:, rows]
+    expected = [out[:, head:, rows], *(x[:, head:, at] for x, at in zip(vjp(dout), (rows, keys, keys)))]
+    parts = [np.ascontiguousarray(x[:, head:, at]) for x, at in zip((q, k, v, dout), (rows, keys, keys, rows))]
+    seed = dropout.ChunkSeed.at(5, 9, 12, head)
+    out, vjp = attention_vjp(*parts[:3], dropout_p=0.4, seed=seed, backend=backend)
+    for x, y in zip((out, *vjp(parts[3])), expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
 def test_without_a_seed_each_call_drops_others(backend: str) -> None:
     q, k, v = qkv(1, 1, 40, 40)
     assert not np.array_equal(attention(q, k, v, dropout_p=0.5), attention(q, k, v, dropout_p=0.5))

@@ -56,7 +56,7 @@ OTHERS = {
 
 
 def _parts(scores: list[mods.Mod]) -> tuple[expr.Expr, AffineScore | None, dict[str, Any]]:
-    score, _, _, params, arrays = compose(scores, [])
+    score, _, _, params, arrays, _ = compose(dict(zip(map(str, range(9)), scores)), [])
     return score, affine_score(score), {**params, **arrays}
 
 

@@ -24,6 +24,7 @@ from flashkit.backends.numba_cuda import sm90 as numba_sm90
 from flashkit.call import arguments as call_arguments
 from flashkit.call.arguments import prepare
 from flashkit.call.sequences import read_in_place
+from flashkit.mods import dropout
 from flashkit.spec import AttentionSpec
 
 from . import hardware
@@ -770,6 +771,32 @@ def test_capped_scores_with_dropout() -> None:
     check_forward({**CAPPED, "sizes": "70x130", "dropout": "yes"}, "cupy_raw")
 
 
+CHUNKS = [
+    pytest.param(backend, generation, marks=slow if (backend, generation) == ("cupy_raw", "sm90") else exhaustive)
+    for backend in ("cupy_raw", "numba_cuda")
+    for generation in GENERATIONS
+]
+
+
+@pytest.mark.parametrize(("backend", "generation"), CHUNKS)
+def test_dropout_of_a_chunk(backend: str, generation: str) -> None:
+    """The seed says where the chunk's rows, keys and heads begin in the whole."""
+    import cupy
+
+    dtype = np.dtype(np.float32 if generation == "simt" else np.float16)
+    rng = np.random.default_rng(3)
+    parts = [rng.standard_normal((1, 2, n, 64)).astype(dtype) for n in (70, 70, 70, 70)]
+    seed = dropout.ChunkSeed.at(2**40 + 3, 130, 268, 5)
+    options = {"dropout_p": 0.3, "seed": seed}
+    found = []
+    for which, asarray in ((backend, cupy.asarray), ("reference", lambda x: x.astype(np.float64))):
+        q, k, v, dout = map(asarray, parts)
+        out, vjp = flashkit.attention_vjp(q, k, v, backend=which, **options)
+        found.append([x if isinstance(x, np.ndarray) else x.get() for x in (out, *vjp(dout))])
+    for x, y in zip(*found, strict=True):
+        np.testing.assert_allclose(x.astype(np.float64), y, rtol=0, atol=0.01 * abs(y).max())
+
+
 def by_key(s: object, b: object, h: int, q: object, k: int) -> object:
     return s + (0.15 - 0.25 * h) * k
 
@@ -1002,3 +1029,55 @@ def test_lengths_below_the_queries_need_an_offset(device: Device, lengths_on_dev
         assert cupy.asarray(operands.q_offset).get().tolist() == first
     _, operands, _ = prepare(x[:, :, :1], x, x, causal=True, kv_lengths=lengths)
     assert cupy.asarray(operands.q_offset).get().tolist() == [19, 11]
+
+
+VALUES = [
+    pytest.param(backend, generation, marks=slow if backend == "numba_cuda" or generation != "simt" else [])
+    for backend, generation in (
+        ("cupy_raw", "simt"),
+        ("cupy_raw", "sm80"),
+        ("cupy_raw", "sm90"),
+        ("numba_cuda", "simt"),
+    )
+]
+
+
+@pytest.mark.parametrize(("backend", "generation"), VALUES)
+def test_gradients_by_values(backend: str, generation: str, device: Device) -> None:
+    """Of a bias that entries share, of slopes and of a table by distance; but on Hopper also where the slope is not 1.
+    In any order of events the same bits where that is asked for.
+    """
+    import cupy
+
+    rng, dtype = np.random.default_rng(0), "float32" if generation == "simt" else "bfloat16"
+    batch, heads, n_q, n_k, d = 2, 2, 40, 90, 16 if generation == "simt" else 64
+    shapes = (batch, heads, n_q, d), (batch, 1, n_k, d), (batch, 1, n_k, d), (batch, heads, n_q, d)
+    q, k, v, dout = normal(cases.numpy_dtype(dtype), *shapes)
+    values = [rng.standard_normal(shape).astype(np.float32) for shape in ((1, heads, n_q, n_k), (heads,), (8, heads))]
+    wrt = ("bias", "alibi_slopes", "score.table", *(("score.gain", "softcap") if generation == "simt" else ()))
+
+    def gradients(xp: Any, backend: str, deterministic: bool = False) -> list[np.ndarray]:
+        bias, slopes, table = map(xp.asarray, values)
+        score = mods.t5_bias(table, max_distance=20)
+        if generation != "sm90":
+            score = score.then(mods.score(lambda s, b, h, q, k, *, gain: s * gain, gain=0.7))
+        more = {"softcap": 3.0} if generation != "sm90" else {}
+        _, vjp = flashkit.attention_vjp(
+            *map(xp.asarray, (q, k, v)), bias=bias, alibi_slopes=slopes * np.float32(0.1), score_mod=score, causal=True,
+            kv_lengths=[n_k, 70], q_offset=30, dropout_p=0.2, seed=3, backend=backend, deterministic=deterministic,
+            **more,
+        )  # fmt: skip
+        return [cases.to_numpy(x).astype(np.float64) for x in vjp(xp.asarray(dout), wrt=wrt)]
+
+    found, right = gradients(cupy, backend), gradients(np, "reference")
+    for name, got, expected in zip(wrt, found, right, strict=True):
+        unit = np.abs(expected).max() * (2.0**-6 if dtype == "bfloat16" else 2.0**-16)
+        assert np.abs(got - expected).max() <= 2 * unit, name
+    if (backend, generation) == ("cupy_raw", "simt"):
+        again = []
+        for seed in (1, 2):
+            device.seed(seed)
+            again.append(gradients(cupy, backend, deterministic=True))
+        for one, two, plain in zip(*again, found, strict=True):
+            np.testing.assert_array_equal(one, two)
+            np.testing.assert_allclose(one, plain, atol=np.abs(plain).max() * 1e-5)

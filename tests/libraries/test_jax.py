@@ -191,20 +191,88 @@ def test_only_gradients_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> N
     assert asked == [(("k",), False), (("v",), False)]
 
 
-@pytest.mark.parametrize("name", ["bias", "alibi_slopes", "mask"])
-def test_a_gradient_that_does_not_exist_is_refused(name: str) -> None:
+@pytest.mark.parametrize("vmapped", [False, True])
+def test_biases_masks_and_slopes_are_learned(vmapped: bool) -> None:
+    """Under jit, as jax.nn has them; and under vmap, shared by the entries or not."""
     q, k, v = tensors()
-    array = jnp.ones(4) if name == "alibi_slopes" else jnp.ones((20, 28))
-    with pytest.raises(flashkit.UnsupportedError, match=rf"no gradient by {name}: pass jax.lax.stop_gradient"):
-        jax.grad(lambda x: attention(q, k, v, **{name: x}).sum())(array)
-    loss = lambda q, x: attention(q, k, v, **{name: jax.lax.stop_gradient(x)}).sum()
-    assert not jax.grad(loss, argnums=1)(q, array).any()
+    bias, mask, slopes = normal(1, 4, 20, 28), normal(20, 28), np.abs(normal(4))
+    distance = np.abs(np.arange(20)[:, None] + 8 - np.arange(28))
+
+    def ours(q: Any, bias: Any, mask: Any, slopes: Any) -> Any:
+        return attention(q, k, v, bias=bias, mask=mask, alibi_slopes=slopes)
+
+    def plain(q: Any, bias: Any, mask: Any, slopes: Any) -> Any:
+        added = bias + mask - slopes[:, None, None] * distance
+        s = jnp.einsum("bhqd,bhkd->bhqk", q, jnp.repeat(k, q.shape[1] // k.shape[1], 1)) * q.shape[-1] ** -0.5 + added
+        return jax.nn.softmax(s, -1) @ jnp.repeat(v, q.shape[1] // v.shape[1], 1)
+
+    def gradients(function: Any) -> Any:
+        arguments = (q, bias, mask, slopes)
+        if vmapped:
+            function = jax.vmap(function, (0, 0, None, None))
+            arguments = (jnp.stack([q, 2 * q]), jnp.stack([bias, -bias]), mask, slopes)
+        return jax.jit(jax.grad(lambda *x: (function(*x) ** 2).sum(), argnums=(0, 1, 2, 3)))(*arguments)
+
+    for got, wanted in zip(gradients(ours), gradients(plain), strict=True):
+        np.testing.assert_allclose(got, wanted, atol=2e-5 * np.abs(wanted).max() + 1e-5)
 
 
-def test_second_derivatives_are_refused() -> None:
-    q, k, v = tensors()
-    with pytest.raises(ValueError, match="do not support JVP"):
-        jax.grad(lambda q: jax.grad(lambda q: attention(q, k, v).sum())(q).sum())(q)
+def _plain(q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, Any]:
+    """Causal attention with sinks by operations of JAX."""
+    k, v = (jnp.repeat(x, q.shape[1] // k.shape[1], 1) for x in (k, v))
+    n_q, n_k = q.shape[2], k.shape[2]
+    seen = jnp.arange(n_k) <= jnp.arange(n_q)[:, None] + n_k - n_q
+    s = jnp.where(seen, q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]), -jnp.inf)
+    s = jnp.concatenate([s, jnp.broadcast_to(sinks[:, None, None], (*s.shape[:3], 1))], -1)
+    return jax.nn.softmax(s, -1)[..., :-1] @ v, jax.nn.logsumexp(s, -1)
+
+
+def test_forward_mode_and_second_derivatives() -> None:
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        shapes = (2, 4, 12, 6), (2, 2, 14, 6), (2, 2, 14, 5), (4,)
+        x, along, more = (tuple(jnp.asarray(rng.standard_normal(shape)) for shape in shapes) for _ in range(3))
+        weights = [jnp.asarray(rng.standard_normal(shape)) for shape in ((2, 4, 12, 5), (2, 4, 12))]
+
+        def own(*x: Any) -> Any:
+            return attention(*x[:3], sinks=x[3], causal=True, return_lse=True)
+
+        def loss(f: Any) -> Any:
+            return lambda *x: sum((jnp.sin(y) * w).sum() for y, w in zip(f(*x), weights, strict=True))
+
+        def of_tensors(f: Any) -> Any:  # sinks have first derivatives
+            return lambda *t: f(*t, x[3])
+
+        def gradient(f: Any) -> Any:
+            return jax.grad(of_tensors(loss(f)), (0, 1, 2))
+
+        derivatives: dict[str, Any] = {
+            "jvp of jit": lambda f: jax.jvp(jax.jit(f), x, along),
+            "jvp of grad": lambda f: jax.jvp(gradient(f), x[:3], along[:3]),
+            "jit of vjp of grad": lambda f: jax.jit(lambda *t: jax.vjp(gradient(f), *t)[1](tuple(along[:3])))(*x[:3]),
+            "grad of jvp": lambda f: jax.grad(lambda *t: loss(lambda *t: jax.jvp(of_tensors(f), t, along[:3])[1])(*t), (
+                0, 1, 2))(*x[:3]),
+            "vmap of jvp": lambda f: jax.vmap(lambda q: jax.jvp(lambda q: f(q, *x[1:]), (q,), (along[0],)))(
+                jnp.stack([x[0], more[0]])),
+            "jvp of vmap": lambda f: jax.jvp(jax.vmap(lambda q: f(q, *x[1:])), (jnp.stack([x[0], more[0]]),), (
+                jnp.stack([along[0], more[0]]),)),
+        }  # fmt: skip
+        for name, derivative in derivatives.items():
+            found, expected = map(jax.tree.leaves, (derivative(own), derivative(_plain)))
+            for got, right in zip(found, expected, strict=True):
+                np.testing.assert_allclose(got, right, atol=1e-10, err_msg=name)
+        for function, message in (
+            (lambda q: jax.jvp(lambda q: jax.jvp(lambda q: own(q, *x[1:]), (q,), along[:1])[1], (q,), along[:1]), "fo"),
+            (lambda q: jax.grad(lambda s: gradient(lambda *t: own(*t[:3], s))(*x[:3])[0].sum())(x[3]), "by sinks"),
+            (
+                lambda q: jax.jvp(
+                    lambda q: jax.jvp(jax.grad(lambda q: loss(own)(q, *x[1:])), (q,), along[:1])[1], (q,), along[:1]
+                ),
+                "third",
+            ),
+        ):
+            with pytest.raises(flashkit.UnsupportedError, match=message):
+                function(x[0])
 
 
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
@@ -217,7 +285,7 @@ def test_gradients_over_a_mesh(check_vma: bool) -> None:
 
     def local(q: Any, k: Any, v: Any, sinks: Any, bias: Any) -> Any:
         v = jnp.broadcast_to(v, k.shape)
-        out, lse = attention(q, k, v, sinks=sinks, bias=jax.lax.stop_gradient(bias), causal=True, return_lse=True)
+        out, lse = attention(q, k, v, sinks=sinks, bias=bias, causal=True, return_lse=True)
         return jax.lax.psum((out**2).sum() + lse.sum(), ("batch", "heads"))
 
     specs = every, every, jax.sharding.PartitionSpec(None, "heads"), of_heads, shared
@@ -229,7 +297,7 @@ def test_gradients_over_a_mesh(check_vma: bool) -> None:
         out, lse = attention(q, k, jnp.broadcast_to(v, k.shape), sinks=sinks, bias=bias, causal=True, return_lse=True)
         return (out**2).sum() + lse.sum()
 
-    expected, *found = (jax.jit(jax.grad(function, (0, 1, 2, 3)))(*arrays) for function in (plain, spread, whole))
+    expected, *found = (jax.jit(jax.grad(function, (0, 1, 2, 3, 4)))(*arrays) for function in (plain, spread, whole))
     for gradients in found:
         for got, wanted in zip(gradients, expected, strict=True):
             np.testing.assert_allclose(got, wanted, atol=1e-5)

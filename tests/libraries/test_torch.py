@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import runpy
 from collections.abc import Callable
@@ -131,11 +132,13 @@ def test_gradcheck_of_everything_differentiable() -> None:
     assert gradcheck(lambda *x: ft.attention(*x, layout="bnhd", causal=True, q_offset=0), inputs)
 
 
-def test_the_derivative_ends_with_the_first() -> None:
+def test_the_derivative_ends_with_the_second() -> None:
     q, k, v = qkv()
     (gradient,) = torch.autograd.grad(ft.attention(q, k, v).sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="no second derivatives"):
-        (gradient.sum() + k.sum()).backward()
+    (second,) = torch.autograd.grad(gradient.sum(), k, create_graph=True)
+    assert second.any()
+    with pytest.raises(RuntimeError, match=r"does not require grad|once_differentiable"):
+        torch.autograd.grad(second.sum(), k)
     bias, sinks = (torch.zeros(n, dtype=torch.float64, requires_grad=True) for n in ((21, 21), 4))
     compiled = torch.compile(lambda q, bias, sinks: ft.attention(q, k, v, bias=bias, sinks=sinks), backend="aot_eager")
     for function in (lambda q, bias, sinks: ft.attention(q, k, v, bias=bias, sinks=sinks), compiled):
@@ -144,13 +147,42 @@ def test_the_derivative_ends_with_the_first() -> None:
         for leaf in (bias, sinks):
             with pytest.raises((NotImplementedError, RuntimeError), match=r"second derivatives|double backward"):
                 torch.autograd.grad(gradient.norm() + leaf.sum(), leaf, retain_graph=True)
-    with pytest.raises(NotImplementedError, match="alibi_slopes requires grad"):
-        ft.attention(q, k, v, alibi_slopes=torch.ones(4, requires_grad=True))
-    bias = torch.zeros(21, 21, dtype=torch.float64, requires_grad=True)
-    with pytest.raises(NotImplementedError, match=r"bias .* requires grad beside modifications"):
-        ft.attention(q, k, v, bias=bias, score_mod=_alibi)
     with torch.no_grad():
         assert not ft.attention(q, k, v, bias=bias, score_mod=_alibi).requires_grad
+
+
+@pytest.mark.parametrize("way", ["directly", "operators", "compiled", "flex_attention"])
+def test_biases_slopes_and_captured_tensors_are_learned(way: str) -> None:
+    """All at once, whatever looks at the call; against the same formulas in PyTorch."""
+    q, k, v = qkv()
+    bias, slopes, table = (torch.randn(n, dtype=torch.float64, requires_grad=True) for n in ((4, 21, 21), 4, (5, 4)))
+    factor = torch.tensor(0.7, requires_grad=True)
+
+    def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s * factor + table[torch.log(1.0 + torch.abs(i - j)).to(torch.long).clamp(0, 4), h]
+
+    def plain(q: Any, k: Any, v: Any, bias: Any, slopes: Any) -> Any:
+        distance = (torch.arange(21)[:, None] - torch.arange(21)).abs()
+        s = q @ k.mT * q.shape[-1] ** -0.5
+        if way != "flex_attention":
+            s = s - slopes[:, None, None] * distance + bias
+        return torch.softmax(s * factor + table[torch.log(1.0 + distance).long().clamp(0, 4)].permute(2, 0, 1), -1) @ v
+
+    mods = ft.Mods(score_mod=score_mod)
+
+    def ours(q: Any, k: Any, v: Any, bias: Any, slopes: Any) -> Any:
+        if way == "flex_attention":
+            return ft.flex_attention(q, k, v, score_mod)
+        return ft.attention(q, k, v, bias=bias, alibi_slopes=slopes, mods=mods)
+
+    inputs = [q, k, v, table, factor, *([bias, slopes] if way != "flex_attention" else [])]
+    function = torch.compile(ours, backend="aot_eager", fullgraph=True) if way == "compiled" else ours
+    with Seen() if way == "operators" else contextlib.nullcontext():
+        found = torch.autograd.grad(function(q, k, v, bias, slopes).square().sum(), inputs)
+    expected = torch.autograd.grad(plain(q, k, v, bias, slopes).square().sum(), inputs)
+    for got, right in zip(found, expected, strict=True):
+        assert got.dtype == right.dtype
+        torch.testing.assert_close(got, right)
 
 
 def test_packed_sequences_and_pages() -> None:
@@ -194,7 +226,7 @@ def test_the_operators_keep_torchs_rules(layout: str) -> None:
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.flashkit.attention.default, (True, q, k, v), options, test_utils=checks)
     out, lse = torch.ops.flashkit.attention(True, q, k, v, **options)
-    arguments = (torch.randn_like(out), None, out, lse, False, q, k, v)
+    arguments = (torch.randn_like(out), None, out, lse, [] if layout == "bnhd" else ["sinks"], q, k, v)
     torch.library.opcheck(torch.ops.flashkit.attention_backward.default, arguments, options, test_utils=checks)
 
 
@@ -226,9 +258,10 @@ def test_what_looks_at_operators_sees_them() -> None:
     with pytest.raises(NotImplementedError, match="SparseCPU"):
         ft.attention(plain[0].to_sparse(), *plain[1:])
     with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(inputs[0], inputs[1].detach())
-        with pytest.raises(NotImplementedError, match="forward mode AD"):
-            ft.attention(dual, *inputs[1:])
+        dual = torch.autograd.forward_ad.make_dual(plain[0], plain[0])
+        moved = torch.autograd.forward_ad.unpack_dual(ft.attention(dual, *plain[1:]))
+        expected = flashkit.attention_jvp(*plain, plain[0])
+        same([moved.primal, moved.tangent], list(expected), ulps=64)
     out = ft.attention(*inputs)
     weights = torch.randn(3, *out.shape, dtype=out.dtype)
     batched = torch.autograd.grad(out, inputs, weights, is_grads_batched=True, retain_graph=True)
@@ -237,26 +270,54 @@ def test_what_looks_at_operators_sees_them() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 21], ids=["decoding", "several queries"])
-def test_tangents_are_refused(n: int) -> None:
+def test_tangents(n: int) -> None:
     """Also where the call without them has a plan: a tangent that is dropped would pass for one that is zero."""
     q, k, v, sinks = torch.randn(2, 4, n, 16), *torch.randn(2, 2, 4, 21, 16), torch.randn(4)
-    plain = q, k, v
+    plain, tangents = (q, k, v), [torch.randn_like(x) for x in (q, k, v, sinks)]
     for _ in range(2):
         ft.attention(*plain)
     with torch.autograd.forward_ad.dual_level():
         for i, x in enumerate(plain):
-            dual = torch.autograd.forward_ad.make_dual(x, x)
-            with pytest.raises(NotImplementedError, match="forward mode AD"):
-                ft.attention(*plain[:i], dual, *plain[i + 1 :])
+            dual = torch.autograd.forward_ad.make_dual(x, tangents[i])
+            out = torch.autograd.forward_ad.unpack_dual(ft.attention(*plain[:i], dual, *plain[i + 1 :]))
+            given: Any = {f"d{'qkv'[i]}": tangents[i]}
+            same([out.primal, out.tangent], list(flashkit.attention_jvp(*plain, **given)), ulps=64)
+        with torch.no_grad():
+            dual = torch.autograd.forward_ad.make_dual(sinks, tangents[3])
+            assert torch.autograd.forward_ad.unpack_dual(ft.attention(*plain, sinks=dual)).tangent.any()
+        bias = torch.autograd.forward_ad.make_dual(torch.zeros(21), torch.ones(21))
         with pytest.raises(NotImplementedError, match="forward mode AD"):
-            ft.attention(*plain, sinks=torch.autograd.forward_ad.make_dual(sinks, sinks))
-        grown = [x.clone().requires_grad_() for x in plain]
-        out = ft.attention(*grown)
-        with pytest.raises(NotImplementedError, match="forward mode AD"):
-            torch.autograd.grad(out, grown, torch.autograd.forward_ad.make_dual(torch.ones_like(out), out.detach()))
-        assert torch.equal(ft.attention(*plain), out)
-    with pytest.raises(NotImplementedError, match="forward mode AD"):
-        torch.func.jvp(lambda q: ft.attention(q, k, v), (q,), (q,))
+            ft.attention(*plain, bias=bias)
+        assert torch.autograd.forward_ad.unpack_dual(ft.attention(*plain)).tangent is None
+    out, moved = torch.func.jvp(lambda *x: ft.attention(*x), plain, tuple(tangents[:3]))
+    same([out, moved], list(flashkit.attention_jvp(*plain, *tangents[:3])), ulps=64)
+
+
+def test_second_derivatives() -> None:
+    """Both modes of the second derivative by finite differences; every layout, GQA, masks, sinks, functions."""
+    inputs, sinks = qkv((2, 4, 5, 3), heads_kv=2), torch.randn(4, dtype=torch.float64)
+    options: dict[str, Any] = {
+        "causal": {"causal": True, "sinks": sinks, "return_lse": True},
+        "score": {"score_mod": lambda s, b, h, q, k: s + 0.1 * s * s, "softcap": 3.0, "window": (3, 1)},
+    }
+    for given in options.values():
+        attend = partial(ft.attention, **given)
+        assert torch.autograd.gradcheck(attend, inputs, check_forward_ad=True)
+        assert torch.autograd.gradgradcheck(attend, inputs)
+    tangents = [torch.randn_like(x) for x in inputs]
+
+    def gradient(*x: Any) -> Any:
+        return torch.autograd.grad((ft.attention(*x, causal=True) ** 2).sum(), x[0], create_graph=True)[0]
+
+    with torch.autograd.forward_ad.dual_level():
+        moved = gradient(*map(torch.autograd.forward_ad.make_dual, inputs, tangents))
+        found = torch.autograd.forward_ad.unpack_dual(moved).tangent
+    step = 1e-6
+    after, before = (
+        gradient(*((x + sign * step * d).detach().requires_grad_() for x, d in zip(inputs, tangents, strict=True)))
+        for sign in (1, -1)
+    )
+    torch.testing.assert_close(found, (after - before) / (2 * step), atol=1e-6, rtol=1e-6)
 
 
 def test_saved_tensors_are_watched_and_may_move() -> None:

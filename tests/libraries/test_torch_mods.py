@@ -172,10 +172,8 @@ def test_what_changes_before_backward_is_noticed(way: str) -> None:
 
 def learned() -> dict[str, Callable[[Any], dict[str, Any]]]:
     return {
-        "a scalar": lambda x: {"score_mod": lambda s, b, h, q, k: s * x},
-        "an element": lambda x: {"score_mod": lambda s, b, h, q, k: s * x[None].expand(4)[h]},
         "of a mask": lambda x: {"mask_mod": lambda b, h, q, k: q - k < x},
-        "made before": lambda x: {"mods": ft.Mods(score_mod=lambda s, b, h, q, k: s * torch.exp(x))},
+        "made before": lambda x: {"mods": ft.Mods(mask_mod=lambda b, h, q, k: q - k < torch.exp(x))},
         "a keyword": lambda x: {"score_mod": flashkit.mods.score(lambda s, b, h, q, k, *, x: s * x[0], x=x[None])},
         "softcap": lambda x: {"softcap": x},
         "dropout_p": lambda x: {"dropout_p": x * 0.1, "seed": 1},
@@ -304,7 +302,6 @@ def test_functions_as_they_are_written_for_flex_attention(name: str) -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [(lambda s, b, h, q, k: s.add_(1.0), "'add_'"), (lambda s, b, h, q, k: torch.lgamma(s), "lgamma"),
-     (lambda s, b, h, q, k: s.long(), "cannot be converted"),
      (lambda s, b, h, q, k: torch.where(torch.isin(k, torch.arange(65)), s, 0.0), "at most 64 elements")],
 )  # fmt: skip
 def test_what_has_no_counterpart_is_named(function: Callable[..., Any], message: str) -> None:

@@ -121,22 +121,17 @@ def test_a_batching_rule_calls_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refusals() -> dict[str, tuple[str, Callable[..., Any]]]:
-    second = "no second derivatives"
+    second = "expected a plain tensor, got one of a transform"
     grad = func.grad(weighted(ft.attention))
     return {
         "grad of grad": (second, lambda *x: func.grad(lambda q: grad(q, *x[1:]).sum())(x[0])),
         "jacrev of grad": (second, lambda *x: func.jacrev(lambda q: grad(q, *x[1:]))(x[0])),
         "grad of vmap of grad": (second, lambda *x: func.grad(lambda q: vmap(grad)(q, *x[1:]).sum())(x[0])),
-        "jvp": ("forward mode AD", lambda *x: func.jvp(lambda q: ft.attention(q, *x[1:]), x[:1], x[:1])),
+        "jacfwd": ("vmap", lambda *x: func.jacfwd(lambda q: ft.attention(q, *x[1:]))(x[0])),
         "compiled grad": ("setup_context|no gradient by themselves", lambda *x: torch.compile(
             grad, fullgraph=True, backend="aot_eager")(*x)),
-        "slopes": ("alibi_slopes requires grad", lambda *x: func.grad(
-            lambda s: ft.attention(*x, alibi_slopes=s).sum())(x[0][0, :, 0, 0])),
-        "slopes under vmap": ("alibi_slopes requires grad", lambda *x: func.grad(lambda s: vmap(vmap(
-            lambda *y: ft.attention(*y[:3], alibi_slopes=y[3]), (0, 0, 0, None)), (0, 0, 0, None))(
-                *(y[None, None] for y in x), s).sum())(x[0][0, :, 0, 0])),
-        "a function's tensor": ("uses requires grad", lambda *x: func.grad(lambda t: vmap(vmap(
-            lambda *y: ft.attention(*y, score_mod=lambda s, b, h, q, k: s * t[h])))(
+        "a mask's tensor": ("of a mask_mod requires grad", lambda *x: func.grad(lambda t: vmap(vmap(
+            lambda *y: ft.attention(*y, mask_mod=lambda b, h, q, k: q - k < t[h])))(
                 *(y[None, None] for y in x)).sum())(x[0][0, :, 0, 0])),
         "an operator alone": ("no gradient by themselves", lambda *x: torch.autograd.grad(
             torch.ops.flashkit.attention(True, x[0].requires_grad_(), *x[1:])[0].sum(), x[0])),
@@ -147,8 +142,31 @@ def refusals() -> dict[str, tuple[str, Callable[..., Any]]]:
 def test_what_has_no_derivative_says_so(name: str) -> None:
     """Where a missing one would pass for 0."""
     message, call = refusals()[name]
-    with pytest.raises((NotImplementedError, RuntimeError), match=message):
+    with pytest.raises((NotImplementedError, RuntimeError, TypeError), match=message):
         call(*qkv())
+
+
+def test_slopes_and_a_functions_tensor_under_transforms() -> None:
+    """The same gradient by a tensor that all entries share as without vmap."""
+    q, k, v = (x.detach() for x in qkv())
+    factor = torch.rand(q.shape[1], dtype=q.dtype)
+
+    def of_slopes(t: Any, *x: Any) -> Any:
+        return ft.attention(*x, alibi_slopes=t)
+
+    def of_function(t: Any, *x: Any) -> Any:
+        return ft.attention(*x, score_mod=lambda s, b, h, q, k: s * t[h])
+
+    def check(each: Any) -> None:
+        expected = func.grad(lambda t: each(t, q, k, v).square().sum())(factor)
+        mapped = vmap(each, (None, 0, 0, 0))
+        found = func.grad(lambda t: mapped(t, *(x[:, None] for x in (q, k, v))).square().sum())(factor)
+        torch.testing.assert_close(found, expected)
+        leaf = factor.clone().requires_grad_()
+        torch.testing.assert_close(torch.autograd.grad(each(leaf, q, k, v).square().sum(), leaf)[0], expected)
+
+    check(of_slopes)
+    check(of_function)
 
 
 @pytest.mark.parametrize("backward", [False, True])

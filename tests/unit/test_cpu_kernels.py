@@ -298,7 +298,7 @@ def test_words_of_the_argument_block_do_not_overlap() -> None:
     words = dict(list(words.items())[: list(words).index("SIZE") + 1])  # constants follow
     tensors = (
         "Q", "K", "V", "K_SCALE", "V_SCALE", "K_PE", "OUT", "LSE", "DOUT", "DLSE", "DQ", "DK", "DV", "DQ_ACCUM",
-        "BWD_LSE", "DELTA",
+        "BWD_LSE", "DELTA", "ENTROPY", "MAX_LOGIT",
     )  # fmt: skip
     taken = [words[name] + i for name in words for i in range(4 if name in tensors else 1) if name != "SIZE"]
     assert sorted(taken) == list(range(words["SIZE"]))

@@ -28,7 +28,7 @@ ATTRIBUTES = {
     "_are_functorch_transforms_active": "torch: torch, call/torch_autograd",
     "_len_torch_dispatch_stack": "torch: call/torch_autograd", "_profiler_enabled": "torch: call/torch_autograd",
     "_len_torch_function_stack": "torch: call/torch_autograd", "_autograd": "torch: call/torch_autograd",
-    "_parse_dispatch_key": "torch: call/torch_autograd",
+    "_parse_dispatch_key": "torch: call/torch_autograd", "_get_default_store": "torch: distributed/process_group",
     "_dispatch_tls_is_dispatch_key_included": "torch: call/torch_autograd",
     "_dynamo": "torch: call/views, call/torch_plans", "_empty_strided_cuda": "torch: call/views",
     "_is_owned": "Python: threading.RLock, forking", "_dispose": "llvmlite: pass_managers",

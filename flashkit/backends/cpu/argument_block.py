@@ -92,21 +92,32 @@ class ArgumentBlock:
             pools = operands.k, operands.v, operands.k_pe, operands.k_scale, operands.v_scale
             args[at.PAGES_FOLLOW] = all(x.strides[0] == x.shape[2] * x.strides[2] for x in pools if x is not None)
         # P before dropout is not yet rounded to bf16 pairs, and its exponentials take no scale.
-        whole = scores_whole or spec.score is not None or bool(operands.dropout_p)
+        whole = scores_whole or spec.score is not None or bool(operands.dropout_p) or spec.stats
         self._set_scales(operands.scale, bool(plan.bf16_pairs), whole)
         if operands.sinks is not None:
             args[at.SINKS] = self.address(np.ascontiguousarray(operands.sinks, spec.lse_dtype))
+        if operands.stats is not None:
+            self.set_tensor(at.ENTROPY, operands.stats.entropy)
+            self.set_tensor(at.MAX_LOGIT, operands.stats.max_logit)
+        if operands.tangents is not None:
+            named = zip((at.DQ, at.DK, at.DV, at.DOUT, at.DLSE), operands.tangents, strict=True)
+            for index, tensor in named:
+                if tensor is not None:
+                    self.set_tensor(index, tensor)
         args[at.CLASSIFY] = plan.classify.get("classify", 0)
         # A group larger than all tiles would only be halved again.
         args[at.MAX_GROUP] = min(plan.max_group, 1 << max(n_q, n_k).bit_length())
         if functions:
             args[at.MODIFY], args[at.VISIT_DS] = functions["modify"], functions.get("visit_ds", 0)
-            args[at.HAS_SCORE], args[at.TRANSPOSED_TILES] = spec.score is not None, plan.transposed_tiles
-            args[at.VALUES] = self.address(self._values(plan, operands, micro))
+            slopes = spec.jvp != "" and spec.score is not None  # which take the room of a tile
+            args[at.HAS_SCORE], args[at.TRANSPOSED_TILES] = spec.score is not None, plan.transposed_tiles + slopes
+            self.values = self._values(plan, operands, micro)
+            args[at.VALUES] = self.address(self.values)
         if operands.dropout_p:
             args[at.DROPOUT], args[at.DROPOUT_THRESHOLD] = 1, dropout.threshold(operands.dropout_p)
             self._set_double(at.DROPOUT_SCALE, 1 / (1 - operands.dropout_p))
             args[at.SEED] = np.uint64(operands.seed & (2**64 - 1)).astype(np.int64)
+            args[at.DROPOUT_ROW], args[at.DROPOUT_KEY], args[at.DROPOUT_HEAD] = dropout.first_of(operands.seed)
 
     def address(self, array: np.ndarray) -> int:
         self.alive.append(array)
@@ -150,7 +161,10 @@ class ArgumentBlock:
                 array = array.view(stored) if same_size else _widened(array, stored)
                 entries += [self.address(array), *array.shape, *array.strides]
         entries += [micro[name] for name in modify.TRANSPOSERS]
-        return np.array(entries, np.int64)
+        slots = [slot for slot in plan.problem.spec.slots if slot.name in plan.problem.spec.wrt]
+        room = modify.VALUE_WORDS + sum(map(modify.value_entries, slots)) if slots else 0  # filled for each launch
+        self.first_sum = len(entries)
+        return np.array(entries + room * [0], np.int64)
 
 
 def _widened(array: np.ndarray, dtype: str) -> np.ndarray:

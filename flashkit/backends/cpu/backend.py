@@ -24,7 +24,7 @@ class CpuBackend:
     array_kinds = ("numpy",)
     device_kind = "cpu"
     efficiency = 0.7
-    takes_lengths = takes_scales = True
+    takes_lengths = takes_scales = takes_stats = takes_jvp = takes_wrt = True
 
     def available(self) -> Verdict:
         missing = [name for name in ("numba", "llvmlite") if find_spec(name) is None]
@@ -41,6 +41,8 @@ class CpuBackend:
 
             if not decodes(problem):
                 return Verdict(False, f"only decoding, with few queries, reads keys and values of {spec.kv_format}")
+        if spec.jvp and (spec.paged or spec.pe_dim):
+            return Verdict(False, "keys in pages or in two arrays have no tangents")
         too_deep = [slot.name for slot in spec.slots if (slot.ndim or 0) > 4]
         if too_deep:
             return Verdict(False, f"modifications: expected arrays of at most 4 axes, not as {', '.join(too_deep)}")

@@ -12,6 +12,7 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload, register_jitable
 
+from ...mods import expr
 from . import scratch
 from .views import single_from_bits, vector
 
@@ -48,6 +49,7 @@ def maximum(x: Any, y: Any) -> Any:
 # [0, 0.625].
 
 F32 = np.float32
+MAX_INTEGER = F32(expr.graph.MAX_INTEGER)
 LOG2E = F32(1.4426950408889634)
 LN2_HIGH, LN2_LOW = F32(0.693359375), F32(-2.12194440054690583e-4)  # the first times 2^8 integers is exact
 EXP = tuple(map(F32, (
@@ -58,6 +60,12 @@ TANH = tuple(map(F32, (
     -0.3333333313428204, 0.13333299880514657, -0.05395847224069906, 0.0217627654916943, -0.008324232180576933,
     0.0022707323150987567,
 )))  # fmt: skip
+
+
+@njit(**options)
+def to_int(x: Any) -> Any:
+    inside = maximum(minimum(x if x == x else F32(0), MAX_INTEGER), -MAX_INTEGER)
+    return np.int64(np.int32(inside))  # by way of 32 bits, for vectors of AVX2
 
 
 @njit(**options)

@@ -73,8 +73,12 @@ def forward_launch(plan: CpuPlan, block: ArgumentBlock, thread_count: int) -> La
     size = DTYPES[plan.problem.spec.lse_dtype].size
     spec = plan.problem.spec
     gathered = ITEMSIZE[spec.dtype] if spec.paged or spec.pe_dim else 0
+    more = 2 * block_q * spec.stats
+    if spec.jvp:  # two of all, and a row more of O
+        d, dv, more = 2 * d, 2 * dv + 1, block_k * panel
     layout = scratch.forward_layout(
-        block_q // panel, panel, block_k, d, dv, size, int(args[at.TRANSPOSED_TILES]), gathered
+        block_q // panel, panel, block_k, d, dv, size, int(args[at.TRANSPOSED_TILES]), gathered,
+        more,
     )  # fmt: skip
     args[at.BLOCK_Q], args[at.BLOCK_K] = block_q, block_k
     args[at.Q_TILES], args[at.WORK_TILES] = sizes.q_tiles(block_q)
@@ -98,7 +102,8 @@ def decode_launch(plan: CpuPlan, block: ArgumentBlock, thread_count: int) -> Lau
     parts = [spec.head_dim - spec.pe_dim, spec.pe_dim][: 1 + (spec.pe_dim > 0)]
     k_pack = 2 if plan.decode_bf16_pairs else 1
     words = sum(rounded(width, k_pack * lanes) // k_pack for width in parts)
-    layout = scratch.decode_layout(rows, spec.group, int(at.TILES_PER_STRETCH) * block_k, words, size, len(parts))
+    keys = int(at.TILES_PER_STRETCH) * block_k
+    layout = scratch.decode_layout(rows, spec.group, keys, words, size, len(parts), spec.stats)
     args[at.BLOCK_K], args[at.MAX_SPLITS], args[at.KERNEL] = block_k, max_splits, plan.forward["decode"]
     args[at.MIN_SPLIT_KEYS] = MIN_SPLIT_KEYS
     args[at.SERIAL_KEYS] = -(-threads.SERIAL_FLOPS // (flops_per_pair(plan) * block.sizes.heads * block.sizes.n_q))

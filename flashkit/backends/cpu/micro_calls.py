@@ -66,12 +66,13 @@ call_without_arguments = _call("")
 # Functions generated for a modification: scores of a tile in place, dS of a tile, the state of a tile by its inclusive
 # corners.
 call_modify = _call("tile extra tile.row tile.rows tile.columns b h row0 q0 k0 values")
-call_visit_ds = _call("p ds slopes ds.row ds.rows ds.columns b h row0 q0 k0 values")
+call_visit_ds = _call("p ds slopes ds.row ds.rows ds.columns b h row0 q0 k0 values again")
 call_classify = _call("b h row0 row1 q0 q1 k0 k1 values", types.int64)
 
 # Micro-kernels. Scales are bits of a float64.
 call_gemm = _call("a a.row a.column b b.row c c.row a.rows c.columns a.columns")
 call_online_softmax = _call("s s.row s.rows s.columns m l o o.row o.rows")
+call_online_softmax_stats = _call("s s.row s.rows s.columns m l o o.row o.rows tops sums")
 call_softmax_backward = _call("s s.row s.rows s.columns dp lse delta scale")
 call_pack_transposed = _call("source source.row target target.row source.rows source.columns scale")
 call_unpack_transposed = _call("source source.row target target.row target.rows target.columns factor check")

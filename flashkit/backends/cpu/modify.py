@@ -3,16 +3,19 @@ some lines and no kernel.
 
     classify    a tile's corners: EMPTY, PARTIAL or FULL
     modify      a tile of scores in place; in the backward pass also the slopes d score / d s
-    visit_ds    a tile of dS in place, once per tile of the backward pass: dS *= slope
+    visit_ds    a tile of dS in place, once per tile of the backward pass: dS *= slope; and before that the gradients by
+                values of the modification (`AttentionSpec.reads`)
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
 from ...mods import codegen, expr
 from ...mods.expr import Expr
-from ...spec import AttentionSpec, Slot
+from ...spec import AttentionSpec, Read, Slot
 from . import specialise
 from .arguments import EMPTY, FULL, PARTIAL, STRIP
 from .objects import Source
@@ -33,6 +36,24 @@ def stored_dtype(dtype: str) -> str:
 def entries(slot: Slot) -> int:
     """64-bit words of a slot in VALUES: the scalar, or address, extents and byte strides."""
     return 1 if slot.ndim is None else 1 + 2 * slot.ndim
+
+
+VALUE_WORDS = 5
+"""Words in VALUES behind those of the transposers, where the backward pass differentiates by values: bits of the scale,
+BLOCK_K, NUM_SPLITS, GROUP and key/value heads. For each slot of `wrt` then come the address of the sums, the bytes
+between those of two work tiles, 0 where all share them, and the byte strides of each axis.
+"""
+
+
+def value_entries(slot: Slot) -> int:
+    """64-bit words of the sums of a slot of `wrt`."""
+    return 2 + (slot.ndim or 0)
+
+
+def separating_axes(spec: AttentionSpec, name: str) -> set[Expr]:
+    """Of the batch entry, the head and the key those of which different ones always read different elements."""
+    indices = [read.indices for read in spec.reads if read.name == name]
+    return {x for x in (expr.B, expr.H, expr.K) if any(all(i is x for i in axis) for axis in zip(*indices))}
 
 
 def _prelude(spec: AttentionSpec, used: set[str]) -> list[str]:
@@ -56,19 +77,22 @@ def _names(exprs: list[Expr]) -> set[str]:
     return {node.value for node in expr.walk(exprs) if node.op == "param" or node.op.startswith("load")}
 
 
-def _depths(steps: list[tuple[Expr, str, str]], outer: tuple[Expr, ...]) -> list[tuple[int, str]]:
-    """Each line with its loop depth: 0 outside both loops, 1 in the outer one, 2 in the inner one."""
+def _depths(graphs: Sequence[Expr], outer: tuple[Expr, ...]) -> dict[int, int]:
+    """The loop depth of each node, by its id: 0 outside both loops, 1 in the outer one, 2 in the inner one."""
     depth: dict[int, int] = {}
     fixed = (expr.B, expr.H)
-    lines = []
-    for node in expr.walk([node for node, _, _ in steps]):
+    for node in expr.walk(graphs):
         if node.op == "symbol":
             depth[id(node)] = 0 if any(node is s for s in fixed) else 1 if any(node is s for s in outer) else 2
         else:
             depth[id(node)] = max((depth[id(a)] for a in node.args), default=0)
-    for node, name, text in steps:
-        lines.append((depth[id(node)], f"{name} = {text}"))
-    return lines
+    return depth
+
+
+def _at_depth(steps: list[tuple[Expr, str, str]], depth: dict[int, int]) -> list[list[str]]:
+    """The lines of each depth, indented."""
+    lines = [(depth[id(node)], f"{name} = {text}") for node, name, text in steps]
+    return [[f"{'    ' * (d + 1)}{line}" for at, line in lines if at == d] for d in range(3)]
 
 
 def _results(spec: AttentionSpec) -> list[Expr]:
@@ -91,10 +115,12 @@ def _by_row_and_key(index: tuple[Expr, ...]) -> bool:
 
 
 def _tile_function(spec: AttentionSpec, keys_outside: bool, with_slope: bool) -> str:
-    """The text of `modify`: a tile with axes (keys, rows) where keys_outside holds, else (rows, keys)."""
+    """The text of `modify`: a tile with axes (keys, rows) where keys_outside holds, else (rows, keys). Where values are
+    differentiated by, scores before modification take the place of slopes.
+    """
     wanted = _results(spec)
     if with_slope:
-        wanted.append(expr.derivative(wanted[0]))
+        wanted.append(expr.S if spec.wrt else expr.derivative(wanted[0]))
     transposed = transposed_loads(spec) if keys_outside else []
     before: list[str] = []
     dtypes = {slot.name: np.dtype(stored_dtype(str(slot.dtype))) for slot in spec.slots if slot.ndim is not None}
@@ -116,13 +142,14 @@ def _tile_function(spec: AttentionSpec, keys_outside: bool, with_slope: bool) ->
         return text.replace(f"{node.value}[{', '.join(operands)}]", f"{tile}[j, i]")
 
     steps, results = codegen.assignments(wanted, "numba", load, spec.int32_arrays)
-    lines = _depths(steps, (expr.K,) if keys_outside else (expr.Q, expr.ROW))
-    at_depth = [[f"{'    ' * (depth + 1)}{line}" for d, line in lines if d == depth] for depth in range(3)]
+    at_depth = _at_depth(steps, _depths(wanted, (expr.K,) if keys_outside else (expr.Q, expr.ROW)))
     row, key = ("i", "j") if keys_outside else ("j", "i")
     positions = {"row": f"row = row0 + {row}; q = q0 + {row}", "key": f"k = k0 + {key}"}
     outer, inner = (positions["key"], positions["row"]) if keys_outside else (positions["row"], positions["key"])
     visible = results[0] if spec.mask is None else f"({results[0]}) if ({results[1]}) else HIDDEN"
     slopes = ["    slopes = matrix(extra_at, count, width, row_stride, F_SIZE, F)"] if with_slope else []
+    if with_slope and keys_outside:
+        slopes.append("    extra_at += count * row_stride")
     slope = [f"            slopes[j, i] = {results[-1]}"] if with_slope else []
     return "\n".join([
         "@entry(types.void(*[types.int64] * 11))",
@@ -144,8 +171,8 @@ def _tile_function(spec: AttentionSpec, keys_outside: bool, with_slope: bool) ->
     ])  # fmt: skip
 
 
-_VISIT_DS = """@entry(types.void(*[types.int64] * 12))
-def visit_ds(p_at, ds_at, slopes_at, row_stride, count, width, b, h, row0, q0, k0, values):
+_VISIT_DS = """@entry(types.void(*[types.int64] * 13))
+def visit_ds(p_at, ds_at, slopes_at, row_stride, count, width, b, h, row0, q0, k0, values, again):
     p = matrix(p_at, count, width, row_stride, F_SIZE, F)
     ds = matrix(ds_at, count, width, row_stride, F_SIZE, F)
     slopes = matrix(slopes_at, count, width, row_stride, F_SIZE, F)
@@ -153,6 +180,129 @@ def visit_ds(p_at, ds_at, slopes_at, row_stride, count, width, b, h, row0, q0, k
         for i in range(width):
             ds[j, i] = ds[j, i] * slopes[j, i] if p[j, i] != 0 else F(0)
 """
+
+
+def _visit_function(spec: AttentionSpec) -> str:
+    """The text of `visit_ds` where values are differentiated by: a function for each read, and one for the slope.
+
+    again: the non-finite fallback computes the tile for the second time.
+    """
+    first = sum(map(entries, spec.slots)) + len(TRANSPOSERS)
+    slots = {slot.name: slot for slot in spec.slots}
+    places, at = {}, first + VALUE_WORDS
+    for name in spec.wrt:
+        places[name] = at
+        at += value_entries(slots[name])
+    functions, calls = [], []
+    for n, read in enumerate(spec.reads):
+        calls.append(f"        add{n}({_VISITED}, part)")
+        of_distance = read.of_distance()
+        if of_distance is None:
+            functions += _add_pairs(spec, f"add{n}", read, places[read.name])
+        else:
+            functions += _add_diagonals(spec, f"add{n}", of_distance, places[read.name])
+    assert spec.score is not None
+    slope = expr.derivative(spec.score)
+    steps, (factor,) = codegen.assignments([slope], "numba", None, spec.int32_arrays)
+    body = [f"ds[j, i] = scale * (ds[j, i] * {factor} if p[j, i] != 0 else F(0))"]
+    functions += _loops(spec, f"apply_slope({_VISITED}, scale)", [slope], steps, [], body, [])
+    word = [f"integer_at(values + {8 * (first + i)})" for i in range(VALUE_WORDS)]
+    return "\n".join([
+        *functions,
+        "@entry(types.void(*[types.int64] * 13))",
+        "def visit_ds(p_at, ds_at, scores_at, row_stride, count, width, b, h, row0, q0, k0, values, again):",
+        *(f"    {x} = matrix({x}_at, count, width, row_stride, F_SIZE, F)" for x in ("p", "ds", "scores")),
+        "    diagonals = vector(scores_at + count * row_stride, count + width - 1, F_SIZE, F)",
+        f"    part = (b * {word[4]} + h // {word[3]}) * {word[2]} + k0 // {word[1]} % {word[2]}",
+        "    if again == 0:",
+        *calls,
+        f"    apply_slope({_VISITED}, F(double_from_bits({word[0]})))",
+        "",
+    ])  # fmt: skip
+
+
+_VISITED = "p, ds, scores, diagonals, b, h, row0, q0, k0, values"
+
+
+def _sums(index: Sequence[str], place: int) -> str:
+    """The text of the address of an element of the sums."""
+    strides = (f"I({i}) * integer_at(values + {8 * (place + 2 + axis)})" for axis, i in enumerate(index))
+    part = f"part * integer_at(values + {8 * (place + 1)})"
+    return " + ".join([f"integer_at(values + {8 * place})", part, *strides])
+
+
+def _adding(address: str, term: str) -> list[str]:
+    """Lines that add a term. Terms for the same element are summed first, as long as they follow each other."""
+    flush = "        vector(at, 1, F_SIZE, F)[0] += total"
+    return [f"here = {address}", "if here != at:", "    if at != 0:", flush, "    total, at = F(0), here",
+            f"total += {term}"]  # fmt: skip
+
+
+_NOTHING, _REST = "total, at = F(0), I(0)", "vector(at, 1, F_SIZE, F)[0] += total"
+
+
+def _add_pairs(spec: AttentionSpec, name: str, read: Read, place: int) -> list[str]:
+    """The text of a function that adds dS times the slope of a read to the sums, for each pair of a tile."""
+    graphs = [read.slope, *read.indices]
+    steps, (factor, *index) = codegen.assignments(graphs, "numba", None, spec.int32_arrays)
+    depth, term = _depths(graphs, (expr.Q, expr.ROW)), f"ds[j, i] * {factor} if p[j, i] != 0 else F(0)"
+    along_keys = bool(read.indices) and read.indices[-1] is expr.K
+    if along_keys:
+        index[-1] = "k0"
+    if along_keys and max((depth[id(graph)] for graph in read.indices[:-1]), default=0) < 2:
+        before = [f"sums = vector({_sums(index, place)}, p.shape[1], F_SIZE, F)"]
+        body, after = [f"sums[i] += {term}"], list[str]()
+    else:
+        address = _sums(index, place) + (" + i * F_SIZE" if along_keys else "")
+        before, body, after = [_NOTHING], _adding(address, term), [_REST]
+    return _loops(spec, f"{name}({_VISITED}, part)", graphs, steps, before, body, after)
+
+
+def _add_diagonals(spec: AttentionSpec, name: str, read: Read, place: int) -> list[str]:
+    """The same for a read by distance: dS is summed along the diagonals of the tile first."""
+    graphs = [read.slope, *read.indices]
+    steps, (factor, *index) = codegen.assignments(graphs, "numba", None, spec.int32_arrays)
+    lines = [f"{name} = {text}" for _, name, text in steps]
+    return [
+        "@njit(**options)",
+        f"def {name}({_VISITED}, part):",
+        *_prelude(spec, _names(graphs)),
+        "    diagonals[:] = 0",
+        "    for j in range(p.shape[0]):",
+        "        own = vector(diagonals[p.shape[0] - 1 - j :].ctypes.data, p.shape[1], F_SIZE, F)",
+        "        for i in range(p.shape[1]):",
+        "            own[i] += ds[j, i] if p[j, i] != 0 else F(0)",
+        f"    {_NOTHING}",
+        "    for n in range(len(diagonals)):",
+        "        distance = q0 - k0 + p.shape[0] - 1 - n",
+        *(f"        {line}" for line in (*lines, *_adding(_sums(index, place), f"diagonals[n] * {factor}"))),
+        f"    {_REST}",
+        "\n",
+    ]  # fmt: skip
+
+
+def _loops(
+    spec: AttentionSpec, head: str, graphs: Sequence[Expr], steps: list[tuple[Expr, str, str]], before: list[str],
+    body: list[str], after: list[str],
+) -> list[str]:  # fmt: skip
+    """The text of a function that loops over the pairs of a tile, with lines before and after those of a row."""
+    at_depth = _at_depth(steps, _depths(graphs, (expr.Q, expr.ROW)))
+    return [
+        "@njit(**options)",
+        f"def {head}:",
+        *_prelude(spec, _names(list(graphs))),
+        *at_depth[0],
+        "    for j in range(p.shape[0]):",
+        "        row, q = row0 + j, q0 + j",
+        *at_depth[1],
+        *(f"        {line}" for line in before),
+        "        for i in range(p.shape[1]):",
+        "            k, s = k0 + i, scores[j, i]",
+        *at_depth[2],
+        *(f"            {line}" for line in body),
+        *(f"        {line}" for line in after),
+        "\n",
+    ]
 
 
 def _classify_function(spec: AttentionSpec) -> str:
@@ -170,7 +320,7 @@ def _classify_function(spec: AttentionSpec) -> str:
 def _head(dtype: str) -> str:
     """dtype: of floats."""
     return f"""import numpy as np
-from numba import types
+from numba import njit, types
 from flashkit.backends.cpu.functions import *
 from flashkit.backends.cpu.tile_ops import transpose
 from flashkit.backends.cpu.views import double_from_bits, integer_at, matrix, tensor3, tensor4, vector
@@ -197,7 +347,15 @@ def backward_source(spec: AttentionSpec) -> Source:
     needs it.
     """
     text = _head(spec.lse_dtype) + _tile_function(spec, keys_outside=False, with_slope=True) + "\n"
-    return specialise.source("modify_backward", text + ("" if spec.score is None else f"\n\n{_VISIT_DS}"))
+    if spec.score is not None:
+        text += "\n\n" + (_visit_function(spec) if spec.wrt else _VISIT_DS)
+    return specialise.source("modify_backward", text)
+
+
+def jvp_source(spec: AttentionSpec) -> Source:
+    """`modify` for score tiles (keys, rows) and their slopes, and `visit_ds` for their tangents."""
+    text = _head(spec.lse_dtype) + _tile_function(spec, keys_outside=True, with_slope=spec.score is not None) + "\n"
+    return specialise.source("modify_jvp", text + ("" if spec.score is None else f"\n\n{_VISIT_DS}"))
 
 
 def classify_source(spec: AttentionSpec) -> Source:

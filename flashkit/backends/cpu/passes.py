@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from ...mods import expr
 from ...spec import Gradients, Operands
 from ..base import Bound, BoundBackward
 from . import arguments as at
-from . import scratch, scratch_pool, threads
+from . import modify, scratch, scratch_pool, threads
 from .argument_block import ArgumentBlock, address_of, strides_of
 from .launch import (
     Launch,
@@ -34,6 +35,11 @@ DETERMINISTIC_THREADS = 8
 
 DQ_BYTES_A_THREAD = 2**23
 """Bytes of dq_accum that these may take. Beyond, there are as many work tiles as threads."""
+
+PARTS_BYTES = 2**24
+"""Bytes that gradients by a value may take, one for each key/value head, for work tiles to have their own; or those of
+dq_accum.
+"""
 
 _MAX_FORMS = 16  # of out, dout and dlse, that a bound backward pass keeps
 
@@ -79,6 +85,52 @@ def bind_forward(plan: CpuPlan, operands: Operands, per_call: Sequence[str] = ()
     return long if threads.is_long(most_flops, 1) else bound
 
 
+class ValueSums:
+    """Where the backward pass sums gradients by values of a modification: in the gradients themselves, if work tiles
+    add to different elements; else each work tile has sums of its own, if they are small; else a work tile takes all
+    that add to the same elements in turn. So the order of each sum is fixed.
+
+    Attributes
+    ----------
+    serial : (int, int)
+        Batch entries and key/value heads of a work tile.
+    splits_share : bool
+        Whether the keys of a head cannot be split.
+    """
+
+    def __init__(self, plan: CpuPlan, gradients: Gradients, batch: int, heads_kv: int, most_bytes: int) -> None:
+        self._spec, self._to, self._heads = plan.problem.spec, gradients.values, (batch, heads_kv)
+        self._parts: dict[str, np.ndarray] = {}
+        shared = set[expr.Expr]()
+        axes = {expr.B, expr.H, expr.K}
+        self._small = []
+        for name, gradient in gradients.values.items():
+            own = modify.separating_axes(self._spec, name)
+            if own != axes and gradient.nbytes * batch * heads_kv <= max(most_bytes, PARTS_BYTES):
+                self._small.append(name)
+            else:
+                shared |= axes - own
+        self.serial = batch if expr.B in shared else 1, heads_kv if expr.H in shared else 1
+        self.splits_share = expr.K in shared
+
+    def place(self, block: ArgumentBlock, scale: float, block_k: int, splits: int) -> None:
+        """Tell the generated function where the sums are."""
+        batch, heads_kv = self._heads
+        words = [int(np.float64(scale).view(np.int64)), block_k, splits, self._spec.group, heads_kv]
+        for name in self._spec.wrt:
+            sums, part = self._to[name], 0
+            if name in self._small:
+                self._parts[name] = sums = np.zeros((batch * heads_kv * splits, *sums.shape), sums.dtype)
+                part = sums.strides[0]
+            words += [address_of(sums), part, *sums.strides[sums.ndim - self._to[name].ndim :]]
+        block.values[block.first_sum :] = words
+
+    def reduce(self) -> None:
+        """Add the work tiles' own sums."""
+        for name, parts in self._parts.items():
+            self._to[name][...] = parts.sum(0, np.float64)
+
+
 def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> BoundBackward:
     """bwd_preprocess (delta), backward (dK, dV, dq_accum), bwd_postprocess (dQ), and the gradient of the sinks, with
     all done that follows from the layouts of these tensors; out, dout and dlse may have others.
@@ -107,12 +159,17 @@ def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Bo
     stats_bytes = rounded(row_stats.nbytes, 64)
     args[at.BWD_LSE], args[at.DELTA], args[at.SCRATCH] = at.HEADER + stats_bytes * np.arange(3)
     dq_bytes = math.prod(operands.q.shape) * accumulator.itemsize
+    sums = ValueSums(plan, gradients, batch, heads_kv, dq_bytes)
+    if spec.wrt:  # dS is not scaled until these have been summed
+        args[at.SCALE] = np.float64(1).view(np.int64)
     call = threads.entry("pull_back")
     launches: dict[Any, tuple[Launch, int]] = {}  # with the bytes of dq_accum, by strides and number of threads
 
     def splits(count: int) -> int:
         """Splits of the keys of a head, each of which has its own dq_accum. Without keys one split clears it."""
-        heads = batch * heads_kv
+        if sums.splits_share:
+            return 1
+        heads = batch * heads_kv // math.prod(sums.serial)
         most, needed = -(-n_k // block_k), -(-count // heads)
         if count > 1:
             balanced = -(-WORK_TILES_A_THREAD * count // heads)
@@ -128,7 +185,10 @@ def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Bo
         in_place = num_splits == 1 and gradients.dq.dtype == accumulator
         dq_accum = gradients.dq if in_place else np.empty(operands.q.shape, accumulator)
         args[at.DQ_ACCUM + 1 : at.DQ_ACCUM + 4], args[at.DQ_SPLIT_STRIDE] = strides_of(dq_accum), dq_bytes
-        args[at.NUM_SPLITS], args[at.WORK_TILES] = num_splits, batch * heads_kv * num_splits
+        args[at.NUM_SPLITS], args[at.WORK_TILES] = num_splits, batch * heads_kv // math.prod(sums.serial) * num_splits
+        args[at.SERIAL_ENTRIES : at.SERIAL_HEADS + 1] = sums.serial
+        if spec.wrt:
+            sums.place(block, operands.scale, block_k, num_splits)
         scratch_bytes = 2 * stats_bytes + int(args[at.SCRATCH_BYTES]) * count
         return complete(args, scratch_bytes, count), 0 if in_place else num_splits * dq_bytes
 
@@ -158,6 +218,7 @@ def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Bo
                     call(launch.address, memory.address, count, stop, address_of(dq_accum), *arrays)
             else:
                 call(launch.address, memory.address, count, stop, 0, *arrays)
+            sums.reduce()
             if to.dsinks is not None:
                 first = memory.address - address_of(memory.array)
                 bwd_lse, delta = (

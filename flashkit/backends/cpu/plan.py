@@ -40,7 +40,9 @@ class CpuPlan:
 
     @cached_property
     def forward(self) -> Functions:
-        """Entries of the kernel of the forward pass: "forward" or "decode"."""
+        """Entries of the kernel of the forward pass: "forward" or "decode"; with tangents, too, "forward"."""
+        if self.problem.spec.jvp:
+            return specialise.kernel("jvp", self.problem.spec.dtype)
         if self.decodes:
             spec = self.problem.spec
             pairs = bool(self.decode_bf16_pairs)
@@ -60,6 +62,8 @@ class CpuPlan:
     @cached_property
     def modify_forward(self) -> Functions:
         """Functions that the forward pass calls on a tile: "modify"; empty where nothing is modified."""
+        if self.problem.spec.jvp:
+            return self._generated(modify.jvp_source)
         return self._generated(modify.decode_source if self.decodes else modify.forward_source)
 
     @cached_property
@@ -101,6 +105,8 @@ class CpuPlan:
 
 def make_plan(problem: Problem, profile: Any) -> CpuPlan:
     name, reason = bf16.select() if problem.spec.dtype == "bfloat16" else ("", "")
+    if problem.spec.stats or problem.spec.jvp:
+        name = ""  # P is read in float32
     tile, row, why = choose_tile(problem, profile, "forward", amx=name == "amx")
     backward_tile, *_ = choose_tile(problem, profile, "backward", amx=name == "amx")
     if decodes(problem):
@@ -119,7 +125,7 @@ def decodes(problem: Problem) -> bool:
     those of one power of two, get one answer.
     """
     enough = problem.n_k >= DECODE_MIN_KEYS or problem.spec.paged  # pages have no backward pass
-    return problem.n_q < DECODE_QUERIES and enough and not problem.spec.packed
+    return problem.n_q < DECODE_QUERIES and enough and not (problem.spec.packed or problem.spec.jvp)
 
 
 def choose_tile(

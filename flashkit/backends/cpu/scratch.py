@@ -31,13 +31,15 @@ class ForwardLayout(NamedTuple):
     transposed: int  # tiles of arrays that a modification reads transposed
     k_pages: int  # K tile gathered from pages, or from K and K_PE
     v_pages: int
+    more: int  # another tile of scores, of tangents; or a sum and a maximum of each query, for statistics
     total: int
 
 
 def forward_layout(
-    panels: int, panel: int, block_k: int, d: int, dv: int, itemsize: int, transposed_tiles: int, gathered: int
-) -> ForwardLayout:
-    """gathered: size of an element of K and V where they are gathered, else 0."""
+    panels: int, panel: int, block_k: int, d: int, dv: int, itemsize: int, transposed_tiles: int, gathered: int,
+    more: int,
+) -> ForwardLayout:  # fmt: skip
+    """gathered: size of an element of K and V where they are gathered, else 0. more: elements of the last region."""
     queries = panels * panel
     o_acc = _end(0, queries * d, itemsize)
     scores = _end(o_acc, queries * dv, itemsize)
@@ -49,8 +51,9 @@ def forward_layout(
     transposed = _end(check, panel, itemsize)
     k_pages = _end(transposed, transposed_tiles * block_k * panel, 8)
     v_pages = _end(k_pages, block_k * d, gathered)
-    total = _end(v_pages, block_k * dv, gathered)
-    return ForwardLayout(o_acc, scores, k, v, m, l, check, transposed, k_pages, v_pages, total)
+    another = _end(v_pages, block_k * dv, gathered)
+    total = _end(another, more, itemsize)
+    return ForwardLayout(o_acc, scores, k, v, m, l, check, transposed, k_pages, v_pages, another, total)
 
 
 class BackwardLayout(NamedTuple):
@@ -62,7 +65,7 @@ class BackwardLayout(NamedTuple):
     do: int
     scores: int  # S, then P
     ds: int  # dP, then dS
-    slopes: int  # d score / d s
+    slopes: int  # d score / d s, or scores before modification, and sums of diagonals
     pairs: int  # bf16 pairs of dS, and one transposed operand
     chunk: int  # bf16 pairs: S and dP of CHUNK_ROWS x CHUNK_KEYS pairs
     dk: int  # accumulators
@@ -82,7 +85,7 @@ def backward_layout(block_q: int, block_k: int, d: int, dv: int, itemsize: int, 
     scores = _end(do, block_q * dv, itemsize)
     ds = _end(scores, block_q * block_k, itemsize)
     slopes = _end(ds, block_q * block_k, itemsize)
-    pairs = _end(slopes, block_q * block_k, itemsize)
+    pairs = _end(slopes, block_q * block_k + block_q + block_k, itemsize)
     rows = (block_q + 15) // 16 * 16
     chunk = _end(pairs, (k_pack - 1) * rows * (block_k + max(d, dv)), itemsize)
     dk = _end(chunk, (k_pack - 1) * 2 * CHUNK, itemsize)
@@ -99,17 +102,21 @@ class DecodeLayout(NamedTuple):
     rescale: int
     states: int  # each query head's state of the current tiles
     ends: int  # and where it ends
+    more: int  # another tile of scores, and two numbers for each row, for statistics
     total: int
 
 
-def decode_layout(rows: int, group: int, keys: int, d: int, itemsize: int, k_parts: int) -> DecodeLayout:
+def decode_layout(
+    rows: int, group: int, keys: int, d: int, itemsize: int, k_parts: int, stats: bool
+) -> DecodeLayout:  # fmt: skip
     """d: words per query, padded to whole vectors. k_parts: arrays that hold the columns of the keys, 1 or 2."""
     scores = _end(0, rows * d, itemsize)
     pe_scores = _end(scores, rows * keys, itemsize)
     rescale = _end(pe_scores, (k_parts - 1) * rows * keys, itemsize)
     states = _end(rescale, rows, itemsize)
     ends = _end(states, group, 8)
-    return DecodeLayout(scores, pe_scores, rescale, states, ends, _end(ends, group, 8))
+    more = _end(ends, group, 8)
+    return DecodeLayout(scores, pe_scores, rescale, states, ends, more, _end(more, rows * (keys + 2) * stats, itemsize))
 
 
 class PartialLayout(NamedTuple):
@@ -117,10 +124,12 @@ class PartialLayout(NamedTuple):
 
     m: int
     l: int
+    stats: int  # a sum for the entropy of each row
     total: int
 
 
 def partial_layout(rows: int, dv: int, itemsize: int) -> PartialLayout:
     m = _end(0, rows * dv, itemsize)
     l = _end(m, rows, itemsize)
-    return PartialLayout(m, l, _end(l, rows, itemsize))
+    stats = _end(l, rows, itemsize)
+    return PartialLayout(m, l, stats, _end(stats, rows, itemsize))

@@ -57,7 +57,8 @@ def launcher() -> Functions:
 
 def kernel_source(name: str, dtype: str, bf16_pairs: bool = False, kv_format: str = "") -> Source:
     """As `kernel`."""
-    parts = ("common", "operands_bf16_pairs" if bf16_pairs else "operands", "kv_loader", name)
+    panels = ("panels",) if name in ("forward", "jvp") else ()
+    parts = ("common", "operands_bf16_pairs" if bf16_pairs else "operands", "kv_loader", *panels, name)
     kind = f"{name}_{dtype}" + (f"_{kv_format}" if kv_format else "")
     return source(kind, "\n\n".join([_head(dtype, kv_format), *(_text(part) for part in parts)]))
 

@@ -13,10 +13,14 @@ from numba import njit
 
 from ...mods import dropout as philox
 from .arguments import (
+    DROPOUT_HEAD,
+    DROPOUT_KEY,
+    DROPOUT_ROW,
     DROPOUT_SCALE,
     DROPOUT_THRESHOLD,
     HAS_SCORE,
     MODIFY,
+    NONFINITE,
     PARTIAL,
     SEED,
     TILE_SCALE,
@@ -68,10 +72,14 @@ def modify(args: Any, seq: SeqInfo, state: int, tile: Any, extra: int, b: int, h
 @njit(**options)
 def visit_ds(args: Any, seq: SeqInfo, p: Any, ds: Any, slopes: int, b: int, h: int, row0: int, k0: int) -> None:
     """The hook at which dS of a tile is complete: the generated function applies the chain rule of the score
-    modification, dS *= d score / d s.
+    modification, dS *= d score / d s, and sums gradients by its values.
+
+    slopes: what `modify` stored, slopes, or where there are such sums, scores.
     """
     if args[VISIT_DS] != 0:
-        call_visit_ds(args[VISIT_DS], p, ds, slopes, b, h, row0, row0 + seq.first_position, k0, args[VALUES])
+        call_visit_ds(
+            args[VISIT_DS], p, ds, slopes, b, h, row0, row0 + seq.first_position, k0, args[VALUES], args[NONFINITE]
+        )
 
 
 @njit(**options)
@@ -94,7 +102,8 @@ def dropout(args: Any, tile: Any, keys_first: bool, b: int, h: int, row0: int, k
     key0, key1 = seed & LOW32, seed >> SHIFT32
     factor = tile.dtype.type(double_from_bits(args[DROPOUT_SCALE]))
     keys, rows = (tile.shape[0], tile.shape[1]) if keys_first else (tile.shape[1], tile.shape[0])
-    c2, c3 = np.uint64(h), np.uint64(b)
+    row0, k0 = row0 + args[DROPOUT_ROW], k0 + args[DROPOUT_KEY]
+    c2, c3 = np.uint64(h + args[DROPOUT_HEAD]), np.uint64(b)
     for group in range(k0 // 4, (k0 + keys + 3) // 4):
         c0 = np.uint64(group) & LOW32
         for i in range(rows):
@@ -107,6 +116,36 @@ def dropout(args: Any, tile: Any, keys_first: bool, b: int, h: int, row0: int, k
                         tile[j, i] = tile[j, i] * factor if kept else 0
                     else:
                         tile[i, j] = tile[i, j] * factor if kept else 0
+
+
+@njit(fastmath={"reassoc"}, **options)  # sums by vectors
+def entropy_sum(s: Any, p: Any, m: Any) -> Any:
+    """The sum of P (S - m) over a row."""
+    lowest, total = s.dtype.type(-1e30), s.dtype.type(0)  # instead of -inf, which P = 0 makes NaN
+    for j in range(len(s)):
+        below = s[j] - m
+        total += p[j] * (below if below > lowest else lowest)
+    return total
+
+
+@njit(**options)
+def moved(total: Any, row_sum: Any, before: Any, m: Any) -> Any:
+    """A sum of P (S - m), and of P, relative to another m."""
+    return total * 0 if row_sum == 0 else np.exp(before - m) * (total + (before - m) * row_sum)
+
+
+@njit(**options)
+def row_statistics(m: Any, l: Any, total: Any, top: Any, sink: Any) -> Any:
+    """Entropy and largest score of a row, from row_max, row_sum and the sum of P (S - m)."""
+    if sink != -np.inf:  # one more outcome
+        row_max = max(m, sink)
+        total = moved(total, l, m, row_max)
+        l = (l * 0 if l == 0 else np.exp(m - row_max) * l) + np.exp(sink - row_max)
+        total += np.exp(sink - row_max) * (sink - row_max)
+    if l == 0:
+        return total * 0, top
+    entropy = np.log(l) - total / l
+    return entropy, top if l == l else l
 
 
 @njit(**options)

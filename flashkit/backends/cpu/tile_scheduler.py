@@ -24,6 +24,8 @@ from .arguments import (
     HEADS_PER_TILE,
     NUM_SPLITS,
     Q_TILES,
+    SERIAL_ENTRIES,
+    SERIAL_HEADS,
     STOP,
     TILE_COUNTER,
     WORK_TILES,
@@ -101,12 +103,12 @@ def next_q_tile(args: Any) -> WorkTile:
 
 @njit(**options)
 def next_kv_split(args: Any) -> WorkTile:
-    """A split of a key/value head: all splits of one head follow each other."""
+    """A split of a key/value head, or of the first head of several: all splits of one head follow each other."""
     number = atomic_increment(args.ctypes.data + 8 * TILE_COUNTER)
-    heads_kv = args[HEADS] // args[GROUP]
+    heads = args[HEADS] // args[GROUP] // args[SERIAL_HEADS]
     head, split = number // args[NUM_SPLITS], number % args[NUM_SPLITS]
     valid = number < args[WORK_TILES] and not stopped(args)
-    return WorkTile(number, valid, head // heads_kv, head % heads_kv, split)
+    return WorkTile(number, valid, head // heads * args[SERIAL_ENTRIES], head % heads * args[SERIAL_HEADS], split)
 
 
 @njit(**options)

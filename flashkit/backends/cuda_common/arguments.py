@@ -11,7 +11,7 @@ import numpy as np
 
 from ...mods import dropout
 from ...spec import AttentionSpec, Gradients, Operands
-from . import modification
+from . import modification, ordered_sums
 from .launch import KernelArguments, dummy_slot, scratch
 from .params import AT, VALUES, WORDS_OF_TENSOR, integers_address
 
@@ -44,6 +44,7 @@ class Arguments(KernelArguments):
 
     def __init__(self, spec: AttentionSpec, operands: Operands) -> None:
         self.spec, self.alive, self.scale, self._blocks = spec, list[Any](), operands.scale, operands.blocks
+        self.ordered: dict[str, Any] = {}  # memory of sums by value
         self.uploaded = False  # whether something was copied to the device
         self.entries, self.heads, self.n_q, _ = operands.q.shape
         self.heads_kv, self.n_k = operands.k.shape[1:3]
@@ -75,14 +76,21 @@ class Arguments(KernelArguments):
         if spec.sinks:
             words[AT["sinks"]] = self.address(operands.sinks)
         if spec.dropout:
+            row, key, head = dropout.first_of(operands.seed)
             words[AT["seed"] : AT["dropout_scale"] + 1] = (
-                operands.seed, dropout.threshold(operands.dropout_p), bits(1 / (1 - operands.dropout_p))
+                operands.seed, row | key // 4 << 32, head, dropout.threshold(operands.dropout_p),
+                bits(1 / (1 - operands.dropout_p)),
             )  # fmt: skip
         if spec.slots:
             operands.arrays = {name: self._on_device(array) for name, array in operands.arrays.items()}
-            words[VALUES:] = self._values(operands)
+            values = self._values(operands)
+            words[VALUES : VALUES + len(values)] = values
         self._known: dict[Any, Any] = {}
         super().__init__(words)
+        if operands.stats is not None:
+            self.tensors(**operands.stats._asdict())
+        if operands.tangents is not None:
+            self.tensors(**{f"d{name}": x for name, x in operands.tangents._asdict().items()})
         if operands.scales is not None:
             self.tensors(**dict(zip(SCALES, operands.scales, strict=True)))
 
@@ -134,6 +142,23 @@ class Arguments(KernelArguments):
         self.tensors(dout=gradients.dout, dlse=gradients.dlse, dq=gradients.dq, dk=gradients.dk, dv=gradients.dv)
         if gradients.dsinks is not None:
             self.set(dsinks=gradients.dsinks.data.ptr)
+        for name, (at, slot) in modification.sums_of(self.spec).items():
+            sums = gradients.values[name]
+            if modification.orders_sums(self.spec):
+                self.ordered[name] = ordered_sums.memory(sums)
+            address = self.ordered.get(name, sums).data.ptr
+            strides = [stride // sums.dtype.itemsize for stride in sums.strides]
+            self.words[VALUES + at : VALUES + at + modification.entries(slot)] = [address, *strides]
+
+    @property
+    def log2_terms(self) -> int:
+        """log2 of the most terms of a sum over pairs."""
+        return int(self.batch * self.heads * self.n_q * self.n_k).bit_length()
+
+    def finish_sums(self, gradients: Gradients) -> None:
+        """Write ordered sums, after the kernels."""
+        for name, words in self.ordered.items():
+            ordered_sums.total(words, gradients.values[name], self.log2_terms)
 
     def for_backward(self, out: Any, gradients: Gradients) -> Arguments:
         """A copy for a backward pass of such an output and gradients: copies may differ in their layouts."""

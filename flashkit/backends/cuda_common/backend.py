@@ -64,7 +64,7 @@ class CudaBackend:
     """Of k in the forward pass."""
 
     efficiency = 0.5
-    spares_lse = takes_arrays = takes_scales = True
+    spares_lse = takes_arrays = takes_scales = takes_stats = takes_jvp = takes_wrt = True
 
     @property
     def takes_fp8(self) -> bool:
@@ -132,9 +132,12 @@ class CudaBackend:
         for dim, most in (spec.head_dim, self.max_head_dim), (spec.head_dim_v, MAX_HEAD_DIM):
             if dim > most:
                 return Verdict(False, f"head dim {dim} is over {most}")
+        if spec.jvp and spec.paged:
+            return Verdict(False, "keys in pages have no tangents")
         if reason := modification.unsupported(spec):
             return Verdict(False, reason)
-        able = [asked(generation, problem, device.current(), "forward") for generation in self.allowed()]
+        direction: Direction = "backward" if spec.wrt else "forward"
+        able = [asked(generation, problem, device.current(), direction) for generation in self.allowed(direction)]
         if not able:
             return Verdict(False, f"it has no generation {settings.CUDA_GENERATION.text()}, which {VARIABLE} asks for")
         return Verdict(any(able), "; ".join(verdict.reason for verdict in able if not verdict))
@@ -154,6 +157,7 @@ class CudaBackend:
         arguments = Arguments(plan.problem.spec, operands)
         arguments.gradients(gradients)
         _pull_back(plan, run, arguments, operands, gradients, _end_of_keys(operands), launch.stream())
+        arguments.finish_sums(gradients)
 
     def bind(self, plan: CudaPlan, operands: Operands, per_call: Sequence[str] = ()) -> Bound:
         import cupy

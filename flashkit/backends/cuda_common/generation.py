@@ -60,6 +60,16 @@ class Generation(Protocol):
     takes_fp8: bool = False
     """Whether it is asked about problems whose q, k and v are codes of e4m3."""
 
+    takes_stats: bool = False
+    takes_jvp: bool = False
+    """Whether about those whose forward pass has more results; see `base.TakesMore`."""
+
+    takes_wrt: bool = False
+    """Whether its backward pass sums gradients by values of score modifications,"""
+
+    takes_wrt_in_order: bool = False
+    """and in an order that gives the same bits."""
+
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         """Whether these kernels can compute it and have enough work for it, or the reason why not."""
 
@@ -154,9 +164,18 @@ def supports_16bit(spec: AttentionSpec, most: int) -> Verdict:
 
 
 def asked(generation: Generation, problem: Problem, device: Device, direction: Direction) -> Verdict:
-    """The answer of `supports`, or the refusal of codes of e4m3 for a generation that does not know them."""
-    if problem.spec.fp8 and not generation.takes_fp8:
+    """The answer of `supports`, or the refusal of what a generation does not know."""
+    spec = problem.spec
+    if spec.fp8 and not generation.takes_fp8:
         return Verdict(False, "it has no kernels for codes of e4m3")
+    if spec.stats and not generation.takes_stats:
+        return Verdict(False, "its kernels compute no statistics")
+    if spec.jvp and not generation.takes_jvp:
+        return Verdict(False, "it has no kernels for tangents")
+    if spec.wrt and direction == "backward" and not generation.takes_wrt:
+        return Verdict(False, "it has no gradients by values of score modifications")
+    if spec.wrt and direction == "backward" and spec.deterministic and not generation.takes_wrt_in_order:
+        return Verdict(False, "it sums gradients by values of score modifications in any order")
     return generation.supports(problem, device, direction)
 
 
@@ -183,7 +202,7 @@ def tile_of(
         if wrong := [f"{name} is {getattr(tile, name)}" for name, n in numbers.items() if getattr(tile, name) != n]:
             raise ValueError(", ".join(wrong))
         fitting = fitted(tile, spec)
-        if fitting is None and fitted(tile, replace(spec, head_dim=16, head_dim_v=16, score=None)) is None:
+        if fitting is None and fitted(tile, replace(spec, head_dim=16, head_dim_v=16, score=None, wrt=())) is None:
             raise ValueError(f"{tile} fits no head dim")
         return fitting
     except (ArithmeticError, TypeError, ValueError) as error:

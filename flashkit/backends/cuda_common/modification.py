@@ -9,7 +9,7 @@ from math import inf, prod
 
 from ...mods import expr
 from ...mods.expr import Expr
-from ...spec import AttentionSpec, Slot
+from ...spec import AttentionSpec, Read, Slot
 
 MAX_NDIM = 8
 MAX_VALUES = 384
@@ -28,8 +28,44 @@ def entries(slot: Slot) -> int:
 
 
 def values_of(spec: AttentionSpec) -> int:
-    """Entries that all values of the spec take together."""
-    return sum(map(entries, spec.slots))
+    """Entries that all values of the spec take together; behind them are the sums of gradients by those of `wrt`, and
+    last, where these are ordered, log2 of the terms of each, or -1 while the greatest term is sought.
+    """
+    of_sums = sum(entries(slot) for _, slot in sums_of(spec).values())
+    return sum(map(entries, spec.slots)) + of_sums + orders_sums(spec)
+
+
+def orders_sums(spec: AttentionSpec) -> bool:
+    """Whether the bits of sums must not depend on the order of their terms (ordered_sums.py)."""
+    return bool(spec.wrt) and spec.deterministic
+
+
+def sums_of(spec: AttentionSpec) -> dict[str, tuple[int, Slot]]:
+    """For each slot of `wrt` its index among Params::values, where the address and the strides of its sums are, and the
+    slot as an array.
+    """
+    found, at = {}, sum(map(entries, spec.slots))
+    slots = {slot.name: slot for slot in spec.slots}
+    for name in spec.wrt:
+        slot = slots[name]._replace(ndim=slots[name].ndim or 0, dtype=spec.lse_dtype)
+        found[name] = at, slot
+        at += entries(slot)
+    return found
+
+
+def slope_is_one(spec: AttentionSpec) -> bool:
+    """Whether the score modification only adds to scores, so that dS is the same before and after it."""
+    return spec.score is not None and expr.is_const(expr.derivative(spec.score), 1)
+
+
+def way_of_adding(read: Read) -> str:
+    """How kernels add the terms of a read: "EachPair", where most pairs have elements of their own, "OfHead", where all
+    pairs of a head have one, or "Run" of neighbours that often have the same.
+    """
+    symbols = {node for index in read.indices for node in expr.walk([index]) if node.op == "symbol"}
+    if not symbols & {expr.ROW, expr.Q, expr.K}:
+        return "OfHead"
+    return "EachPair" if any(index is expr.K for index in read.indices) else "Run"
 
 
 def unsupported(spec: AttentionSpec) -> str:

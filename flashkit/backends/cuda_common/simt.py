@@ -9,7 +9,7 @@ from functools import cache, lru_cache
 
 from ...devices.schema import TileRow
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
-from . import compiler
+from . import compiler, modification
 from .arguments import Arguments
 from .bwd_preprocess import BwdPreprocess
 from .device import Device
@@ -18,7 +18,7 @@ from .launch import Kernel, check_grid
 from .memory import SmemLayout
 
 Part = str
-"""A kernel: "forward", or of the backward pass "dkdv" or "dq"."""
+"""A kernel: "forward", or with tangents "jvp", or of the backward pass "dkdv" or "dq"."""
 
 MAX_REGISTERS = 224
 
@@ -52,6 +52,8 @@ class SimtTile:
             "CHUNK": self.chunk, "KEYS": self.keys, "BLOCKS_PER_SM": self.blocks,
             "BACKWARD_KEYS": part == "dkdv", **self.smem(part, spec).constants(),
         }  # fmt: skip
+        if part in ("forward", "jvp"):
+            names |= {f"TANGENT_{name}": name.lower() in spec.jvp for name in "QKV"}
         return tuple(names.items())
 
     def shape(self, part: Part) -> tuple[int, int]:
@@ -66,7 +68,9 @@ class SimtTile:
         """The shared memory of a CTA: two stages of operands, then a tile of P or dS."""
         size = ITEMSIZE[spec.lse_dtype]
         rows, columns = self.shape(part)
-        dim = {"forward": spec.head_dim_v, "dq": spec.head_dim}.get(part, max(spec.head_dim, spec.head_dim_v))
+        dim = {"forward": spec.head_dim_v, "jvp": spec.head_dim_v, "dq": spec.head_dim}.get(
+            part, max(spec.head_dim, spec.head_dim_v)
+        )
         stage = max((rows + columns) * (self.chunk + 16 // size), self.keys * self.accumulator_columns(dim))
         pitch = columns + (self.threads_x if self.threads_x < 32 else 0)
         smem = SmemLayout()
@@ -82,9 +86,10 @@ class SimtTile:
         """Estimated registers of a thread: tiles, accumulators, operands of a step and a constant rest."""
         rows, columns = self.shape(part)
         r, c = rows // self.threads_y, columns // self.threads_x
-        widths = {"forward": (spec.head_dim_v,), "dq": (spec.head_dim,), "dkdv": (spec.head_dim, spec.head_dim_v)}
+        widths = {"forward": (spec.head_dim_v,), "dq": (spec.head_dim,), "dkdv": (spec.head_dim, spec.head_dim_v),
+                  "jvp": (spec.head_dim_v, spec.head_dim_v)}  # fmt: skip
         accumulators = sum(self.accumulator_columns(dim) // self.threads_x for dim in widths[part])
-        values = r * c * (1 if part == "forward" else 2) + r * accumulators + 4 * r + 4 + 2 * r
+        values = r * c * {"forward": 1, "jvp": 3}.get(part, 2) + r * accumulators + 4 * r + 4 + 2 * r
         return values * ITEMSIZE[spec.lse_dtype] // 4 + 40
 
     def cost(self, part: Part, spec: AttentionSpec, device: Device) -> float:
@@ -102,7 +107,7 @@ class SimtTile:
             return float("inf")
         r, c = rows // self.threads_y, columns // self.threads_x
         products = {"forward": (1, (spec.head_dim_v,)), "dq": (2, (spec.head_dim,)),
-                    "dkdv": (2, (spec.head_dim, spec.head_dim_v))}  # fmt: skip
+                    "dkdv": (2, (spec.head_dim, spec.head_dim_v)), "jvp": (3, (spec.head_dim_v,) * 3)}  # fmt: skip
         scores, outputs = products[part]
         # A step of four columns: r + c vector loads for 4 r c multiply-adds. Each chunk costs a barrier.
         chunks = -(-spec.head_dim // self.chunk) + len(outputs) * -(-columns // self.keys)
@@ -149,7 +154,7 @@ class _Kernel:
 
     def __init__(self, kernels: Kernels, part: Part, spec: AttentionSpec, device: Device, tile: SimtTile) -> None:
         self.tile = tile
-        direction = "forward" if part == "forward" else "backward"
+        direction = "forward" if part in ("forward", "jvp") else "backward"
         arch = compiler.target(device.capability)
         self.library = kernels(f"simt/{direction}", spec, self.tile.constants(part, spec), arch)
         self.kernel: Kernel = self.library.kernel(f"simt_{direction}", device, self.tile.shared_memory(part, spec))
@@ -167,7 +172,7 @@ class SimtForward:
 
     def __init__(self, kernels: Kernels, spec: AttentionSpec, device: Device, choice: Choice) -> None:
         self.tile, _, self.why = choice
-        self.forward = _Kernel(kernels, "forward", spec, device, self.tile)
+        self.forward = _Kernel(kernels, _part(spec, "forward"), spec, device, self.tile)
         self.libraries = [self.forward.library]
 
     def run(self, arguments: Arguments, stream: int) -> None:
@@ -189,13 +194,20 @@ class SimtBackward:
         held = workspace.allocate(arguments, stream)
         self.preprocess.run(arguments, stream, preprocess_ctas)
         self.dkdv.launch(arguments, arguments.k_tiles(self.dkdv.tile.block_k), arguments.heads_kv, stream)
-        self.dq.launch(arguments, arguments.q_tiles(self.dq.tile.block_q), arguments.heads, stream)
+        for terms in (-1, arguments.log2_terms) if modification.orders_sums(arguments.spec) else (0,):
+            if terms:
+                arguments.words[-1] = terms
+            self.dq.launch(arguments, arguments.q_tiles(self.dq.tile.block_q), arguments.heads, stream)
         self.preprocess.sink_gradients(arguments, stream)
         del held
 
 
-_PARTS: dict[Direction, Part] = {"forward": "forward", "backward": "dkdv"}
-"""Of a direction, the kernel whose tile rows and candidates are."""
+def _part(spec: AttentionSpec, direction: Direction) -> Part:
+    """Of a direction, the kernel whose tile rows and candidates are."""
+    if direction == "backward":
+        return "dkdv"
+    return "jvp" if spec.jvp else "forward"
+
 
 MAX_CANDIDATES = 8
 """Tiles that the tuner tries: the best of the hundreds that the model ranks."""
@@ -206,15 +218,18 @@ class Simt(Generation):
 
     name = "simt"
     directions: tuple[Direction, ...] = ("forward", "backward")
+    takes_stats = takes_wrt = True
 
-    def __init__(self, kernels: Kernels) -> None:
-        self._kernels = kernels
+    def __init__(self, kernels: Kernels, takes_jvp: bool = False, takes_wrt_in_order: bool = False) -> None:
+        self._kernels, self.takes_jvp, self.takes_wrt_in_order = kernels, takes_jvp, takes_wrt_in_order
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         return Verdict(True)
 
     def tile(self, problem: Problem, row: TileRow, device: Device, direction: Direction) -> SimtTile | None:
-        part = _PARTS[direction]
+        part = _part(problem.spec, direction)
+        if part == "jvp":  # rows are of kernels with fewer registers
+            return None
 
         def fitted(tile: SimtTile, spec: AttentionSpec) -> SimtTile | None:
             fits = replace(tile, blocks=1) in candidates(part) and tile.cost(part, spec, device) < float("inf")
@@ -223,12 +238,12 @@ class Simt(Generation):
         return tile_of(SimtTile, row, problem.spec, fitted)
 
     def model(self, problem: Problem, device: Device, direction: Direction) -> Choice:
-        tile = choose(_PARTS[direction], problem.spec, device)
+        tile = choose(_part(problem.spec, direction), problem.spec, device)
         return Choice(tile, None, "least cost by the model of registers and shared memory")
 
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[SimtTile]:
         """Tiles worth trying. In the backward pass they are for dK and dV; the model chooses the tile of dQ."""
-        part = _PARTS[direction]
+        part = _part(problem.spec, direction)
         costs = {tile: tile.cost(part, problem.spec, device) for tile in candidates(part)}
         ranked = sorted((tile for tile, cost in costs.items() if cost < float("inf")), key=lambda tile: costs[tile])
         return [_resident(tile, part, problem.spec, device) for tile in ranked[:MAX_CANDIDATES]]

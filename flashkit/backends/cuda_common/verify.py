@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...spec import BLOCK, AttentionSpec, Direction, Gradients, Operands, Slot, transposed_codes
+from ...spec import BLOCK, AttentionSpec, Direction, Gradients, Operands, Slot, Stats, Tangents, transposed_codes
 from .arguments import Arguments
 from .device import Device
 from .generation import Pass
@@ -122,8 +122,14 @@ def sample_problem(spec: AttentionSpec, values_in_keys: bool = False) -> Operand
         },
         np.linspace(-1, 1, spec.group).astype(spec.lse_dtype) if spec.sinks else None,
         0.25 if spec.dropout else 0.0, 12345, cu_seqlens=cu_seqlens, page_table=page_table,
-        scales=scales,
+        scales=scales, tangents=_tangents(spec, {"q": q, "k": k, "v": v}) if spec.jvp else None,
     )  # fmt: skip
+
+
+def _tangents(spec: AttentionSpec, tensors: dict[str, np.ndarray]) -> Tangents:
+    rng = np.random.default_rng(2)
+    drawn = {name: rng.standard_normal(x.shape).astype(x.dtype) for name, x in tensors.items()}
+    return Tangents._make([*(drawn[name] if name in spec.jvp else None for name in "qkv"), None, None])
 
 
 def _scales(rng: np.random.Generator, x: np.ndarray, per: str) -> np.ndarray:
@@ -162,14 +168,31 @@ def _element(slot: Slot) -> np.ndarray:
 
 
 def _expected(spec: AttentionSpec, problem: Operands, direction: Direction) -> dict[str, np.ndarray]:
-    from ...reference import standard, standard_gradients
+    from ...reference import standard, standard_gradients, standard_jvp, statistics
 
     out, lse = standard(spec, _numbers(problem))
     if direction == "forward":
-        return {"out": np.asarray(out, np.float64), "lse": np.asarray(lse, np.float64)}
+        expected = {"out": out, "lse": lse}
+        if spec.stats:
+            found = statistics(spec, problem)
+            expected |= {name: found[name] for name in Stats._fields}
+        if spec.jvp:
+            expected |= dict(zip(("dout", "dlse"), standard_jvp(spec, problem)[2:], strict=True))
+        return {name: np.asarray(x, np.float64) for name, x in expected.items()}
     problem.out, problem.lse = out, lse
-    gradients = standard_gradients(spec, problem, _dout(spec))
-    return {name: np.asarray(x, np.float64) for name, x in gradients._asdict().items() if x is not None}
+    sums = {name: np.zeros(max(ndim, 1) * _EXTENT) for name, ndim in _axes_of_sums(spec)}
+    values = {
+        name: np.lib.stride_tricks.as_strided(sums[name], (_EXTENT,) * ndim, (8,) * ndim)
+        for name, ndim in _axes_of_sums(spec)
+    }
+    gradients = standard_gradients(spec, problem, _dout(spec), values=values)
+    return {name: np.asarray(x, np.float64) for name, x in (gradients._asdict() | sums).items() if x is not None}
+
+
+def _axes_of_sums(spec: AttentionSpec) -> list[tuple[str, int]]:
+    """The slots of `wrt`. All axes of the sums of the sample problem have a stride of one element."""
+    ndim = {slot.name: slot.ndim or 0 for slot in spec.slots}
+    return [(name, ndim[name]) for name in spec.wrt]
 
 
 def _dout(spec: AttentionSpec) -> np.ndarray:
@@ -183,7 +206,7 @@ def _computed(compiled: Pass, spec: AttentionSpec, problem: Operands, direction:
 
     with cupy.cuda.Stream(non_blocking=True) as stream:
         # One element each, with strides of 0, so that every index reads it.
-        arrays = {name: _OneElement(cupy.asarray(x[(0,) * x.ndim]), x.ndim) for name, x in problem.arrays.items()}
+        arrays = {name: _Strided(cupy.asarray(x[(0,) * x.ndim]), (0,) * x.ndim) for name, x in problem.arrays.items()}
         is_transposed = spec.fp8 is not None and spec.fp8.transposed
         values = transposed_codes(np, problem.v.view(np.uint8)) if is_transposed else problem.v
         q, k, v = (cupy.asarray(x) for x in (problem.q, problem.k, values))
@@ -196,20 +219,29 @@ def _computed(compiled: Pass, spec: AttentionSpec, problem: Operands, direction:
             None if problem.sinks is None else cupy.asarray(problem.sinks), problem.dropout_p, problem.seed, out, lse,
             cu_seqlens=problem.cu_seqlens, page_table=problem.page_table,
             scales=None if problem.scales is None else tuple(map(_on_device, problem.scales)),
+            stats=Stats(cupy.empty_like(lse), cupy.empty_like(lse)) if spec.stats else None,
         )  # fmt: skip
+        if problem.tangents is not None:
+            own = [None if x is None else cupy.asarray(x) for x in problem.tangents[:3]]
+            operands.tangents = Tangents._make([*own, cupy.empty_like(out), cupy.empty_like(lse)])
         if direction == "forward":
             compiled.run(Arguments(spec, operands), stream.ptr)
-            results = [out, lse]
+            results = [out, lse, *(operands.stats or ()), *(operands.tangents or ())[3:]]
         else:
             operands.out[...], operands.lse[...] = cupy.asarray(problem.out.astype(q.dtype)), cupy.asarray(problem.lse)
             gradients = Gradients(
                 cupy.asarray(_dout(spec)), None, cupy.empty_like(q), cupy.zeros_like(k), cupy.zeros_like(v),
                 cupy.empty_like(operands.sinks) if spec.sinks else None,
             )  # fmt: skip
+            sums = [cupy.zeros(max(ndim, 1) * _EXTENT, spec.lse_dtype) for _, ndim in _axes_of_sums(spec)]
+            for (name, ndim), array in zip(_axes_of_sums(spec), sums):
+                gradients.values[name] = _Strided(array, array.strides * ndim)
             arguments = Arguments(spec, operands)
             arguments.gradients(gradients)
             compiled.run(arguments, stream.ptr)
-            results = [gradients.dq, gradients.dk, gradients.dv, *([gradients.dsinks] if spec.sinks else [])]
+            gradients.values = dict(zip(spec.wrt, sums))
+            arguments.finish_sums(gradients)
+            results = [gradients.dq, gradients.dk, gradients.dv, *([gradients.dsinks] if spec.sinks else []), *sums]
         on_host = [x.get().astype(np.float64) for x in results]
         stream.synchronize()
     return on_host
@@ -223,12 +255,12 @@ def _on_device(scale: np.ndarray) -> Any:
     return cupy.broadcast_to(cupy.asarray(once), scale.shape)
 
 
-class _OneElement:
-    """One element with the attributes of an array that Arguments reads, and strides of 0."""
+class _Strided:
+    """Memory with the attributes of an array that Arguments reads, and other strides."""
 
-    def __init__(self, element: Any, ndim: int) -> None:
-        self.data, self.dtype, self.strides = element.data, element.dtype, (0,) * ndim
-        self.element = element
+    def __init__(self, array: Any, strides: tuple[int, ...]) -> None:
+        self.data, self.dtype, self.size, self.strides = array.data, array.dtype, array.size, strides
+        self.array = array
 
 
 def _numpy_dtype(name: str) -> np.dtype:

@@ -12,7 +12,7 @@ from ...mods import codegen, expr
 from ...mods.expr import Expr
 from ...spec import AttentionSpec
 from ..cuda_common.affine_score import AffineScore, affine_score, by_distance, of_head
-from ..cuda_common.modification import entries, shifts
+from ..cuda_common.modification import entries, shifts, slope_is_one, sums_of, way_of_adding
 
 _ELEMENTS = {
     "bool": "unsigned char", "int8": "signed char", "uint8": "unsigned char", "int16": "short",
@@ -25,6 +25,8 @@ _SCORE = "fk_float s, I b, I h, I row, I q, I k, I distance, const Params& p"
 _HEAD = "long long b, long long h, const Params& p"
 _ROW = "long long b, long long h, I row, I q, const Head& head"
 _PAIR = "long long b, long long h, long long row, long long q, long long k, const Params& p"
+_OF_PAIR = "I b, I h, I row, I q, I k, const Params& p"
+_ARGUMENTS = "b, h, row, q, k, p"
 _CORNERS = (
     "long long b, long long h, long long row0, long long row1, long long q0, long long q1, long long k0, long long k1, "
     "const Params& p"
@@ -53,6 +55,7 @@ def text(spec: AttentionSpec) -> str:
     numbers, (gain, rate, bias, straight) = of_head([parts.gain, parts.rate, parts.bias, parts.straight])
     read = "{{" + ", ".join(f"{{{i}}}" for i in range(len(numbers))) + "}}"
     return "\n".join([
+        *_value_sums(spec),
         _template(spec, "fk_float modified_score", _SCORE, [by_distance(score)]),
         f"constexpr bool {', '.join(f'{name} = {int(value)}' for name, value in facts.items())};",
         f"struct Head {{ {f'fk_float number[{len(numbers)}];' if numbers else ''} }};",
@@ -67,9 +70,54 @@ def text(spec: AttentionSpec) -> str:
     ])  # fmt: skip
 
 
-def _template(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[Expr]) -> str:
+def _value_sums(spec: AttentionSpec) -> list[str]:
+    """`ValueSums` of common/values.cuh: how a thread sums the gradients by values of the modification. enter() is for
+    all threads of a warp together, before the pairs of a head, and leave() after the last ones.
+    """
+    places = sums_of(spec)
+    functions, members, adding, flushing = [], [], [], []
+    for n, read in enumerate(spec.reads):
+        at, slot = places[read.name]
+        offset = " + ".join(f"(long long)({{{i}}}) * p.values[{at + 1 + i}]" for i in range(slot.ndim or 0)) or "0"
+        functions += [
+            _template(spec, f"fk_float value_slope{n}", f"fk_float s, {_OF_PAIR}", [read.slope]),
+            _template(spec, f"long long value_at{n}", _OF_PAIR, read.indices, offset),
+        ]
+        way = way_of_adding(read)
+        members.append(f"    {way}<{at}> sum{n};")
+        adding.append(f"        sum{n}.add(p, value_at{n}<I>({_ARGUMENTS}), ds * value_slope{n}<I>(s, {_ARGUMENTS}));")
+        where = ", value_at{n}<long long>(own_b, own_h, 0, 0, 0, p)" if way == "OfHead" else ""
+        flushing.append(f"        sum{n}.flush(p{where.format(n=n)});")
+    reads_score = any(expr.uses(read.slope, expr.S) for read in spec.reads)
+    facts = {
+        "HAS_VALUES": bool(spec.wrt), "VALUES_READ_SCORE": reads_score, "SLOPE_IS_ONE": slope_is_one(spec),
+        "VALUES_BY_DISTANCE": all(read.of_distance() is not None for read in spec.reads),
+    }  # fmt: skip
+    return [
+        f"constexpr bool {', '.join(f'{name} = {int(value)}' for name, value in facts.items())};",
+        *functions,
+        "struct ValueSums {",
+        "    int own_b = -1, own_h = -1;",
+        *members,
+        f"    template <typename I> __device__ __forceinline__ void add(fk_float ds, fk_float s, {_OF_PAIR}) {{",
+        *adding,
+        "    }",
+        f"    __device__ __forceinline__ void enter({_HEAD}) {{",
+        "        if (b == own_b && h == own_h) return;",
+        "        leave(p);",
+        "        own_b = (int)b, own_h = (int)h;",
+        "    }",
+        "    __device__ __forceinline__ void leave(const Params& p) {",
+        "        if (own_b < 0) return;",
+        *flushing,
+        "    }",
+        "};",
+    ]
+
+
+def _template(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[Expr], result: str = "{0}") -> str:
     """The same function with another type of integers."""
-    text = _function(spec, name, parameters, graphs)
+    text = _function(spec, name, parameters, graphs, result)
     return "template <typename I>\n" + text.replace("const long long t", "const I t")
 
 

@@ -12,13 +12,13 @@ from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler, modification
 from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
-from ..cuda_common.generation import Choice, Generation, TileTables, tile_of
+from ..cuda_common.generation import Choice, Generation, Pass, TileTables, tile_of
 from ..cuda_common.launch import Kernel, check_grid
 from ..cuda_common.memory import SmemLayout, bytes_of_keys, heads_per_l2_group, stage_constants
 from ..cuda_common.params import AT
 from ..cuda_common.sm80_bwd_launch import OrderedBackward
 from ..cuda_common.sm90_launch import FEW_ROWS
-from . import specialise
+from . import sm80_jvp, specialise
 
 MAX_DIM = 256
 MIN_TF32X3_DIM = 16  # terms of a sum that average out what TF32x3 leaves out
@@ -99,7 +99,7 @@ class Sm80Tile:
         smem.add("TILE_ROWS", self.looked_up(spec) * self.block_k // self.page_run(spec) * 16)
         smem.add("P", self.block_q * (self.block_k * size + 16) * shared_rows)
         smem.add("ROW_REDUCE", self.block_q * self.warps_k * 4 * shared_rows)
-        smem.add("ROW_STATE", self.block_q * self.warps_k * 32)
+        smem.add("ROW_STATE", self.block_q * self.warps_k * (48 if spec.stats else 32))
         return smem
 
     def looked_up(self, spec: AttentionSpec) -> int:
@@ -173,9 +173,11 @@ class Sm80Forward:
         self.pack = spec.group if problem.n_q < 128 and not spec.packed else 1
         self.slots = device.sms * self.tile.resident(spec, device)
         blocks = -(-problem.n_q * self.pack // self.tile.block_q) * (problem.heads // self.pack) * problem.batch
-        few = spec.deterministic and problem.n_q * spec.group <= FEW_ROWS
+        # Statistics are of whole rows.
+        few = spec.deterministic and problem.n_q * spec.group <= FEW_ROWS and not spec.stats
         self.split_tiles = max(1, DETERMINISTIC_SPLIT // self.tile.block_k) if few and not spec.packed else 0
-        self.split = 2 * blocks <= self.slots and problem.n_k >= 8 * self.tile.block_k and not spec.packed
+        self.split = 2 * blocks <= self.slots and problem.n_k >= 8 * self.tile.block_k
+        self.split &= not (spec.packed or spec.stats)
         self.split |= self.split_tiles > 0
         self.why = why + ("; split along the keys" if self.split else "")
         constants = self.tile.constants(spec, device, self.pack, self.split, self.split_tiles)
@@ -334,6 +336,7 @@ class Sm80(Generation):
 
     name = "sm80"
     directions: tuple[Direction, ...] = ("forward", "backward")
+    takes_stats = takes_jvp = takes_wrt = True
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         spec = problem.spec
@@ -341,12 +344,17 @@ class Sm80(Generation):
             return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, before sm_80")
         if spec.dtype == "float64":
             return Verdict(False, "mma.sync kernels take no float64")
+        if spec.jvp and direction == "forward":
+            return sm80_jvp.supports(spec)
         if max(spec.head_dim, spec.head_dim_v) > MAX_DIM:
             return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {MAX_DIM}")
         if tf32_terms(spec) > 1 and spec.dtype == "float32" and spec.head_dim < MIN_TF32X3_DIM:
             under = f"{spec.head_dim}, under {MIN_TF32X3_DIM},"
             return Verdict(False, f"float32 of head dim {under} is more accurate without TF32")
         return Verdict(True)
+
+    def model(self, problem: Problem, device: Device, direction: Direction) -> Choice | None:
+        return sm80_jvp.choice(problem.spec, device) if problem.spec.jvp and direction == "forward" else None
 
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
         rows = problem.n_q * problem.spec.group if problem.n_q < 128 else problem.n_q
@@ -355,13 +363,18 @@ class Sm80(Generation):
         return list(forward_candidates(problem.spec, rows, device))
 
     def tile(self, problem: Problem, row: TileRow, device: Device, direction: Direction) -> Any:
+        if problem.spec.jvp and direction == "forward":  # rows are of kernels with one softmax
+            return None
+
         def fitted(tile: Any, spec: AttentionSpec) -> Any:
             enough = row.ctas_per_sm is None or tile.resident(spec, device) >= row.ctas_per_sm
             return tile if enough and tile.fits(spec, device) else None
 
         return tile_of(Sm80Tile if direction == "forward" else Sm80BackwardTile, row, problem.spec, fitted)
 
-    def plan(self, problem: Problem, choice: Choice, tables: TileTables) -> Sm80Forward | Sm80Backward:
+    def plan(self, problem: Problem, choice: Choice, tables: TileTables) -> Pass:
+        if problem.spec.jvp and tables.direction == "forward":
+            return sm80_jvp.Sm80Jvp(problem, choice, tables)
         kind = Sm80Forward if tables.direction == "forward" else Sm80Backward
         return kind(problem, tables.device, choice.tile, choice.why)
 

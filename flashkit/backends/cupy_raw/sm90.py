@@ -85,7 +85,7 @@ def sums_rows_by_mma(spec: AttentionSpec, tile: ForwardTile) -> bool:
     the speculative softmax does not need the sums at once.
     """
     known = affine_score(spec.score) if spec.score is not None else None
-    if known is None or not known.capped or known.sloped or spec.dtype != "bfloat16" or spec.dropout:
+    if known is None or not known.capped or known.sloped or spec.dtype != "bfloat16" or spec.dropout or spec.stats:
         return False
     q, v = chunks(spec.head_dim), chunks(spec.head_dim_v)
     return spec.head_dim_v % 64 == 0 and (v == 1 or (q == v == 2 and tile.stages == 2))
@@ -136,7 +136,7 @@ class Sm90(Generation):
 
     name = "sm90"
     directions: tuple[Direction, ...] = ("forward", "backward")
-    takes_fp8 = True
+    takes_fp8 = takes_stats = takes_wrt = True
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         spec = problem.spec
@@ -150,9 +150,13 @@ class Sm90(Generation):
             return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, not sm_90")
         if spec.dtype == "float64":
             return Verdict(False, "these tensor cores do not support float64")
+        if spec.stats and sm90_mla.is_latent(spec):
+            return Verdict(False, "its kernels for latent attention compute no statistics")
         if sm90_mla.is_latent(spec):
             return sm90_mla.supports(problem, direction)
         is_float32 = spec.dtype == "float32"
+        if spec.stats and (is_float32 or spec.fp8):
+            return Verdict(False, "its kernels for float32 and codes of e4m3 compute no statistics")
         most = sm90_fp16x2.MAX_DIM if is_float32 else MAX_DIM
         if max(spec.head_dim, spec.head_dim_v) > most:
             return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {most}")
@@ -165,7 +169,7 @@ class Sm90(Generation):
             dims = f"head dims {spec.head_dim} and {spec.head_dim_v}"
             return Verdict(False, f"rows of {dims} are not a multiple of 16 bytes")
         if direction == "backward":
-            return Verdict(True)
+            return sm90_backward.supports_wrt(spec)
         return work_enough(problem, device)
 
     def profitable(self, problem: Problem, direction: Direction) -> Verdict:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from ...spec import AttentionSpec, Problem
-from ..cuda_common import compiler, sm90_bwd_launch
+from ...mods import expr
+from ...spec import AttentionSpec, Problem, Verdict
+from ..cuda_common import arguments, compiler, sm90_bwd_launch
 from ..cuda_common.affine_score import affine_score
 from ..cuda_common.generation import Choice, TileTables
-from ..cuda_common.modification import looks_at_ranges, positions
+from ..cuda_common.modification import looks_at_ranges, positions, slope_is_one, values_of
 from ..cuda_common.sm90_bwd_launch import BackwardTile, cluster_size
 from ..cuda_common.sm90_launch import chunks, padded
 from ..cuda_common.verify import Fallback
@@ -33,6 +34,18 @@ def takes_affine_path(spec: AttentionSpec) -> bool:
         return False
     known = affine_score(spec.score)
     return known is not None and known.even and known.diagonal
+
+
+def supports_wrt(spec: AttentionSpec) -> Verdict:
+    """Whether the kernel sums gradients by values of a score modification: registers do not hold scores until dS is
+    there, nor P apart from the slope.
+    """
+    if not spec.wrt:
+        return Verdict(True)
+    if spec.dtype == "float32":
+        return Verdict(False, "float32 has no gradients by values of score modifications here")
+    simple = slope_is_one(spec) and not any(expr.uses(read.slope, expr.S) for read in spec.reads)
+    return Verdict(simple, "gradients by values need a modification that only adds to scores")
 
 
 # Masked dQ is accumulated in order up to this many tokens even if determinism is not requested, with more than 64
@@ -82,6 +95,11 @@ class Sm90Backward(sm90_bwd_launch.Backward):
         long = sm90_bwd_launch.has_long_work_tiles(kind, problem.n_q, problem.n_k, density=1)
         fused, arch = long and can_fuse_preprocess(spec, tile), compiler.target(device.capability)
         constants, wgmma = source(spec, tile, fused)
+        if spec.wrt:  # of the call: that dQ is accumulated in order does not order these sums
+            asked = problem.spec
+            constants |= {
+                "ORDERED_SUMS": False, "VALUES": values_of(asked), "PARAMS_WORDS": arguments.size(asked),
+            }  # fmt: skip
         library = specialise.library("sm90/backward", spec, tuple(constants.items()), arch, wgmma)
         fallback, early = Fallback(partial(tables.plan, OLDER, problem), spec, device, "backward"), not spec.packed
         super().__init__(spec, device, tile, choice.why, library, specialise.library, fallback, fused, early)

@@ -87,6 +87,7 @@ class Sm90Fp8Tile(ForwardTile):
         smem.add("KEY_SCALES", 2 * self.warpgroups * 3 * 4 * _CHUNK if per(spec) == "token" else 0, 8)
         smem.add("V_TILES", 8 * v_stages)
         smem.add("OUT_READY", 0)  # of other kernels
+        smem.add("ONES", 0)
         smem.add("WORK_TILES", (12 + seq) * (self.q_buffers + 2))
         smem.add("LISTS", NUM_LISTS * (LIST_HEADER + 4 * LIST_CAPACITY))
         smem.add("LIST_SEQS", NUM_LISTS * seq)

@@ -21,8 +21,10 @@ def source(name: str, spec: AttentionSpec, constants: Mapping[str, int], functio
         "HEAD_DIM": spec.head_dim, "HEAD_DIM_V": spec.head_dim_v, "GQA_GROUP": spec.group,
         "MASK_READS_ARRAYS": modification.looks_at_ranges(spec), "HAS_SCORE": spec.score is not None,
         "HAS_MASK": spec.mask is not None, "HAS_DROPOUT": spec.dropout, "HAS_SINKS": spec.sinks,
+        "HAS_STATS": spec.stats,
         "HAS_LENGTHS": spec.kv_lengths, "IS_PACKED": spec.packed, "IS_PAGED": spec.paged,
-        "VALUES": modification.values_of(spec), "PARAMS_WORDS": arguments.size(spec), "FAST_MATH": False, **constants,
+        "ORDERED_SUMS": modification.orders_sums(spec), "VALUES": modification.values_of(spec),
+        "PARAMS_WORDS": arguments.size(spec), "FAST_MATH": False, **constants,
     }  # fmt: skip
     lines = [f"constexpr {'bool' if isinstance(x, bool) else 'int'} {n} = {int(x)};" for n, x in numbers.items()]
     text = [
@@ -31,6 +33,7 @@ def source(name: str, spec: AttentionSpec, constants: Mapping[str, int], functio
         '#include "common/params.cuh"',
         f"constexpr int STORAGE = {spec.dtype.upper()};",
         '#include "common/scalar.cuh"',
+        '#include "common/values.cuh"',
         modify.text(spec),
         '#include "common/tiles.cuh"',
         functions,

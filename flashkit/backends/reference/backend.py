@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ...reference import flash_attention_2, flash_attention_2_backward
+from ...reference import flash_attention_2, flash_attention_2_backward, standard_jvp, statistics
 from ...spec import AttentionSpec, Gradients, Operands, Problem, Verdict
 
 
@@ -30,6 +30,7 @@ class ReferenceBackend:
     array_kinds = ("numpy",)
     device_kind = "cpu"
     efficiency = 0.02
+    takes_stats = takes_jvp = takes_wrt = True
 
     def available(self) -> Verdict:
         return Verdict(True)
@@ -46,10 +47,21 @@ class ReferenceBackend:
         return Plan(problem.spec, Tile(), why)
 
     def forward(self, plan: Plan, operands: Operands) -> None:
-        operands.out[...], operands.lse[...] = flash_attention_2(plan.spec, operands, *plan.tile)
+        spec, dtype = plan.spec, plan.spec.lse_dtype
+        if operands.tangents is not None:
+            results = operands.out, operands.lse, operands.tangents.out, operands.tangents.lse
+            for result, values in zip(results, standard_jvp(spec, operands, dtype, plan.tile.block_q), strict=True):
+                result[...] = values
+            return
+        operands.out[...], operands.lse[...] = flash_attention_2(spec, operands, *plan.tile)
+        if operands.stats is not None:
+            found = statistics(spec, operands, dtype, plan.tile.block_q)
+            operands.stats.entropy[...], operands.stats.max_logit[...] = found["entropy"], found["max_logit"]
 
     def backward(self, plan: Plan, operands: Operands, gradients: Gradients) -> None:
-        result = flash_attention_2_backward(plan.spec, operands, gradients.dout, gradients.dlse, *plan.tile)
+        result = flash_attention_2_backward(
+            plan.spec, operands, gradients.dout, gradients.dlse, *plan.tile, values=gradients.values
+        )
         for name, values in result._asdict().items():
             if values is not None and getattr(gradients, name) is not None:  # dsinks is optional
                 getattr(gradients, name)[...] = values

@@ -24,6 +24,7 @@ from .functions import (
     sin,
     sqrt,
     tanh,
+    to_int,
     where,
 )
 from .graph import (
@@ -49,6 +50,7 @@ from .graph import (
     S,
     as_expr,
     const,
+    is_const,
     is_name,
     key,
     param,
@@ -66,7 +68,7 @@ from .operations import OPS, Op, derivative
 __all__ = [
     "FALSE", "INT64", "K0", "K1", "MAX_PARAM", "MAX_POSITION", "OPS", "Q0", "Q1", "ROW", "ROW0", "ROW1", "TRUE",
     "Array", "B", "Expr", "H", "K", "Kind", "Op", "Q", "S", "as_expr", "bounds", "classify", "clip", "const", "cos",
-    "derivative", "erf", "exp", "exp2", "floor", "int32_arrays", "is_name", "key", "log", "log2", "maximum", "minimum",
-    "param", "reaches", "rename", "sigmoid", "sign", "sin", "sqrt", "substitute", "symbol", "tanh", "to_float", "uses",
-    "walk", "where", "wrapped",
+    "derivative", "erf", "exp", "exp2", "floor", "int32_arrays", "is_const", "is_name", "key", "log", "log2", "maximum",
+    "minimum", "param", "reaches", "rename", "sigmoid", "sign", "sin", "sqrt", "substitute", "symbol", "tanh",
+    "to_float", "to_int", "uses", "walk", "where", "wrapped",
 ]  # fmt: skip

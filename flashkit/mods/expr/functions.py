@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .graph import Expr, arithmetic, floating, select, to_float
+from .graph import Expr, arithmetic, as_expr, floating, number, select, to_float
 from .graph import sign as _sign
 
 
@@ -115,6 +115,32 @@ def clip(x: Any, low: Any, high: Any) -> Expr:
     array([0.  , 0.  , 0.25, 0.5 ])
     """
     return minimum(maximum(x, low), high)
+
+
+def to_int(x: Any) -> Expr:
+    """x without its fraction, as an integer, which can index an array. Its derivative counts as 0.
+
+    Parameters
+    ----------
+    x
+        A float, an integer or a bool. A float beyond 2^30 counts as 2^30, one below -2^30 as that, and NaN as 0.
+
+    Returns
+    -------
+    Expr
+        An integer.
+
+    Examples
+    --------
+    >>> import flashkit
+    >>> def by_magnitude(s, b, h, q, k, *, table):
+    ...     return s + table[flashkit.clip(flashkit.to_int(flashkit.log2(1 + q - k)), 0, 2)]
+    >>> mod = flashkit.mods.score(by_magnitude, table=[0.5, 0.25, 0.0])
+    >>> mod.evaluate(b=0, h=0, q=3, k=[0, 1, 2, 3], s=[0.0, 0.0, 0.0, 0.0])
+    array([0.  , 0.25, 0.25, 0.5 ])
+    """
+    x = as_expr(x)
+    return Expr("int", (x,), None, "int") if x.kind == "float" else number(x)
 
 
 def _function(name: str, summary: str, given: str, result: str) -> Callable[[Any], Expr]:

@@ -32,6 +32,9 @@ MAX_PARAM = 2**60
 """Greatest absolute value of integer params, so that a position and a few of them add up without overflow; see
 mods.trace."""
 
+MAX_INTEGER = 2**30
+"""Greatest absolute value of a float as an integer (functions.to_int): float32 holds it, and indices are made of it."""
+
 MAX_BITS = 1023
 """Of integer constants: float64 holds them. Those beyond int64 are for floats only (mods.trace)."""
 
@@ -58,7 +61,8 @@ KINDS: dict[str, tuple[tuple[str, ...], ...]] = {
     **dict.fromkeys(("lt", "le", "eq"), (("int", "int", "bool"), ("float", "float", "bool"))),
     **dict.fromkeys(("and", "or", "xor"), (("bool", "bool", "bool"), ("int", "int", "int"))),
     **dict.fromkeys(FUNCTIONS, (("float", "float"),)),
-    "not": (("bool", "bool"),), "float": (("int", "float"),), "div": (("float", "float", "float"),),
+    "not": (("bool", "bool"),), "float": (("int", "float"),), "int": (("float", "int"),),
+    "div": (("float", "float", "float"),),
     "where": tuple(("bool", kind, kind, kind) for kind in _TYPES),
 }  # fmt: skip
 """For each operation the kinds of its operands and, last, of its result: one tuple for each way to use it."""
@@ -252,13 +256,13 @@ def as_expr(value: Any) -> Expr:
 
 def to_float(x: Any) -> Expr:
     """The same number as a float; a bool counts as 0 or 1."""
-    x = _number(as_expr(x))
+    x = number(as_expr(x))
     if x.kind == "float":
         return x
     return const(float(x.value)) if x.op == "const" else Expr("float", (x,), None, "float")
 
 
-def _number(x: Expr) -> Expr:
+def number(x: Expr) -> Expr:
     """The node itself, or 0 or 1 for a bool."""
     return select(x, 1, 0) if x.kind == "bool" else x
 
@@ -296,7 +300,7 @@ def _folded(node: Expr) -> Expr:
 
 
 def arithmetic(op: str, *operands: Any) -> Expr:
-    args = tuple(_number(as_expr(x)) for x in operands)
+    args = tuple(number(as_expr(x)) for x in operands)
     kind: Kind = "float" if any(a.kind == "float" for a in args) else "int"
     if kind == "float":
         args = tuple(map(to_float, args))
@@ -342,7 +346,7 @@ def comparison(op: str, x: Any, y: Any) -> Expr:
         if op == "eq":
             return ~(a ^ b)
         raise TypeError("bools have no order; use &, | and ~")
-    a, b = _number(a), _number(b)
+    a, b = number(a), number(b)
     if "float" in (a.kind, b.kind):
         a, b = to_float(a), to_float(b)
     return _fold(op, (a, b), "bool")
@@ -382,7 +386,7 @@ def select(condition: Any, x: Any, y: Any) -> Expr:
     if c.kind != "bool":
         raise TypeError(f"condition of where(): expected a bool, got {c.kind}")
     if a.kind != b.kind:
-        a, b = (to_float(a), to_float(b)) if "float" in (a.kind, b.kind) else (_number(a), _number(b))
+        a, b = (to_float(a), to_float(b)) if "float" in (a.kind, b.kind) else (number(a), number(b))
     if c.op == "const":
         return a if c.value else b
     return a if a is b else Expr("where", (c, a, b), None, a.kind)

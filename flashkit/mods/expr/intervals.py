@@ -15,6 +15,7 @@ from .graph import (
     INT64,
     K0,
     K1,
+    MAX_INTEGER,
     MAX_PARAM,
     MAX_POSITION,
     Q0,
@@ -59,7 +60,7 @@ def reaches(
         result = _leaf_reach(node, int32_arrays)
         if result is None and node.kind == "int":
             rule = OPS[node.op].bounds
-            result = (rule(*ranges) if rule else None) or INT64
+            result = (rule(*ranges) if rule else None) or (INT64 if node.op != "int" else (-MAX_INTEGER, MAX_INTEGER))
             if result[0] < INT64[0] or result[1] > INT64[1]:
                 overflowing.add(node)
                 result = INT64
@@ -107,6 +108,8 @@ def bounds(expr: Expr, int32_arrays: frozenset[str] = frozenset()) -> tuple[Expr
         result: Range = None
         if node.kind == "float":
             pass
+        elif node.op == "int":
+            result = End(const(-MAX_INTEGER), (-MAX_INTEGER,) * 2), End(const(MAX_INTEGER), (MAX_INTEGER,) * 2)
         elif not node.args:
             result = _leaf_bounds(node, int32_arrays)
         elif None not in ranges:

@@ -12,7 +12,7 @@ from typing import Any
 
 from . import interval_rules as rules
 from .functions import cos, exp, exp2, floor, sin, sqrt, tanh, where
-from .graph import Expr, S, const, is_const, walk
+from .graph import MAX_INTEGER, Expr, S, const, is_const, walk
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ OPS: dict[str, Op] = {
     "not": Op("!{0}", "not {0}", "np.logical_not({0})", None,
               lambda a: (rules.negation(a[1]), rules.negation(a[0]))),
     "float": Op("(fk_float)({0})", "F({0})", "F({0})"),
+    "int": Op("fk_int({0})", "to_int({0})", f"I(np.clip(np.nan_to_num({{0}}), -{MAX_INTEGER}.0, {MAX_INTEGER}.0))"),
     "exp": _function("exp", exp),
     "exp2": _function("exp2", lambda x: exp2(x) * 0.6931471805599453),
     "log": _function("log", lambda x: 1.0 / x),
@@ -89,12 +90,14 @@ OPS: dict[str, Op] = {
 
 
 @lru_cache(maxsize=512)
-def derivative(expr: Expr) -> Expr:
-    """d expr / d s as a graph. At a kink (abs, min, max, where) it is the derivative of the side that is taken."""
+def derivative(expr: Expr, by: Expr = S) -> Expr:
+    """d expr / d by as a graph; by: the score, or a value that the graph reads, a float. At a kink (abs, min, max,
+    where) it is the derivative of the side that is taken.
+    """
     zero, d = const(0.0), {}
     for node in walk([expr]):
         rule = OPS[node.op].derivative if node.op in OPS else None
-        if node is S:
+        if node is by:
             d[id(node)] = const(1.0)
         elif rule is None or node.kind != "float" or all(is_const(d[id(a)], 0) for a in node.args if a.kind == "float"):
             d[id(node)] = zero

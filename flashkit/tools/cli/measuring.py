@@ -24,6 +24,9 @@ def autotune(
     force: Annotated[
         bool, typer.Option("--force", help="Write the profile even if other processes disturbed the measurements.")
     ] = False,
+    interconnect: Annotated[
+        bool, typer.Option("--interconnect", help="Under mpiexec: measure only the bandwidth between ranks.")
+    ] = False,
 ) -> None:
     """Measure this machine and write its best tiles to a profile.
 
@@ -44,6 +47,13 @@ def autotune(
     if budget is not None and not 0 < budget < math.inf:
         raise typer.BadParameter(f"got {budget:g}, expected seconds, more than 0", param_hint="--budget")
     try:
+        if interconnect:
+            from ..autotune.interconnect import interconnect as measured
+
+            rate, path = measured()
+            if path is not None:
+                print(f"interconnect in GB/s: {rate:.1f}\nprofile  {path}")
+            return
         outcomes = command.autotune(
             quick=quick, dtypes=dtype, budget=budget, resume=resume, output=output, backend=backend, force=force
         )

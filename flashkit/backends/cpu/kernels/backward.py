@@ -141,25 +141,32 @@ def bwd_preprocess(address, thread):
         work_tile = next_q_tile(args)
 
 
+@njit(**options)
+def backward_split(args, b, head_kv, split, scratch):
+    """A split takes every NUM_SPLITS-th key tile, which balances the splits of a causal mask."""
+    for h in range(head_kv * args[GROUP], (head_kv + 1) * args[GROUP]):
+        seq = seq_info(args, b, h)
+        accum_row(dq_accum_at(args, seq, split, b, h, 0), seq.n_q * args[DIM])[:] = 0
+    seq = seq_info(args, b, head_kv * args[GROUP])
+    tiles = (seq.n_k + args[BLOCK_K] - 1) // args[BLOCK_K]
+    for key_tile in range(split, tiles, args[NUM_SPLITS]):
+        if stopped(args):
+            break
+        if not backward_key_tile(args, seq, b, head_kv, split, key_tile, scratch):
+            args[IS_NONFINITE] = 1
+
+
 @entry(types.void(types.int64, types.int64))
 def backward(address, thread):
-    """A split takes every NUM_SPLITS-th key tile, which balances the splits of a causal mask."""
+    """A split of one key/value head, or of several in turn that add to the same gradients."""
     args = vector(address, SIZE, 8, np.int64)
     scratch = args[SCRATCH] + thread * args[SCRATCH_BYTES]
     begin_products(args)
     work_tile = next_kv_split(args)
     while work_tile.valid:
-        b, head_kv, split = work_tile.b, work_tile.head, work_tile.block
-        for h in range(head_kv * args[GROUP], (head_kv + 1) * args[GROUP]):
-            seq = seq_info(args, b, h)
-            accum_row(dq_accum_at(args, seq, split, b, h, 0), seq.n_q * args[DIM])[:] = 0
-        seq = seq_info(args, b, head_kv * args[GROUP])
-        tiles = (seq.n_k + args[BLOCK_K] - 1) // args[BLOCK_K]
-        for key_tile in range(split, tiles, args[NUM_SPLITS]):
-            if stopped(args):
-                break
-            if not backward_key_tile(args, seq, b, head_kv, split, key_tile, scratch):
-                args[IS_NONFINITE] = 1
+        for b in range(work_tile.b, work_tile.b + args[SERIAL_ENTRIES]):
+            for head_kv in range(work_tile.head, work_tile.head + args[SERIAL_HEADS]):
+                backward_split(args, b, head_kv, work_tile.block, scratch)
         work_tile = next_kv_split(args)
     end_products(args)
 

@@ -21,7 +21,7 @@ from flashkit.backends.cpu.functions import entry, options
 from flashkit.backends.cpu.micro_calls import call_gemv_pv, call_gemv_qk, call_gemv_softmax
 from flashkit.backends.cpu.scratch import decode_layout, partial_layout
 from flashkit.backends.cpu.seq_info import seq_info
-from flashkit.backends.cpu.tile_ops import dropout, modify
+from flashkit.backends.cpu.tile_ops import dropout, entropy_sum, modify, moved, row_statistics
 from flashkit.backends.cpu.tile_scheduler import next_kv_heads, stopped
 from flashkit.backends.cpu.tiling import next_group
 from flashkit.backends.cpu.views import atomic_arrive, vector
@@ -138,6 +138,34 @@ def partials(args, slot, rows):
 
 
 @njit(**options)
+def partial_stats(args, slot, rows):
+    """The sum of P (S - m) of each row in a split."""
+    at = partial_layout(rows, args[DIM_V], ACCUM_SIZE)
+    return accum_row(args[SCRATCH] + args[PARTIALS] + slot * args[PARTIAL_BYTES] + at.stats, rows)
+
+
+@njit(**options)
+def store_statistics(args, seq, b, head_kv, first_slot, num_splits):
+    """Combine those of the splits."""
+    rows = args[GROUP] * seq.n_q
+    for row in range(rows):
+        h, i = head_kv * args[GROUP] + row // seq.n_q, row % seq.n_q
+        sink = accum_row(args[SINKS], args[HEADS])[h] if args[SINKS] != 0 else ACCUM(-np.inf)
+        row_max, row_sum, total = ACCUM(-np.inf), ACCUM(0), ACCUM(0)
+        for slot in range(first_slot, first_slot + num_splits):
+            _, m, l = partials(args, slot, rows)
+            if l[row] != 0:
+                common = max(row_max, m[row])
+                of_split = partial_stats(args, slot, rows)[row]
+                total = moved(total, row_sum, row_max, common) + moved(of_split, l[row], m[row], common)
+                row_sum = exp_below(row_max - common) * row_sum + exp_below(m[row] - common) * l[row]
+                row_max = common
+        entropy, top = row_statistics(row_max, row_sum, total, row_max, sink)
+        q_stats(args, ENTROPY, seq, b, h, i, 1)[0] = entropy
+        q_stats(args, MAX_LOGIT, seq, b, h, i, 1)[0] = top
+
+
+@njit(**options)
 def exp_below(x):
     """e^x, x <= 0; the two usual cases of a single split at once."""
     if x == 0:
@@ -163,6 +191,8 @@ def epilogue(args, b, head_kv, first_slot, num_splits):
     n_q, dv, rows = seq.n_q, args[DIM_V], args[GROUP] * seq.n_q
     slots = range(first_slot, first_slot + num_splits)
     o_acc, _, _ = partials(args, first_slot, rows)
+    if args[ENTROPY] != 0:
+        store_statistics(args, seq, b, head_kv, first_slot, num_splits)
     for g in range(args[GROUP]):
         h = head_kv * args[GROUP] + g
         out = q_rows(args, OUT, seq, b, h, 0, n_q, dv)
@@ -208,11 +238,15 @@ def decode_split(args, seq, b, head_kv, start, stop, slot, scratch, nonfinite):
     q_words = words(args, d - d_pe) + words(args, d_pe)
 
     # Scratch memory.
-    at = decode_layout(rows, group, stretch, q_words, ACCUM_SIZE, 2 if d_pe != 0 else 1)
+    with_stats = args[ENTROPY] != 0
+    at = decode_layout(rows, group, stretch, q_words, ACCUM_SIZE, 2 if d_pe != 0 else 1, with_stats)
     q = accum_tile(scratch, rows, q_words, q_words * ACCUM_SIZE)
     rescale = accum_row(scratch + at.rescale, rows)
     states, ends = vector(scratch + at.states, group, 8, np.int64), vector(scratch + at.ends, group, 8, np.int64)
     o_partial, m, l = partials(args, slot, rows)
+    if with_stats:
+        sums = partial_stats(args, slot, rows)
+        sums[:] = 0
 
     for i in range(rows):
         m[i], l[i] = -np.inf, 0
@@ -243,7 +277,14 @@ def decode_split(args, seq, b, head_kv, start, stop, slot, scratch, nonfinite):
         prefetch_run(args, V, seq, b, head_kv, k0, k0 + n, dv)
         scores(args, seq, b, head_kv, k0, q, s, s_pe)
         modify_heads(args, seq, states, s, b, head_kv, k0)
+        if with_stats:
+            copied = accum_tile(scratch + at.more, rows, n, stretch * ACCUM_SIZE)
+            before = accum_tile(scratch + at.more + rows * stretch * ACCUM_SIZE, 2, rows, rows * ACCUM_SIZE)
+            copied[:], before[0], before[1] = s, m, l
         online_softmax(args, s, m, l, rescale)
+        if with_stats:
+            for i in range(rows):
+                sums[i] = moved(sums[i], before[1, i], before[0, i], m[i]) + entropy_sum(copied[i], s[i], m[i])
         if args[DROPOUT] != 0:
             for g in range(group):
                 dropout(args, s[g * n_q : (g + 1) * n_q], False, b, head_kv * group + g, 0, k0)

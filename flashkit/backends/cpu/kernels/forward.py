@@ -1,8 +1,8 @@
 """Forward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 1) on transposed tiles: one column per query.
 
 A work tile is a block of queries of one head. With queries along the vector lanes the softmax needs no operation across
-lanes, K and V are used where they lie, and only Q is packed. specialise.py puts common.py, the operands and the K/V
-loader before this text.
+lanes, K and V are used where they lie, and only Q is packed. specialise.py puts common.py, the operands, the K/V
+loader and panels.py before this text.
 
     Q^T   [panel][D][PANEL]      scaled queries; a panel is a few vectors of columns
     S^T   [BLOCK_K][PANEL]       scores of one panel, then P^T
@@ -15,63 +15,13 @@ from numba import njit, types
 
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import entry, options
-from flashkit.backends.cpu.micro_calls import (
-    call_gemm,
-    call_pack_transposed,
-    call_unpack_transposed,
-)
+from flashkit.backends.cpu.micro_calls import call_online_softmax_stats
 from flashkit.backends.cpu.scratch import forward_layout
 from flashkit.backends.cpu.seq_info import seq_info
-from flashkit.backends.cpu.tile_ops import dropout, modify, scale_tile
+from flashkit.backends.cpu.tile_ops import dropout, modify, row_statistics
 from flashkit.backends.cpu.tile_scheduler import next_q_tile, stopped
 from flashkit.backends.cpu.tiling import next_group, next_run
-from flashkit.backends.cpu.views import double_from_bits, vector
-
-
-@njit(**options)
-def load_q(args, q, q_t):
-    """Transpose and scale; columns without a query become 0."""
-    call_pack_transposed(args[PACK_TRANSPOSED], q, q_t, args[PACK_SCALE])
-    packed = (q.shape[0] + args[LANES] - 1) // args[LANES] * args[LANES]
-    for d in range(q_t.shape[0]):
-        for i in range(packed, q_t.shape[1]):
-            q_t[d, i] = 0
-
-
-@njit(**options)
-def scores(args, k, q_t, s_t):
-    """S^T = K Q^T."""
-    call_gemm(args[GEMM], k, q_t, s_t)
-    scale_tile(args, s_t)
-
-
-@njit(**options)
-def epilogue(args, seq, b, h, first, count, o_acc, m, l, check):
-    """Divide by l, transpose and round; store O and the LSE. Returns whether all of O is finite."""
-    out = q_rows(args, OUT, seq, b, h, first, count, args[DIM_V])
-    lse = q_stats(args, LSE, seq, b, h, first, count)
-    scale = ACCUM(double_from_bits(args[SOFTMAX_SCALE]))
-    for i in range(count):
-        row_max, row_sum, rescale = m[i] * scale, l[i], ACCUM(1)
-        if args[SINKS] != 0:
-            # The sink is one more logit in the sum, without a value.
-            sink = accum_row(args[SINKS], args[HEADS])[h]
-            if sink != -np.inf:
-                before = row_max
-                row_max = max(before, sink)
-                rescale = np.exp(before - row_max)
-                row_sum = row_sum * rescale + np.exp(sink - row_max)
-        if row_sum == 0:  # no key is visible
-            lse[i], l[i] = -np.inf, 0
-        else:
-            lse[i], l[i] = row_max + np.log(row_sum), rescale / row_sum
-    for i in range(args[LANES]):
-        check[i] = 0
-    call_unpack_transposed(args[UNPACK_TRANSPOSED], o_acc, out, l, check)
-    finite = True
-    for i in range(args[LANES]):
-        finite &= check[i] == 0
-    return finite
+from flashkit.backends.cpu.views import vector
 
 
 @njit(**options)
@@ -85,13 +35,18 @@ def forward_work_tile(args, seq, b, h, first, count, scratch, nonfinite):
     head_kv = h // args[GROUP]
 
     # Scratch memory.
+    with_stats = args[ENTROPY] != 0
     gathered = STORAGE_SIZE if args[PAGE_TABLE] != 0 or args[DIM_PE] != 0 else 0
-    at = forward_layout(panels, panel, block_k, q_rows_padded, o_rows, ACCUM_SIZE, args[TRANSPOSED_TILES], gathered)
+    at = forward_layout(panels, panel, block_k, q_rows_padded, o_rows, ACCUM_SIZE, args[TRANSPOSED_TILES], gathered, 0)
     m, l = accum_row(scratch + at.m, panels * panel), accum_row(scratch + at.l, panels * panel)
     o_acc = accum_tile(scratch + at.o_acc, panels * o_rows, panel, panel_bytes)
     check = accum_row(scratch + at.check, lanes)
 
-    for i in range(panels * panel):
+    queries = panels * panel
+    sums, tops = accum_row(scratch + at.more, queries), accum_row(scratch + at.more + queries * ACCUM_SIZE, queries)
+    if with_stats:
+        sums[:], tops[:] = 0, -np.inf
+    for i in range(queries):
         m[i], l[i] = -np.inf, 0
     for i in range(panels * o_rows):
         for j in range(panel):
@@ -110,7 +65,7 @@ def forward_work_tile(args, seq, b, h, first, count, scratch, nonfinite):
             n = min(block_k, seq.n_k - k0)
             k = load_k(args, seq, b, head_kv, k0, n, scratch + at.k, scratch + at.k_pages)  # load_tile
             v_t = load_v_t(args, seq, b, head_kv, k0, n, scratch + at.v, scratch + at.v_pages)
-            at_once = state == FULL and not nonfinite and attends_at_once(args)
+            at_once = state == FULL and not nonfinite and not with_stats and attends_at_once(args)
             if at_once:
                 attend_at_once(
                     args, count, scratch, q_bytes, k, v_t, scratch + at.scores, scratch + at.m, scratch + at.l,
@@ -140,7 +95,12 @@ def forward_work_tile(args, seq, b, h, first, count, scratch, nonfinite):
                         start = stop
                     if start > begin:
                         p_t = accum_tile(scratch + at.scores, start - begin, width, panel_bytes)
-                        online_softmax(args, p_t, m[stats], l[stats], o_t)
+                        if with_stats:
+                            call_online_softmax_stats(
+                                args[ONLINE_SOFTMAX_STATS], p_t, m[stats], l[stats], o_t, tops[stats], sums[stats]
+                            )
+                        else:
+                            online_softmax(args, p_t, m[stats], l[stats], o_t)
                         if args[DROPOUT] != 0:
                             dropout(args, p_t[:, :columns], True, b, h, row0, begin)
                         v_run = v_t[:, (begin - k0) // K_PACK : (start - k0 + K_PACK - 1) // K_PACK]
@@ -154,8 +114,15 @@ def forward_work_tile(args, seq, b, h, first, count, scratch, nonfinite):
     for p in range(panels):
         row0 = first + p * panel
         o_t = accum_tile(scratch + at.o_acc + p * o_bytes, dv, panel, panel_bytes)
-        stats = slice(p * panel, (p + 1) * panel)
-        finite &= epilogue(args, seq, b, h, row0, min(panel, first + count - row0), o_t, m[stats], l[stats], check)
+        stats, columns = slice(p * panel, (p + 1) * panel), min(panel, first + count - row0)
+        if with_stats:
+            sink = accum_row(args[SINKS], args[HEADS])[h] if args[SINKS] != 0 else ACCUM(-np.inf)
+            entropy = q_stats(args, ENTROPY, seq, b, h, row0, columns)
+            max_logit = q_stats(args, MAX_LOGIT, seq, b, h, row0, columns)
+            for i in range(columns):
+                at_row = p * panel + i
+                entropy[i], max_logit[i] = row_statistics(m[at_row], l[at_row], sums[at_row], tops[at_row], sink)
+        finite &= epilogue(args, seq, b, h, row0, columns, o_t, m[stats], l[stats], check)
     return finite
 
 

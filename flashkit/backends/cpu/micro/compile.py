@@ -23,6 +23,7 @@ KERNELS: dict[str, tuple[int, Callable[..., None]]] = {
     "gemm": (10, partial(gemm.emit_gemm, accumulate=False)),
     "gemm_add": (10, partial(gemm.emit_gemm, accumulate=True)),
     "online_softmax": (9, softmax.emit_online_softmax),
+    "online_softmax_stats": (11, softmax.emit_online_softmax),
     "pack_transposed": (7, transpose.emit_pack_transposed),
     "unpack_transposed": (8, transpose.emit_unpack_transposed),
     "softmax_backward": (8, softmax.emit_softmax_backward),

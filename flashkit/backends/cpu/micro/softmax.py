@@ -1,22 +1,25 @@
 """Softmax on tiles of scores, and its gradient; conventions: vector.py.
 
-    online_softmax (s, s_row, rows, columns, m, l, o, o_row, o_rows)
-        a step of the online softmax: where a score exceeds m by RESCALE_THRESHOLD, m follows the running maximum, and l
-        and o are rescaled; s[i, j] = p = exp(s[i, j] - m[j]), m = 0 for -inf; l[j] += sum_i p
-    softmax_backward (s, s_row, rows, columns, dp, lse, delta, scale)
-        s[i, j] = p = exp(s[i, j] - lse[i]); dp[i, j] = ds = scale * p * (dp[i, j] - delta[i])
+online_softmax (s, s_row, rows, columns, m, l, o, o_row, o_rows)
+    a step of the online softmax: where a score exceeds m by RESCALE_THRESHOLD, m follows the running maximum, and l
+    and o are rescaled; s[i, j] = p = exp(s[i, j] - m[j]), m = 0 for -inf; l[j] += sum_i p
+online_softmax_stats (s, s_row, rows, columns, m, l, o, o_row, o_rows, tops, sums)
+    likewise, and tops[j] is the running maximum; sums[j] += sum_i p (s[i, j] - m[j]), and follows m as l does
+softmax_backward (s, s_row, rows, columns, dp, lse, delta, scale)
+    s[i, j] = p = exp(s[i, j] - lse[i]); dp[i, j] = ds = scale * p * (dp[i, j] - delta[i])
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
+from itertools import product
 
 from llvmlite import ir
 
 from .exponentials import exp
 from .register_block import RegisterBlock
-from .vector import I64, Loop, Memory, at_most, column_groups, fill, from_bits, splat
+from .vector import I64, Loop, Memory, at_most, column_groups, fill, fma, from_bits, splat
 
 ROWS_IN_TURN = 4
 
@@ -60,12 +63,12 @@ softmax scales scores by almost 2, no sum comes near overflow, and none loses pr
 
 def online_softmax(
     b: ir.IRBuilder, memory: Memory, args: Sequence[ir.Value], vectors: int, power: Callable[[ir.Value], ir.Value],
-    store_weights: Callable[[list[ir.Value], list[ir.Value]], None],
+    store_weights: Callable[[list[ir.Value], list[ir.Value]], None], stats: Sequence[ir.Value] = (),
 ) -> None:  # fmt: skip
     """The step by groups of columns.
 
     power: from a difference of scores to a factor. store_weights(offsets, row_max) stores P and adds its sums to l, for
-    vectors of columns at these offsets.
+    vectors of columns at these offsets. stats: tops and sums.
     """
     s, row, count, columns, m, l, o, o_row, o_rows = args
     lanes = memory.vector.count
@@ -74,15 +77,22 @@ def online_softmax(
     def group(j: ir.Value, width: int) -> None:
         offsets = [b.mul(b.add(j, I64(v * lanes)), I64(memory.size)) for v in range(width)]
         before = [memory.load(b.add(m, offset)) for offset in offsets]
-        greatest = column_max(b, memory, s, row, count, offsets, before)
+        start = [memory.load(b.add(stats[0], offset)) for offset in offsets] if stats else before
+        greatest = column_max(b, memory, s, row, count, offsets, start)
+        for offset, x in zip(offsets, greatest if stats else ()):
+            memory.store(x, b.add(stats[0], offset))
         exceeds = [b.fcmp_ordered(">", x, b.fadd(y, threshold)) for x, y in zip(greatest, before)]
         moves = b.icmp_signed("!=", b.bitcast(reduce(b.or_, exceeds), ir.IntType(lanes)), ir.IntType(lanes)(0))
         with b.if_then(moves, likely=False):
             factors = [power(b.fsub(x, y)) for x, y in zip(before, greatest)]
             # Nothing seen before, nor now: m stays -inf, whose difference is NaN.
             factors = [b.select(b.fcmp_ordered("==", x, nothing_seen), zero, f) for x, f in zip(before, factors)]
-            for offset, x, factor in zip(offsets, greatest, factors):
+            for offset, x, y, factor in zip(offsets, greatest, before, factors):
                 memory.store(x, b.add(m, offset))
+                if stats:
+                    at, old_l = b.add(stats[1], offset), memory.load(b.add(l, offset))
+                    moved = b.fmul(factor, fma(b, b.fsub(y, x), old_l, memory.load(at)))
+                    memory.store(b.select(b.fcmp_ordered("==", factor, zero), zero, moved), at)
                 memory.store(b.fmul(memory.load(b.add(l, offset)), factor), b.add(l, offset))
             with Loop(b, I64(0), o_rows, 1, [o]) as (_, (at,), advance):
                 for offset, factor in zip(offsets, factors):
@@ -100,30 +110,38 @@ ROWS_PER_SUM = 16
 
 
 def emit_online_softmax(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
+    *args, stats = *args[:9], args[9:]
     s, row, count, _, _, l, *_ = args
     memory = Memory(b, element, shape.lanes)
+    zero, lowest = fill(memory.vector, 0.0), fill(memory.vector, -1e30)  # instead of -inf, which p = 0 makes NaN
 
     def store_weights(offsets: list[ir.Value], row_max: list[ir.Value]) -> None:
-        outer = Loop(b, I64(0), count, ROWS_PER_SUM, [*(memory.load(b.add(l, o)) for o in offsets), s])
+        totals_at = [l, stats[1]] if stats else [l]
+        loaded = [memory.load(b.add(at, o)) for at in totals_at for o in offsets]
+        outer = Loop(b, I64(0), count, ROWS_PER_SUM, [*loaded, s])
         with outer as (i, carried, advance_outer):
             *totals, at = carried
             last = at_most(b, b.add(i, I64(ROWS_PER_SUM)), count)
-            inner = Loop(b, i, last, 1, [*[fill(memory.vector, 0.0)] * len(offsets), at])
+            inner = Loop(b, i, last, 1, [*[zero] * len(loaded), at])
             with inner as (_, carried, advance):
                 *sums, at = carried
-                new = []
-                for offset, m, so_far in zip(offsets, row_max, sums):
+                new, weighted = [], []
+                for v, (offset, m) in enumerate(zip(offsets, row_max)):
                     # Subtract first: the difference is exact near the maximum, where p is large.
-                    p = exp(b, b.fsub(memory.load(b.add(at, offset)), m))
+                    below = b.fsub(memory.load(b.add(at, offset)), m)
+                    p = exp(b, below)
                     memory.store(p, b.add(at, offset))
-                    new.append(b.fadd(so_far, p))
-                advance([*new, b.add(at, row)])
+                    new.append(b.fadd(sums[v], p))
+                    if stats:
+                        below = b.select(b.fcmp_ordered(">", below, lowest), below, lowest)
+                        weighted.append(fma(b, p, below, sums[len(offsets) + v]))
+                advance([*new, *weighted, b.add(at, row)])
             *sums, at = inner.results
             advance_outer([*(b.fadd(x, y) for x, y in zip(totals, sums)), at])
-        for offset, total in zip(offsets, outer.results):
-            memory.store(total, b.add(l, offset))
+        for (at, offset), total in zip(product(totals_at, offsets), outer.results):
+            memory.store(total, b.add(at, offset))
 
-    online_softmax(b, memory, args, shape.vectors, lambda difference: exp(b, difference), store_weights)
+    online_softmax(b, memory, args, shape.vectors, lambda difference: exp(b, difference), store_weights, stats)
 
 
 def emit_softmax_backward(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:

@@ -51,6 +51,25 @@ DEVICE void add_sink(const Params& p, int h, float& reference, float& sum, float
     sum = sum * factor + exp2_fast(sink - reference);
 }
 
+// Stores the entropy and the largest score of a row. top: base 2; total: the sum of P log2 P; sum: of P; P is relative
+// to `reference`, in base 2, and the sink is in none of them.
+constexpr float LOWEST = -1e30f;  // instead of -inf, which P = 0 makes NaN
+template <typename F>
+DEVICE void store_statistics(const Params& p, int b, int h, int row, float reference, float sum, float total, float top,
+                             F store) {
+    const float largest = sum == sum ? top * LN2 : sum;
+    if constexpr (HAS_SINKS) {  // one more outcome
+        const float before = reference, of_keys = sum;
+        float factor = 1;
+        add_sink(p, h, reference, sum, factor);
+        const float sink = static_cast<const float*>(p.sinks)[h] * LOG2E - reference;
+        total = of_keys == 0 ? 0.0f : factor * fmaf(before - reference, of_keys, total);
+        total = fmaf(exp2_fast(sink), fmaxf(sink, LOWEST), total);
+    }
+    store(q_row<float>(p, p.entropy, b, h, row), sum == 0 ? 0.0f : logf(sum) - LN2 * total / sum);
+    store(q_row<float>(p, p.max_logit, b, h, row), largest);
+}
+
 // --- the non-finite fallback -----------------------------------------------------------------------------------------
 //
 // Rows computed again from global memory, pair by pair, where a masked pair or P = 0 has met infinity or NaN in V, or
@@ -71,7 +90,8 @@ struct PlainElements {
 // Sums of P V over keys first ... end - 1 of a row, by a warp, whose lane has columns column, column + 32, ...; and
 // what they are relative to, the row reference in base 2 and the row sum. has_sink: the head's sink is in the sum.
 // OF: of elements, as PlainElements.
-struct RowSums { float top, sum; };
+// HAS_STATS: also the sum of P log2 P of the keys, and their greatest score in base 2.
+struct RowSums { float top, sum, total, greatest; };
 template <typename OF, int OWN>
 DEVICE RowSums row_nonfinite(const Params& p, int b, int h, int row, int first, int end, bool has_sink, int lane,
                              int column, float (&sums)[OWN]) {
@@ -90,11 +110,12 @@ DEVICE RowSums row_nonfinite(const Params& p, int b, int h, int row, int first, 
         s = modify<true>(s * (float)p.softmax_scale, b, h, row, position, k, p);
         return __fmul_rn(s, LOG2E);  // not fused with the subtraction of a great row reference
     };
-    float top = HIDDEN, sum = 0;
+    float top = HIDDEN, sum = 0, total = 0;
 #pragma unroll 1
     for (int k0 = first; k0 < end; k0 += 32) top = fmaxf(top, score_log2(k0 + lane));
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+    const float greatest = top;
     const float sink = has_sink ? static_cast<const float*>(p.sinks)[h] * LOG2E : HIDDEN;
     top = fmaxf(top, sink);
     const float shift = top == HIDDEN ? 0.0f : top;
@@ -102,8 +123,10 @@ DEVICE RowSums row_nonfinite(const Params& p, int b, int h, int row, int first, 
     for (int i = 0; i < OWN; ++i) sums[i] = 0;
 #pragma unroll 1
     for (int k0 = first; k0 < end; k0 += 32) {
-        float x = exp2_fast(score_log2(k0 + lane) - shift);
+        const float below = score_log2(k0 + lane) - shift;
+        float x = exp2_fast(below);
         sum += x;
+        if constexpr (HAS_STATS) total = fmaf(x, fmaxf(below, LOWEST), total);
         if constexpr (HAS_DROPOUT) x = drop(x, p, b, h, row, k0 + lane);
 #pragma unroll 1
         for (int other = 0; other < 32; ++other) {
@@ -119,8 +142,11 @@ DEVICE RowSums row_nonfinite(const Params& p, int b, int h, int row, int first, 
         }
     }
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    return {shift, sum + exp2_fast(sink - shift)};
+    for (int step = 1; step < 32; step *= 2) {
+        sum += __shfl_xor_sync(~0u, sum, step);
+        if constexpr (HAS_STATS) total += __shfl_xor_sync(~0u, total, step);
+    }
+    return {shift, sum + exp2_fast(sink - shift), total, greatest};
 }
 
 // --- the order of tiles ----------------------------------------------------------------------------------------------

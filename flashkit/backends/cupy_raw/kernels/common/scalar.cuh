@@ -57,6 +57,10 @@ template <> __device__ __forceinline__ double fk_abs(double x) { return fabs(x);
 template <typename T, typename U> DEVICE auto fk_min(T x, U y) -> decltype(x + y) { return y < x || y != y ? y : x; }
 template <typename T, typename U> DEVICE auto fk_max(T x, U y) -> decltype(x + y) { return y > x || y != y ? y : x; }
 
+// A float without its fraction, up to 2^30 (flashkit.to_int). fmin and fmax give the bound for NaN.
+DEVICE int fk_int(float x) { return x == x ? (int)fminf(fmaxf(x, -1073741824.0f), 1073741824.0f) : 0; }
+DEVICE int fk_int(double x) { return x == x ? (int)fmin(fmax(x, -1073741824.0), 1073741824.0) : 0; }
+
 // Python's // and %: the quotient is rounded towards minus infinity, the remainder has the sign of the divisor.
 // Division by 0 gives 0.
 DEVICE long long fk_floordiv(long long x, long long y) {

@@ -99,9 +99,11 @@ DEVICE fk_float modify(fk_float s, typename Integer<I>::type b, typename Integer
 struct Words { unsigned word[4]; };
 
 // Philox-4x32-10: four words, for keys 4 * key_group ... 4 * key_group + 3 of a row.
-DEVICE Words philox(unsigned long long seed, long long key_group, long long row, long long h, long long b) {
-    unsigned c0 = (unsigned)key_group, c1 = (unsigned)row, c2 = (unsigned)h, c3 = (unsigned)b;
-    unsigned key0 = (unsigned)seed, key1 = (unsigned)(seed >> 32);
+DEVICE Words philox(const Params& p, long long key_group, long long row, long long h, long long b) {
+    unsigned c0 = (unsigned)key_group + (unsigned)(p.dropout_first >> 32);
+    unsigned c1 = (unsigned)row + (unsigned)p.dropout_first;
+    unsigned c2 = (unsigned)h + (unsigned)p.dropout_head, c3 = (unsigned)b;
+    unsigned key0 = (unsigned)p.seed, key1 = (unsigned)(p.seed >> 32);
 #pragma unroll
     for (int round = 0; round < 10; ++round) {
         const unsigned high0 = __umulhi(0xD2511F53u, c0), low0 = 0xD2511F53u * c0;
@@ -114,7 +116,7 @@ DEVICE Words philox(unsigned long long seed, long long key_group, long long row,
 
 // An element of P or dP, dropped or scaled.
 DEVICE fk_float drop(fk_float x, const Params& p, long long b, long long h, long long row, long long key) {
-    const Words words = philox(p.seed, key >> 2, row, h, b);
+    const Words words = philox(p, key >> 2, row, h, b);
     const unsigned(&w)[4] = words.word;
     const int lane = key & 3;
     const unsigned word = lane == 0 ? w[0] : lane == 1 ? w[1] : lane == 2 ? w[2] : w[3];
@@ -124,7 +126,7 @@ DEVICE fk_float drop(fk_float x, const Params& p, long long b, long long h, long
 // Two neighbouring elements of a fragment, keys key and key + 1 of a row. key is even, so one call of Philox serves
 // both.
 DEVICE void drop_pair(float& x0, float& x1, const Params& p, int b, int h, int row, int key) {
-    const Words words = philox(p.seed, key >> 2, row, h, b);
+    const Words words = philox(p, key >> 2, row, h, b);
     const bool upper = key & 2;
     const unsigned word0 = upper ? words.word[2] : words.word[0], word1 = upper ? words.word[3] : words.word[1];
     x0 = word0 >= (unsigned)p.dropout_threshold ? x0 * (float)p.dropout_scale : 0;

@@ -24,14 +24,19 @@ DEVICE void clear(fk_float (&x)[ROWS_PER_THREAD][N]) {
 }
 
 // S, as it comes from the product, to P, and dP to dS, which includes the scale and the slope of the score
-// modification. Where P is 0 dS is 0, whatever dP is.
+// modification. Where P is 0 dS is 0, whatever dP is. SUMS: gradients by values of the modification are summed as well.
+template <bool SUMS>
 DEVICE void softmax_backward(const Params& p, int state, fk_float (&s)[ROWS_PER_THREAD][COLUMNS_PER_THREAD],
                              fk_float (&dp)[ROWS_PER_THREAD][COLUMNS_PER_THREAD], long long b, long long h,
-                             long long row0, long long k0, long long n_k) {
+                             long long row0, long long k0, long long n_k, ValueSums& sums) {
     const int tx = threadIdx.x % TX, ty = threadIdx.x / TX;
-    const long long n_q = seq_info(p, b).n_q;
-    fk_float slope[ROWS_PER_THREAD][COLUMNS_PER_THREAD];
+    const long long n_q = seq_info(p, b).n_q, q_position = seq_info(p, b).q_position;
+    fk_float slope[ROWS_PER_THREAD][COLUMNS_PER_THREAD], before[ROWS_PER_THREAD][COLUMNS_PER_THREAD];
     scale_tile(s, (fk_float)p.softmax_scale);
+#pragma unroll
+    for (int i = 0; SUMS && VALUES_READ_SCORE && i < ROWS_PER_THREAD; ++i)
+#pragma unroll
+        for (int j = 0; j < COLUMNS_PER_THREAD; ++j) before[i][j] = s[i][j];
     modify_tile<ROWS, COLUMNS, BACKWARD_KEYS, true>(p, state, s, slope, b, h, row0, k0, n_k);
     if constexpr (HAS_DROPOUT) drop_tile<ROWS, COLUMNS, BACKWARD_KEYS>(p, dp, b, h, row0, k0);
     constexpr int QUERIES_PER_THREAD = BACKWARD_KEYS ? COLUMNS_PER_THREAD : ROWS_PER_THREAD;
@@ -49,7 +54,12 @@ DEVICE void softmax_backward(const Params& p, int state, fk_float (&s)[ROWS_PER_
         for (int j = 0; j < COLUMNS_PER_THREAD; ++j) {
             const int x = BACKWARD_KEYS ? j : i;
             s[i][j] = softmax_exp2((s[i][j] - lse[x]) * LOG2E);
-            fk_float ds = s[i][j] * (dp[i][j] - delta[x]) * (fk_float)p.softmax_scale;
+            fk_float ds = s[i][j] * (dp[i][j] - delta[x]);
+            if (SUMS && s[i][j] != 0) {
+                const long long row = row0 + ty + i * TY, k = k0 + tx + j * TX;
+                sums.add<long long>(ds, VALUES_READ_SCORE ? before[i][j] : 0, b, h, row, row + q_position, k, p);
+            }
+            ds *= (fk_float)p.softmax_scale;
             if constexpr (HAS_SCORE) ds *= slope[i][j];
             dp[i][j] = s[i][j] == 0 ? (fk_float)0 : ds;
         }
@@ -64,6 +74,7 @@ DEVICE void dkdv_tile(const Params& p, fk_float* stages, fk_float* p_tile) {
     const long long k1 = k0 + BLOCK_K < n_k ? k0 + BLOCK_K : n_k;
     const KvSource kv{p, b, head_kv, n_k};
     const auto k = kv.k(k0), v = kv.v(k0);
+    ValueSums none;
 
 #pragma unroll 1
     for (int nonfinite = 0; nonfinite < 2; ++nonfinite) {
@@ -80,7 +91,7 @@ DEVICE void dkdv_tile(const Params& p, fk_float* stages, fk_float* p_tile) {
                 fk_float s[ROWS_PER_THREAD][COLUMNS_PER_THREAD], dp[ROWS_PER_THREAD][COLUMNS_PER_THREAD];
                 scores<ROWS, COLUMNS, HEAD_DIM>(k, q, s, stages);
                 scores<ROWS, COLUMNS, HEAD_DIM_V>(v, dout, dp, stages);
-                softmax_backward(p, walk.state, s, dp, b, h, row0, k0, n_k);
+                softmax_backward<false>(p, walk.state, s, dp, b, h, row0, k0, n_k, none);
                 if constexpr (HAS_DROPOUT) drop_tile<ROWS, COLUMNS, true>(p, s, b, h, row0, k0);
                 store_tile<ROWS, COLUMNS>(s, p_tile);
                 accumulate<ROWS, COLUMNS, HEAD_DIM_V>(p_tile, dout, dv, stages, nonfinite);
@@ -111,6 +122,8 @@ DEVICE void dq_tile(const Params& p, fk_float* stages, fk_float* p_tile) {
     const KvSource kv{p, b, head_kv, n_k};
     const Rows q = q_rows(p, p.q, b, h, row0, seq_info(p, b).n_q);
     const Rows dout = q_rows(p, p.dout, b, h, row0, seq_info(p, b).n_q);
+    ValueSums sums;
+    sums.enter(b, h, p);
 
 #pragma unroll 1
     for (int nonfinite = 0; nonfinite < 2; ++nonfinite) {
@@ -124,10 +137,12 @@ DEVICE void dq_tile(const Params& p, fk_float* stages, fk_float* p_tile) {
             fk_float s[ROWS_PER_THREAD][COLUMNS_PER_THREAD], dp[ROWS_PER_THREAD][COLUMNS_PER_THREAD];
             scores<ROWS, COLUMNS, HEAD_DIM>(q, k, s, stages);
             scores<ROWS, COLUMNS, HEAD_DIM_V>(dout, kv.v(k0), dp, stages);
-            softmax_backward(p, walk.state, s, dp, b, h, row0, k0, n_k);
+            if (HAS_VALUES && !nonfinite) softmax_backward<true>(p, walk.state, s, dp, b, h, row0, k0, n_k, sums);
+            else softmax_backward<false>(p, walk.state, s, dp, b, h, row0, k0, n_k, sums);
             store_tile<ROWS, COLUMNS>(dp, p_tile);
             accumulate<ROWS, COLUMNS, HEAD_DIM>(p_tile, k, dq, stages, nonfinite);
         }
+        if constexpr (HAS_VALUES) sums.leave(p);
         fk_float one[ROWS_PER_THREAD];
 #pragma unroll
         for (int i = 0; i < ROWS_PER_THREAD; ++i) one[i] = 1;

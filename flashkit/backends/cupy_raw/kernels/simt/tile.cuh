@@ -163,15 +163,16 @@ DEVICE double softmax_exp2(double x) { return exp2(x); }
 
 // --- scores, accumulate ----------------------------------------------------------------------------------------------
 
-// s = a b^T for M rows of a and N rows of b, both with DIM columns; CHUNK columns at a time, double-buffered.
-template <int M, int N, int DIM, typename A, typename B>
+// s = a b^T for M rows of a and N rows of b, both with DIM columns; CHUNK columns at a time, double-buffered. ADD: the
+// product is added to s.
+template <int M, int N, int DIM, bool ADD = false, typename A, typename B>
 DEVICE void scores(const A& a, const B& b, fk_float (&s)[M / TY][N / TX], fk_float* stages) {
     constexpr int BUFFER = (M + N) * CHUNK_PITCH, CHUNKS = ceil_div(DIM, CHUNK);
     const int tx = threadIdx.x % TX, ty = threadIdx.x / TX;
 #pragma unroll
     for (int i = 0; i < M / TY; ++i)
 #pragma unroll
-        for (int j = 0; j < N / TX; ++j) s[i][j] = 0;
+        for (int j = 0; j < N / TX; ++j) s[i][j] = ADD ? s[i][j] : 0;
 
     __syncthreads();
     load_tile<M, CHUNK, DIM, CHUNK_PITCH>(a, 0, 0, stages);

@@ -65,6 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
     float dk[KV_TILES][K_COLUMNS][4], dv[KV_TILES][V_COLUMNS][4];
     clear(dk);
     clear(dv);
+    ValueSums sums;
 
     if (at.k0 < n_k) {
         if (HAS_MASK) {  // query tiles that see none of these keys do not wait for this CTA
@@ -85,6 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
             const long long row_offset = seq_info(p, b).row_offset;
             const Rows<> q(p.q, b, at.h, row_offset), dout(p.dout, b, at.h, row_offset);
             if (threadIdx.x == 0) list.next = 0;
+            if (HAS_VALUES) sums.enter(b, at.h, p);
             int previous = -1;  // the query tile whose dQ this CTA added to last
 #pragma unroll 1
             while (fill<BLOCK_Q, false, 1>(list, p, b, at.h, at.k0, at.k1, 0, tiles_q, at.n_q, descending)) {
@@ -139,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                             bwd_lse[j][half] = row_value(at.row(j, half)),
                             delta[j][half] = row_value(BLOCK_Q + at.row(j, half));
 
-                    float s[S_TILES][S_KEYS][4], dp[S_TILES][S_KEYS][4];
+                    float s[S_TILES][S_KEYS][4], dp[S_TILES][S_KEYS][4], before[S_TILES][S_KEYS][4];
                     const int warp_row = warp / (WARPS / WARPS_S) * 16 * S_TILES;
                     const int warp_key = warp % (WARPS / WARPS_S) * 8 * S_KEYS;
                     clear(s);
@@ -155,12 +157,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                                     p, b, at.h, at.q_position, at.n_q, row0 + warp_row, at.k0, at.key(0), affine,
                                     [&](int i, int half) { return row0 + at.row(i, half); });
                     if constexpr (HAS_SCORE) {
-                        if (plain) recompute_p<true>(p, at, s, bwd_lse, affine, row0, base + AT_P);
-                        else if (at.narrow()) recompute_p<false>(p, at, s, bwd_lse, affine, row0, base + AT_P);
-                        else recompute_p<false, long long>(p, at, s, bwd_lse, affine, row0, base + AT_P);
+                        if (plain) recompute_p<true>(p, at, s, bwd_lse, affine, row0, base + AT_P, before);
+                        else if (at.narrow()) recompute_p<false>(p, at, s, bwd_lse, affine, row0, base + AT_P, before);
+                        else recompute_p<false, long long>(p, at, s, bwd_lse, affine, row0, base + AT_P, before);
                     } else {
                         if (!plain) mask_tile(p, at, s, row0);
-                        recompute_p<true>(p, at, s, bwd_lse, affine, row0, base + AT_P);
+                        recompute_p<true>(p, at, s, bwd_lse, affine, row0, base + AT_P, before);
                     }
                     clear(dp);
                     gemm_nt<HEAD_DIM_V>(
@@ -172,7 +174,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                             if (COPY_DURING_MMA && k == steps - 1) load_rows(next_row0, next, more);
                         });
                     if (COPY_DURING_MMA) cp_async_commit();
-                    compute_ds(p, at, s, dp, delta, row0, base + AT_DS);
+                    if (!HAS_VALUES || at.narrow())
+                        compute_ds<int>(p, at, s, dp, delta, row0, base + AT_DS, before, sums);
+                    else compute_ds<long long>(p, at, s, dp, delta, row0, base + AT_DS, before, sums);
                     __syncthreads();  // all threads see P and dS
 
                     // The additions to the previous tile have completed, so the release hardly waits.
@@ -220,6 +224,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                 semaphore_release(semaphore_at(p, b, at.h, previous), tile_k);
         }
     }
+    if (HAS_VALUES) sums.leave(p);
     cp_async_wait_all();  // for K and V, if no query tile has
     __syncthreads();
     epilogue<DK, HEAD_DIM>(p, p.dk, at, head, dk, (float)p.softmax_scale, shared);

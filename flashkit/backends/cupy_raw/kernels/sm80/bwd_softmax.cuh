@@ -57,10 +57,12 @@ DEVICE void mask_tile(const Params& p, const WorkTile& at, float (&s)[S_TILES][S
 }
 
 // S to P; P after dropout goes to shared memory. s keeps P times the slope of the score modification, the factor of dP
-// - delta in dS. PLAIN: no pair is masked or mask_tile() has done it, and a score modification is given by `affine`.
+// - delta in dS; or, where gradients by values of the modification are summed, P alone, and `before` the score. PLAIN:
+// no pair is masked or mask_tile() has done it, and a score modification is given by `affine`.
 template <bool PLAIN, typename POSITION = int>
 DEVICE void recompute_p(const Params& p, const WorkTile& at, float (&s)[S_TILES][S_KEYS][4],
-                    const float (&bwd_lse)[S_TILES][2], AffineScore (&affine)[S_TILES][2], int row0, unsigned target) {
+                    const float (&bwd_lse)[S_TILES][2], AffineScore (&affine)[S_TILES][2], int row0, unsigned target,
+                    float (&before)[S_TILES][S_KEYS][4]) {
     float scale = (float)(HAS_SCORE ? p.softmax_scale : p.softmax_scale * 1.4426950408889634);
     if (!HAS_SCORE && scale == 0) scale = 1.1754944e-38f;  // 0 would make NaN of the -inf of a masked pair
 #pragma unroll
@@ -81,10 +83,11 @@ DEVICE void recompute_p(const Params& p, const WorkTile& at, float (&s)[S_TILES]
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
                     float& x = s[i][n][2 * half + c];
+                    if (HAS_VALUES) before[i][n][2 * half + c] = x * scale;
                     if constexpr (PLAIN && HAS_SCORE) {
                         float slope;
                         p_pair[c] = exp2_fast(affine_exponent(x, affine[i][half], 8 * n + c, slope));
-                        x = p_pair[c] * slope;
+                        x = HAS_VALUES ? p_pair[c] : p_pair[c] * slope;
                         continue;
                     } else if constexpr (PLAIN) {
                         x = p_pair[c] = exp2_fast(fmaf(x, scale, -lse_log2));
@@ -96,7 +99,7 @@ DEVICE void recompute_p(const Params& p, const WorkTile& at, float (&s)[S_TILES]
                     if (k >= end) {
                         x = HIDDEN;
                     } else {
-                        slope = score_slope(x, at.b, at.h, row, q, k, p);
+                        if (!HAS_VALUES) slope = score_slope(x, at.b, at.h, row, q, k, p);
                         const I step = (I)(8 * n + c);
                         x = LOG2E * modified_score<I>(x, at.b, at.h, row, q, k_first + step, distance - step, p);
                         if constexpr (HAS_MASK) x = visible(at.b, at.h, row, q, k, p) ? x : HIDDEN;
@@ -114,9 +117,11 @@ DEVICE void recompute_p(const Params& p, const WorkTile& at, float (&s)[S_TILES]
 //
 // dS in registers.
 
-// dP to dS = P (dP - delta), which goes to shared memory for the products of dQ and dK.
+// dP to dS = P (dP - delta), which goes to shared memory for the products of dQ and dK. I: type of positions.
+template <typename I>
 DEVICE void compute_ds(const Params& p, const WorkTile& at, const float (&s)[S_TILES][S_KEYS][4],
-                      float (&dp)[S_TILES][S_KEYS][4], const float (&delta)[S_TILES][2], int row0, unsigned target) {
+                      float (&dp)[S_TILES][S_KEYS][4], const float (&delta)[S_TILES][2], int row0, unsigned target,
+                      const float (&before)[S_TILES][S_KEYS][4], ValueSums& sums) {
 #pragma unroll
     for (int i = 0; i < S_TILES; ++i)
 #pragma unroll
@@ -128,7 +133,14 @@ DEVICE void compute_ds(const Params& p, const WorkTile& at, const float (&s)[S_T
                               at.k0 + at.key(n));
                 float d[2];
 #pragma unroll
-                for (int c = 0; c < 2; ++c) d[c] = s[i][n][2 * half + c] * (dp[i][n][2 * half + c] - delta[i][half]);
+                for (int c = 0; c < 2; ++c) {
+                    d[c] = s[i][n][2 * half + c] * (dp[i][n][2 * half + c] - delta[i][half]);
+                    if (!HAS_VALUES || s[i][n][2 * half + c] == 0) continue;
+                    const float score = before[i][n][2 * half + c];
+                    const I row = row0 + at.row(i, half), q = row + (I)at.q_position, k = at.k0 + at.key(n) + c;
+                    sums.add<I>(d[c], score, at.b, at.h, row, q, k, p);
+                    if (!SLOPE_IS_ONE) d[c] *= score_slope(score, at.b, at.h, row, q, k, p);
+                }
                 store_fragment(target, at.row(i, half), at.key(n), d[0], d[1]);
             }
 }

@@ -19,6 +19,12 @@ DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, int split, int f
             if constexpr (SPLIT_KV)
                 *row_at<float2>(p.lse_partial, entry, h, row) = float2{empty ? HIDDEN : of.top, of.sum};
             else *q_row<float>(p, p.lse, at.b, h, row) = empty ? HIDDEN : fmaf(of.top, LN2, logf(of.sum));
+            if constexpr (HAS_STATS) {
+                *q_row<float>(p, p.max_logit, at.b, h, row) = of.sum == of.sum ? of.greatest * LN2 : of.sum;
+                const float sink = (HAS_SINKS ? static_cast<const float*>(p.sinks)[h] * LOG2E : HIDDEN) - of.top;
+                const float total = fmaf(exp2_fast(sink), fmaxf(sink, LOWEST), of.total);
+                *q_row<float>(p, p.entropy, at.b, h, row) = empty ? 0.0f : logf(of.sum) - LN2 * total / of.sum;
+            }
         }
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {

@@ -39,6 +39,13 @@ constexpr int PITCH_P = BLOCK_K * (int)sizeof(storage) + 16;
 struct RowState {
     float m[TILES][2], l[TILES][2];
 };
+// HAS_STATS: the sum of P log2 P, behind them.
+struct RowTotals {
+    float of[TILES][2];
+};
+DEVICE RowTotals& row_totals() {
+    return reinterpret_cast<RowTotals*>(shared + AT_ROW_STATE + THREADS * (int)sizeof(RowState))[threadIdx.x];
+}
 DEVICE RowState& row_state() { return reinterpret_cast<RowState*>(shared + AT_ROW_STATE)[threadIdx.x]; }
 
 // A masked pair has P = 0, but 0 times inf or NaN is NaN. Where O is not finite though its row sum is, the CTA
@@ -210,6 +217,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
     now = row_state();
     const float(&l)[TILES][2] = now.l;
     across_rows(now.l, [](float x, float y) { return x + y; });
+    if constexpr (HAS_STATS) {
+        RowTotals totals = row_totals();
+        sync_row_warps();  // all have read the row sums
+        across_rows(totals.of, [](float x, float y) { return x + y; });
+        const auto store = [](float* target, float x) { *target = x; };
+#pragma unroll
+        for (int i = 0; i < 2 * TILES; ++i) {
+            const int index = at.row(i / 2, i % 2);
+            if (index < at.rows && threadIdx.x % 4 == 0 && at.warp_column() == 0)
+                store_statistics(p, at.b, at.h + index % PACK_GQA, index / PACK_GQA, now.m[i / 2][i % 2],
+                                 l[i / 2][i % 2], totals.of[i / 2][i % 2], now.m[i / 2][i % 2], store);
+        }
+    }
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
 #pragma unroll

@@ -121,6 +121,8 @@ DEVICE void across_rows(float (&x)[TILES][2], F join) {
 // reference near it, makes the largest P 1, which rounding to 16 bits does not change.
 DEVICE void online_softmax(float (&s)[TILES][KEYS][4], float (&o)[TILES][COLUMNS][4], float scale) {
     RowState now = row_state();
+    RowTotals totals;
+    if constexpr (HAS_STATS) totals = row_totals();
     float row_max[TILES][2], (&m)[TILES][2] = now.m, (&l)[TILES][2] = now.l;
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
@@ -151,15 +153,19 @@ DEVICE void online_softmax(float (&s)[TILES][KEYS][4], float (&o)[TILES][COLUMNS
         for (int half = 0; half < 2; ++half) {
             const float finite_max = row_max[i][half] == HIDDEN ? 0.0f : row_max[i][half];  // -inf - 0 stays -inf
             rescale[half] = exp2_fast(m[i][half] - finite_max);
+            float sum = 0, &total = totals.of[i][half];
+            if constexpr (HAS_STATS)
+                total = l[i][half] == 0 ? 0.0f : rescale[half] * fmaf(m[i][half] - finite_max, l[i][half], total);
             m[i][half] = row_max[i][half];
-            float sum = 0;
 #pragma unroll
             for (int n = 0; n < KEYS; ++n)
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
                     float& x = s[i][n][2 * half + c];
-                    x = exp2_fast(fmaf(x, scale, -finite_max));
+                    const float below = fmaf(x, scale, -finite_max);
+                    x = exp2_fast(below);
                     sum += x;
+                    if constexpr (HAS_STATS) total = fmaf(x, fmaxf(below, LOWEST), total);
                 }
             l[i][half] = l[i][half] * rescale[half] + sum;  // of this lane's keys; the epilogue reduces over the row
         }
@@ -170,6 +176,7 @@ DEVICE void online_softmax(float (&s)[TILES][KEYS][4], float (&o)[TILES][COLUMNS
             for (int e = 0; e < 4; ++e) o[i][n][e] *= rescale[e / 2];
     }
     row_state() = now;
+    if constexpr (HAS_STATS) row_totals() = totals;
 }
 
 DEVICE void drop_tile(const Params& p, const WorkTile& at, float (&s)[TILES][KEYS][4], int k0) {

@@ -4,7 +4,7 @@
 #pragma once
 #include "sm90/softmax.cuh"
 
-constexpr bool AFFINE = HAS_SCORE && IS_AFFINE && POSITIONS != ANY && PACK_GQA == 1;
+constexpr bool AFFINE = HAS_SCORE && IS_AFFINE && POSITIONS != ANY && PACK_GQA == 1 && !HAS_STATS;
 
 // tanh(x) / x as a polynomial of x^2 - TANH_POLY_MAX^2, for |x| <= TANH_POLY_MAX: to 2^-13, or 2^-12 with two terms
 // where P has 8 bits. With those, larger x go through the device's tanh, to 2^-11; it costs one more instruction of the

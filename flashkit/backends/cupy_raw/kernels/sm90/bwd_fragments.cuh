@@ -80,7 +80,7 @@ struct DropoutMask {
     unsigned bits[4];
 
     __device__ __forceinline__ static unsigned kept_of_four_keys(const Params& p, int b, int h, int row, int key) {
-        const Words words = philox(p.seed, key >> 2, row, h, b);
+        const Words words = philox(p, key >> 2, row, h, b);
         unsigned kept = 0;
 #pragma unroll
         for (int j = 0; j < 4; ++j) kept |= (words.word[j] >= (unsigned)p.dropout_threshold ? 1u : 0u) << j;
@@ -150,6 +150,43 @@ DEVICE void compute_ds(const Params& p, const float (&p_slope)[S_REGS], float (&
                 if (!UNMASKED && p_slope[i] == 0) x[c] = 0;
             }
             ds[2 * n + half] = pack(x[0], x[1]);
+        }
+    }
+}
+
+// Gradients by values of the score modification. dP as compute_ds() leaves it, with dropout; a modification of slope 1,
+// so that P * slope is P.
+DEVICE void add_values(const Params& p, const FragmentId& id, const float (&p_slope)[S_REGS],
+                       const float (&dp)[S_REGS], const RowDeltas& deltas, ValueSums& sums) {
+    static_assert(!HAS_VALUES || (SLOPE_IS_ONE && !VALUES_READ_SCORE), "P and the score are not kept");
+    const FragmentCoord at = coord_of(p, id);
+    const long long offset = at.seq.q_position();
+    sums.enter(at.b, at.h, p);
+    auto add = [&](auto row, auto key, float ds) {
+        using I = decltype(row);
+        if (ds != 0) sums.add<I>(ds, 0, at.b, at.h, row, row + (I)offset, key, p);
+    };
+    float ds[S_REGS];
+#pragma unroll
+    for (int n = 0; n < S_REGS / 4; ++n) {
+        float delta[2];
+        deltas.get(delta, n);
+#pragma unroll
+        for (int i = 4 * n; i < 4 * n + 4; ++i)
+            ds[i] = p_slope[i] == 0 ? 0.0f : p_slope[i] * minus_delta(dp[i], delta[i % 2]);
+    }
+    if (!SMALL_SCORE || !positions_are_near(p, offset)) {
+#pragma unroll 1
+        for (int i = 0; i < S_REGS; ++i)  // in local memory, as its index is not constant: takes few registers
+            add((long long)(at.row0 + lane_row(i / 4, i % 2)), (long long)(at.k0 + row_of_lane(i / 2 % 2)), ds[i]);
+    } else {
+        // Eight rows on and eight keys on is the same distance: element (n + 1, half 1) is added to (n, half 0) first.
+#pragma unroll
+        for (int i = 0; i < S_REGS; ++i) {
+            const int n = i / 4, half = i / 2 % 2;
+            if (VALUES_BY_DISTANCE && half == 1 && n > 0) continue;
+            const float other = VALUES_BY_DISTANCE && half == 0 && n + 1 < S_REGS / 4 ? ds[(i + 6) % S_REGS] : 0.0f;
+            add(at.row0 + lane_row(n, i % 2), at.k0 + row_of_lane(half), ds[i] + other);
         }
     }
 }

@@ -42,6 +42,7 @@ DEVICE void ds_consumer(const Params& p, const TensorMap& dv_map, unsigned base,
     const unsigned stats_of_lane = base + lane_stats(lane), v_tile = base + AT_V;
     float dv_acc[PADDED_DIM_V / 2], s[S_REGS], dp[S_REGS];
     unsigned n = 0;  // query tiles so far
+    ValueSums sums;
 
 #pragma unroll 1
     for (unsigned number = 0;; ++number) {
@@ -91,6 +92,7 @@ DEVICE void ds_consumer(const Params& p, const TensorMap& dv_map, unsigned base,
             fence_operand(dp);
             if (unmasked || !CLEARS_KEYS) compute_ds<true>(p, s, dp, ds, deltas, dropout);
             else compute_ds<false>(p, s, dp, ds, deltas, dropout);
+            if constexpr (HAS_VALUES) add_values(p, id, s, dp, deltas, sums);
             pipe_ds.producer_acquire(n), pipe_dsmem.producer_acquire(n);
 #pragma unroll
             for (int k = 0; k < BLOCK_Q / 16; ++k)
@@ -122,6 +124,7 @@ DEVICE void ds_consumer(const Params& p, const TensorMap& dv_map, unsigned base,
         __syncwarp();
         pipe_v.consumer_release(number, lane);
     }
+    if (HAS_VALUES) sums.leave(p);
     if (DETERMINISTIC && warp == 0 && lane == 0) end_dq_requests(base, n);
     bulk_wait();
 }

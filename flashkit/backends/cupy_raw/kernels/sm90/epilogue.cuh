@@ -63,7 +63,7 @@ DEVICE void stage_output(const float (&o)[O_REGS], unsigned staged) {
 // O / l and the log-sum-exp of work tile `number` of this CTA. HAS_SCALES: a row sum that is not finite means that the
 // products do not stand for the row's elements.
 DEVICE void epilogue(const Params& p, const WorkTile& at, unsigned base, int number, const float (&m)[2],
-                     const float (&l)[2], float (&o)[O_REGS], int wg) {
+                     const float (&l)[2], const RowStats& stats, float (&o)[O_REGS], int wg) {
     const unsigned staged = q_rows(base, number % Q_BUFFERS, wg);
     const SeqSlot seq = seq_of(p, at);  // its words may be others' when O is in shared memory
     const int n_q = seq.n_q();
@@ -112,6 +112,13 @@ DEVICE void epilogue(const Params& p, const WorkTile& at, unsigned base, int num
         const int index = at.row0 + row_of_lane(half);
         const bool writes = index < n_q * PACK_GQA && threadIdx.x % 4 == 0;
         store_if(writes, q_row<float>(p, p.lse, at.b, at.h + index % PACK_GQA, index / PACK_GQA), LN2 * lse[half]);
+        if constexpr (HAS_STATS) {
+            const auto sum = [](float x, float y) { return x + y; };
+            const float top = across_lanes(stats.top[half], [](float x, float y) { return fmaxf(x, y); });
+            store_statistics(p, at.b, at.h + index % PACK_GQA, index / PACK_GQA, m[half], across_lanes(l[half], sum),
+                             across_lanes(stats.total[half], sum), top,
+                             [=](float* target, float x) { store_if(writes, target, x); });
+        }
     }
 }
 

@@ -155,7 +155,7 @@ DEVICE void consumer_fp16x2(const Params& p, unsigned base, int wg) {
         pipe_k.consumer_wait(n);
         const int tile_desc = uniform(load_word(tile_desc_slot(base, n)));
         if (tile_desc & FIRST_TILE) {  // also END
-            if (number >= 0) epilogue(p, read_work_tile(p, base, number, wg), base, number, m, l, o, wg);
+            if (number >= 0) epilogue(p, read_work_tile(p, base, number, wg), base, number, m, l, RowStats{}, o, wg);
             if (tile_desc == END) break;
             pipe_q.consumer_wait(++number);
             at = read_work_tile(p, base, number, wg);
@@ -178,6 +178,8 @@ DEVICE void consumer_fp16x2(const Params& p, unsigned base, int wg) {
         issue_qk_fp16x2(s, descriptor(q_rows(base, number % Q_BUFFERS, wg)), descriptor(base + at_k(n % STAGES)));
         const float k_scale = *row_at<const float>(p.k_scale, at.b, at.h / GQA_GROUP, tile);
         const float v_scale = *row_at<const float>(p.v_scale, at.b, at.h / GQA_GROUP, tile);
+        // The rounding of a great row reference is more than exponents may be: it is subtracted from scaled scores.
+        const bool great = __any_sync(~0u, is_great(m[0]) || is_great(m[1]));
         wgmma_wait<0>();
         fence_operand(s);
         pipe_k.consumer_release(n);
@@ -194,8 +196,13 @@ DEVICE void consumer_fp16x2(const Params& p, unsigned base, int wg) {
             }
         }
         modify_tile(p, at, state == FULL, s, k0, (float)p.softmax_scale);
+        if (great) {  // also of the first tile
+#pragma unroll
+            for (int i = 0; i < S_REGS; ++i) s[i] *= scale[i / 2 % 2];
+            scale[0] = scale[1] = 1;
+        }
         float rescale[2];
-        online_softmax_below(s, m, l, rescale, scale, MAX_P_LOG2);
+        online_softmax_below(s, m, l, rescale, scale, MAX_P_LOG2, !great);
         if constexpr (HAS_DROPOUT) dropout_tile(p, at, s, k0);
 #pragma unroll
         for (int i = 0; i < P_REGS; ++i) to_terms(s[2 * i], s[2 * i + 1], high[i], low[i]);

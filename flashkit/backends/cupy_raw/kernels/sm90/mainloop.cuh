@@ -28,6 +28,7 @@ DEVICE float pinned(float x, unsigned address) {
 struct SoftmaxState {
     float m[2], l[2];          // row reference in base 2, row sum: for each of a lane's rows
     float ref_minus_bias[2];   // affine scores: see find_ref_minus_bias()
+    RowStats stats;            // HAS_STATS
     bool has_row_ref = false;  // all rows of the warp have a reference that is likely to hold
 };
 
@@ -60,6 +61,7 @@ struct Block {
     bool rescales = false;     // the reference has changed: O needs `rescale`
     bool poly_ok = true, in_range = true;
     float sum[2], rescale[2];  // row sums of P; factors on O and l
+    RowStats stats;            // HAS_STATS: of the tile
 
     __device__ __forceinline__ Block(unsigned n, int k0, bool full, bool first_tile)
         : n(n), k0(k0), full(full), first_tile(first_tile) {}
@@ -165,6 +167,7 @@ struct Consumer {
         work_tile = read_work_tile(params, base, number, wg);
         softmax.m[0] = softmax.m[1] = softmax.ref_minus_bias[0] = softmax.ref_minus_bias[1] = HIDDEN;
         softmax.l[0] = softmax.l[1] = 0;
+        if constexpr (HAS_STATS) softmax.stats = {{0, 0}, {HIDDEN, HIDDEN}};
         path.steady = path.tanh_poly_ok = true;
         if constexpr (AFFINE) path.head = head_of(work_tile.b, work_tile.h, params);
         if (AFFINE_PER_WORK_TILE || BOUNDED_SCORES) {
@@ -233,6 +236,7 @@ struct Consumer {
     __device__ __forceinline__ void mma_block(unsigned n, bool full, int k0) {
         const WorkTile previous = work_tile;
         const float m_before[2] = {softmax.m[0], softmax.m[1]}, l_before[2] = {softmax.l[0], softmax.l[1]};
+        const RowStats stats_before = softmax.stats;
         Block block(n, k0, full, !UNMASKED && first_tile);
         if (!UNMASKED && first_tile) begin_work_tile();
         const TileScales scales = tile_scales(params, work_tile, terms.q_scale, k0 / BLOCK_K);
@@ -261,7 +265,7 @@ struct Consumer {
                 AFFINE && block.affine ? guess_row_ref_affine(s, m, affine) : guess_row_ref(s, m, factor);
         const bool speculative = UNMASKED ? block.affine || !AFFINE : softmax.has_row_ref;
         if (!speculative || !(AFFINE && block.affine ? speculate_affine(block, affine)
-                                                     : speculative_softmax(s, m, block.sum, factor))) {
+                                                     : speculative_softmax(s, m, block.sum, factor, block.stats))) {
             prepare_online<UNMASKED>(block, speculative, scales);
             if (!UNMASKED && first_tile && !path.bounded) {
                 m[0] = m[1] = HIDDEN;
@@ -269,7 +273,9 @@ struct Consumer {
                 m[0] = m_before[0], m[1] = m_before[1], l[0] = l_before[0], l[1] = l_before[1];
                 terms.restore(m, l);
             }
-            online_softmax(s, m, block.sum, block.rescale, factor);
+            const float m_old[2] = {m[0], m[1]};
+            online_softmax(s, m, block.sum, block.rescale, factor, block.stats);
+            if constexpr (HAS_STATS) rescale_totals(softmax.stats, m_old, m, l, block.rescale);
             l[0] *= block.rescale[0], l[1] *= block.rescale[1];
             terms.refuse_great(m, l);
             const bool grows = !block.first_tile && !(AFFINE && SLOPED) &&
@@ -285,13 +291,15 @@ struct Consumer {
         if (AFFINE && SLOPED && block.affine) find_ref_minus_bias(affine, m, softmax.ref_minus_bias);
         if (!block.in_range) path.steady = false;
         add_row_sums(l, block.sum, scales);
+        if constexpr (HAS_STATS) add_stats(softmax.stats, block.stats, m);
 
         // The dependence keeps exponentials from being scheduled behind the next wait.
         pipe_k.consumer_release(UNMASKED ? n : n + depends_on(block.sum[0]) + depends_on(block.sum[1]));
         if (PV_PENDING) finish_pv(n - 1);
         if (!UNMASKED && first_tile) {
             if (PV_PENDING && Q_BUFFERS > 1)
-                epilogue(params, previous_work_tile(previous), base, number - 1, m_before, l_before, acc.o, wg);
+                epilogue(params, previous_work_tile(previous), base, number - 1, m_before, l_before, stats_before,
+                         acc.o, wg);
         } else if (block.rescales || terms.rescales()) {
             if (IS_FLOAT32 && !block.rescales) block.rescale[0] = block.rescale[1] = 1;
 #pragma unroll
@@ -350,7 +358,8 @@ struct Consumer {
                 steady_desc = NO_DESC;
             }
             if (first_tile && acc.open && !acc.pv_pending) {
-                epilogue(params, previous_work_tile(work_tile), base, number - 1, softmax.m, softmax.l, acc.o, wg);
+                epilogue(params, previous_work_tile(work_tile), base, number - 1, softmax.m, softmax.l, softmax.stats,
+                         acc.o, wg);
                 acc.open = false;
             }
             if (tile_desc == END) break;

@@ -24,6 +24,14 @@
 // The row reference follows the row maximum only where P would exceed 2^MAX_P_LOG2: O is hardly ever rescaled.
 constexpr float MAX_P_LOG2 = 8;
 
+// Where a warp has a great row reference: S of its rows times `factor`, which becomes 1.
+DEVICE void scale_below_great(float (&s)[S_REGS], int half, float row_ref, float& factor) {
+    if (!__any_sync(~0u, is_great(row_ref))) return;
+#pragma unroll
+    for (int i = 0; i < S_REGS / 2; ++i) s[i / 2 * 4 + 2 * half + i % 2] *= factor;
+    factor = 1;
+}
+
 template <int WG>
 struct MlaConsumer {
     const Params& params;

@@ -99,7 +99,12 @@ DEVICE void store_without_keys(const Params& p, const WorkTile& at) {
     for (int row = at.row0; row < n_q && row < at.row0 + BLOCK_Q; ++row) {
         uint4* out = reinterpret_cast<uint4*>(q_row<storage>(p, p.out, at.b, at.h, row));
         for (int vec = lane; vec < HEAD_DIM_V * (int)sizeof(storage) / VEC_BYTES; vec += 32) out[vec] = uint4{};
-        if (lane == 0) *q_row<float>(p, p.lse, at.b, at.h, row) = lse;
+        if (lane != 0) continue;
+        *q_row<float>(p, p.lse, at.b, at.h, row) = lse;
+        if constexpr (HAS_STATS) {
+            *q_row<float>(p, p.entropy, at.b, at.h, row) = 0;
+            *q_row<float>(p, p.max_logit, at.b, at.h, row) = HIDDEN;
+        }
     }
 }
 

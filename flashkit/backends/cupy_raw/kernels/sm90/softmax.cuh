@@ -21,14 +21,6 @@ DEVICE float softmax_scale_log2(const Params& p) {
     return HAS_SCORE ? LOG2E : (float)(p.softmax_scale * 1.4426950408889634);
 }
 
-// Where a warp has a great row reference: S of its rows times `factor`, which becomes 1.
-DEVICE void scale_below_great(float (&s)[S_REGS], int half, float row_ref, float& factor) {
-    if (!__any_sync(~0u, is_great(row_ref))) return;
-#pragma unroll
-    for (int i = 0; i < S_REGS / 2; ++i) s[i / 2 * 4 + 2 * half + i % 2] *= factor;
-    factor = 1;
-}
-
 // A key past the end stands for the last one, so no array is read beyond its end. Its pair is masked anyway.
 DEVICE int key_inside(int k, int n_k) { return min(k, n_k > 0 ? n_k - 1 : 0); }
 
@@ -164,25 +156,39 @@ DEVICE bool guess_row_ref(const float (&s)[S_REGS], float (&m)[2], const float (
     return __all_sync(~0u, are_row_refs(m));
 }
 
+// HAS_STATS: of a lane's rows the sum of P log2 P, and the greatest exponent of a tile.
+struct RowStats { float total[2], top[2]; };
+
 // S of a row to P = 2^exponent(s); returns the lane's part of the row sum.
 template <typename F>
-DEVICE float exp2_row(float (&s)[S_REGS], int half, F exponent) {
-    float total[2] = {0, 0};
+DEVICE float exp2_row(float (&s)[S_REGS], int half, F exponent, RowStats& stats) {
+    float total[2] = {0, 0}, weighted[2] = {0, 0}, top[2] = {HIDDEN, HIDDEN};
 #pragma unroll
     for (int n = 0; n < BLOCK_K / 8; ++n)
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
             float& x = s[4 * n + 2 * half + c];
-            x = exp2_fast(exponent(x));
+            const float below = exponent(x);
+            x = exp2_fast(below);
             total[c] += x;
+            if constexpr (HAS_STATS) {
+                top[c] = fmaxf(top[c], below);
+                weighted[c] = fmaf(x, fmaxf(below, LOWEST), weighted[c]);
+            }
         }
+    if constexpr (HAS_STATS) stats.total[half] = weighted[0] + weighted[1], stats.top[half] = fmaxf(top[0], top[1]);
     return total[0] + total[1];
+}
+template <typename F>
+DEVICE float exp2_row(float (&s)[S_REGS], int half, F exponent) {
+    RowStats unused;
+    return exp2_row(s, half, exponent, unused);
 }
 
 // S to P relative to the row maximum so far; `rescale` brings O and l of the tiles before to it. sum: the row sums of
 // P.
 DEVICE void online_softmax(float (&s)[S_REGS], float (&m)[2], float (&sum)[2], float (&rescale)[2],
-    const float (&scale_log2)[2]) {
+    const float (&scale_log2)[2], RowStats& stats) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         float top = m[half];
@@ -198,32 +204,52 @@ DEVICE void online_softmax(float (&s)[S_REGS], float (&m)[2], float (&sum)[2], f
         const float shift = top == HIDDEN ? 0.0f : top;  // so that -inf stays -inf
         rescale[half] = exp2_fast(m[half] - shift);
         m[half] = top;
-        sum[half] = exp2_row(s, half, [=](float x) { return x - shift; });
+        sum[half] = exp2_row(s, half, [=](float x) { return x - shift; }, stats);
     }
 }
 
-// The online softmax with P up to 2^max_p_log2: m is so far below the row maximum.
+// The online softmax with P up to 2^max_p_log2: m is so far below the row maximum. refuses_great: where m becomes great l
+// becomes NaN, which the epilogue sees.
 DEVICE void online_softmax_below(float (&s)[S_REGS], float (&m)[2], float (&l)[2], float (&rescale)[2],
-    const float (&scale_log2)[2], float max_p_log2) {
+    const float (&scale_log2)[2], float max_p_log2, bool refuses_great) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        float top = HIDDEN, factor = scale_log2[half];
+        float top = HIDDEN;
 #pragma unroll
         for (int i = 0; i < S_REGS / 2; ++i) top = fmaxf(top, s[i / 2 * 4 + 2 * half + i % 2]);
         top = across_lanes(top, [](float x, float y) { return fmaxf(x, y); });
-        top = fmaxf(m[half], fmaf(top, factor, -max_p_log2));
+        top = fmaxf(m[half], fmaf(top, scale_log2[half], -max_p_log2));
         const float shift = top == HIDDEN ? 0.0f : top;  // so that -inf stays -inf
         rescale[half] = exp2_fast(m[half] - shift);
         m[half] = top;
-        scale_below_great(s, half, shift, factor);
-        l[half] = l[half] * rescale[half] + exp2_row(s, half, [=](float x) { return fmaf(x, factor, -shift); });
+        l[half] = l[half] * rescale[half] + exp2_row(s, half, [&](float x) {
+            return fmaf(x, scale_log2[half], -shift); });
+        if (refuses_great && is_great(shift)) l[half] = fk_special(0);
+    }
+}
+
+// HAS_STATS: sums of P log2 P follow a row reference.
+DEVICE void rescale_totals(RowStats& stats, const float (&before)[2], const float (&m)[2], const float (&l)[2],
+                           const float (&rescale)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+        stats.total[half] =
+            l[half] == 0 ? 0.0f : rescale[half] * fmaf(before[half] - m[half], l[half], stats.total[half]);
+}
+
+// Adds a tile's. Its exponents are relative to m.
+DEVICE void add_stats(RowStats& stats, const RowStats& tile, const float (&m)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        stats.total[half] += tile.total[half];
+        stats.top[half] = fmaxf(stats.top[half], tile.top[half] == HIDDEN ? HIDDEN : m[half] + tile.top[half]);
     }
 }
 
 // S to P relative to m as it is. False on a misprediction: m is too low, or a score is NaN.
 DEVICE bool speculative_softmax(float (&s)[S_REGS], const float (&m)[2], float (&sum)[2],
-                                const float (&scale_log2)[2]) {
-    if constexpr (HEAD_DIM <= 64) {  // a lane's two rows take turns
+                                const float (&scale_log2)[2], RowStats& stats) {
+    if constexpr (HEAD_DIM <= 64 && !HAS_STATS) {  // a lane's two rows take turns
         float total[2][2] = {};
 #pragma unroll
         for (int i = 0; i < S_REGS; ++i) {
@@ -235,7 +261,7 @@ DEVICE bool speculative_softmax(float (&s)[S_REGS], const float (&m)[2], float (
     } else {
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-            sum[half] = exp2_row(s, half, [&](float x) { return fmaf(x, scale_log2[half], -m[half]); });
+            sum[half] = exp2_row(s, half, [&](float x) { return fmaf(x, scale_log2[half], -m[half]); }, stats);
     }
     return __all_sync(~0u, sum[0] <= MAX_SUM && sum[1] <= MAX_SUM);
 }

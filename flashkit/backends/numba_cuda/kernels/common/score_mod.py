@@ -79,5 +79,5 @@ def dropout_pair(x, y, column, row, rest):
 @device
 def dropout_tile(p, at, s, k0):
     rows = listed(row_of_tile, ROWS, (p, at, 0))
-    rest = p.seed, p.dropout_threshold, np.float32(p.dropout_scale), at[0], k0 + thread() % 4 * 2
+    rest = seed_of(p), p.dropout_threshold, np.float32(p.dropout_scale), at[0], k0 + thread() % 4 * 2
     return pairs_at(dropout_pair, s, rows, rest)

@@ -298,9 +298,17 @@ def modify(s, state, b, h, row, q, k, p):
 
 
 @device
-def philox(seed, key_group, row, h, b):
+def seed_of(p):
+    """The seed, and where the counter begins."""
+    return p.seed, p.dropout_first, p.dropout_head
+
+
+@device
+def philox(given, key_group, row, h, b):
     """Philox-4x32-10: four words, for keys 4 * key_group ... 4 * key_group + 3 of a row."""
-    c0, c1, c2, c3 = U(key_group) & LOW, U(row) & LOW, U(h) & LOW, U(b) & LOW
+    seed, first, head = given
+    c0, c1 = (U(key_group) + (first >> U(32))) & LOW, (U(row) + first) & LOW
+    c2, c3 = (U(h) + head) & LOW, U(b) & LOW
     key0, key1 = seed & LOW, seed >> U(32)
     for _ in range(10):
         product0, product1 = U(0xD2511F53) * c0, U(0xCD9E8D57) * c2
@@ -313,7 +321,7 @@ def philox(seed, key_group, row, h, b):
 @device
 def drop(x, p, b, h, row, key):
     """An element of P or dP, dropped or scaled."""
-    word0, word1, word2, word3 = philox(p.seed, key >> 2, row, h, b)
+    word0, word1, word2, word3 = philox(seed_of(p), key >> 2, row, h, b)
     lane = key & 3
     word = word0 if lane == 0 else word1 if lane == 1 else word2 if lane == 2 else word3
     return x * F(p.dropout_scale) if word >= p.dropout_threshold else ZERO

@@ -101,8 +101,8 @@ def sm80_backward(p):
             full = walk.state == FULL and k0 + BLOCK_K <= n_k
             # Opaque, else values that depend on the first key occupy registers in all tiles.
             pairs = TilePairs(
-                p.values, p.softmax_scale, p.seed, p.dropout_threshold, p.dropout_scale, I(b), h, i32(n_q), n_k,
-                q_position,
+                p.values, p.softmax_scale, p.seed, p.dropout_first, p.dropout_head, p.dropout_threshold,
+                p.dropout_scale, I(b), h, i32(n_q), n_k, q_position,
                 i32(walk.tile) * BLOCK_Q, opaque(k0 + keys + i32(thread() % 4 * 2)), walk.state,
             )  # fmt: skip
             staged = base + AT_P + (rows + lane // 4) * PITCH + 2 * keys + lane % 4 * 4

@@ -14,7 +14,8 @@ def row_values(j, rest):
 # of the lane.
 TilePairs = namedtuple(
     "TilePairs",
-    "values softmax_scale seed dropout_threshold dropout_scale b h n_q n_k q_position row0 key0 state",
+    "values softmax_scale seed dropout_first dropout_head dropout_threshold dropout_scale b h n_q n_k q_position row0 "
+    "key0 state",
 )
 
 

@@ -33,7 +33,7 @@ def exchange_kept(i, own):
 
 @device
 def dropout_mask(p, coord):
-    return listed(exchange_kept, 4, repeat(add_kept, PHILOX_CALLS, u32(0), (p.seed, p.dropout_threshold, coord)))
+    return listed(exchange_kept, 4, repeat(add_kept, PHILOX_CALLS, u32(0), (seed_of(p), p.dropout_threshold, coord)))
 
 
 @device

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .test_distributed import MPIEXEC, ranks
+from .test_ranks import MPIEXEC, ranks
 
 pytest.importorskip("mpi4py")
 cupy = pytest.importorskip("cupy")

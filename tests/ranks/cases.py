@@ -84,6 +84,7 @@ def cases(rng: np.random.Generator) -> dict[str, Case]:
         ),
         "mask_mod": case(mask_mod=mods.mask(chunked, size=6), alibi_slopes=slopes),
         "block mask": case(block_mask=block_mask, q_offset=3),
+        "dropout": case(dropout_p=0.4, seed=7, causal=True),
         "bnhd": swapped(case(causal=True, alibi_slopes=slopes, kv_lengths=np.array([44, 12]), q_offset=0)),
         "packed": packed(),
         "packed causal": packed(causal=True, sinks=rng.standard_normal(HEADS)),

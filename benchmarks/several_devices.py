@@ -1,8 +1,10 @@
 """Attention over several devices: conformance, faults of timing, overlap and scaling, beside PyTorch's.
 
-    mpiexec -n 2 python -m benchmarks.distributed --output FILE            CuPy over NCCL, one GPU a rank
-    torchrun --nproc-per-node 2 -m benchmarks.distributed --output FILE    tensors in a process group, and PyTorch's
-    python -m benchmarks.distributed --cpu --output FILE                   ranks x threads on this CPU, and the model
+    mpiexec -n 2 python -m benchmarks.several_devices --output FILE          CuPy over NCCL, one GPU a rank
+    torchrun --nproc-per-node 2 -m benchmarks.several_devices --output FILE  tensors in a process group, and PyTorch's
+    python -m benchmarks.several_devices --cpu --output FILE                 ranks x threads on this CPU, and the model
+
+The module is not called distributed, as a package of Dask is.
 
 Where wheels are unpacked instead of installed, mpiexec is in mpich-*.data/data/bin, to be made executable and put on
 PATH, and its libraries are in mpich-*.data/data/lib, to be put on LD_LIBRARY_PATH.
@@ -37,7 +39,7 @@ class Run:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
         self.started = time.monotonic()
-        self.facts: dict[str, Any] = {}
+        self.facts: dict[str, Any] = {"date": time.strftime("%Y-%m-%d", time.gmtime())}
         if "TORCHELASTIC_RUN_ID" in os.environ or arguments.torch:
             self._with_torch()
         else:
@@ -47,9 +49,10 @@ class Run:
         from mpi4py import MPI
 
         from flashkit.distributed import Comm
+        from flashkit.distributed.nccl import library
 
         self.rank, self.ranks = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
-        self.library, self.barrier = "cupy", MPI.COMM_WORLD.Barrier
+        self.library, self.barrier = "numpy" if self.arguments.numpy else "cupy", MPI.COMM_WORLD.Barrier
         if self.arguments.numpy:
             self.xp: Any = np
             self.synchronize: Callable[[], Any] = lambda: None
@@ -60,6 +63,8 @@ class Run:
             cupy.cuda.Device(self.rank % cupy.cuda.runtime.getDeviceCount()).use()
             self.synchronize = lambda: cupy.cuda.get_current_stream().synchronize()
             self.facts["device"] = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
+            nccl = library()
+            self.facts |= {"cupy": cupy.__version__, "nccl": nccl.get_version() if nccl.available else None}
         self.comm: Any = Comm(MPI.COMM_WORLD, timeout=120)
         self.slowest = lambda seconds: MPI.COMM_WORLD.allreduce(seconds, MPI.MAX)
 
@@ -191,7 +196,9 @@ def conformance(run: Run) -> None:
 
 
 def random_calls(run: Run) -> None:
-    """Calls of random methods, orders, options and sizes, for a hang or an error. Small, so that they meet often."""
+    """Calls of random methods, orders, options and sizes, for a hang or an error. Small, so that they meet often, and
+    of few kernels, so that the time is theirs and not the compiler's.
+    """
     rng = np.random.default_rng(11)
     count, begin = 0, time.monotonic()
     while count < run.arguments.calls:
@@ -199,8 +206,7 @@ def random_calls(run: Run) -> None:
         if stop:
             break
         n = int(rng.integers(run.ranks * 2, 700))
-        heads_kv = int(rng.choice([1, 2, 4]))
-        q, k, v, dout = (run.random(count * 4 + i, 1, h, n, 64) for i, h in enumerate((8, heads_kv, heads_kv, 8)))
+        q, k, v, dout = (run.random(count * 4 + i, 1, h, n, 64) for i, h in enumerate((8, 2, 2, 8)))
         order = str(rng.choice(["contiguous", "zigzag", "striped"]))
         method = str(rng.choice(["ring", "heads", "gather"]))
         options: dict[str, Any] = {"causal": bool(rng.integers(2))}
@@ -228,6 +234,9 @@ def overlap(run: Run) -> None:
 
     from flashkit import api
 
+    q, k, v, _ = (run.comm.shard(x, order="zigzag") for x in run.sequence(65_536 * run.ranks))
+    call = lambda: run.comm.attention(q, k, v, causal=True, order="zigzag")
+    call()
     begin = cupy.cuda.Event()
     spans: dict[str, list[tuple[Any, Any]]] = {"attention": [], "transfer": []}
     transport = run.comm._on_devices
@@ -248,9 +257,6 @@ def overlap(run: Run) -> None:
 
         return wrapped
 
-    q, k, v, _ = (run.comm.shard(x, order="zigzag") for x in run.sequence(65_536 * run.ranks))
-    call = lambda: run.comm.attention(q, k, v, causal=True, order="zigzag")
-    call()
     transport.exchange = marked(stream, plain_exchange, "transfer")
     api.attention = marked(None, plain_attention, "attention")
     try:
@@ -367,27 +373,70 @@ PARTS = {
 }  # fmt: skip
 
 
+# --- what is stored ---------------------------------------------------------------------------------------------------
+
+RESULTS = Path(__file__).parent / "results" / "distributed"
+
+
+def stored(file: Path) -> list[dict[str, Any]]:
+    """The scaling lines of a result file, the last of each kind."""
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    found = [line for line in lines if line["part"] in ("scaling", "context_parallel") and "seconds" in line]
+    return list({(x["library"], x["part"], x.get("method", x.get("backend")), x["tokens"]): x for x in found}.values())
+
+
+def plot(file: Path, output: Path) -> Path:
+    """Seconds of both passes over the number of tokens: all methods, one device, and PyTorch's."""
+    import figures
+
+    lines = stored(file)
+    figure = figures.new(9, 2.9)
+    handles: dict[str, Any] = {}
+    for axes, name in zip(figure.subplots(1, 2), ("forward", "backward"), strict=True):
+        series: dict[str, list[tuple[int, float]]] = {}
+        for line in lines:
+            label = f"{line['library']} {line.get('method') or line['backend']}"
+            series.setdefault(label, []).append((line["tokens"], line["seconds"][name]))
+            if line.get("method") == "ring" and line["library"] == "cupy":
+                series.setdefault("one device", []).append((line["tokens"], line["one_device"][name]))
+        for label, points in series.items():
+            handles[label] = axes.plot(*zip(*sorted(points), strict=True), "o-", markersize=3)[0]
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_title(f"{name}, {lines[0]['ranks']} ranks")
+        axes.set_xlabel("tokens")
+    figure.axes[0].set_ylabel("seconds")
+    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=4)
+    return Path(figures.save(figure, output / f"distributed-{file.stem}.svg"))
+
+
 # --- the CPU ----------------------------------------------------------------------------------------------------------
 
 
 def cpu_rank(run: Run) -> None:
     """A line of the CPU's table: all ranks with their threads, and the model's time from that of one process."""
     from flashkit.distributed import predict
+    from flashkit.distributed.passes import add_scaled
 
     facts = json.loads(run.arguments.facts)
     tensors = run.sequence(facts["tokens"], 16, 4, 64)
     q, k, v, dout = (run.comm.shard(x, order="zigzag") for x in tensors)
     gbs = run.comm.bandwidth_gbs(1 << 24, np)
+    total, weight = np.zeros((1, 16, q.shape[2], 64), np.float32), np.ones((1, 16, q.shape[2], 1), np.float32)
+    part = np.zeros_like(total)
+    merge_gbs = 12 * total.size / run.timed(lambda: add_scaled(total, part, weight, weight), 5) / 1e9
+    loaded = both(run, tensors[:3], tensors[3], None, 2, causal=True)  # with all cores in use
     for method in ("ring", "heads", "gather"):
         taken = both(run, (q, k, v), dout, run.comm, 5, causal=True, order="zigzag", method=method)
-        alone = facts["alone"] or taken
+        alone = facts["alone"] or loaded
         model = predict(
             *tensors[:3], ranks=run.ranks, method=method, order="zigzag", causal=True, bandwidth_gbs=gbs,
-            seconds={name: seconds * facts["threads"] / facts["threads"] for name, seconds in alone.items()},
+            memory_gbs=merge_gbs, seconds=loaded,
         )  # fmt: skip
         run.say(
-            "cpu", method=method, threads=facts["threads"], tokens=facts["tokens"], seconds=taken, bandwidth_gbs=gbs,
-            predicted=model.seconds, ratio={name: round(model.seconds[name] / taken[name], 3) for name in taken},
+            "cpu", method=method, threads=facts["threads"], tokens=facts["tokens"], seconds=taken, one_process=loaded,
+            bandwidth_gbs=gbs, merge_gbs=merge_gbs, predicted=model.seconds,
+            ratio={name: round(model.seconds[name] / taken[name], 3) for name in taken},
             efficiency={name: round(alone[name] / taken[name] / run.ranks, 3) for name in taken},
         )  # fmt: skip
 
@@ -405,7 +454,7 @@ def cpu(arguments: argparse.Namespace) -> None:
     for n in ranks:
         facts = {"tokens": arguments.tokens, "threads": threads, "alone": alone}
         command = [
-            program, "-n", str(n), sys.executable, "-m", "benchmarks.distributed", "--numpy", "--facts",
+            program, "-n", str(n), sys.executable, "-m", "benchmarks.several_devices", "--numpy", "--facts",
             json.dumps(facts), "--output", arguments.output or "",
         ]  # fmt: skip
         env = {**os.environ, "FLASHKIT_NUM_THREADS": str(threads), "OMP_NUM_THREADS": str(threads)}
@@ -415,7 +464,7 @@ def cpu(arguments: argparse.Namespace) -> None:
             sys.exit(done.stderr[-3000:])
         if n == 1:
             lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-            alone = next(line["seconds"] for line in lines if line["method"] == "gather")
+            alone = lines[0]["one_process"]
 
 
 def main() -> None:
@@ -449,6 +498,8 @@ def main() -> None:
             if "no longer usable" in str(error) or isinstance(error, TimeoutError):
                 os._exit(1)
         run.say("seconds", of=name, seconds=round(time.monotonic() - begin, 1))
+    run.synchronize()
+    run.comm.close()
 
 
 if __name__ == "__main__":
