@@ -25,9 +25,9 @@ SYMBOLS: dict[str, tuple[Expr, ...]] = {
 # Names that the rendered code uses itself: symbols, tile corners, temporaries, helpers, and keywords of C++.
 _RESERVED = re.compile(
     r"s|b|h|(q|k|row)[01]?|t\d+|np|F|I|fk_.*|load_m(in|ax)\d*|float|abs|minimum|maximum|exp2?|log2?|sqrt|tanh|sin|"
-    "cos|erf|to_int|floor|auto|bool|case|char|const|default|delete|do|double|enum|extern|goto|inline|int|long|namespace|"
-    "new|operator|private|public|register|short|signed|sizeof|static|struct|switch|template|this|throw|typename|"
-    "union|unsigned|using|virtual|void|volatile"
+    "cos|erf|to_int|floor|auto|bool|case|char|const|default|delete|do|double|enum|extern|goto|inline|int|long|"
+    "namespace|new|operator|private|public|register|short|signed|sizeof|static|struct|switch|template|this|throw|"
+    "typename|union|unsigned|using|virtual|void|volatile"
 )
 
 

@@ -93,6 +93,7 @@ def near(got: np.ndarray, want: np.ndarray, magnitude: np.ndarray, terms: int) -
 
 
 @pytest.mark.parametrize("block", [*BLOCKS, *EIGHT_BITS, BF16_PAIRS], ids=str)
+@pytest.mark.one_in(2)
 def test_gemv_qk(block: RegisterBlock) -> None:
     rng, dtype = np.random.default_rng(0), computed(block)
     queries, elements = (ml_dtypes.bfloat16, 2 * block.lanes) if block.bf16_pairs else (dtype, block.lanes)

@@ -166,6 +166,7 @@ def empty_calls(axes: str) -> Iterator[dict[str, int]]:
 @pytest.mark.parametrize(
     "axes", ["n", "hn", "bnh", "abhn", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("nh", "bhn", "abnh"))]
 )
+@pytest.mark.one_in(2)
 def test_empty_sizes(backend: str, axes: str) -> None:
     """Every axis and every two axes of length 0, with every option: results and gradients are empty, or 0."""
     layout = "bnhd" if "nh" in axes else "bhnd"
@@ -264,6 +265,7 @@ def test_a_batch_padded_on_the_right(backend: str, options: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("options", [{}, {"q_offset": 3}, {"causal": True}, {"kv_lengths": [60, 130]}], ids=str)
 @pytest.mark.parametrize(("n_q", "n_k"), [(70, 130), (130, 70), (3, 130)])
+@pytest.mark.one_in(2)
 def test_documents_of_unequal_sizes(backend: str, n_q: int, n_k: int, options: dict[str, Any]) -> None:
     """The document of a query belongs to its row, wherever the offset places it."""
     rng = np.random.default_rng(3)

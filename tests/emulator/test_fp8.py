@@ -214,7 +214,7 @@ def test_scales_of_tokens(device: Device, launched: list[str]) -> None:
         ((16, 48), "head", {"causal": True}),
     ],
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_head_dims_and_options(
     dims: tuple[int, int], per: str, options: dict[str, Any], device: Device, launched: list[str]
 ) -> None:

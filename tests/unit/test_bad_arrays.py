@@ -139,6 +139,7 @@ def check(argument: str, case: str, value: Any, right: np.ndarray | None) -> Non
 
 
 @pytest.mark.parametrize("argument", [name for name, (good, _) in CALLS.items() if good is not None])
+@pytest.mark.one_in(2)
 def test_other_forms_of_an_array(argument: str, tmp_path: Path) -> None:
     good, call = CALLS[argument]
     right = np.array(call(good))

@@ -208,8 +208,8 @@ DEVICE void online_softmax(float (&s)[S_REGS], float (&m)[2], float (&sum)[2], f
     }
 }
 
-// The online softmax with P up to 2^max_p_log2: m is so far below the row maximum. refuses_great: where m becomes great l
-// becomes NaN, which the epilogue sees.
+// The online softmax with P up to 2^max_p_log2: m is so far below the row maximum. refuses_great: where m becomes great
+// l becomes NaN, which the epilogue sees.
 DEVICE void online_softmax_below(float (&s)[S_REGS], float (&m)[2], float (&l)[2], float (&rescale)[2],
     const float (&scale_log2)[2], float max_p_log2, bool refuses_great) {
 #pragma unroll
