@@ -20,7 +20,6 @@ from .parameters import Parameters
 Array = np.ndarray
 Totals = tuple[Array | None, ...]
 xp = np
-Replay = None  # is a GPU's
 
 CHUNK = 1 << 16  # elements
 EPSILON = 1e-5  # of a variance, as in GPT-2
@@ -61,14 +60,9 @@ def add_bias(x: Array, bias: Array) -> Array:
 
 
 def join(parts: list[Array], total: Array) -> Array:
-    """Arrays (..., tokens, heads, dim) as (T, E), beside each other; adds to total their bias's gradient."""
-    x = np.concatenate([part.reshape(-1, len(total) // 3) for part in parts], axis=1)
+    """Arrays (T, E) beside each other; adds to total what add_bias of these columns takes, the sum of rows."""
+    x = np.concatenate(parts, axis=1)
     total += x.sum(0)
-    return x
-
-
-def index(x: Array, to_add: bool = True) -> Array:
-    """Integers as the functions below take them; to_add: whether add_rows does."""
     return x
 
 
@@ -172,9 +166,9 @@ def gelu_gradient(dy: Array, x: Array, bias: Array, total: Array) -> Array:
 
 
 def cross_entropy(logits: Array, targets: Array, scale: float | None) -> Array:
-    """Of each row log sum exp(logits) - logits[target], or 0 where the target is negative.
+    """The sum over rows of log sum exp(logits) - logits[target], without rows whose target is negative.
 
-    With a scale, the gradient of `scale` times their sum takes the place of the logits.
+    With a scale, the gradient of `scale` times the sum takes the place of the logits.
     """
 
     def loss(rows: slice) -> Any:
@@ -189,9 +183,9 @@ def cross_entropy(logits: Array, targets: Array, scale: float | None) -> Array:
             p *= np.where(kept, scale / sums, 0).astype(s.dtype)[:, None]
             p[at] -= np.where(kept, s.dtype.type(scale), 0)
             logits[rows] = p
-        return np.where(kept, np.log(sums) - chosen, 0)
+        return np.where(kept, np.log(sums) - chosen, 0).sum(dtype=np.float64)
 
-    return np.concatenate(_by_rows(*logits.shape, loss))
+    return np.asarray(sum(_by_rows(*logits.shape, loss)))
 
 
 def adamw(

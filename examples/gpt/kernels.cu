@@ -101,16 +101,14 @@ KERNEL add_sums(WIDE* first, WIDE* second, WIDE* third, const WIDE* sums, int bl
   if (lane == 0 && e < columns && total != nullptr) total[e % width] += sum;
 }
 
-// out (rows, 3, WIDTH) of three arrays (batch, tokens, heads, dim), whose elements are so far apart.
-KERNEL join(T* out, const T* a, const T* b, const T* c, WIDE* sums, int rows, int tokens, int dim, int of_batch,
-            int of_token, int of_head) {
+// out (rows, 3, WIDTH) of three arrays.
+KERNEL join(T* out, const T* a, const T* b, const T* c, WIDE* sums, int rows) {
   for (int at = threadIdx.x * N; at < 3 * WIDTH; at += blockDim.x * N) {
-    int e = at % WIDTH;
-    const T* x = (at < WIDTH ? a : at < 2 * WIDTH ? b : c) + size_t(e / dim) * of_head + e % dim;
+    const T* x = at < WIDTH ? a : at < 2 * WIDTH ? b : c;
     WIDE sum[N] = {};
     for (int row = blockIdx.x; row < rows; row += gridDim.x) {
       WIDE v[N];
-      load(v, x + size_t(row / tokens) * of_batch + size_t(row % tokens) * of_token);
+      load(v, x + size_t(row) * WIDTH + at % WIDTH);
       store(out + size_t(row) * 3 * WIDTH + at, v);
       for (int i = 0; i < N; ++i) sum[i] += v[i];
     }
@@ -216,9 +214,8 @@ KERNEL __launch_bounds__(128, VECTORS * N > 24 ? 1 : 3)
     sum_warps<4>(sums + (size_t(blockIdx.x) * 3 + which) * WIDTH, of[which], false);
 }
 
-// A block has an index: its warps take turns with the rows of x that have it. Behind the last index none has.
+// A block has an index: its warps take turns with the rows of x that have it.
 KERNEL add_rows(WIDE* total, const int* indices, const int* begins, const int* order, const T* x) {
-  if (begins[blockIdx.x] == begins[blockIdx.x + 1]) return;
   WIDE sum[VECTORS][N] = {};
   for (int t = begins[blockIdx.x] + threadIdx.x / 32; t < begins[blockIdx.x + 1]; t += 16) {
     EACH_VECTOR {

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import functools
 import itertools
 import re
 import threading
 import types
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -21,34 +20,12 @@ DEVICE = Device()
 FACTS = {"name": b"emulated", "major": 9, "minor": 0}
 
 
-class _MemoryPool:
-    """Its memory is freed with it."""
-
-    def __init__(self) -> None:
-        self.kept: list[_Memory] = []
-
-    def malloc(self, size: int) -> None:
-        raise AssertionError("`using_allocator` alone takes it")
-
-
-_pools: list[_MemoryPool] = []
-
-
-@contextlib.contextmanager
-def _using_allocator(malloc: Any) -> Iterator[None]:
-    _pools.append(malloc.__self__)
-    yield
-    _pools.pop()
-
-
 class _Memory:
-    """An allocation, freed with its last array, and with the pool that it is of."""
+    """An allocation, freed with its last array."""
 
     def __init__(self, size: int) -> None:
         self.size, self.start = size, DEVICE.memory.take(size)
         self.ptr = BASE + self.start
-        if _pools:
-            _pools[-1].kept.append(self)
         weakref.finalize(self, DEVICE.memory.give, self.start, size)
 
 
@@ -327,32 +304,26 @@ _CUDA_TYPES = {0: np.dtype(np.float32), 1: np.dtype(np.float64), 14: np.dtype(ml
 
 
 def _gemm_ex(
-    handle: Any, ta: int, tb: int, m: int, n: int, k: int, alpha: Any, a: Any, type_a: int, lda: int, b: Any,
-    type_b: int, ldb: int, beta: Any, c: Any, type_c: int, ldc: int, compute: int, algorithm: int,
-) -> int:  # fmt: skip
+    handle: int, ta: int, tb: int, m: int, n: int, k: int, alpha: int, a: int, type_a: int, lda: int, b: int,
+    type_b: int, ldb: int, beta: int, c: int, type_c: int, ldc: int, compute: int, algorithm: int,
+) -> None:  # fmt: skip
     """cuBLAS's product of matrices by columns: c = alpha a b + beta c."""
-    factor, kept = alpha._obj.value, beta._obj.value
+    DEVICE.flush()
 
-    def matrix(address: Any, kind: int, columns: int, step: int, rows: int) -> np.ndarray:
-        start, dtype = address.value - BASE, _CUDA_TYPES[kind]
+    def matrix(address: int, kind: int, columns: int, step: int, rows: int) -> np.ndarray:
+        start, dtype = address - BASE, _CUDA_TYPES[kind]
         size = ((columns - 1) * step + rows) * dtype.itemsize
         assert DEVICE.memory.allowed[start : start + size].all()
         return np.ndarray((columns, rows), dtype, DEVICE.memory.bytes, start, (step * dtype.itemsize, dtype.itemsize))
 
-    def compute_it() -> None:
-        wide = np.float64 if compute == 70 else np.float32
-        left = matrix(a, type_a, m, lda, k).T if ta else matrix(a, type_a, k, lda, m)  # (k, m): its transpose
-        right = matrix(b, type_b, k, ldb, n).T if tb else matrix(b, type_b, n, ldb, k)
-        out = matrix(c, type_c, n, ldc, m)
-        found = factor * (right.astype(wide) @ left.astype(wide))
-        out[...] = found + kept * out.astype(wide) if kept else found
-
-    if DEVICE.recorded is not None:
-        DEVICE.recorded.append(compute_it)
-    else:
-        DEVICE.flush()
-        compute_it()
-    return 0
+    wide = np.float64 if compute == 70 else np.float32
+    scalar = ctypes.c_double if compute == 70 else ctypes.c_float
+    factor, kept = (scalar.from_address(x).value for x in (alpha, beta))
+    left = matrix(a, type_a, m, lda, k).T if ta else matrix(a, type_a, k, lda, m)  # (k, m): its transpose
+    right = matrix(b, type_b, k, ldb, n).T if tb else matrix(b, type_b, n, ldb, k)
+    out = matrix(c, type_c, n, ldc, m)
+    found = factor * (right.astype(wide) @ left.astype(wide))
+    out[...] = found + kept * out.astype(wide) if kept else found
 
 
 # --- cupy.cuda --------------------------------------------------------------------------------------------------------
@@ -473,10 +444,6 @@ _runtime = types.SimpleNamespace(
 )  # fmt: skip
 cuda = types.SimpleNamespace(
     Device=_Device, Stream=_Stream, Event=_Event, get_current_stream=_Stream.current, runtime=_runtime,
-    emulated_cublas=types.SimpleNamespace(
-        cublasGemmEx=_gemm_ex, cublasSetStream_v2=lambda *_: 0, cublasSetWorkspace_v2=lambda *_: 0
-    ),
-    device=types.SimpleNamespace(get_cublas_handle=lambda: 0), MemoryPool=_MemoryPool,
-    using_allocator=_using_allocator,
+    cublas=types.SimpleNamespace(gemmEx=_gemm_ex), device=types.SimpleNamespace(get_cublas_handle=lambda: 0),
     UnownedMemory=_UnownedMemory, MemoryPointer=lambda memory, offset: _Pointer(memory, memory.ptr + offset),
 )  # fmt: skip

@@ -26,10 +26,7 @@ def gpu(device: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     cupy = importlib.import_module("cupy")
     monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
     sys.modules.pop("examples.gpt.gpu", None)
-    module = importlib.import_module("examples.gpt.gpu")
-    if hasattr(cupy.cuda, "emulated_cublas"):
-        monkeypatch.setattr(module, "_blas", lambda: (cupy.cuda.emulated_cublas, None, cupy.empty(1)))
-    yield module
+    yield importlib.import_module("examples.gpt.gpu")
     sys.modules.pop("examples.gpt.gpu")
 
 
@@ -51,9 +48,7 @@ class Check:
         def on_device(x: Any) -> Any:
             if isinstance(x, (tuple, list)):
                 return type(x)(map(on_device, x))
-            if not isinstance(x, np.ndarray):
-                return x
-            return self.gpu.index(x) if x.dtype.kind in "iu" else self.gpu.xp.asarray(x)
+            return self.gpu.xp.asarray(x) if isinstance(x, np.ndarray) and x.dtype.kind not in "iu" else x
 
         def exact(x: Any) -> Any:
             if isinstance(x, (tuple, list)):
@@ -79,15 +74,16 @@ def test_sums_of_rows_and_biases(gpu, dtype, width):
     check.same(found, expected, 0.51)
     found, expected, _ = check.run("add_bias", check.array(5, width), check.array(width))
     check.same(found, expected, 0.51)
-    heads = next(n for n in (3, 2, 1) if width % n == 0)
-    parts, total = [check.array(2, 21, heads, width // heads) for _ in range(3)], check.array(3 * width, wide=True)
-    found, expected, [_, (there, here)] = check.run("join", parts, total)
+    found, expected, _ = check.run(
+        "join", [check.array(41, width) for _ in range(3)], check.array(3 * width, wide=True)
+    )
     check.same(found, expected, 0)
-    check.same(there, here, 8)
-    strided = [gpu.xp.asarray(x.swapaxes(1, 2).copy()).swapaxes(1, 2) for x in parts]  # flashkit's layout of gradients
-    check.same(gpu.join(strided, gpu.xp.asarray(total)), expected, 0)
     index = np.where(np.arange(90) < 60, 4, check.rng.integers(0, 7, 90))
     _, _, [(total, sums), *_] = check.run("add_rows", check.array(9, width, wide=True), index, check.array(90, width))
+    check.same(total, sums, 8)
+    _, _, [_, (total, sums)] = check.run(
+        "join", [check.array(41, width) for _ in range(3)], check.array(3 * width, wide=True)
+    )
     check.same(total, sums, 8)
 
 
@@ -135,8 +131,7 @@ def test_cross_entropy(gpu, dtype, width, scale):
     targets = check.rng.integers(0, width, 11)
     targets[[2, 5]] = -1
     found, expected, [(gradient, there), *_] = check.run("cross_entropy", logits, targets, scale)
-    error = np.abs(found.get() - expected).max()
-    assert error < 8 * (2.0**-23 if check.wide == np.float32 else 2.0**-52) * expected.max()
+    assert abs(float(found) - expected) < 8 * (2.0**-23 if check.wide == np.float32 else 2.0**-52) * expected
     check.same(gradient, there, 8 if scale else 0)
     if scale:
         assert not gradient.get()[[2, 5]].any()
@@ -175,24 +170,3 @@ def test_the_model_is_that_of_numpy(gpu):
         assert np.abs(here - there.get()).max() < 1e-12 * max(1, np.abs(here).max())
         for model, ops in zip(models, (cpu, gpu), strict=True):
             AdamW(10).update(model.parameters, 5, ops)
-
-
-def test_a_replayed_model_has_the_same_bits(gpu):
-    """Steps with other tokens and shapes in between; memory that others take meanwhile is not the graph's."""
-    config = Config(vocabulary=21, context=12, layers=1, heads=2, width=64)
-    losses: list[list[float]] = []
-    models = [GPT(config, gpu, "float64", deterministic=True) for _ in range(2)]
-    models[1].replay = None
-    for model in models:
-        rng = np.random.default_rng(3)
-        losses.append([])
-        for step, lengths in enumerate(([12, 12], [12, 12], [12, 12], [5, 12], [12, 12])):
-            ids, targets = rng.integers(0, 21, (2, sum(lengths)))
-            batch = Batch(ids, targets, np.append(0, np.cumsum(lengths)))
-            losses[-1].append(float(model.add_gradients(batch, 0.5)))
-            held = [gpu.xp.zeros(999) for _ in range(99)]
-            AdamW(10).update(model.parameters, step, gpu)
-            del held
-    assert losses[0] == losses[1] and models[0].replay.graph is not None
-    masters = [model.parameters.masters.get() for model in models]
-    np.testing.assert_array_equal(*masters)
