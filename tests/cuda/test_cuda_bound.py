@@ -293,8 +293,9 @@ def test_a_pull_back_keeps_no_tensors_alive(kept: list[Any]) -> None:
     call = of_another_call(operands, dlse=True, dsinks=True)
     bound = CupyRawBackend().bind_backward(plan, *call)
     bound(*call)
-    gradients = [x for name, x in vars(call[1]).items() if name != "values"]  # a dict
+    gradients = (x for name, x in vars(call[1]).items() if name != "values")  # a dict
     tensors = [weakref.ref(x) for x in (call[0].q, call[0].out, call[0].lse, *gradients)]
+    gradients.close()
     kept.clear()
     del call, operands
     gc.collect()
