@@ -254,7 +254,8 @@ def statistics(
     >>> from flashkit.call.arguments import prepare
     >>> from flashkit.reference import statistics
     >>> q, k, v = np.zeros((3, 1, 2, 5, 4))
-    >>> found = statistics(*prepare(q, k, v)[:2])
+    >>> problem, operands, _ = prepare(q, k, v)
+    >>> found = statistics(problem.spec, operands)
     >>> bool(np.allclose(found["entropy"], np.log(5))), bool(np.allclose(found["key_weight"], 1))
     (True, True)
     """
