@@ -52,7 +52,7 @@ def test_a_key_padding_mask_as_the_hint_says() -> None:
 
 def test_options_are_the_arguments_of_attention() -> None:
     known = [name for name in inspect.signature(attention).parameters if name not in ("q", "k", "v")]
-    assert sorted(known) == sorted([*Options.__annotations__, "return_lse", "out", "backend"])
+    assert sorted(known) == sorted([*Options.__annotations__, "return_lse", "return_stats", "out", "backend"])
 
 
 MISFITS: list[tuple[dict[str, Any], str]] = [

@@ -22,7 +22,7 @@ ATTRIBUTES = {
     "_final_module": "numba: specialise.compiled", "_finalize_final_module": "numba: specialise",
     "_optimize_final_module": "numba: specialise", "_finalized": "numba: specialise",
     "_getvalue": "numba: views, of cgutils.create_struct_proxy", "_asdict": "Python: named tuples",
-    "_replace": "Python: named tuples",
+    "_replace": "Python: named tuples", "_fields": "Python: named tuples",
     "_getframe": "Python: sys, errors.warn", "_functorch": "torch: call/foreign, call/torch_autograd",
     "_current_level": "torch: call/foreign, call/torch_autograd", "_cuda_getCurrentRawStream": "torch: call/foreign",
     "_are_functorch_transforms_active": "torch: torch, call/torch_autograd",
