@@ -353,12 +353,12 @@ def context_parallel(run: Run) -> None:
                     parallel(mesh, buffers=[q, k, v, dout], buffer_seq_dims=[2, 2, 2, 2]),
                 ):
                     taken = {"forward": run.timed(lambda: sdpa(q, k, v, is_causal=True), rounds)}  # noqa: B023
-                    for x in (q, k, v):
-                        x.requires_grad_()
-                    found = [sdpa(q, k, v, is_causal=True)]
-                    gradients = lambda: torch.autograd.grad(found, (q, k, v), dout, retain_graph=True)  # noqa: B023
+                    leaves = [x.clone().requires_grad_() for x in (q, k, v)]  # buffers are resized at the end
+                    found = [sdpa(*leaves, is_causal=True)]
+                    gradients = lambda: torch.autograd.grad(found, leaves, dout, retain_graph=True)  # noqa: B023
                     taken["backward"] = run.timed(gradients, rounds)
                     found.clear()
+                    leaves.clear()
                 run.say("context_parallel", tokens=total, backend=backend, seconds=taken)
             except Exception as error:
                 text = f"{type(error).__name__}: {error}"[:300]
