@@ -25,7 +25,7 @@ TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2}
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal, sinks": {"causal": True, "sinks": np.float32([0.5, -1.0, 2.0, 0.0])},
     "modifications": {"softcap": 2.0, "mask": np.random.default_rng(0).random((70, 90)) < 0.6},
-    "packed": {"cu_seqlens": (np.array([0, 30, 30, 60]), np.array([0, 50, 60, 80])), "causal": True},
+    "packed": {"cu_seqlens": (np.array([0, 30, 30, 110]), np.array([0, 50, 60, 160])), "causal": True},
 }
 
 KERNELS = [
@@ -60,7 +60,7 @@ def call_of(name: str, dtype: str) -> tuple[list[np.ndarray], list[np.ndarray], 
     import cupy
 
     rng, packed = np.random.default_rng(0), name == "packed"
-    shapes = ((70, 4, 32), (90, 2, 32), (90, 2, 16)) if packed else ((1, 4, 70, 32), (1, 2, 90, 32), (1, 2, 90, 16))
+    shapes = ((120, 4, 32), (170, 2, 32), (170, 2, 16)) if packed else ((1, 4, 70, 32), (1, 2, 90, 32), (1, 2, 90, 16))
     six = [rng.standard_normal(shape).astype(cases.numpy_dtype(dtype)) for shape in shapes * 2]
     options = OPTIONS[name]
     on_device = {
