@@ -41,6 +41,9 @@ NUMBA_ONE_IN = 5
 """Numba takes ten seconds for kernels that NVRTC compiles in one. So of the cases that a test has for its backend on a
 device, where they are more than twice as many, one in so many runs.
 """
+SLOW_ONE_IN = 2
+"""The same for slow cases on a CPU: `make test` is to end within a quarter of an hour on two cores."""
+
 _GOLDEN = 0.6180339887
 
 
@@ -60,6 +63,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             groups.setdefault((*marker.args, *test), []).append(item)
         elif kernels and kernels[0] == "numba_cuda":
             groups.setdefault((NUMBA_ONE_IN, *test, kernels), []).append(item)
+        elif given and item.get_closest_marker("slow") and not item.get_closest_marker("gpu"):
+            groups.setdefault((SLOW_ONE_IN, *test, kernels), []).append(item)
     for (often, *_), group in groups.items():
         assert isinstance(often, int)
         marker = group[0].get_closest_marker("one_in")
