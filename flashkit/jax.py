@@ -23,10 +23,9 @@ from jax.experimental.buffer_callback import buffer_callback
 from . import api, dispatch, mods
 from .call.arguments import prepare
 from .call.checks import window_of
-from .call.jax_derivatives import bind, evaluated_by
+from .call.jax_derivatives import DIFFERENTIABLE, bind, evaluated_by
 from .call.second_order import second_order
 from .call.sequences import check_default_offset
-from .call.vjp import WRT
 from .errors import shown
 from .numeric import number
 from .options import (
@@ -47,7 +46,6 @@ from .options import (
 __all__ = ["attention", "dot_product_attention"]
 
 Arrays = dict[str, Any]
-DIFFERENTIABLE = (*WRT, *(name for name, option in OPTIONS.items() if option.role is Role.PAIRS))
 """Arguments with a gradient, where they are floating."""
 
 
@@ -298,9 +296,8 @@ def _forward(static: Static, with_lse: bool, q: Any, k: Any, v: Any, arrays: Arr
 
 def _jvp(static: Static, with_lse: bool, primals: Any, tangents: Any) -> Any:
     values, moved = ({"q": q, "k": k, "v": v, **arrays} for q, k, v, arrays in (primals, tangents))
-    linear = {f"d{name}": x for name, x in moved.items() if not isinstance(x, SymbolicZero)}
     out, lse = _differentiable(static, True, *primals)
-    wanted = {f"d{name}": linear[f"d{name}"] for name in DIFFERENTIABLE if f"d{name}" in linear}
+    wanted = {f"d{n}": x for n in DIFFERENTIABLE if n in moved and not isinstance(x := moved[n], SymbolicZero)}
     dout, dlse = jnp.zeros_like(out), jnp.zeros_like(lse)
     if wanted:
         found = bind("tangent", static, {**values, "out": out, "lse": lse, **wanted}, ("dout", "dlse"))

@@ -23,17 +23,20 @@ from jax.interpreters import ad, batching, mlir
 
 from ..errors import UnsupportedError
 from ..options import OPTIONS, Role
+from .vjp import WRT
 
 Arrays = dict[str, Any]
-TENSORS = ("q", "k", "v")
+TENSORS = WRT[:3]
 VALUES = tuple(name for name, option in OPTIONS.items() if option.role is Role.PAIRS)
 """Arrays by which there are gradients, and no tangents."""
 
-_LIKE = {"dout": "out", "dlse": "lse"} | {f"d{name}": name for name in (*TENSORS, "sinks", *VALUES)}
+DIFFERENTIABLE = *WRT, *VALUES
+
+_LIKE = {"dout": "out", "dlse": "lse"} | {f"d{name}": name for name in DIFFERENTIABLE}
 """The argument whose shape and dtype a result has."""
 
 _LINEAR = {
-    "tangent": tuple(f"d{name}" for name in (*TENSORS, "sinks", *VALUES)),
+    "tangent": tuple(f"d{name}" for name in DIFFERENTIABLE),
     "pull_back": ("dout", "dlse"), "second": ("uq", "uk", "uv"),
     "curvature": ("uq", "uk", "uv"),
 }  # fmt: skip

@@ -23,10 +23,9 @@ from ..errors import UnsupportedError
 from ..mods import codegen, dropout, expr
 from ..spec import Operands, Problem
 from . import arrays
-from .arguments import prepare
 from .call import Call
 from .planned import Once
-from .tangents import with_tangents_of
+from .tangents import prepared_with
 
 _PAIRS = 1 << 21  # that are computed at once, over the heads of a batch entry
 
@@ -41,14 +40,9 @@ def second_order(
     if options.get("page_table") is not None:
         raise UnsupportedError("second derivatives do not take page_table: keys in pages have no gradients")
     with Call("second_order", q, k, v, options) as call:
-        call.dequantise()
-        call.require_arrays()
+        prepared = prepared_with(call, tangents)
         if call.foreign is not None:
-            native = call.foreign.to_native(**tangents, dout=dout, dlse=dlse)
-            dout, dlse = native.pop("dout"), native.pop("dlse")
-            tangents = native
-        prepared = prepare(call.q, call.k, call.v, **call.options)
-        prepared = with_tangents_of(prepared, tangents, {"q": call.q, "k": call.k, "v": call.v})
+            dout, dlse = call.foreign.to_native(dout=dout, dlse=dlse).values()
         Once(prepared, backend, True).run(call)
         problem, operands, shape = prepared
         found = _pull_back(

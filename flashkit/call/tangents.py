@@ -14,19 +14,20 @@ from .planned import Once
 
 def with_tangents(call: Call, backend: str | None, given: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
     """out, lse and their tangents, native ones. given: the tangents of q, k and v by "dq", "dk" and "dv"."""
-    call.dequantise()
-    call.require_arrays()
-    if call.foreign is not None:
-        given = call.foreign.to_native(**given)
-    prepared = prepare(call.q, call.k, call.v, out=call.out, **call.options)
-    prepared = with_tangents_of(prepared, given, {"q": call.q, "k": call.k, "v": call.v})
+    prepared = prepared_with(call, given)
     out, lse = Once(prepared, backend, True).run(call)
     tangents: Any = prepared.operands.tangents
     return out, lse, prepared.shape.like(tangents.out), prepared.shape.rows(tangents.lse)
 
 
-def with_tangents_of(prepared: Prepared, given: dict[str, Any], primals: dict[str, Any]) -> Prepared:
-    """The call with these tangents, checked, and arrays for those of its results."""
+def prepared_with(call: Call, given: dict[str, Any]) -> Prepared:
+    """The call, prepared, with these tangents, checked, and arrays for those of its results."""
+    call.dequantise()
+    call.require_arrays()
+    if call.foreign is not None:
+        given = call.foreign.to_native(**given)
+    primals = {"q": call.q, "k": call.k, "v": call.v}
+    prepared = prepare(call.q, call.k, call.v, out=call.out, **call.options)
     problem, operands, shape = prepared
     xp: Any = arrays.namespace(problem.array_kind)
     own = {name: _checked(f"d{name}", given[f"d{name}"], name, x, problem.array_kind) for name, x in primals.items()}

@@ -6,7 +6,6 @@ import hashlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple, Unpack
 
 import numpy as np
@@ -15,6 +14,7 @@ from .. import mods
 from ..cache.kv_cache import KVCache
 from ..call import arrays, interop
 from ..call.checks import choice
+from ..call.merge import merge
 from ..numeric import number
 from ..options import DEFAULTS, OPTIONS, Options, documented, unknown
 from .all_to_all import AllToAll
@@ -22,7 +22,7 @@ from .cache import SpreadCache
 from .explanation import Prediction, predict
 from .gather import Gather
 from .heads import Heads
-from .passes import Attempt, Rows, sink_gradient
+from .passes import Attempt, sink_gradient
 from .placement import ORDERS, along, count, places, ranges_of
 from .ring import RingAttention
 from .transport import Mpi, Staged, Transport
@@ -315,11 +315,12 @@ class Comm:
         transport, xp = self._transport(kind, headers), arrays.namespace(kind)
         one = [[range(rank, rank + 1)] for rank in range(self.ranks)]
         every = [AllToAll(xp, transport, (1, *x.shape), x.dtype, 0, one).collect(attempt, x[None]) for x in found]
-        whole = SimpleNamespace(xp=xp, axes=Axes(-3, -2), sinks=None if sinks is None else xp.asarray(sinks))
-        rows = Rows(whole, q)
-        for out, lse in zip(*every, strict=True):
-            rows.add(out, lse)
-        return rows.result()
+        parts = list(zip(*every, strict=True))
+        if sinks is not None:  # a part whose values are 0
+            out, lse = parts[0]
+            of_row = xp.asarray(sinks, lse.dtype)[:, None]
+            parts.append((xp.zeros_like(out), xp.broadcast_to(of_row, lse.shape)))
+        return merge(*parts)
 
     def bandwidth_gbs(self, size: int = 1 << 26, xp: Any = np, rounds: int = 5) -> float:
         """Measure what a rank sends to the next one while it receives as much, in 1e9 bytes/s: the slowest rank's.

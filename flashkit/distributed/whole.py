@@ -93,7 +93,7 @@ class Whole:
         stand_ins = [self._stand_in(x, n) for x, n in zip((q, k, v), (tokens[0], tokens[1], tokens[1]), strict=True)]
         problem, operands, _ = prepare(*stand_ins, described=True, **described)
         self.heads, self.heads_kv = problem.heads, operands.k.shape[1]
-        self.out_dtype, self.lse_dtype, self.v_dim = q.dtype, np.dtype(problem.spec.lse_dtype), v.shape[-1]
+        self.lse_dtype, self.v_dim = np.dtype(problem.spec.lse_dtype), v.shape[-1]
         self.first_head = 0
         self.packed = problem.spec.packed
         self._offsets, self._lengths = operands.q_offset, operands.kv_lengths
