@@ -3,10 +3,11 @@
     python benchmarks/gpt.py [--device cuda] [--layers 12 --heads 12 --width 768] [--context 1024] [--tokens 16384]
         [--steps 300] [--ways arrays sdpa flashkit naive] [--seconds 240] [--profile] [--out results.jsonl]
 
-Ways: `arrays` is examples/gpt, `window1024` with a window of so many tokens, and `sparse` with a block mask. The others
-are PyTorch (compiled and with fused AdamW on a GPU): `sdpa` with its own attention, `flashkit` with flashkit.torch's,
-`naive` by the formula. A turn is `--turn` steps of each, and no turn begins after `--seconds`. Losses are of the same
-steps. `memory` is what the process took from the GPU for arrays or for PyTorch, where there is one way of the kind.
+Ways: `arrays` is examples/gpt, `eager` that without CUDA graphs, `window1024` with a window of so many tokens, and
+`sparse` with a block mask. The others are PyTorch (compiled and with fused AdamW on a GPU): `sdpa` with its own
+attention, `flashkit` with flashkit.torch's, `naive` by the formula. A turn is `--turn` steps of each, none begins
+after `--seconds`. Losses are of the same steps. `memory` is what the process took from the GPU for arrays or for
+PyTorch, where there is one way of the kind.
 With `--profile` each way's kernels are listed with their milliseconds a step, and the host's time to enqueue a step.
 """
 
@@ -37,6 +38,7 @@ from examples.gpt.parameters import AdamW
 
 Tensor = torch.Tensor
 TORCH = "sdpa", "flashkit", "naive"
+GRAPH_POOLS: list[Any] = []  # of CuPy's memory
 
 
 def attention_of(way: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -139,6 +141,10 @@ def array_way(config: Config, way: str, device: str, dtype: str, optimizer: Adam
     elif way == "sparse":
         options = {"block_mask": flashkit.BlockMask.fixed(config.context, config.context, stride_blocks=8)}
     model = GPT(config, ops, dtype, **options)
+    if way == "eager":
+        model.replay = None
+    if model.replay:
+        GRAPH_POOLS.append(model.replay.pool)
 
     def step(batch: Batch, number: int) -> Any:
         with threadpool_limits(1, "blas"):
@@ -189,7 +195,11 @@ def memory(ways: list[str]) -> dict[str, int]:
     of_torch, found = [way for way in ways if way in TORCH], {}
     of_arrays = [way for way in ways if way not in TORCH]
     if len(of_arrays) == 1:
-        found[of_arrays[0]] = importlib.import_module("cupy").get_default_memory_pool().total_bytes()
+        pools = (
+            importlib.import_module("cupy").get_default_memory_pool(),
+            *GRAPH_POOLS,
+        )
+        found[of_arrays[0]] = sum(pool.total_bytes() for pool in pools)
     if len(of_torch) == 1:
         found[of_torch[0]] = torch.cuda.max_memory_reserved()
     return found

@@ -18,8 +18,9 @@ from flashkit.devices import host
 from .parameters import Parameters
 
 Array = np.ndarray
-Totals = tuple[Array | None, ...]
 xp = np
+Replay = None  # is a GPU's
+index = np.asarray  # integers as embed and add_rows take them
 
 CHUNK = 1 << 16  # elements
 EPSILON = 1e-5  # of a variance, as in GPT-2
@@ -27,16 +28,15 @@ THREADS = ThreadPoolExecutor(host.cpu_count())
 GELU = 2 * math.sqrt(2 / math.pi)
 
 
-def _by_rows(rows: int, width: int, function: Callable[[slice], Any], totals: Totals = ()) -> list[Any]:
-    """The results of the function for slices that together are all rows, in their order. Each total that is an array
-    gets the sum of what is at its place in the results.
+def _by_rows(rows: int, width: int, function: Callable[[slice], Any], totals: tuple[Array, ...] = ()) -> list[Any]:
+    """The results of the function for slices that together are all rows, in their order. Each total gets the
+    sum of what is at its place in the results.
     """
     step = max(1, min(CHUNK // width, -(-rows // host.cpu_count())))
     slices = [slice(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
     results = [function(slices[0])] if len(slices) == 1 else list(THREADS.map(function, slices))
     for i, total in enumerate(totals):
-        if total is not None:
-            total += sum(result[i] for result in results)
+        total += sum(result[i] for result in results)
     return results
 
 
@@ -53,16 +53,14 @@ def add_product(total: Array, a: Array, b: Array) -> None:
     _by_rows(len(a), width, lambda rows: np.add(total[rows], a[rows] @ b, out=total[rows]))
 
 
+def add_sum(total: Array, x: Array) -> None:
+    """total (E,) += the sum of the rows of x (T, E)."""
+    _by_rows(*x.shape, lambda rows: (x[rows].sum(0),), (total,))
+
+
 def add_bias(x: Array, bias: Array) -> Array:
     """x (T, E) + bias (E,), in place of x."""
     x += bias
-    return x
-
-
-def join(parts: list[Array], total: Array) -> Array:
-    """Arrays (T, E) beside each other; adds to total what add_bias of these columns takes, the sum of rows."""
-    x = np.concatenate(parts, axis=1)
-    total += x.sum(0)
     return x
 
 
@@ -100,8 +98,8 @@ def add_norm(x: Array, added: Array | None, bias: Array | None, weight: Array, s
     return total, y, stats
 
 
-def norm_gradient(dy: Array, x: Array, stats: Array, weight: Array, dx: Array | None, totals: Totals) -> Array:
-    """The gradient by x of `add_norm` plus dx; adds to those by weight, shift and bias."""
+def norm_gradient(dy: Array, x: Array, stats: Array, weight: Array, dx: Array | None, totals: Any) -> Array:
+    """The gradient by x of `add_norm` plus dx; adds to those by weight and shift."""
     found = np.empty_like(x)
 
     def gradient(rows: slice) -> tuple[Array, ...]:
@@ -115,7 +113,7 @@ def norm_gradient(dy: Array, x: Array, stats: Array, weight: Array, dx: Array | 
         if dx is not None:
             d += dx[rows]
         found[rows] = d
-        return of_weight, of_shift, d.sum(0)
+        return of_weight, of_shift
 
     _by_rows(*x.shape, gradient, totals)
     return found
@@ -145,10 +143,10 @@ def gelu(x: Array, bias: Array) -> Array:
     return out
 
 
-def gelu_gradient(dy: Array, x: Array, bias: Array, total: Array) -> Array:
-    """The gradient by x, in place of dy; adds to that by bias."""
+def gelu_gradient(dy: Array, x: Array, bias: Array) -> Array:
+    """The gradient by x, in place of dy."""
 
-    def gradient(rows: slice) -> tuple[Array]:
+    def gradient(rows: slice) -> None:
         z = x[rows] + bias
         share = 1 / _divisor(z)
         slope = z * z
@@ -159,16 +157,15 @@ def gelu_gradient(dy: Array, x: Array, bias: Array, total: Array) -> Array:
         slope += 1
         slope *= share
         dy[rows] *= slope
-        return (dy[rows].sum(0),)
 
-    _by_rows(*x.shape, gradient, (total,))
+    _by_rows(*x.shape, gradient)
     return dy
 
 
 def cross_entropy(logits: Array, targets: Array, scale: float | None) -> Array:
-    """The sum over rows of log sum exp(logits) - logits[target], without rows whose target is negative.
+    """Of each row log sum exp(logits) - logits[target], or 0 where the target is negative.
 
-    With a scale, the gradient of `scale` times the sum takes the place of the logits.
+    With a scale, the gradient of `scale` times their sum takes the place of the logits.
     """
 
     def loss(rows: slice) -> Any:
@@ -183,19 +180,12 @@ def cross_entropy(logits: Array, targets: Array, scale: float | None) -> Array:
             p *= np.where(kept, scale / sums, 0).astype(s.dtype)[:, None]
             p[at] -= np.where(kept, s.dtype.type(scale), 0)
             logits[rows] = p
-        return np.where(kept, np.log(sums) - chosen, 0).sum(dtype=np.float64)
+        return np.where(kept, np.log(sums) - chosen, 0)
 
-    return np.asarray(sum(_by_rows(*logits.shape, loss)))
+    return np.concatenate(_by_rows(*logits.shape, loss))
 
 
-def adamw(
-    p: Parameters,
-    factor: Array,
-    rate: float,
-    decay: float,
-    betas: tuple[float, float],
-    corrections: tuple[float, float],
-) -> None:
+def adamw(p: Parameters, factor: Array, rate: float, decay: float, betas: Any, corrections: Any) -> None:
     """One step of AdamW with the gradients times `factor`. It leaves them 0.
 
     rate: the step; decay: of matrices, times the rate; corrections: 1 - beta ** step of both averages.

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Hashable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import cupy
 import numpy as np
-from cupy.cuda import cublas, device
+from cupy.cuda import device
 
 from .parameters import Parameters
 
 Array = Any
-Totals = tuple[Array | None, ...]
 xp = cupy
 
-BLOCKS = 792  # that sum columns, six for each multiprocessor of a large GPU
 ROW_BLOCKS = 396  # where a warp has a row in its registers
 _CUDA_TYPES = {"float32": 0, "float64": 1, "bfloat16": 14}  # cudaDataType_t
 _C_TYPES = {"float32": "float", "float64": "double", "bfloat16": "bfloat16"}
@@ -39,18 +38,22 @@ def _launch(name: str, like: Array, blocks: int, threads: int, *arguments: Any, 
     _kernel(name, like.dtype, width or like.shape[-1])((blocks,), (threads,), given)
 
 
-def _threads(x: Array, rows: int = 1) -> int:
-    """Of a block that has so many rows of x, equally many vectors for each thread."""
-    n = 16 // x.itemsize
-    vectors = rows * x.shape[-1] // (1 if x.shape[-1] % n else n)
-    rounds = -(-vectors // 1024)
-    return -(-vectors // (32 * rounds)) * 32
+def _threads(x: Array) -> int:
+    """Of a block that has a row of x: one for 16 bytes, as far as that goes."""
+    return min(-(-x.shape[-1] * x.itemsize // 512) * 32, 1024)
 
 
-def _add_sums(sums: Array, *totals: Array | None) -> None:
-    """sums: (blocks, so many of three totals, width)."""
-    blocks, n, width = sums.shape
-    _launch("add_sums", sums, -(-n * width // 32), 1024, *totals, sums, blocks, width, n * width, width=1)
+def _check(status: int) -> None:
+    if status:
+        raise RuntimeError(f"cuBLAS failed: cublasStatus_t {status}")
+
+
+@cache
+def _blas() -> tuple[Any, Array]:
+    """cuBLAS, and memory to work in. CuPy's functions refuse to be captured."""
+    device.get_cublas_handle()  # loads the library
+    library = ctypes.CDLL(f"libcublas.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}")
+    return library, cupy.empty(1 << 25, np.uint8)
 
 
 def _gemm(a: Array, b: Array, out: Array, add: float) -> None:
@@ -65,12 +68,14 @@ def _gemm(a: Array, b: Array, out: Array, add: float) -> None:
     transposed_a, step_a = operand(a)
     transposed_b, step_b = operand(b)
     kind, scalar = (70, ctypes.c_double) if a.dtype == np.float64 else (68, ctypes.c_float)  # cublasComputeType_t
-    one, beta = scalar(1), scalar(add)
-    cublas.gemmEx(
-        device.get_cublas_handle(), transposed_b, transposed_a, n, m, k, ctypes.addressof(one),
-        b.data.ptr, _CUDA_TYPES[b.dtype.name], step_b, a.data.ptr, _CUDA_TYPES[a.dtype.name], step_a,
-        ctypes.addressof(beta), out.data.ptr, _CUDA_TYPES[out.dtype.name], n, kind, -1,
-    )  # fmt: skip
+    (library, memory), handle = _blas(), ctypes.c_void_p(device.get_cublas_handle())
+    _check(library.cublasSetStream_v2(handle, ctypes.c_void_p(cupy.cuda.get_current_stream().ptr)))
+    _check(library.cublasSetWorkspace_v2(handle, ctypes.c_void_p(memory.data.ptr), ctypes.c_size_t(memory.size)))
+    of_a, of_b, of_out = ((ctypes.c_void_p(x.data.ptr), _CUDA_TYPES[x.dtype.name]) for x in (a, b, out))
+    _check(library.cublasGemmEx(
+        handle, int(transposed_b), int(transposed_a), n, m, k, ctypes.byref(scalar(1)), *of_b, step_b, *of_a, step_a,
+        ctypes.byref(scalar(add)), *of_out, n, kind, -1,
+    ))  # fmt: skip
 
 
 def product(a: Array, b: Array, out: Array | None = None) -> Array:
@@ -83,32 +88,38 @@ def add_product(total: Array, a: Array, b: Array) -> None:
     _gemm(a, b, total, 1)
 
 
+@cache
+def _ones(n: int, dtype: Any) -> Array:
+    return cupy.ones((1, n), dtype)
+
+
+def add_sum(total: Array, x: Array) -> None:
+    _gemm(_ones(len(x), x.dtype), x, total[None], 1)
+
+
 def add_bias(x: Array, bias: Array) -> Array:
     _launch("add", x, len(x), _threads(x), x, x, None, bias, None, 0)
     return x
 
 
-def join(parts: list[Array], total: Array) -> Array:
-    rows, width = parts[0].shape
-    out, sums = cupy.empty((rows, 3 * width), parts[0].dtype), cupy.empty((BLOCKS, 1, 3 * width), total.dtype)
-    _launch("join", parts[0], BLOCKS, _threads(parts[0], 3), out, *map(cupy.ascontiguousarray, parts), sums, rows)
-    _add_sums(sums, total, None, None)
-    return out
+def index(x: np.ndarray) -> Array:
+    """x, then what add_rows reads: T rows, T + 1 places where the tokens of each begin, and tokens in this order."""
+    order = np.argsort(x)
+    rows, begins = np.unique(x[order], return_index=True)
+    behind = np.full(len(x) - len(rows), len(x))
+    return cupy.asarray(np.concatenate([x, rows, behind, begins, behind, [len(x)], order]).astype(np.int32))
 
 
-def embed(ids: Any, positions: Any, words: Array, places: Array) -> Array:
-    index = cupy.asarray(np.stack([ids, positions]).astype(np.int32))
-    x = cupy.empty((len(ids), words.shape[1]), words.dtype)
-    _launch("add", x, len(x), _threads(x), x, words, index[0], places, index[1], 0)
+def embed(ids: Array, positions: Array, words: Array, places: Array) -> Array:
+    x = cupy.empty((len(ids) // 4, words.shape[1]), words.dtype)
+    _launch("add", x, len(x), _threads(x), x, words, ids, places, positions, 0)
     return x
 
 
-def add_rows(total: Array, index: Any, x: Array) -> None:
-    order = np.argsort(index)
-    rows, begins = np.unique(index[order], return_index=True)
-    found = cupy.asarray(np.concatenate([rows, begins, [len(order)], order]).astype(np.int32))
-    n = len(rows)
-    _launch("add_rows", x, n, 512, total, found[:n], found[n : 2 * n + 1], found[2 * n + 1 :], x)
+def add_rows(total: Array, index: Array, x: Array) -> None:
+    n = len(x)
+    given = index[n : 2 * n], index[2 * n : 3 * n + 1], index[3 * n + 1 :]
+    _launch("add_rows", x, min(n, len(total)), 512, total, *given, x)
 
 
 def add_norm(x: Array, added: Array | None, bias: Array | None, weight: Array, shift: Array) -> tuple[Array, ...]:
@@ -118,10 +129,11 @@ def add_norm(x: Array, added: Array | None, bias: Array | None, weight: Array, s
     return total, y, stats
 
 
-def norm_gradient(dy: Array, x: Array, stats: Array, weight: Array, dx: Array | None, totals: Totals) -> Array:
-    found, sums = cupy.empty_like(x), cupy.empty((ROW_BLOCKS, 3, x.shape[1]), stats.dtype)
+def norm_gradient(dy: Array, x: Array, stats: Array, weight: Array, dx: Array | None, totals: Any) -> Array:
+    found, sums = cupy.empty_like(x), cupy.empty((2, ROW_BLOCKS, x.shape[1]), stats.dtype)
     _launch("norm_gradient", x, ROW_BLOCKS, 128, dy, x, stats, weight, dx, found, sums, len(x))
-    _add_sums(sums, *totals)
+    for total, of_blocks in zip(totals, sums, strict=True):
+        add_sum(total, of_blocks)
     return found
 
 
@@ -131,32 +143,51 @@ def gelu(x: Array, bias: Array) -> Array:
     return out
 
 
-def gelu_gradient(dy: Array, x: Array, bias: Array, total: Array) -> Array:
-    sums = cupy.empty((BLOCKS, 1, x.shape[1]), total.dtype)
-    _launch("gelu_gradient", x, BLOCKS, _threads(x), dy, x, bias, sums, len(x))
-    _add_sums(sums, total, None, None)
+def gelu_gradient(dy: Array, x: Array, bias: Array) -> Array:
+    _launch("gelu_gradient", x, len(x), _threads(x), dy, x, bias)
     return dy
 
 
-def cross_entropy(logits: Array, targets: Any, scale: float | None) -> Array:
+def cross_entropy(logits: Array, targets: Array, scale: float | None) -> Array:
     losses = cupy.empty(len(logits), np.result_type(logits.dtype, np.float32))
-    told, factor, backward = np.asarray(targets, np.int32), losses.dtype.type(scale or 0), int(scale is not None)
-    given = logits, cupy.asarray(told), losses, factor, backward
+    given = logits, targets, losses, losses.dtype.type(scale or 0), int(scale is not None)
     _launch("cross_entropy", logits, len(logits), _threads(logits), *given)
-    return losses.sum(dtype=np.float64)
+    return losses
 
 
-def adamw(
-    p: Parameters,
-    factor: Array,
-    rate: float,
-    decay: float,
-    betas: tuple[float, float],
-    corrections: tuple[float, float],
-) -> None:
+def adamw(p: Parameters, factor: Array, rate: float, decay: float, betas: Any, corrections: Any) -> None:
     size = p.masters.size
     _launch(
         "adamw", p.values, -(-size // 1024), 256, p.masters, p.values, p.gradients, p.mean, p.variance, factor,
         *map(p.masters.dtype.type, (rate, decay, *betas, *corrections)), np.int64(p.decayed), np.int64(size),
         width=1,
     )  # fmt: skip
+
+
+class Replay:
+    """A CUDA graph of a function. Its memory is of a pool of its own: what the function frees, the graph still uses."""
+
+    def __init__(self) -> None:
+        self._key, self.pool, self._stream = None, cupy.cuda.MemoryPool(), cupy.cuda.Stream(non_blocking=True)
+
+    def __call__(self, function: Callable[..., Any], given: list[Array], key: Hashable) -> Any:
+        """What the function returns for these arrays, until the next call. The first one with a key loads kernels and
+        fills the pool, the second one is captured.
+        """
+        capture = key == self._key
+        if not capture:
+            self._key, self.graph, self._given = key, None, given
+        for to, x in zip(self._given, given, strict=True):
+            to[...] = x
+        if self.graph is None:
+            cupy.cuda.Device().synchronize()
+            with self._stream, cupy.cuda.using_allocator(self.pool.malloc):
+                if capture:
+                    self._stream.begin_capture()
+                self._found = function(*self._given)
+                if capture:
+                    self.graph = self._stream.end_capture()
+                self._stream.synchronize()
+        if capture:
+            self.graph.launch()
+        return self._found

@@ -86,54 +86,21 @@ KERNEL add(T* out, const T* a, const int* rows_a, const T* b, const int* rows_b,
   }
 }
 
-// Sums of columns: each block of a kernel sums its rows, and this one their sums, (blocks, 1 to 3, width).
-KERNEL add_sums(WIDE* first, WIDE* second, WIDE* third, const WIDE* sums, int blocks, int width, int columns) {
-  __shared__ WIDE of_rows[32][33];
-  int lane = threadIdx.x % 32, warp = threadIdx.x / 32, e = blockIdx.x * 32 + lane;
-  WIDE sum = 0;
-  if (e < columns)
-    for (int block = warp; block < blocks; block += 32) sum += sums[size_t(block) * columns + e];
-  of_rows[lane][warp] = sum;
-  __syncthreads();
-  sum = of_warp(of_rows[warp][lane]);  // a warp has a column now
-  e = blockIdx.x * 32 + warp;
-  WIDE* total = e < width ? first : e < 2 * width ? second : third;
-  if (lane == 0 && e < columns && total != nullptr) total[e % width] += sum;
-}
-
-// out (rows, 3, WIDTH) of three arrays.
-KERNEL join(T* out, const T* a, const T* b, const T* c, WIDE* sums, int rows) {
-  for (int at = threadIdx.x * N; at < 3 * WIDTH; at += blockDim.x * N) {
-    const T* x = at < WIDTH ? a : at < 2 * WIDTH ? b : c;
-    WIDE sum[N] = {};
-    for (int row = blockIdx.x; row < rows; row += gridDim.x) {
-      WIDE v[N];
-      load(v, x + size_t(row) * WIDTH + at % WIDTH);
-      store(out + size_t(row) * 3 * WIDTH + at, v);
-      for (int i = 0; i < N; ++i) sum[i] += v[i];
-    }
-    for (int i = 0; i < N; ++i) sums[size_t(blockIdx.x) * 3 * WIDTH + at + i] = sum[i];
-  }
-}
-
-// In place of dy.
-KERNEL gelu_gradient(T* dy, const T* x, const T* bias, WIDE* sums, int rows) {
+// In place of dy. A block has a row.
+KERNEL gelu_gradient(T* dy, const T* x, const T* bias) {
+  dy += size_t(blockIdx.x) * WIDTH;
+  x += size_t(blockIdx.x) * WIDTH;
   for (int e = threadIdx.x * N; e < WIDTH; e += blockDim.x * N) {
-    WIDE b[N], sum[N] = {};
+    WIDE b[N], z[N], d[N];
     load(b, bias + e);
-    for (int row = blockIdx.x; row < rows; row += gridDim.x) {
-      WIDE z[N], d[N];
-      load(z, x + size_t(row) * WIDTH + e);
-      load(d, dy + size_t(row) * WIDTH + e);
-      for (int i = 0; i < N; ++i) {
-        z[i] += b[i];
-        WIDE share = gelu_share(z[i]);
-        d[i] *= share + z[i] * share * (1 - share) * (LINEAR + 3 * CUBIC * z[i] * z[i]);
-        sum[i] += d[i];
-      }
-      store(dy + size_t(row) * WIDTH + e, d);
+    load(z, x + e);
+    load(d, dy + e);
+    for (int i = 0; i < N; ++i) {
+      z[i] += b[i];
+      WIDE share = gelu_share(z[i]);
+      d[i] *= share + z[i] * share * (1 - share) * (LINEAR + 3 * CUBIC * z[i] * z[i]);
     }
-    for (int i = 0; i < N; ++i) sums[size_t(blockIdx.x) * WIDTH + e + i] = sum[i];
+    store(dy + e, d);
   }
 }
 
@@ -173,10 +140,10 @@ KERNEL add_norm(const T* x, const T* added, const T* bias, const T* weight, cons
   }
 }
 
-// Sums of columns: the gradients by weight, shift and bias.
+// sums: of a block's rows, the gradients by weight and by shift, (2, blocks, WIDTH).
 KERNEL __launch_bounds__(128, VECTORS * N > 24 ? 1 : 3)
     norm_gradient(const T* dy, const T* x, const WIDE* stats, const T* weight, const T* dx, T* found, WIDE* sums, int rows) {
-  WIDE of[3][VECTORS][N] = {};
+  WIDE of[2][VECTORS][N] = {};
   for (int row = blockIdx.x * 4 + threadIdx.x / 32; row < rows; row += gridDim.x * 4) {
     size_t at = size_t(row) * WIDTH;
     WIDE mean = stats[row], scale = stats[rows + row], sum = 0, product = 0;
@@ -202,20 +169,19 @@ KERNEL __launch_bounds__(128, VECTORS * N > 24 ? 1 : 3)
     sum = of_warp(sum) / WIDTH;
     product = of_warp(product) / WIDTH;
     EACH_VECTOR {
-      for (int i = 0; i < N; ++i) {
+      for (int i = 0; i < N; ++i)
         d[v][i] = (d[v][i] - sum - normal[v][i] * product) * scale + (dx == nullptr ? WIDE(0) : WIDE(before[v].x[i]));
-        of[2][v][i] += d[v][i];
-      }
       store(found + at + e, d[v]);
     }
   }
 #pragma unroll
-  for (int which = 0; which < 3; ++which)
-    sum_warps<4>(sums + (size_t(blockIdx.x) * 3 + which) * WIDTH, of[which], false);
+  for (int which = 0; which < 2; ++which)
+    sum_warps<4>(sums + (size_t(which) * gridDim.x + blockIdx.x) * WIDTH, of[which], false);
 }
 
-// A block has an index: its warps take turns with the rows of x that have it.
+// A block has an index: its warps take turns with the rows of x that have it. Behind the last index none has.
 KERNEL add_rows(WIDE* total, const int* indices, const int* begins, const int* order, const T* x) {
+  if (begins[blockIdx.x] == begins[blockIdx.x + 1]) return;
   WIDE sum[VECTORS][N] = {};
   for (int t = begins[blockIdx.x] + threadIdx.x / 32; t < begins[blockIdx.x + 1]; t += 16) {
     EACH_VECTOR {

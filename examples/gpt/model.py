@@ -96,21 +96,25 @@ class GPT:
             else:
                 initial[name] = np.full(shape, "ln_" in name and "weight" in name, np.float32)
         self.parameters.load(initial)
+        self.replay = ops.Replay and ops.Replay()  # None: no CUDA graphs
 
-    def _forward(self, ids: np.ndarray, positions: np.ndarray, attend: Attend, saved: Saved) -> Array:
-        """The last layer's normalised output (T, E). What the backward pass reads is appended to `saved`."""
-        ops, p = self.ops, self.parameters
+    def _index(self, ids: np.ndarray, positions: np.ndarray) -> list[Array]:
         if positions.max(initial=0) >= self.config.context:
             raise ValueError(f"batch: expected sequences of at most {self.config.context} tokens")
+        return [self.ops.index(x) for x in (ids, positions)]
+
+    def _forward(self, ids: Array, positions: Array, attend: Attend, saved: Saved, tokens: Any = (-1,)) -> Array:
+        """The last layer's normalised output (T, E). What the backward pass reads is appended to `saved`."""
+        ops, p, heads = self.ops, self.parameters, self.config.heads
         x = ops.embed(ids, positions, p["wte.weight"], p["wpe.weight"])
         added, bias = None, None  # what the layer before adds to the residual stream
         for i in range(self.config.layers):
             h = f"h.{i}."
             x, a, stats = ops.add_norm(x, added, bias, p[h + "ln_1.weight"], p[h + "ln_1.bias"])
             qkv = ops.add_bias(ops.product(a, p[h + "attn.c_attn.weight"]), p[h + "attn.c_attn.bias"])
-            out, vjp = attend(i, *qkv.reshape(len(x), 3, self.config.heads, -1).transpose(1, 0, 2, 3))
-            out = out.reshape(x.shape)
-            added = ops.product(out, p[h + "attn.c_proj.weight"])
+            qkv = qkv.reshape(*tokens, 3, heads, self.config.width // heads)
+            out, vjp = attend(i, *(qkv[..., j, :, :] for j in range(3)))
+            added = ops.product(out.reshape(x.shape), p[h + "attn.c_proj.weight"])
             saved.append((x, a, stats, out, vjp))
             x, b, stats = ops.add_norm(x, added, p[h + "attn.c_proj.bias"], p[h + "ln_2.weight"], p[h + "ln_2.bias"])
             f = ops.product(b, p[h + "mlp.c_fc.weight"])
@@ -123,11 +127,7 @@ class GPT:
 
     def loss(self, batch: Batch) -> float:
         """Mean cross-entropy in nats."""
-
-        def attend(_: int, q: Array, k: Array, v: Array) -> tuple[Array, None]:
-            return flashkit.attention(q, k, v, cu_seqlens=batch.cu_seqlens, **self.options), None
-
-        return float(self._head(self._forward(batch.ids, batch.positions, attend, NOT_SAVED), batch, scale=None)[0])
+        return float(self.add_gradients(batch, None))
 
     def next_logits(self, ids: np.ndarray, cache: flashkit.KVCache) -> Array:
         """Logits (V,), float32, behind new tokens of the one sequence of a cache, which takes their keys."""
@@ -137,65 +137,80 @@ class GPT:
             layers[i].append(k, v, [0, len(k)])
             return layers[i].attend(q, **self.options), None
 
-        y = self._forward(ids, np.arange(begin, begin + len(ids)), attend, NOT_SAVED)
+        y = self._forward(*self._index(ids, np.arange(begin, begin + len(ids))), attend, NOT_SAVED)
         return self.ops.product(y[-1:], self.parameters["wte.weight"].T)[0].astype(np.float32)
 
-    def _head(self, y: Array, batch: Batch, scale: float | None) -> tuple[Array, Array]:
-        """The sum of the cross-entropy over its number of tokens, and the gradient by y of `scale` times it.
-
-        Logits of HEAD_ROWS tokens exist at once, and their gradient takes their place.
-        """
+    def _head(self, y: Array, targets: Array, scale: float | None) -> tuple[list[Array], Array]:
+        """The cross-entropy of tokens, in parts, and the gradient by y of `scale` times its sum."""
         ops, words = self.ops, self.parameters["wte.weight"]
-        count = max(int((batch.targets >= 0).sum()), 1)
-        dy = None if scale is None else ops.xp.empty_like(y)
-        total = ops.xp.zeros((), np.float64)
+        dy, losses = None if scale is None else ops.xp.empty_like(y), []
         for begin in range(0, len(y), HEAD_ROWS):
             part = slice(begin, begin + HEAD_ROWS)
             logits = ops.product(y[part], words.T)
-            total += ops.cross_entropy(logits, batch.targets[part], None if scale is None else scale / count)
+            losses.append(ops.cross_entropy(logits, targets[part], scale))
             if dy is not None:
                 ops.product(logits, words, out=dy[part])
                 ops.add_product(self.parameters.gradient("wte.weight"), logits.T, y[part])
-        return total / count, dy
+        return losses, dy
 
-    def add_gradients(self, batch: Batch, scale: float = 1.0) -> Array:
-        """Add `scale` times the gradient of the batch's loss to the parameters' gradients; returns the loss, an array
-        of no axes: reading it waits for a GPU.
+    def add_gradients(self, batch: Batch, scale: float | None = 1.0) -> Array:
+        """Add `scale` times the gradient of the batch's loss to the parameters' gradients, where there is a scale.
+
+        Returns the loss, an array of no axes: reading it waits for a GPU, which replays a step whose sequences all have
+        the same length.
         """
+        count, lengths = max(int((batch.targets >= 0).sum()), 1), set(np.diff(batch.cu_seqlens).tolist())
+        n = lengths.pop() if len(lengths) == 1 else None
+        options = {"layout": "bnhd"} if n else {"cu_seqlens": batch.cu_seqlens}
+        factor = None if scale is None else scale / count
+
+        def run(*given: Array) -> list[Array]:
+            return self._losses(*given, factor, (-1, n) if n else (-1,), {**options, **self.options})
+
+        given = *self._index(batch.ids, batch.positions), self.ops.xp.asarray(batch.targets.astype(np.int32))
+        repeats = n and scale and self.replay
+        losses = self.replay(run, given, (len(batch.ids), n, factor)) if repeats else run(*given)
+        return sum(x.sum(dtype=np.float64) for x in losses) / count
+
+    def _losses(
+        self, ids: Array, positions: Array, targets: Array, scale: float | None, tokens: tuple[int, ...], options: Any
+    ) -> list[Array]:
+        """Of tokens, in parts. With a scale, the gradients of `scale` times their sum are added. tokens: their axes."""
         ops, p = self.ops, self.parameters
-        saved: Saved = deque()
+        saved: Saved = deque(maxlen=0 if scale is None else None)
 
         def attend(_: int, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-            return flashkit.attention_vjp(q, k, v, cu_seqlens=batch.cu_seqlens, **self.options)
+            if scale is None:
+                return flashkit.attention(q, k, v, **options), None
+            return flashkit.attention_vjp(q, k, v, **options)
 
-        y = self._forward(batch.ids, batch.positions, attend, saved)
-        loss, dy = self._head(y, batch, scale)
+        y = self._forward(ids, positions, attend, saved, tokens)
+        losses, dy = self._head(y, targets, scale)
+        if scale is None:
+            return losses
 
-        def norm(dy: Array, x: Array, stats: Array, name: str, dx: Array | None, bias: str | None) -> Array:
-            """The gradient by x, the input of a normalisation, to which a product with this bias was added; dx: what
-            arrives at x behind it.
-            """
-            totals = *(p.gradient(name + part) for part in (".weight", ".bias")), bias and p.gradient(bias)
+        def norm(dy: Array, x: Array, stats: Array, name: str, dx: Array | None) -> Array:
+            """The gradient by x, the input of a normalisation; dx: what arrives at x behind it."""
+            totals = p.gradient(name + ".weight"), p.gradient(name + ".bias")
             return ops.norm_gradient(dy, x, stats, p[name + ".weight"], dx, totals)
 
         def product(dy: Array, x: Array, name: str) -> Array:
-            """The gradient by x of a product with a weight."""
+            """The gradient by x of a product with a weight, to which a bias was added."""
             ops.add_product(p.gradient(name + ".weight"), x.T, dy)
+            ops.add_sum(p.gradient(name + ".bias"), dy)
             return ops.product(dy, p[name + ".weight"].T)
 
         x, stats = saved.pop()
-        dx = norm(dy, x, stats, "ln_f", None, f"h.{self.config.layers - 1}.mlp.c_proj.bias")
+        dx = norm(dy, x, stats, "ln_f", None)
         for i in reversed(range(self.config.layers)):
             h = f"h.{i}."
             x, b, stats, f, g = saved.pop()
-            bias = h + "mlp.c_fc.bias"
-            df = ops.gelu_gradient(product(dx, g, h + "mlp.c_proj"), f, p[bias], p.gradient(bias))
-            dx = norm(product(df, b, h + "mlp.c_fc"), x, stats, h + "ln_2", dx, h + "attn.c_proj.bias")
+            df = ops.gelu_gradient(product(dx, g, h + "mlp.c_proj"), f, p[h + "mlp.c_fc.bias"])
+            dx = norm(product(df, b, h + "mlp.c_fc"), x, stats, h + "ln_2", dx)
             x, a, stats, out, vjp = saved.pop()
-            dqkv = vjp(product(dx, out, h + "attn.c_proj").reshape(len(x), self.config.heads, -1))
-            dqkv = ops.join([d.reshape(x.shape) for d in dqkv], p.gradient(h + "attn.c_attn.bias"))
-            before = f"h.{i - 1}.mlp.c_proj.bias" if i else None
-            dx = norm(product(dqkv, a, h + "attn.c_attn"), x, stats, h + "ln_1", dx, before)
-        ops.add_rows(p.gradient("wte.weight"), batch.ids, dx)
-        ops.add_rows(p.gradient("wpe.weight"), batch.positions, dx)
-        return loss
+            dout = product(dx, out.reshape(x.shape), h + "attn.c_proj").reshape(out.shape)
+            dqkv = ops.xp.stack(vjp(dout), axis=-3).reshape(len(x), -1)
+            dx = norm(product(dqkv, a, h + "attn.c_attn"), x, stats, h + "ln_1", dx)
+        ops.add_rows(p.gradient("wte.weight"), ids, dx)
+        ops.add_rows(p.gradient("wpe.weight"), positions, dx)
+        return losses

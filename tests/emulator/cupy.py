@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import functools
 import itertools
 import re
 import threading
 import types
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -20,12 +21,34 @@ DEVICE = Device()
 FACTS = {"name": b"emulated", "major": 9, "minor": 0}
 
 
+class _MemoryPool:
+    """Its memory is freed with it."""
+
+    def __init__(self) -> None:
+        self.kept: list[_Memory] = []
+
+    def malloc(self, size: int) -> None:
+        raise AssertionError("`using_allocator` alone takes it")
+
+
+_pools: list[_MemoryPool] = []
+
+
+@contextlib.contextmanager
+def _using_allocator(malloc: Any) -> Iterator[None]:
+    _pools.append(malloc.__self__)
+    yield
+    _pools.pop()
+
+
 class _Memory:
-    """An allocation, freed with its last array."""
+    """An allocation, freed with its last array, and with the pool that it is of."""
 
     def __init__(self, size: int) -> None:
         self.size, self.start = size, DEVICE.memory.take(size)
         self.ptr = BASE + self.start
+        if _pools:
+            _pools[-1].kept.append(self)
         weakref.finalize(self, DEVICE.memory.give, self.start, size)
 
 
@@ -198,8 +221,17 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 def _call(function: Any, args: Any, more: Any) -> Any:
-    with np.errstate(all="ignore"):
-        return _wrapped(function(*_unwrapped(args), **_unwrapped(more)), args)
+    """What a function of NumPy gives on the device, now and whenever a graph that captures this runs."""
+
+    def compute() -> Any:
+        with np.errstate(all="ignore"):
+            return function(*_unwrapped(args), **_unwrapped(more))
+
+    found = _wrapped(compute(), args)
+    if DEVICE.recorded is not None and isinstance(found, ndarray):
+        target = found._view
+        DEVICE.recorded.append(lambda: target.__setitem__(..., compute()))
+    return found
 
 
 def asarray(x: Any, dtype: Any = None, order: Any = None) -> ndarray:
@@ -304,26 +336,32 @@ _CUDA_TYPES = {0: np.dtype(np.float32), 1: np.dtype(np.float64), 14: np.dtype(ml
 
 
 def _gemm_ex(
-    handle: int, ta: int, tb: int, m: int, n: int, k: int, alpha: int, a: int, type_a: int, lda: int, b: int,
-    type_b: int, ldb: int, beta: int, c: int, type_c: int, ldc: int, compute: int, algorithm: int,
-) -> None:  # fmt: skip
+    handle: Any, ta: int, tb: int, m: int, n: int, k: int, alpha: Any, a: Any, type_a: int, lda: int, b: Any,
+    type_b: int, ldb: int, beta: Any, c: Any, type_c: int, ldc: int, compute: int, algorithm: int,
+) -> int:  # fmt: skip
     """cuBLAS's product of matrices by columns: c = alpha a b + beta c."""
-    DEVICE.flush()
+    factor, kept = alpha._obj.value, beta._obj.value
 
-    def matrix(address: int, kind: int, columns: int, step: int, rows: int) -> np.ndarray:
-        start, dtype = address - BASE, _CUDA_TYPES[kind]
+    def matrix(address: Any, kind: int, columns: int, step: int, rows: int) -> np.ndarray:
+        start, dtype = address.value - BASE, _CUDA_TYPES[kind]
         size = ((columns - 1) * step + rows) * dtype.itemsize
         assert DEVICE.memory.allowed[start : start + size].all()
         return np.ndarray((columns, rows), dtype, DEVICE.memory.bytes, start, (step * dtype.itemsize, dtype.itemsize))
 
-    wide = np.float64 if compute == 70 else np.float32
-    scalar = ctypes.c_double if compute == 70 else ctypes.c_float
-    factor, kept = (scalar.from_address(x).value for x in (alpha, beta))
-    left = matrix(a, type_a, m, lda, k).T if ta else matrix(a, type_a, k, lda, m)  # (k, m): its transpose
-    right = matrix(b, type_b, k, ldb, n).T if tb else matrix(b, type_b, n, ldb, k)
-    out = matrix(c, type_c, n, ldc, m)
-    found = factor * (right.astype(wide) @ left.astype(wide))
-    out[...] = found + kept * out.astype(wide) if kept else found
+    def compute_it() -> None:
+        wide = np.float64 if compute == 70 else np.float32
+        left = matrix(a, type_a, m, lda, k).T if ta else matrix(a, type_a, k, lda, m)  # (k, m): its transpose
+        right = matrix(b, type_b, k, ldb, n).T if tb else matrix(b, type_b, n, ldb, k)
+        out = matrix(c, type_c, n, ldc, m)
+        found = factor * (right.astype(wide) @ left.astype(wide))
+        out[...] = found + kept * out.astype(wide) if kept else found
+
+    if DEVICE.recorded is not None:
+        DEVICE.recorded.append(compute_it)
+    else:
+        DEVICE.flush()
+        compute_it()
+    return 0
 
 
 # --- cupy.cuda --------------------------------------------------------------------------------------------------------
@@ -444,6 +482,10 @@ _runtime = types.SimpleNamespace(
 )  # fmt: skip
 cuda = types.SimpleNamespace(
     Device=_Device, Stream=_Stream, Event=_Event, get_current_stream=_Stream.current, runtime=_runtime,
-    cublas=types.SimpleNamespace(gemmEx=_gemm_ex), device=types.SimpleNamespace(get_cublas_handle=lambda: 0),
+    emulated_cublas=types.SimpleNamespace(
+        cublasGemmEx=_gemm_ex, cublasSetStream_v2=lambda *_: 0, cublasSetWorkspace_v2=lambda *_: 0
+    ),
+    device=types.SimpleNamespace(get_cublas_handle=lambda: 0), MemoryPool=_MemoryPool,
+    using_allocator=_using_allocator,
     UnownedMemory=_UnownedMemory, MemoryPointer=lambda memory, offset: _Pointer(memory, memory.ptr + offset),
 )  # fmt: skip

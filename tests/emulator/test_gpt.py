@@ -26,7 +26,10 @@ def gpu(device: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     cupy = importlib.import_module("cupy")
     monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
     sys.modules.pop("examples.gpt.gpu", None)
-    yield importlib.import_module("examples.gpt.gpu")
+    module = importlib.import_module("examples.gpt.gpu")
+    if hasattr(cupy.cuda, "emulated_cublas"):
+        monkeypatch.setattr(module, "_blas", lambda: (cupy.cuda.emulated_cublas, cupy.empty(1)))
+    yield module
     sys.modules.pop("examples.gpt.gpu")
 
 
@@ -48,7 +51,9 @@ class Check:
         def on_device(x: Any) -> Any:
             if isinstance(x, (tuple, list)):
                 return type(x)(map(on_device, x))
-            return self.gpu.xp.asarray(x) if isinstance(x, np.ndarray) and x.dtype.kind not in "iu" else x
+            if not isinstance(x, np.ndarray):
+                return x
+            return self.gpu.index(x) if x.dtype.kind in "iu" else self.gpu.xp.asarray(x)
 
         def exact(x: Any) -> Any:
             if isinstance(x, (tuple, list)):
@@ -74,16 +79,10 @@ def test_sums_of_rows_and_biases(gpu, dtype, width):
     check.same(found, expected, 0.51)
     found, expected, _ = check.run("add_bias", check.array(5, width), check.array(width))
     check.same(found, expected, 0.51)
-    found, expected, _ = check.run(
-        "join", [check.array(41, width) for _ in range(3)], check.array(3 * width, wide=True)
-    )
-    check.same(found, expected, 0)
+    _, _, [(total, sums), _] = check.run("add_sum", check.array(width, wide=True), check.array(21, width))
+    check.same(total, sums, 8)
     index = np.where(np.arange(90) < 60, 4, check.rng.integers(0, 7, 90))
     _, _, [(total, sums), *_] = check.run("add_rows", check.array(9, width, wide=True), index, check.array(90, width))
-    check.same(total, sums, 8)
-    _, _, [_, (total, sums)] = check.run(
-        "join", [check.array(41, width) for _ in range(3)], check.array(3 * width, wide=True)
-    )
     check.same(total, sums, 8)
 
 
@@ -97,15 +96,14 @@ def test_normalisation(gpu, dtype, width, first):
     check.same(found[1], expected[1], 3)
     stats = np.stack([check.array(21, wide=True), np.abs(check.array(21, wide=True))])
     dx = None if first else check.array(21, width)
-    totals = tuple(check.array(width, wide=True) for _ in range(2)), None if first else check.array(width, wide=True)
+    totals = tuple(check.array(width, wide=True) for _ in range(2))
     found, expected, arguments = check.run(
         "norm_gradient", check.array(21, width), check.array(21, width), stats, check.array(width), dx,
-        (*totals[0], totals[1]),
+        totals,
     )  # fmt: skip
     check.same(found, expected, 3)
     for total, sums in zip(*arguments[-1], strict=True):
-        if total is not None:
-            check.same(total, sums, 24)
+        check.same(total, sums, 24)
 
 
 @cases
@@ -116,11 +114,8 @@ def test_gelu(gpu, dtype, width):
     found, expected, _ = check.run("gelu", x, bias)
     check.same(found, expected, 3)
     x[0, :4] = 40, -40, 0, -9
-    found, expected, arguments = check.run(
-        "gelu_gradient", check.array(19, width), x, bias, check.array(width, wide=True)
-    )
+    found, expected, _ = check.run("gelu_gradient", check.array(19, width), x, bias)
     check.same(found, expected, 1 if dtype == "bfloat16" else 16)  # scores to 40 have 16 times their rounding
-    check.same(*arguments[-1], 24)
 
 
 @pytest.mark.parametrize("scale", [0.25, None])
@@ -131,7 +126,8 @@ def test_cross_entropy(gpu, dtype, width, scale):
     targets = check.rng.integers(0, width, 11)
     targets[[2, 5]] = -1
     found, expected, [(gradient, there), *_] = check.run("cross_entropy", logits, targets, scale)
-    assert abs(float(found) - expected) < 8 * (2.0**-23 if check.wide == np.float32 else 2.0**-52) * expected
+    error = np.abs(found.get() - expected).max()
+    assert error < 8 * (2.0**-23 if check.wide == np.float32 else 2.0**-52) * expected.max()
     check.same(gradient, there, 8 if scale else 0)
     if scale:
         assert not gradient.get()[[2, 5]].any()
@@ -170,3 +166,24 @@ def test_the_model_is_that_of_numpy(gpu):
         assert np.abs(here - there.get()).max() < 1e-12 * max(1, np.abs(here).max())
         for model, ops in zip(models, (cpu, gpu), strict=True):
             AdamW(10).update(model.parameters, 5, ops)
+
+
+def test_a_replayed_model_has_the_same_bits(gpu):
+    """Steps with other tokens and shapes in between; memory that others take meanwhile is not the graph's."""
+    config = Config(vocabulary=21, context=12, layers=1, heads=2, width=64)
+    losses: list[list[float]] = []
+    models = [GPT(config, gpu, "float64", deterministic=True) for _ in range(2)]
+    models[1].replay = None
+    for model in models:
+        rng = np.random.default_rng(3)
+        losses.append([])
+        for step, lengths in enumerate(([12, 12], [12, 12], [12, 12], [5, 12], [12, 12])):
+            ids, targets = rng.integers(0, 21, (2, sum(lengths)))
+            batch = Batch(ids, targets, np.append(0, np.cumsum(lengths)))
+            losses[-1].append(float(model.add_gradients(batch, 0.5)))
+            held = [gpu.xp.zeros(999) for _ in range(99)]
+            AdamW(10).update(model.parameters, step, gpu)
+            del held
+    assert losses[0] == losses[1] and models[0].replay.graph is not None
+    masters = [model.parameters.masters.get() for model in models]
+    np.testing.assert_array_equal(*masters)

@@ -83,6 +83,24 @@ def test_bfloat16_gradients_are_near_those_of_float64():
         assert np.linalg.norm(error) < 0.03 * np.linalg.norm(expected), name
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_replayed_step_has_the_same_bits(parts):
+    """Five steps with and without CUDA graphs."""
+    importlib.import_module("ml_dtypes")
+    config, gpu, losses = Config(vocabulary=192, context=256, layers=2, heads=2, width=128), ops_of("gpu"), []
+    models = [GPT(config, gpu, "bfloat16", deterministic=True) for _ in range(2)]
+    models[1].replay = None
+    for model in models:
+        for step in range(5):
+            for part in range(parts):
+                batch = random_batch(config, (256, 256, 256, 256), seed=step * parts + part)
+                losses.append(float(model.add_gradients(batch, 1 / parts)))
+            AdamW(5, 0.01, warmup=1).update(model.parameters, step, gpu)
+    assert models[0].replay.graph is not None
+    assert losses[: 5 * parts] == losses[5 * parts :]
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_adamw_is_pytorchs(device):
     torch = pytest.importorskip("torch")
