@@ -8,7 +8,7 @@ those that the table names are dequantised.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
@@ -16,22 +16,11 @@ import numpy as np
 
 from .. import dispatch
 from ..devices.lazy import cached_property
-from ..spec import BLOCK, DTYPES, Fp8
+from ..spec import ALIGNMENT, BLOCK, DTYPES, Fp8
 from . import arrays
 from .arguments import Fp8Arrays, Memory, Prepared, prepare
 from .checks import check_out
-from .quantized import (
-    ALIGNMENT,
-    Per,
-    Quantiser,
-    Quantized,
-    block_scales,
-    check_shape,
-    one_pass,
-    quantize,
-    scale_shape,
-    token_scales,
-)
+from .quantized import Per, Quantized, block_scales, check_shape, one_pass, quantize, scale_shape, token_scales
 
 FP8_DTYPES = ("float16", "bfloat16")
 """What precision="fp8" quantises."""
@@ -58,7 +47,7 @@ class Dequantised:
     def __init__(self, q: Any, k: Any, v: Any, options: dict[str, Any], fp8: bool, described: bool = False) -> None:
         self.fp8, self._described, self._named = fp8, described, {"q": q, "k": k, "v": v}
         self._quantised: dict[str, Quantized] = {}
-        self.quantisers: dict[str, Quantiser] = {}
+        self.quantisers: dict[str, Any] = {}  # of `one_pass`
         if fp8:
             self.share_scales(options)
 
@@ -164,9 +153,8 @@ class Dequantised:
         self._quantised[name] = made
         return made
 
-    def quantise_all(self, quantisers: Mapping[str, Quantiser] | None) -> list[Any]:
+    def quantise_all(self, known: dict[str, Any]) -> list[Any]:
         """`quantise` of q, k and v, by those quantisers that a plan has for them."""
-        known = quantisers or {}
         return [known[name](x) if name in known else self.quantise(name, x) for name, x in self._named.items()]
 
     def _widened(self, value: Any) -> Any:

@@ -5,7 +5,6 @@ prepared call whose plan no other call can use.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -25,7 +24,6 @@ from .arguments import Prepared, per_token, prepare
 from .call import Call
 from .checks import check_out
 from .compose import check_indices
-from .quantized import Quantiser
 from .sequences import (
     are_read,
     check_default_offset,
@@ -81,7 +79,7 @@ class Planned:
     def __init__(
         self, prepared: Prepared, given: tuple[Any, Any, Any], backend: str | None, return_lse: bool,
         per_call: tuple[str, ...] = (), varies: bool = False, room: int | None = None, fp8: bool = False,
-        scales: tuple[str, ...] = (), quantisers: Mapping[str, Quantiser] | None = None,
+        scales: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         """
         Parameters
@@ -98,15 +96,14 @@ class Planned:
             Whether calls quantise their arrays first.
         scales
             Names of the operands' scales, which each call passes behind all else.
-        quantisers
-            What quantises q, k and v of a call on codes by a launch each, where they are not quantised before.
         """
         problem, operands, shape = prepared
         self._fp8 = fp8
         chosen, plan = dispatch.plan(problem, backend)
         self.problem, self.backend, self.tile = problem, chosen.name, plan.tile
         self._return_lse, self._shape, self._chosen, self._per_call = return_lse, shape, (chosen, plan), per_call
-        self.scales, self.quantisers = scales, quantisers
+        self.scales = scales
+        self.quantisers: dict[str, Any] = {}  # launches that quantise q, k and v of a call on codes, by name
         self._run_backward: BoundBackward | None = None
         self._asked, self.last_use = backend, 0
         self.request: dict[str, Any] = {}

@@ -17,13 +17,13 @@ from .. import dispatch
 from ..devices.forking import inner_lock
 from ..mods.block_mask import BlockMask
 from ..options import OPTIONS, Role
-from ..spec import Operands
+from ..spec import ALIGNMENT, Operands
 from . import arrays
 from .arguments import Prepared, prepare
 from .call import ONLY_TENSORS, Call, PerCall
 from .codes import Codes, codes_of, on_codes, scales_of, transposed_of
 from .planned import Once, Planned
-from .quantized import ALIGNMENT, Quantized
+from .quantized import Quantized
 from .shape import LAYOUTS
 from .views import View
 
@@ -74,7 +74,7 @@ def _on_codes(call: Call, backend: str | None, return_lse: bool) -> Planned | On
         key = key, *[x.signature if type(x) is Quantized else on_host or x.data.ptr % ALIGNMENT for x in given]
     planned: Any = get(key)
     if quantised.fp8 and type(planned) is not Refused:
-        tensors = _take_codes(call, *quantised.quantise_all(planned and planned.quantisers))
+        tensors = _take_codes(call, *quantised.quantise_all({} if planned is None else planned.quantisers))
     if planned is None:
         codes = codes_of(quantised, *tensors, call.options, return_lse)
         found = on_codes(codes, call.out, False, backend) if isinstance(codes, Codes) else codes
@@ -119,8 +119,9 @@ def _made(
     planned = Planned(
         prepared, given, backend, return_lse, names, varies, scales=scales,
         room=_room(call.k.shape[axis]) if axis < 0 else None,
-        quantisers=None if call.quantised is None else call.quantised.quantisers,
     )  # fmt: skip
+    if call.quantised is not None:
+        planned.quantisers = call.quantised.quantisers
     if not varies or planned.takes_lengths:
         put(key, planned)
     return planned

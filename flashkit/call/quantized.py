@@ -13,7 +13,7 @@ from ..devices.lazy import cached_property
 from ..errors import shown
 from ..mods.dropout import philox
 from ..numeric import integer
-from ..spec import BLOCK, DTYPES, MAX_HEAD_DIM, PADDING, name_of, transposed_codes
+from ..spec import ALIGNMENT, BLOCK, DTYPES, MAX_HEAD_DIM, PADDING, name_of, transposed_codes
 from . import arrays, interop
 from .checks import choice, flag
 from .shape import HEADS_AND_TOKENS, LAYOUTS
@@ -25,9 +25,6 @@ LARGEST: dict[str, int] = {"e4m3": 448, "int8": 127}
 """Formats of 8 bits and the greatest number of each."""
 
 PER = ("tensor", "head", "block", "token")
-
-ALIGNMENT = 16
-"""Bytes, of addresses and strides: what Hopper's copy engine (TMA) and the kernel that quantises need."""
 
 MIN_SCALE = float(np.finfo(np.float32).tiny)
 """Below it float32 numbers lose bits. The scale of a group of zeros."""

@@ -229,10 +229,8 @@ def pull_back(template, block, threads, stop, dq_accum, arrays):
     memory; in the template these addresses are distances from it.
     """
     args = copy_block(template, block)
-    args[Q], args[K], args[V], args[OUT], args[LSE] = (
-        data(arrays, 0), data(arrays, 1), data(arrays, 2), data(arrays, 3), data(arrays, 4)
-    )  # fmt: skip
-    args[DOUT] = data(arrays, 5)
+    args[Q], args[K], args[V] = data(arrays, 0), data(arrays, 1), data(arrays, 2)
+    args[OUT], args[LSE], args[DOUT] = data(arrays, 3), data(arrays, 4), data(arrays, 5)
     if args[DLSE] != 0:
         args[DLSE] = data(arrays, 6)
     args[DQ], args[DK], args[DV] = data(arrays, 7), data(arrays, 8), data(arrays, 9)
@@ -258,10 +256,8 @@ def call(template, block, threads, stop, arrays):
     copy, followed by scratch memory.
     """
     args = copy_block(template, block)
-    args[Q], args[K], args[V], args[OUT], args[LSE] = (
-        data(arrays, 0), data(arrays, 1), data(arrays, 2), data(arrays, 3), data(arrays, 4)
-    )  # fmt: skip
-    end = 5
+    args[Q], args[K], args[V] = data(arrays, 0), data(arrays, 1), data(arrays, 2)
+    args[OUT], args[LSE], end = data(arrays, 3), data(arrays, 4), 5
     if args[PER_CALL] & 1:
         args[KV_LENGTHS], args[Q_OFFSETS], end = data(arrays, 5), data(arrays, 6), 7
     if args[PER_CALL] & 2:
