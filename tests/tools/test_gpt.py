@@ -180,10 +180,10 @@ def test_thirty_steps_learn_and_a_resumed_run_has_the_same_bits(tmp_path, docume
     assert last < first < 4  # log 97 is 4.6
     update = AdamW.update
 
-    def interrupted(self, parameters, step, ops):
+    def interrupted(self, p, step, ops):
         if step == 11:
             signal.raise_signal(signal.SIGINT)
-        update(self, parameters, step, ops)
+        update(self, p, step, ops)
 
     with monkeypatch.context() as patch:
         patch.setattr(AdamW, "update", interrupted)
@@ -209,7 +209,10 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [("--dtype bfloat16", "needs --device gpu"), ("--width 130", "expected a multiple of 4 heads, got 130")],
+    [
+        ("--dtype bfloat16", "needs --device gpu"),
+        ("--width 130", "expected a multiple of 16, four for each head, got 130"),
+    ],
 )
 def test_bad_arguments(arguments, message, documents, capsys):
     with pytest.raises((SystemExit, ValueError)) as raised:
