@@ -7,6 +7,7 @@ kernel) and `text example` do not run.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import io
@@ -32,6 +33,7 @@ from flashkit import dispatch
 from flashkit.devices import profiles
 
 ROOT = Path(__file__).resolve().parents[2]
+API = ROOT / "docs" / "api.rst"
 AT_ROOT = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 FILES = [ROOT / name for name in AT_ROOT] + sorted(ROOT.glob("docs/**/*.md"))
 SLOW = {
@@ -296,6 +298,49 @@ def test_tracked_plots_are_small() -> None:
     plots = sorted((ROOT / "docs" / "plots").iterdir())
     assert len(plots) >= 5
     assert not [plot.name for plot in plots if plot.stat().st_size > 60_000]
+
+
+STANDS_IN = """
+import importlib, importlib.abc, importlib.machinery, sys, types
+class StandIn(types.ModuleType):
+    __path__ = []
+    __mro_entries__ = lambda self, bases: ()
+    __getattr__ = lambda self, name: StandIn(name) if not name.startswith("__") else object.__getattribute__(self, name)
+    __getitem__ = lambda self, key: StandIn("item")
+    __call__ = lambda self, *args, **kwargs: StandIn("call")
+    __iter__ = lambda self: iter(())
+    __contains__ = lambda self, key: False
+    __len__ = lambda self: 0
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] in sys.argv[1].split(","):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+    create_module = lambda self, spec: StandIn(spec.name)
+    exec_module = lambda self, module: None
+sys.meta_path.insert(0, Finder())
+for name in sys.argv[2:]:
+    importlib.import_module(name)
+"""
+"""Sphinx's stand-ins of other libraries: what they can do, and no more, as they assign no item."""
+
+
+def test_modules_for_other_libraries_import_where_the_site_is_built() -> None:
+    """`make docs` has stand-ins for these libraries, and no device."""
+    [names] = re.findall(r"^autodoc_mock_imports = (.*)$", (ROOT / "docs" / "conf.py").read_text(), re.MULTILINE)
+    libraries = ast.literal_eval(names)
+    listed = set(re.findall(r"^   (jax|dask|torch|transformers|distributed)\.", API.read_text(), re.MULTILINE))
+    assert listed >= {"jax", "torch", "dask"}
+    modules = [f"flashkit.{name}" for name in sorted(listed)]
+    done = subprocess.run(
+        [sys.executable, "-c", STANDS_IN, ",".join(libraries), *modules], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_api_reference_lists_every_public_name() -> None:
+    listed = set(re.findall(r"^   ([\w.]+)$", API.read_text(), re.MULTILINE))
+    assert {*flashkit.__all__} - listed == {"__version__", "mods"}  # a number, and a module with names of its own
+    assert {"formulas", "standard"} <= listed  # the way into the algorithm, for arrays
 
 
 def test_every_page_is_in_a_table_of_contents() -> None:
