@@ -35,8 +35,8 @@ myst_heading_anchors = 3
 
 autosummary_generate = True
 autodoc_member_order = "bysource"
-# Of modules for other libraries; their functions are not run here.
-autodoc_mock_imports = ["jax", "dask", "torch", "transformers", "mpi4py"]
+# Of modules for other libraries; their functions are not run here. Not of JAX: flashkit registers a primitive with it.
+autodoc_mock_imports = ["dask", "torch", "transformers", "mpi4py"]
 autodoc_typehints = "none"  # add_types gives them to numpydoc's sections; in a signature they would take a screen
 numpydoc_show_class_members = False
 numpydoc_show_inherited_class_members = False

@@ -126,7 +126,7 @@ def _refuse_sinks(has_sinks: bool) -> None:
         raise UnsupportedError("flashkit has no second derivative by sinks: pass jax.lax.stop_gradient(sinks)")
 
 
-ad.primitive_jvps.update({derivative_p: _jvp})  # Sphinx's stand-ins for JAX take no item assignment
+ad.primitive_jvps[derivative_p] = _jvp
 
 
 def _transpose(cts: Any, *values: Any, kind: str, static: Any, names: Any, results: Any, extra: int) -> Any:
@@ -155,7 +155,7 @@ def _summed(x: Any, aval: Any) -> Any:
     return jnp.sum(x, axes, keepdims=True) if axes else x
 
 
-ad.primitive_transposes.update({derivative_p: _transpose})
+ad.primitive_transposes[derivative_p] = _transpose
 
 
 def _batch(values: Any, dims: Any, *, extra: int, **params: Any) -> Any:
@@ -164,4 +164,4 @@ def _batch(values: Any, dims: Any, *, extra: int, **params: Any) -> Any:
     return found, [0] * len(found)
 
 
-batching.primitive_batchers.update({derivative_p: _batch})
+batching.primitive_batchers[derivative_p] = _batch

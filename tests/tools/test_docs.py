@@ -328,8 +328,10 @@ def test_modules_for_other_libraries_import_where_the_site_is_built() -> None:
     """`make docs` has stand-ins for these libraries, and no device."""
     [names] = re.findall(r"^autodoc_mock_imports = (.*)$", (ROOT / "docs" / "conf.py").read_text(), re.MULTILINE)
     libraries = ast.literal_eval(names)
-    listed = set(re.findall(r"^   (jax|dask|torch|transformers|distributed)\.", API.read_text(), re.MULTILINE))
-    assert listed >= {"jax", "torch", "dask"}
+    listed = set(re.findall(r"^   (jax|dask|torch|transformers|distributed|onnx)\.", API.read_text(), re.MULTILINE))
+    assert len(listed) == 6
+    if "jax" not in libraries:
+        pytest.importorskip("jax")  # of the extra `docs`
     modules = [f"flashkit.{name}" for name in sorted(listed)]
     done = subprocess.run(
         [sys.executable, "-c", STANDS_IN, ",".join(libraries), *modules], capture_output=True, text=True, check=False
