@@ -37,6 +37,7 @@ autosummary_generate = True
 autodoc_member_order = "bysource"
 # Of modules for other libraries; their functions are not run here. Not of JAX: flashkit registers a primitive with it.
 autodoc_mock_imports = ["dask", "torch", "transformers", "mpi4py"]
+autodoc_preserve_defaults = True  # as they are written: no path of the machine that builds the site
 autodoc_typehints = "none"  # add_types gives them to numpydoc's sections; in a signature they would take a screen
 numpydoc_show_class_members = False
 numpydoc_show_inherited_class_members = False

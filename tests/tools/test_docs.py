@@ -211,6 +211,17 @@ def test_paths_exist(file: Path) -> None:
             assert (ROOT / code).exists(), f"{relative(file)}: {code}"
 
 
+@pytest.mark.parametrize("file", documents())
+def test_rows_stand_in_tables(file: Path) -> None:
+    """A row without the head of a table above it is shown as text."""
+    for table in re.findall(r"(?:^\|.*\n)+", prose(file), re.MULTILINE):
+        head, below = (*table.splitlines(), "")[:2]
+        assert re.fullmatch(r"(\| ?:?-+:? ?)+\|", below), f"{relative(file)}: {head}"
+        assert {len(re.findall(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", row))) for row in table.splitlines()} == {
+            below.count("|")
+        }, f"{relative(file)}: {head}"
+
+
 def test_every_promise_names_tests_that_exist() -> None:
     """Each row of docs/promises.md: files of tests, or file::test."""
     rows = [row for row in prose(ROOT / "docs" / "promises.md").splitlines() if row.startswith("| ")]
