@@ -63,6 +63,9 @@ def test_public_names_have_numpydoc_sections(name: str, member: Any) -> None:
     described = text.partition("Parameters\n----------\n")[2].partition("\n\n")[0]
     heads = "\n".join(line for line in described.splitlines() if not line.startswith(" "))
     assert [parameter for parameter in parameters if parameter not in re.findall(r"\w+", heads)] == []
+    section = re.split(r"\n\n[A-Z]\w+\n-+\n", text.partition("Parameters\n----------\n")[2])[0]
+    sentences = [line for line in section.splitlines() if re.match(r"\S.*( \w+ \w+ |\.$)", line)]
+    assert sentences == []  # the site shows what is not indented as a name
 
 
 @pytest.mark.parametrize("library", ["jax", "dask", "onnx", "torch", "transformers"])
