@@ -10,6 +10,8 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import importlib
+import inspect
 import io
 import itertools
 import json
@@ -464,6 +466,15 @@ def test_every_argument_of_attention_is_in_the_table_of_numerics() -> None:
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             continue
         assert f"`{name}`" in text, name
+
+
+@pytest.mark.parametrize("library", ["jax", "torch", "dask"])
+def test_pages_name_the_arguments_that_an_adapter_does_not_take(library: str) -> None:
+    pytest.importorskip(library)
+    adapter = importlib.import_module(f"flashkit.{library}").attention
+    taken, all_of_them = (inspect.signature(f).parameters.keys() for f in (adapter, flashkit.attention))
+    named = inline_code(ROOT / "docs" / f"{library}.md")
+    assert all_of_them - taken - {*named} <= {"dropout_p", "seed"}  # which Dask's page calls dropout
 
 
 def test_every_ready_made_mod_and_pattern_is_in_the_document_of_mods() -> None:

@@ -15,7 +15,7 @@ from .common import fail, numbers, words, writable
 def autotune(
     quick: Annotated[bool, typer.Option("--quick", help="Few candidates, the most used sizes.")] = False,
     dtype: Annotated[list[str] | None, typer.Option(help="Only this dtype; may be repeated.")] = None,
-    budget: Annotated[float | None, typer.Option(help="Stop after this many seconds.")] = None,
+    budget: Annotated[float | None, typer.Option(help="Stop after this many seconds for each backend.")] = None,
     resume: Annotated[bool, typer.Option(help="Resume an interrupted run.")] = True,
     output: Annotated[
         Path | None, typer.Option(help="Write the profile here (default: the user's profile directory).")
