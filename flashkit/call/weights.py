@@ -111,7 +111,7 @@ def plot_weights(
     Raises
     ------
     ImportError
-        matplotlib is not installed: pip install "flashkit-attention[plot]".
+        matplotlib is not installed: pip install matplotlib.
     TypeError, ValueError
         An argument is invalid.
 
@@ -126,7 +126,7 @@ def plot_weights(
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise ImportError('plot_weights needs matplotlib: pip install "flashkit-attention[plot]"') from error
+        raise ImportError("plot_weights needs matplotlib: pip install matplotlib") from error
     all_weights = weights(q, k, rows=rows, heads=heads, **given)
     all_weights = arrays.on_host(all_weights)
     all_weights = all_weights.reshape((-1, *((1, 1, *all_weights.shape)[-3:])))

@@ -284,6 +284,8 @@ def test_functions_with_arguments_of_other_libraries_say_what_they_call_it() -> 
     q = jax.numpy.ones((1, 2, 8, 16))
     one, other = (flashkit.jax.attention(q, q, q, dropout_p=0.5, seed=s) for s in (key, jax.random.bits(key)))
     np.testing.assert_array_equal(one, other)
+    with pytest.raises(TypeError, match=r"seed: expected an integer, got a key .* jax\.random\.bits\(key\)"):
+        attention(q, q, q, dropout_p=0.5, seed=key)
     with pytest.raises(TypeError, match="on a CPU or a CUDA device, got one on meta"):
         flashkit.torch.attention(*[x.to("meta")] * 3)
 
@@ -324,6 +326,14 @@ def test_what_objects_say_of_themselves() -> None:
     assert repr(vjp) == "<Vjp of attention: q (1, 4, 6, 16), k (1, 2, 9, 16) (batch, heads, tokens, dim), float32>"
     with pytest.raises(TypeError, match=r"pass x\.dequantize"):
         np.asarray(flashkit.quantize(q))
+
+
+def test_pictures_name_the_package_that_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none that no index has yet."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"] or ["matplotlib"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r"pip install matplotlib$"):
+        flashkit.plot_weights(zeros(1, 2, 4, 8), zeros(1, 2, 4, 8))
 
 
 def test_numpys_clip_is_traced() -> None:
