@@ -321,11 +321,10 @@ def documented(*left_out: str) -> Callable[[F], F]:
         rest = [p for p in first if p.kind is p.KEYWORD_ONLY]
         function.__signature__ = own.replace(parameters=[*positional, *named, *rest])  # type: ignore[attr-defined]
         if function.__doc__:  # absent under python -OO
-            lines = [f"{name}\n        {_wrapped(OPTIONS[name].meaning)}" for name in taken]
+            lines = "\n".join(f"{name}\n    {_wrapped(OPTIONS[name].meaning)}" for name in taken)
             before = function.__doc__.partition("{options}")[0]
-            deeper = " " * (len(before) - len(before.rstrip(" ")) - 4)  # of a method
-            text = "\n    ".join(lines).replace("\n", "\n" + deeper)
-            function.__doc__ = function.__doc__.replace("{options}", text)
+            indent = " " * (len(before) - len(before.rstrip(" ")))  # none from Python 3.13 on
+            function.__doc__ = function.__doc__.replace("{options}", lines.replace("\n", "\n" + indent))
         return function
 
     return document
@@ -335,4 +334,4 @@ def _wrapped(text: str) -> str:
     """A paragraph in a docstring."""
     import textwrap
 
-    return "\n        ".join(textwrap.wrap(text, 112, break_long_words=False, break_on_hyphens=False))
+    return "\n    ".join(textwrap.wrap(text, 112, break_long_words=False, break_on_hyphens=False))

@@ -181,10 +181,10 @@ def test_thirty_steps_learn_and_a_resumed_run_has_the_same_bits(tmp_path, docume
     assert last < first < 4  # log 97 is 4.6
     update = AdamW.update
 
-    def interrupted(self, parameters, step, ops):
+    def interrupted(self, p, step, ops):
         if step == 11:
             signal.raise_signal(signal.SIGINT)
-        update(self, parameters, step, ops)
+        update(self, p, step, ops)
 
     with monkeypatch.context() as patch:
         patch.setattr(AdamW, "update", interrupted)
@@ -212,7 +212,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     ("arguments", "message"),
     [
         ("--dtype bfloat16", "needs --device cuda"),
-        ("--width 130", "expected a multiple of 4 heads, got 130"),
+        ("--width 130", "expected a multiple of 16, four for each head, got 130"),
         ("--device tpu", "invalid choice: 'tpu'"),
     ],
 )
