@@ -62,7 +62,7 @@ def autotune(
         raise typer.Exit(130) from None
     except ValueError as error:
         raise fail(error, 2) from None
-    if not all(outcome.saved for outcome in outcomes):
+    if not outcomes.written:
         raise fail("no profile was written; the reason is above")
 
 
