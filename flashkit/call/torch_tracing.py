@@ -372,7 +372,8 @@ class _Rows:
         axes = self.tensor.dim()
         raise TypeError(f"expected {axes} positions to index a tensor of as many axes, got {len(self.index)}")
 
-    __getattr__ = refuse
+    __getattr__ = __eq__ = __ne__ = __bool__ = refuse
+    __hash__ = None  # type: ignore[assignment]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

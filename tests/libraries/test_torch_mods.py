@@ -266,6 +266,7 @@ WRITTEN: dict[str, Callable[..., Any]] = {
     "activations": lambda s, b, h, q, k: F.silu(s) - F.gelu(s) + F.softplus(30 * s) + F.leaky_relu(s) * s.sigmoid(),
     "gelu": lambda s, b, h, q, k: F.gelu(s, approximate="tanh") + F.elu(s, 0.5) + F.logsigmoid(s),
     "rows": lambda s, b, h, q, k: s + BOXES[q][0] * BOXES[k % 4, 1] - BOXES[h][1],
+    "rows taken apart": lambda s, b, h, q, k: (lambda low, high: s.clamp(low.clamp_max(0.0), high.abs()))(*BOXES[q]),
     "relu": lambda s, b, h, q, k: torch.relu(s) + s.relu() + torch.nn.functional.relu(q - k),
     "pow": lambda s, b, h, q, k: torch.pow(s, 2) + s.pow(3) + (q - k).pow(2) + s**2.0,
     "log1p": lambda s, b, h, q, k: s - torch.log1p((q - k).abs().float()),
@@ -320,6 +321,9 @@ def test_a_mask_that_is_made_of_nothing_shows_all() -> None:
      (lambda s, b, h, q, k: torch.where(torch.isin(k, torch.arange(65)), s, 0.0), "at most 64 elements"),
      (lambda s, b, h, q, k: torch.dot(BOXES[q], BOXES[k]), "expected 2 positions"),
      (lambda s, b, h, q, k: s + BOXES[q], "expected 2 positions"),
+     (lambda s, b, h, q, k: torch.where(BOXES[q] == 1.0, s, 0.0), "expected 2 positions"),
+     (lambda s, b, h, q, k: s if BOXES[q] != s else -s, "expected 2 positions"),
+     (lambda s, b, h, q, k: BOXES[q], "expected 2 positions"),
      (lambda s, b, h, q, k: s + (q >> k), "a number of bits from 0 to 62"),
      (lambda s, b, h, q, k: s << 1, "expected an integer and a number of bits")],
 )  # fmt: skip
