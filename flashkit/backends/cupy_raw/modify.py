@@ -72,8 +72,8 @@ def text(spec: AttentionSpec) -> str:
 
 def _value_sums(spec: AttentionSpec) -> list[str]:
     """`ValueSums` of common/values.cuh: how a thread sums the gradients by values of the modification. enter() is for
-    all threads of a warp together, before the pairs of a head, and leave() after the last ones. FIRST and first_at(): of
-    the first read, where its address is among Params::values, and its offset in elements.
+    all threads of a warp together, before the pairs of a head, and leave() after the last ones. FIRST and first_at():
+    where the first read's address is among Params::values, and its offset in elements.
     """
     places = sums_of(spec)
     functions, members, adding, flushing = [], [], [], []

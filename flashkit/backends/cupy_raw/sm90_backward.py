@@ -55,8 +55,8 @@ ORDERED_MAX_TOKENS, ORDERED_MAX_TOKENS_NARROW, ORDERED_MAX_KEYS = 2048, 512, 256
 
 
 def sums_by_warps(spec: AttentionSpec) -> bool:
-    """Whether warps that multiply nothing add the gradient by a bias (kernels/sm90/bwd_values.cuh). A deterministic pass
-    needs them for dQ. Where consumers add it they wait.
+    """Whether warps that multiply nothing add a bias gradient (kernels/sm90/bwd_values.cuh): consumers would wait.
+    A deterministic pass needs these warps for dQ.
     """
     return adds_rows(spec) and cluster_size(spec) == 1 and not spec.deterministic
 
