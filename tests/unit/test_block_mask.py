@@ -10,7 +10,6 @@ import tracemalloc
 
 import numpy as np
 import pytest
-import random_exprs as random_
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +21,6 @@ from flashkit.mods.tile_lists import Runs
 
 randoms = st.randoms(use_true_random=False)
 quick = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-thorough = settings(max_examples=800, deadline=None, suppress_health_check=list(HealthCheck))
 MILLION = 1 << 20
 
 
@@ -179,38 +177,6 @@ def test_batch_and_heads_are_counted_where_they_matter():
     }
     own = {"keys by head": (1, 3), "lengths by batch": (4, 1), "documents by batch": (2, 1), "array by head": (1, 3)}
     assert counted == {name: own.get(name, (1, 1)) for name in MODS}
-
-
-def check_random(r) -> None:
-    case = random_.boolean(r, r.randint(1, 4), floats=True)
-    graph = expr.substitute([case.graph], lambda node: expr.const(0.5) if node is expr.S else node)[
-        0
-    ]  # a mask has no score
-    mod = Mod("mask", graph, random_.PARAMS, random_.ARRAYS)
-    n_q, n_k, block_q, block_k = (
-        r.randint(1, 40),
-        r.randint(1, 40),
-        r.choice([1, 2, 3, 5, 8, 16]),
-        r.choice([1, 2, 4, 7, 8, 32]),
-    )
-    offset = r.randint(-9, 9)
-    mask = BlockMask.from_mod(mod, n_q, n_k, block_q, block_k, offset, batch=2, heads=3)
-    visible = pair_by_pair(mod, mask.batch, mask.heads, n_q, n_k, offset)
-    with tiny_steps():
-        grid = check_lists(mask)
-    never_wrong(grid, visible, block_q, block_k)
-    b, h, i, j = np.ogrid[tuple(map(slice, grid.shape))]
-    # A square proved EMPTY or FULL at once is not looked into again, so the lists may know more than a tile by itself.
-    alone = mask.states(i, j, b, h)
-    assert ((alone == grid) | (alone == PARTIAL)).all()
-    assert np.array_equal(mask.to_dense_mask(), visible)
-
-
-@pytest.mark.slow
-@quick
-@given(r=randoms)
-def test_random_masks(r):
-    check_random(r)
 
 
 def test_the_offset_is_fixed_at_construction():

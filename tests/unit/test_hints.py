@@ -43,13 +43,6 @@ def test_unknown_arguments_name_the_one_that_was_meant(entry: Any, name: str, me
     assert repr(name) in str(caught.value) and meant in str(caught.value)
 
 
-def test_a_key_padding_mask_as_the_hint_says() -> None:
-    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 3, 5, 8), dtype=np.float32)
-    ignored = np.array([[False] * 5, [False, False, True, True, True]])
-    out = attention(q, k, v, mask=~ignored[:, None, None, :])
-    np.testing.assert_allclose(out[1], attention(q[1], k[1, :, :2], v[1, :, :2]), atol=1e-6)
-
-
 def test_options_are_the_arguments_of_attention() -> None:
     known = [name for name in inspect.signature(attention).parameters if name not in ("q", "k", "v")]
     assert sorted(known) == sorted([*Options.__annotations__, "return_lse", "return_stats", "out", "backend"])

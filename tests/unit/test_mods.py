@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flashkit import mods, where
-from flashkit.mods import Mod, codegen, expr
+from flashkit.mods import Mod, expr
 
 BATCH, HEADS, ROWS, KEYS, OFFSET = 2, 3, 9, 13, 3
 POSITIONS = (BATCH, HEADS, ROWS, KEYS)
@@ -233,43 +233,6 @@ def test_a_scalar_and_an_array_of_one_name_are_told_apart():
 def test_one_array_used_twice_is_passed_once():
     assert len((mods.document(IDS) & ~mods.document(IDS)).arrays) == 1
     assert len(mods.document(IDS, IDS_BATCH).arrays) == 2
-
-
-RESERVED = [
-    "s_",
-    "b_",
-    "k0",
-    "q1",
-    "row0",
-    "t0",
-    "t12",
-    "np",
-    "F",
-    "I",
-    "exp",
-    "minimum",
-    "fk_exp",
-    "int",
-    "float",
-    "double",
-    "template",
-    "short",
-]
-
-
-@pytest.mark.parametrize("name", RESERVED)
-def test_names_that_the_code_uses_itself_are_safe(name):
-    near = mods.mask(lambda b, h, q, k, **given: abs(q * 2 - k) + (k < 3) <= given[name], **{name: 4})
-    wanted = by_formula(lambda b, h, q, k, row: abs(q * 2 - k) + (k < 3) <= 4)
-    assert np.array_equal(on_all_pairs(near), wanted)
-    assert list(near.params.values()) == [4]
-    empty, full = (
-        codegen.evaluate(e, {"q0": 3, "q1": 4, "k0": 5, "k1": 19, **near.params}) for e in expr.classify(near.expr)
-    )
-    assert not empty
-    assert not full
-    scaled = mods.score(lambda s, b, h, q, k, **given: s * given[name][h], **{name: SLOPES})
-    np.testing.assert_array_equal(on_all_pairs(scaled, s=SCORES), SCORES * SLOPES[:, None, None])
 
 
 def test_names_stay_apart_when_one_ends_in_an_underscore():

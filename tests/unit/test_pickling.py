@@ -39,14 +39,6 @@ def copied(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
     return COPIES[request.param]
 
 
-@pytest.mark.parametrize("name", MODS)
-def test_expressions_are_interned_again(name: str, copied: Callable[[Any], Any]) -> None:
-    graph = MODS[name].expr
-    assert copied(graph) is graph
-    if graph.kind == "bool":
-        assert copied(expr.classify(graph)[0]) is expr.classify(graph)[0]
-
-
 def test_an_expression_of_another_process(program: Callable[..., str]) -> None:
     """Where nothing of it is interned yet."""
     mod = mods.mask(lambda b, h, q, k, *, unusual: (k * 1234567 < unusual) | (q == k), unusual=5)

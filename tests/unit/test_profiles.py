@@ -303,22 +303,6 @@ def test_unknown_kind_and_name() -> None:
         profiles.by_name("h20")
 
 
-def test_threads_share_one_profile(folders: dict[str, Path]) -> None:
-    found: list[profiles.Profile] = []
-    barrier = threading.Barrier(8)
-
-    def ask() -> None:
-        barrier.wait()
-        found.append(profiles.for_device("cpu"))
-
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len({id(profile) for profile in found}) == 1
-
-
 def test_reading_is_light() -> None:
     """Neither Numba nor CuPy is loaded to find out what the CPU is."""
     code = (
