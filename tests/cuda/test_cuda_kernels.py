@@ -129,13 +129,6 @@ def spec_of(scores: list[mods.Mod], masks: list[mods.Mod], d: int = 64, dtype: s
     return AttentionSpec(dtype, d, d, 1, score, mask, slots)
 
 
-@pytest.mark.parametrize("what", [*SCORES, *MASKS])
-def test_a_modification_compiles(what: str) -> None:
-    spec = spec_of([SCORES[what]] if what in SCORES else [], [MASKS[what]] if what in MASKS else [])
-    assert modification.unsupported(spec) == ""
-    compiler.binary(specialise.source("common/bwd_preprocess", spec, {"BASE_2": 0}), "sm_80")
-
-
 def test_too_many_values_are_refused_with_a_sentence() -> None:
     names = [f"x{i}" for i in range(modification.MAX_VALUES + 1)]
     many = mods.score(lambda s, b, h, q, k, **x: sum(x.values(), s), **dict.fromkeys(names, 0.5))
@@ -685,14 +678,6 @@ def test_a_binary_depends_on_the_headers_that_it_includes() -> None:
     same = made_from(a='  #include "b.cuh"', b="int b;", c="int c;")
     assert same == made_from(a='  #include "b.cuh"', b="int b;", c="int d;")
     assert same != made_from(a='  #include "b.cuh"', b="int d;", c="int c;")
-
-
-def test_integers_of_small_score_modifications() -> None:
-    """ALiBi's distances fit 32 bits where positions do; products of positions, or what numbers hold, may not."""
-    assert modification.positions(spec_of([mods.alibi(np.ones((2, 4), np.float32))], [])) == "floats"
-    assert modification.positions(AttentionSpec("float16", 64, 64)) == "integers"
-    assert modification.positions(spec_of([mods.score(lambda s, b, h, q, k: s - q * k)], [])) == "any"
-    assert modification.positions(spec_of([mods.score(lambda s, b, h, q, k, *, n=7: s - (q + n))], [])) == "any"
 
 
 @pytest.mark.slow

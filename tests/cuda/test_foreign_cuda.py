@@ -54,25 +54,6 @@ def test_what_lies_elsewhere_is_an_error(torch: Any) -> None:
         flashkit.attention(q, k.requires_grad_(), v)
 
 
-def test_a_graph_of_torch_replays_the_call(torch: Any) -> None:
-    q, k, v = qkv(torch)
-    out = torch.empty_like(q)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            flashkit.attention(q, k, v, out=out)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        flashkit.attention(q, k, v, out=out)
-    q.normal_()
-    out.zero_()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(out, flashkit.attention(q, k, v))
-
-
 def test_jax_arrays_on_the_device() -> None:
     jax = pytest.importorskip("jax", reason="JAX is not installed")
     if jax.default_backend() != "gpu":

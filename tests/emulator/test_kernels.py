@@ -15,17 +15,14 @@ import pytest
 
 import flashkit
 from flashkit import mods
-from flashkit.backends.cuda_common import arguments, compiler, sm90_bwd_launch
 from flashkit.backends.cuda_common import backend as cuda_backend
-from flashkit.backends.cuda_common.launch import KernelArguments, Library
+from flashkit.backends.cuda_common import sm90_bwd_launch
 from flashkit.backends.cupy_raw import sm90, sm90_backward
-from flashkit.backends.cupy_raw import specialise as cupy_raw
 from flashkit.backends.numba_cuda import sm90 as numba_sm90
 from flashkit.call import arguments as call_arguments
 from flashkit.call.arguments import prepare
 from flashkit.call.sequences import read_in_place
 from flashkit.mods import dropout
-from flashkit.spec import AttentionSpec
 
 from . import hardware
 from .calls import FEATURES, PLAIN, build, check, check_arrays, check_forward, features, generations, normal
@@ -719,12 +716,6 @@ def test_long_sequences_of_96_columns(
 
 
 @slow
-@pytest.mark.parametrize("generation", ["sm90"])
-def test_values_that_are_wider_than_keys() -> None:
-    check_forward({**PLAIN, "sizes": "70x130", "dims": "40/72"}, "cupy_raw")
-
-
-@slow
 @pytest.mark.one_in(1)
 @pytest.mark.parametrize(
     ("backend", "generation"),
@@ -943,72 +934,6 @@ def test_rows_that_are_prepared_late(fused: bool, monkeypatch: pytest.MonkeyPatc
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
-
-IN_PYTHON = """
-@kernel(32)
-def numbers(p):
-    for i in range(I(cuda.threadIdx.x), p.n_q, 32):
-        store(np.int16, p.out.data, i, narrow(load(np.float32, p.q.data, i)))
-        store(np.float32, p.v.data, i, widen(load(np.int16, p.k.data, i)))
-        x, y = load(np.int64, p.dq.data, i), load(np.int64, p.dk.data, i)
-        store(np.int64, p.dv.data, i, x // y if y != 0 else 0)
-        store(np.int64, p.dout.data, i, x % y if y != 0 else 0)
-"""
-
-IN_CUDA = """
-extern "C" __global__ void numbers(KERNEL_PARAMS) {
-    for (int i = threadIdx.x; i < p.n_q; i += 32) {
-        const long long x = ((long long*)p.dq.data)[i], y = ((long long*)p.dk.data)[i];
-        ((storage*)p.out.data)[i] = narrow(((float*)p.q.data)[i]);
-        ((float*)p.v.data)[i] = widen(((storage*)p.k.data)[i]);
-        ((long long*)p.dv.data)[i] = fk_floordiv(x, y), ((long long*)p.dout.data)[i] = fk_mod(x, y);
-    }
-}
-"""
-
-
-@slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_numbers_are_those_of_numpy(backend: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounding to bfloat16, ties and NaN among them; quotients and remainders of integers of both signs."""
-    import cupy
-
-    from flashkit.backends.cuda_common.device import current
-
-    rng = np.random.default_rng(0)
-    ties = np.array([1 + 2.0**-8, 1 + 3 * 2.0**-8, -1 - 2.0**-8])
-    special = [0, -0.0, np.inf, np.nan, np.uint32(0x7FFFFFFF).view(np.float32)]
-    x = np.concatenate([rng.standard_normal(200) * 10.0 ** rng.integers(-40, 38, 200), ties, special])
-    right = (x := x.astype(np.float32)).astype(ml_dtypes.bfloat16)
-    number, by = rng.integers(-20, 20, x.size), rng.integers(-4, 5, x.size)
-    number[::3] *= 2**40
-    spec = AttentionSpec("bfloat16", 8, 8)
-    source: compiler.Compilable
-    if backend == "numba_cuda":
-        from flashkit.backends.numba_cuda import specialise
-        from flashkit.backends.numba_cuda.compile import PythonSource
-
-        text = specialise.text("common/tiles", spec, {"BLOCK_Q": 8, "BLOCK_K": 8}) + IN_PYTHON
-        source = PythonSource("numbers", text, 1)
-    else:
-        headers = (*compiler.headers(cupy_raw.FOLDER), ("numbers.cu", IN_CUDA))
-        monkeypatch.setattr(compiler, "headers", lambda folder: headers)
-        source = cupy_raw.source("numbers", spec, {})
-    kernel = Library(compiler.binary(source, "sm_90a")).kernel("numbers", current())
-    arrays = {"q": cupy.asarray(x), "k": cupy.asarray(right.view(np.int16)), "v": cupy.empty(x.shape, np.float32)}
-    arrays |= {"out": cupy.empty(x.shape, np.int16), "dq": cupy.asarray(number), "dk": cupy.asarray(by)}
-    arrays |= {"dv": cupy.empty_like(number), "dout": cupy.empty_like(number)}
-    block = KernelArguments([0] * (arguments.VALUES + 1))
-    block.words[arguments.AT["n_q"]] = x.size
-    for name, array in arrays.items():
-        block.words[arguments.AT[name]] = array.data.ptr
-    kernel.launch(1, 32, block, 0)
-    rounded = arrays["out"].get().view(ml_dtypes.bfloat16).astype(np.float32)  # its NaN are equal
-    np.testing.assert_array_equal(rounded, right.astype(np.float32))
-    np.testing.assert_array_equal(arrays["v"].get(), right.astype(np.float32))
-    with np.errstate(divide="ignore"):
-        np.testing.assert_array_equal(arrays["dv"].get(), number // by)
-        np.testing.assert_array_equal(arrays["dout"].get(), number % by)
 
 
 @pytest.mark.parametrize("lengths_on_device", [False, True])

@@ -14,7 +14,6 @@ import pytest
 import flashkit
 from flashkit import reference
 from flashkit.backends.cuda_common import backend as cuda_backend
-from flashkit.backends.cuda_common import compiler, verify
 from flashkit.backends.cupy_raw import sm80, sm90_mla
 from flashkit.call.arguments import prepare
 from flashkit.spec import AttentionSpec, Problem
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 
 KERNEL, COMBINE = "sm90_mla_forward", "combine"
 BF16, FP16 = ml_dtypes.bfloat16, np.float16
-CHECK = verify.check
-
 slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
 
 
@@ -337,19 +334,6 @@ def test_mla_on_the_device(device: Device, launched: list[str]) -> None:
         given = cupy.asarray(q[..., :512].copy()), cupy.asarray(q[..., 512:].copy()), ckv, k_pe
         assert_close(list(flashkit.mla(*given, scale=0.07, causal=True, return_lse=True)), right)
     assert launched.count(KERNEL) == 2
-
-
-@slow
-@pytest.mark.parametrize("options", [{}, {"kv_lengths": np.array([70])}], ids=["all", "lengths"])
-def test_a_fresh_kernel_is_checked(
-    options: dict[str, Any], device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a sample whose v is a view of k, so that it is this kernel which computes it."""
-    monkeypatch.setattr(verify, "check", CHECK)
-    monkeypatch.setattr(compiler.Binary, "checked", False)
-    monkeypatch.setattr(compiler.Binary, "mark_checked", lambda self: None)
-    check(*inputs(1, "4:1", 3, 70, 264), 136, scale=0.06, **options)
-    assert launched.count(KERNEL) == 2 and set(launched) <= {KERNEL, COMBINE}
 
 
 # --- on the host ------------------------------------------------------------------------------------------------------
