@@ -222,13 +222,6 @@ def test_head_dims_and_options(
     check(quantised(q, k, v, per, **more), launched, **options)
 
 
-@slow
-def test_slopes_and_a_packed_group(device: Device, launched: list[str]) -> None:
-    """A score modification sees the scores of the numbers. Few queries: rows of a tile are of several heads."""
-    slopes = np.array([0.1, 0.03, 0.2, 0.05], np.float32)
-    check(quantised(*inputs(1, "4:1", 40, 300, 64), "token"), launched, causal=True, alibi_slopes=slopes)
-
-
 @pytest.mark.parametrize("per", ["head", "token"])
 def test_a_needle_and_small_weights(per: str, device: Device, launched: list[str]) -> None:
     """One key has half of the weight, 1,000 others the rest: 2^-10 of the greatest each, which e4m3 holds only as a

@@ -153,15 +153,6 @@ def test_scales_that_are_not_positive(
     assert generations(launched) == {older}
 
 
-@pytest.mark.parametrize("generation", ["sm80"])
-@pytest.mark.parametrize("causal", ["no", "yes"])
-def test_negative_scales_of_float16(causal: str, generation: str, launched: list[str]) -> None:
-    """Its weights have no room for those of a row whose least score is taken for the greatest."""
-    choice = {**PLAIN, "dtype": "float16", "sizes": "70x170", "heads": "1:1", "scale": "-1", "causal": causal}
-    check(choice, "cupy_raw")
-    assert generations(launched) == {generation}
-
-
 @pytest.mark.parametrize(("backend", "generation", "older"), CUPY_OFTEN)
 def test_no_keys(backend: str, generation: str, older: str, launched: list[str]) -> None:
     call = build({**FEATURES, "sizes": "70x130", "batch": "1", "kv_lengths": "no"})

@@ -169,20 +169,6 @@ def test_equal_scores_of_any_size(
         assert none or (close and (found <= most).all() and (found >= 1 / most).all()), (ulp, found.min(), found.max())
 
 
-@pytest.mark.parametrize("generation", ["sm80"])
-def test_equal_scores_of_splits(generation: str, device: Device, launched: list[str]) -> None:
-    """Each has the weight of its keys, of which they have more or fewer."""
-    import cupy
-
-    device.sms = 16
-    (q, k, v), scores = equal_scores(1, 1100, "bfloat16")
-    out, lse = flashkit.attention(*map(cupy.asarray, (q, k, v)), return_lse=True, backend="cupy_raw")
-    mean = v[0].astype(np.float64).mean(1)
-    np.testing.assert_allclose(cases.to_numpy(out)[0, :, 0].astype(np.float64), mean, atol=2.0**-10)
-    np.testing.assert_allclose(cases.to_numpy(lse)[0, :, 0], scores + np.log(1100), rtol=2.0**-22)
-    assert launched == ["sm80_forward", "combine"]
-
-
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("generation", ["sm80"])
 def test_deterministic_decoding_depends_on_its_sequence_alone(
@@ -300,18 +286,6 @@ def test_gradients_of_many_packed_sequences(
 
 @slow
 @pytest.mark.parametrize("generation", ["sm90"])
-def test_few_key_tiles_of_many_sequences(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each clears more of dq_accum than the host, which does not know how many there are, has counted with, and most
-    are in the tail of the order, where each waits for another head.
-    """
-    monkeypatch.setattr(sm90_backward, "in_order", lambda _: False)
-    monkeypatch.setattr(sm90_bwd_launch, "_LEAD", 0)
-    device.sms = 40
-    check_packed_gradients({3: 30, 19: 40}, {3: 30, 19: 40}, (24, 24), 64, causal=True)
-
-
-@slow
-@pytest.mark.parametrize("generation", ["sm90"])
 @pytest.mark.parametrize("ordered", [True, False])
 def test_no_packed_sequence_has_keys(ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no work tile, so nothing clears dq_accum."""
@@ -342,15 +316,6 @@ def test_tokens_behind_the_last_sequence_have_no_slopes(device: Device) -> None:
     results = found[0], *found[1](cupy.asarray(dout))
     for got, right in zip(results, (exact[0], *exact[1](dout.astype(np.float64))), strict=True):
         np.testing.assert_allclose(got.get().astype(np.float64), right, atol=2.0**-6)
-
-
-@slow
-@pytest.mark.parametrize("generation", ["sm90"])
-def test_a_long_sequence_before_a_short_one() -> None:
-    """It ends later, and what its last tile would store behind its end would stay."""
-    for begins_q, begins_k in (([0, 70, 128], [0, 1000, 1010]), ([0, 700, 710], [0, 70, 128])):
-        arrays = normal(np.float16, *((each[-1], 1, 64) for each in (begins_q, begins_k, begins_k, begins_q)))
-        check_arrays(*arrays, atol=2.0**-6, cu_seqlens=(np.array(begins_q), np.array(begins_k)))
 
 
 PAGED = {**PACKED, "sequences": "paged"}
@@ -431,19 +396,6 @@ def test_sequences_of_few_keys_after_a_long_one(causal: bool, monkeypatch: pytes
     cu = np.array([0, 260, 265, 268, 269, 270, 272])
     arrays = normal(ml_dtypes.bfloat16, *[(272, 6, 64)] * 4)
     check_arrays(*arrays, atol=2.0**-5, cu_seqlens=cu, causal=causal)
-
-
-@slow
-@pytest.mark.parametrize("generation", ["sm90"])
-def test_many_short_sequences(device: Device) -> None:
-    """More than a warp looks at at once, most of them empty, and one whose next work tile is claimed late."""
-    device.sms = 3
-    sizes = np.zeros(45, int)
-    sizes[[0, 7, 31, 32, 33, 44]] = 3, 130, 1, 5, 2, 9
-    keys = np.where(np.arange(45) == 31, 2200, sizes)
-    cu = tuple(np.cumsum([0, *each]) for each in (sizes, keys))
-    arrays = normal(ml_dtypes.bfloat16, *((each[-1], 1, 64) for each in (cu[0], cu[1], cu[1])))
-    check_arrays(*arrays, atol=2.0**-6, cu_seqlens=cu)
 
 
 @slow
@@ -634,30 +586,6 @@ def test_a_sink_of_minus_infinity(backend: str, generation: str) -> None:
     call = build(features(generation))
     call.options["sinks"][1] = call.plain["sinks"][1] = -np.inf
     cases.assert_conforms(cases.run(call, backend), *cases.expected(call, draws=1))
-
-
-@slow
-@pytest.mark.parametrize("generation", ["sm90", pytest.param("sm80", marks=exhaustive)])
-def test_a_lone_key_far_away() -> None:
-    """A weight of 1 is recomputed from a score and a log-sum-exp of about -100, which float32 rounds."""
-    choice = cases.with_(batch="1", sizes="70x1", dims="32", alibi="(Hq,)") | {"q_offset": "700"}
-    check(choice, "cupy_raw", deterministic=True)
-
-
-@slow
-@pytest.mark.parametrize("generation", ["sm80"])
-def test_packed_heads_that_are_not_aligned() -> None:
-    """Rows of a head are, 16 bytes apart or a multiple; those of the next head begin on 8 bytes."""
-    import cupy
-
-    call = build({**FEATURES, "sizes": "70x170", "batch": "1"})
-    batch, heads, n_q, dim = call.q.shape
-    memory = cupy.asarray(np.full((batch, n_q, heads, dim + 4), np.nan, np.float16))
-    apart = memory[..., :dim].swapaxes(1, 2)
-    apart[...] = call.q
-    call.q = apart
-    assert call.q.strides[2] % 16 == 0 and call.q.strides[1] % 16 == 8
-    cases.assert_conforms(cases.run(call, "cupy_raw"), *cases.expected(call, draws=1))
 
 
 @slow
@@ -888,30 +816,6 @@ def test_a_document_that_begins_with_the_last_key_of_a_tile(backend: str) -> Non
 
 
 NARROW = {**PLAIN, "dtype": "float16", "heads": "2:1", "dims": "8", "sizes": "70x330"}
-
-
-@slow
-@pytest.mark.parametrize("generation", ["sm90"])
-def test_dq_in_order(device: Device) -> None:
-    """Without a mask: the same bits in another order of events."""
-    check(NARROW, "cupy_raw", deterministic=True)
-    found = []
-    for seed in (1, 2):
-        device.seed(seed)
-        call = build(NARROW, "cancelling")
-        call.options["deterministic"] = True
-        found.append(cases.run(call, "cupy_raw").dq)
-    np.testing.assert_array_equal(*found)
-
-
-@slow
-@pytest.mark.parametrize(
-    ("backend", "generation"),
-    [("cupy_raw", "sm90"), *(pytest.param("numba_cuda", each, marks=exhaustive) for each in ("sm80", "sm90"))],
-)
-def test_weights_that_float16_does_not_hold(backend: str) -> None:
-    """Of rows whose maximum grows, in either direction along the keys, where no mask allows for infinity."""
-    check_forward({**NARROW, "heads": "4:2"}, backend, "growing")
 
 
 @slow

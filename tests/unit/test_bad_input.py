@@ -22,16 +22,8 @@ def good() -> dict[str, Any]:
     return {"q": zeros(B, HQ, NQ, D), "k": zeros(B, HKV, NK, D), "v": zeros(B, HKV, NK, DV)}
 
 
-class Sentinel:
-    """Neither an array nor anything that becomes one."""
-
-
 def out_of_range(s: Any, b: Any, h: Any, q: Any, k: Any, *, table: Any) -> Any:
     return s + table[k]
-
-
-def needs_if(b: Any, h: Any, q: Any, k: Any) -> Any:
-    return k <= q if q > 3 else k == 0
 
 
 Bad = tuple[str, dict[str, Any], type[Exception], tuple[str, ...]]
@@ -40,8 +32,6 @@ TABLE: list[Bad] = [
     # what is wrong, arguments in place of the good ones, error, words of its message: argument, what came, what would
     # fit
     ("q is a list", {"q": [[0.0]]}, TypeError, ("q", "list", "NumPy", "numpy.asarray")),
-    ("k is None", {"k": None}, TypeError, ("k", "NoneType", "NumPy")),
-    ("v is something else", {"v": Sentinel()}, TypeError, ("v", "Sentinel", "NumPy")),
     ("q is masked", {"q": np.ma.masked_array(zeros(B, HQ, NQ, D))}, TypeError, ("q", "MaskedArray", "filled")),
     ("q of integers", {"q": zeros(B, HQ, NQ, D, dtype=int)}, TypeError, ("q", "int64", "float32", "bfloat16")),
     ("q complex", {"q": zeros(B, HQ, NQ, D, dtype=complex)}, TypeError, ("q", "complex128", "float32")),
@@ -62,34 +52,23 @@ TABLE: list[Bad] = [
     ("head dim of 1025", {"v": zeros(B, HKV, NK, 1025)}, ValueError, ("v", "got 1025", "1 to 1024")),
     ("tokens of k and v differ", {"v": zeros(B, HKV, 8, DV)}, ValueError, ("v", "7 tokens", "got 8")),
     ("heads of k and v differ", {"v": zeros(B, 1, NK, DV)}, ValueError, ("v", "2 heads", "got 1")),
-    ("more heads of v", {"v": zeros(B, 4, NK, DV)}, ValueError, ("v", "2 heads", "got 4")),
     ("heads no multiple", {"q": zeros(B, 3, NQ, D)}, ValueError, ("q", "multiple of k's 2 heads", "got 3")),
     ("unknown layout", {"layout": "nbhd"}, ValueError, ("layout", "'nbhd'", "'bhnd'", "'bnhd'")),
-    ("causal is a word", {"causal": "yes"}, TypeError, ("causal", "'yes'", "True or False")),
     (
         "causal is an array",
         {"causal": np.ones((NQ, NK), bool)},
         TypeError,
         ("causal", "array", "True or False", "mask"),
     ),
-    ("scale is a word", {"scale": "big"}, TypeError, ("scale", "'big'", "number")),
-    ("scale is NaN", {"scale": float("nan")}, ValueError, ("scale", "nan", "finite")),
     ("softcap of 0", {"softcap": 0}, ValueError, ("softcap", "0", "above 0")),
-    ("softcap is a word", {"softcap": "tanh"}, TypeError, ("softcap", "'tanh'", "number")),
     ("window is a number", {"window": 5}, TypeError, ("window", "5", "(left, right)")),
-    ("window of floats", {"window": (1.5, 0)}, TypeError, ("window[0]", "1.5", "an integer of 0 or more")),
-    ("window below 0", {"window": (-1, 0)}, ValueError, ("window[0]", "-1", "0 or more")),
     ("window of three", {"window": (1, 2, 3)}, TypeError, ("window", "(1, 2, 3)", "(left, right)")),
-    ("q_offset is a float", {"q_offset": 1.0}, TypeError, ("q_offset", "1.0", "integer")),
     ("q_offset of another batch", {"q_offset": [1, 2, 3]}, ValueError, ("q_offset", "(3,)", "(2,)")),
     ("q_offset beyond 2^48", {"q_offset": 2**48 + 1}, ValueError, ("q_offset", str(2**48 + 1), "2^48")),
-    ("q_offset below -2^48", {"q_offset": -(2**48) - 1}, ValueError, ("q_offset", str(-(2**48) - 1), "2^48")),
-    ("q_offset out of bounds", {"q_offset": 1 << 60}, ValueError, ("q_offset", str(1 << 60), "2^48")),
     ("slopes of other heads", {"alibi_slopes": zeros(3)}, ValueError, ("alibi_slopes", "(3,)", "(4,)", "(2, 4)")),
     ("slopes of integers", {"alibi_slopes": zeros(HQ, dtype=int)}, TypeError, ("alibi_slopes", "int64", "floating")),
     ("slopes of text", {"alibi_slopes": ["a"] * HQ}, TypeError, ("alibi_slopes", "'a'", "floating")),
     ("bias of another shape", {"bias": zeros(NQ, 6)}, ValueError, ("bias", "(5, 6)", "(2, 4, 5, 7)")),
-    ("bias of five axes", {"bias": zeros(1, B, HQ, NQ, NK)}, ValueError, ("bias", "(1, 2, 4, 5, 7)", "(2, 4, 5, 7)")),
     ("bias of five axes of length 1", {"bias": zeros(1, 1, 1, 1, 1)}, ValueError, ("bias: ", "(1, 1, 1, 1, 1)")),
     ("bias of bools", {"bias": zeros(NQ, NK, dtype=bool)}, TypeError, ("bias", "bool", "floating")),
     ("bias is a number", {"bias": 1.0}, TypeError, ("bias", "float", "NumPy")),
@@ -127,9 +106,6 @@ TABLE: list[Bad] = [
     ("score mod is a number", {"score_mod": 3}, TypeError, ("score_mod", "(s, b, h, q, k)", "int")),
     ("score mod is a mask", {"score_mod": mods.causal()}, TypeError, ("score_mod", "mask mod", "mods.score")),
     ("mask mod is a score", {"mask_mod": mods.softcap(1.0)}, TypeError, ("mask_mod", "score mod", "mods.mask")),
-    ("mask mod gives numbers", {"mask_mod": lambda b, h, q, k: q - k}, TypeError, ("mask_mod", "int", "bool")),
-    ("mask mod of other arguments", {"mask_mod": lambda q, k: q >= k}, TypeError, ("mask_mod", "(b, h, q, k)")),
-    ("mask mod with an if", {"mask_mod": needs_if}, TypeError, ("mask_mod", "needs_if", "where")),
     (
         "mods index too far for the last query",
         {"score_mod": mods.score(lambda s, b, h, q, k, *, table: s + table[q], table=zeros(NK - 1))},
@@ -148,10 +124,8 @@ TABLE: list[Bad] = [
         ValueError,
         ("score_mod", "table", "(6,)", "0 to 6", "clip"),
     ),
-    ("lengths of floats", {"kv_lengths": [1.0, 2.0]}, TypeError, ("kv_lengths", "1.0", "integers")),
     ("lengths of another batch", {"kv_lengths": [1, 2, 3]}, ValueError, ("kv_lengths", "(3,)", "(2,)")),
     ("lengths beyond the keys", {"kv_lengths": [1, 8]}, ValueError, ("kv_lengths", "8", "0 to 7")),
-    ("lengths below 0", {"kv_lengths": [-1, 3]}, ValueError, ("kv_lengths", "-1", "0 to 7")),
     ("ragged lengths", {"kv_lengths": [[1], [2, 3]]}, TypeError, ("kv_lengths", "[[1], [2, 3]]", "integers")),
     *(
         (
@@ -189,10 +163,7 @@ TABLE: list[Bad] = [
     ),
     ("dropout of 1", {"dropout_p": 1.0}, ValueError, ("dropout_p", "1.0", "below 1")),
     ("dropout below 0", {"dropout_p": -0.1}, ValueError, ("dropout_p", "-0.1", "at least 0")),
-    ("dropout is a word", {"dropout_p": "half"}, TypeError, ("dropout_p", "'half'", "number")),
-    ("seed is a float", {"seed": 1.5, "dropout_p": 0.5}, TypeError, ("seed", "1.5", "integer")),
     ("seed of 65 bits", {"seed": 2**64, "dropout_p": 0.5}, ValueError, ("seed", str(2**64), str(2**64 - 1))),
-    ("seed below 0", {"seed": -1, "dropout_p": 0.5}, ValueError, ("seed", "-1", str(2**64 - 1))),
     ("sinks of other heads", {"sinks": zeros(HKV)}, ValueError, ("sinks", "(2,)", "(4,)")),
     ("sinks of integers", {"sinks": zeros(HQ, dtype=int)}, TypeError, ("sinks", "int64", "floating")),
     ("out of another shape", {"out": zeros(B, HQ, NQ, D)}, ValueError, ("out", "(2, 4, 5, 8)", "(2, 4, 5, 6)")),
@@ -204,7 +175,6 @@ TABLE: list[Bad] = [
         ValueError,
         ("out", "read-only", "writable"),
     ),
-    ("out is a list", {"out": []}, TypeError, ("out", "list", "NumPy")),
     ("deterministic is a word", {"deterministic": "no"}, TypeError, ("deterministic", "'no'", "True or False")),
     ("unknown precision", {"precision": "half"}, ValueError, ("precision", "'half'", "'tf32'")),
     ("unknown backend", {"backend": "tpu"}, ValueError, ("backend", "'tpu'", "cpu", "reference")),

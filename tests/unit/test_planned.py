@@ -168,23 +168,6 @@ def test_shapes_and_layouts(lead: tuple[int, ...], layout: str, dtype: str) -> N
     same(kept, call(*given))
 
 
-@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
-@pytest.mark.parametrize("lead", [None, (), (2,), (2, 3)])
-def test_shapes_of_gradients(lead: tuple[int, ...] | None, layout: str) -> None:
-    """dout is like out, dlse like lse, with any batch axes or without heads."""
-    if lead is None:
-        x, other = rng.standard_normal((7, 4)), (4, 7)
-    else:
-        x, other = rng.standard_normal((*lead, 5, 7, 4)), (*lead, 7, 5, 4)
-    (out, lse), vjp = flashkit.attention_vjp(x, x, x, layout=layout, return_lse=True, backend="cpu")
-    for gradient in vjp(out, lse):
-        assert gradient.shape == x.shape
-    with pytest.raises(ValueError, match=r"dout: expected .*shape"):
-        vjp(out.reshape(other), lse)
-    with pytest.raises(ValueError, match=r"dlse: expected .*shape"):
-        vjp(out, lse[..., :-1])
-
-
 # --- what does not fit ------------------------------------------------------------------------------------------------
 
 
@@ -451,22 +434,6 @@ def test_what_chooses_the_backend_is_heeded(monkeypatch: pytest.MonkeyPatch) -> 
     assert calls == ["cpu", "reference.forward", "cpu", "reference.forward", "reference.forward"] * 2
 
 
-def test_forgotten_plans_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a profile changed."""
-    q, k, v = operands()
-    made = []
-    backend = dispatch.registry()["cpu"]
-    make: Any = backend.plan
-    monkeypatch.setattr(backend, "plan", lambda *a: (made.append(1), make(*a))[1])
-    dispatch.forget()
-    for _ in range(3):
-        attention(q, k, v, backend="cpu")
-    assert len(made) == 1
-    dispatch.forget()
-    attention(q, k, v, backend="cpu")
-    assert len(made) == 2
-
-
 def test_plans_are_cached_by_their_block_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the mask itself: not by what it looks like, and not where it holds much."""
     from flashkit import BlockMask
@@ -596,15 +563,6 @@ def test_packed_calls_whose_plans_are_not_cached(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(flashkit.call.call, "_MAX_OFFSET_BYTES", offsets.nbytes - 1)
     same(attention(q, k, v, cu_seqlens=offsets), expected)
     assert not plans._plans
-
-
-def test_few_packed_queries_are_no_cache_that_grows() -> None:
-    q, k, v = packed(5, 40)
-    for n in (20, 33):
-        given = (np.array([0, 2, 5]), np.array([0, 9, n]))
-        options = {"cu_seqlens": given, "layout": "bnhd", "causal": True}
-        for _ in range(2):
-            same(attention(q, k[:n], v[:n], **options), full(q, k[:n], v[:n], **options))
 
 
 def test_offsets_that_change_during_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -801,21 +759,6 @@ def test_one_planned_call_from_many_threads(n: int) -> None:
 
     with ThreadPoolExecutor(len(given)) as pool:
         list(pool.map(work, range(len(given))))
-
-
-def test_cached_plans_from_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While plans are evicted all the time."""
-    monkeypatch.setattr(plans, "_MAX_PLANS", 2)
-    given = operands(24, 24)
-    scales = [0.1 * i for i in range(1, 6)]
-    expected = [full(*given, scale=s) for s in scales]
-
-    def work(i: int) -> None:
-        for j in np.random.default_rng(i).integers(0, len(scales), 60):
-            same(attention(*given, scale=scales[j]), expected[j])
-
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(work, range(6)))
 
 
 def test_a_changed_number_of_threads_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -254,17 +252,3 @@ def test_calls_of_one_layout_share_a_plan(options: dict[str, Any], per: Any, pla
     k8, v8 = (flashkit.quantize(x.dequantize(ml_dtypes.bfloat16), "e4m3", per) for x in (k8, v8))
     flashkit.attention(q, k8, v8, **options)
     assert len(plans_on_codes) == 2, "a plan is for a format"
-
-
-def test_a_cached_plan_costs_as_much_as_that_of_floats() -> None:
-    """Host time, in turns: the kernels have nothing to do here."""
-    q, k8, v8 = decoding("int8", 32)
-    k, v = (x.dequantize(ml_dtypes.bfloat16) for x in (k8, v8))
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(500):
-        for taken, (keys, values) in zip(times, ((k, v), (k8, v8)), strict=True):
-            start = time.perf_counter()
-            flashkit.attention(q, keys, values)
-            taken.append(time.perf_counter() - start)
-    floats, codes = map(statistics.median, times)
-    assert codes <= 1.5 * floats, (codes, floats)
