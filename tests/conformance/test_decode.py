@@ -76,7 +76,7 @@ FACTORS = {
 DESIGN = cases.pairwise(FACTORS, seed=5, tries=2)
 
 
-OFTEN = [pytest.mark.slow, *[pytest.mark.exhaustive] * 11]
+OFTEN = [pytest.mark.slow, *[pytest.mark.exhaustive] * 17]
 """Each takes seconds; test_steps.py has calls with few queries that are fast."""
 
 
@@ -136,6 +136,7 @@ def test_one_key_has_its_value_as_gradient_too() -> None:
 
 @pytest.mark.parametrize("lanes", [4, 8, 16])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.one_in(2)
 def test_every_width_decodes(lanes: int, dtype: str) -> None:
     q, k, v = (x.astype(cases.numpy_dtype(dtype)) for x in tensors(6, 2, 2, 700, 37))
     problem, operands, _ = prepare(q, k, v, softcap=4.0)

@@ -156,9 +156,9 @@ def empty_calls(axes: str) -> Iterator[dict[str, int]]:
 )
 @pytest.mark.one_in(2)
 def test_empty_sizes(backend: str, axes: str) -> None:
-    """Every axis and every two axes of length 0, with every option: results and gradients are empty, or 0."""
+    """Every axis and every two axes of length 0, with a third of the options: results and gradients are empty, or 0."""
     layout = "bnhd" if "nh" in axes else "bhnd"
-    for n in empty_calls(axes):
+    for number, n in enumerate(empty_calls(axes)):
         batch = tuple(n[name] for name in axes if name in "ab")
 
         def array(heads: str, tokens: str, dim: int, n: dict[str, int] = n) -> np.ndarray:
@@ -178,7 +178,7 @@ def test_empty_sizes(backend: str, axes: str) -> None:
             "block mask": {"block_mask": flashkit.BlockMask.from_mod(mods.causal(), n["nq"], n["nk"])},
             "modification": {"score_mod": mods.score(lambda s, b, h, q, k, *, x: s * x[h], x=np.ones(n["h"]))},
         }  # fmt: skip
-        for name, option in options.items():
+        for name, option in itertools.islice(options.items(), number % 3, None, 3):
             case = f"{name}, {n}"
             if name == "lengths" and not batch:
                 option = {"kv_lengths": n["nk"]}
@@ -680,8 +680,7 @@ REPEATED = {
 }
 
 
-@pytest.mark.parametrize("what", REPEATED)
-@pytest.mark.parametrize("n", [50, pytest.param(600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("what", "n"), [("causal", 50), ("dropout", 600), ("grouped, softcap", 50)])
 def test_the_same_bits_again(backend: str, what: str, n: int) -> None:
     q, k, v = qkv(1, 4, n, n, 32, 32, group=2)
     first = everything(q, k, v, **REPEATED[what])

@@ -138,7 +138,7 @@ def parts(call: cases.Call, apart: bool) -> list[Any]:
     return [x.copy() for x in found] if apart else found
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES, indirect=True)
 @pytest.mark.parametrize("apart", [True, False], ids=["apart", "views"])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
@@ -275,7 +275,7 @@ def test_bad_arguments_of_mla(what: str) -> None:
     assert message in str(raised.value)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "e4m3"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.exhaustive), "e4m3"])
 def test_a_latent_cache_holds_each_token_once(dtype: str) -> None:
     """Across forks and trims, in layers, and equal to `mla` of the tokens."""
     rng, of_queries = np.random.default_rng(5), ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32

@@ -318,6 +318,15 @@ def test_tokens_behind_the_last_sequence_have_no_slopes(device: Device) -> None:
         np.testing.assert_allclose(got.get().astype(np.float64), right, atol=2.0**-6)
 
 
+@slow
+@pytest.mark.parametrize("generation", ["sm90"])
+def test_a_long_sequence_before_a_short_one() -> None:
+    """It ends later, and what its last tile would store behind its end would stay."""
+    for begins_q, begins_k in (([0, 70, 128], [0, 1000, 1010]), ([0, 700, 710], [0, 70, 128])):
+        arrays = normal(np.float16, *((each[-1], 1, 64) for each in (begins_q, begins_k, begins_k, begins_q)))
+        check_arrays(*arrays, atol=2.0**-6, cu_seqlens=(np.array(begins_q), np.array(begins_k)))
+
+
 PAGED = {**PACKED, "sequences": "paged"}
 """Pages of five keys; those that no sequence has are NaN, and the table is -1 behind a sequence's last."""
 
