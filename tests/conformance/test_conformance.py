@@ -214,6 +214,3 @@ def test_every_place_of_a_boundary(what: str, backend: str) -> None:
             np.testing.assert_allclose(lse[0, 0], np.log(total[:, 0]), rtol=1e-12, atol=1e-13)
         for got, x in ((out[0, 0], expected), (dq, ds @ k[0, 0]), (dk, ds.T @ q[0, 0]), (dv, p.T @ expected)):
             np.testing.assert_allclose(got, x, rtol=1e-10, atol=1e-12, err_msg=f"q_offset {offset}")
-
-
-# --- gradients are derivatives ----------------------------------------------------------------------------------------

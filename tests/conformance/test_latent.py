@@ -233,16 +233,6 @@ def test_out_may_be_k_pe(queries: int) -> None:
     np.testing.assert_array_equal(out, expected)
 
 
-@pytest.mark.slow
-def test_mla_of_other_libraries() -> None:
-    torch = pytest.importorskip("torch")
-    given = [torch.randn(shape) for shape in ((2, 4, 3, 16), (2, 4, 3, 8), (2, 50, 16), (2, 50, 8))]
-    out = flashkit.mla(*given, scale=0.2, causal=True)
-    assert isinstance(out, torch.Tensor)
-    expected = flashkit.mla(*(x.numpy() for x in given), scale=0.2, causal=True)
-    np.testing.assert_array_equal(out.numpy(), expected)
-
-
 Z = np.zeros
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no scale": ({"scale": None}, TypeError, "scale: expected a number, got None"),

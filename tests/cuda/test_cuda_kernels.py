@@ -241,11 +241,6 @@ def test_sm80_takes_scores_by_form(d: int, what: str, name: str) -> None:
     assert ("MUFU.TANH" in disassembled(found.path)) == (what == "softcap")
 
 
-def test_an_impossible_sm80_tile_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected block_q a multiple of 64"):
-        sm80.Sm80Tile(96, 64, 4)
-
-
 # --- Hopper -----------------------------------------------------------------------------------------------------------
 
 HOPPER = MODELS["sm_90a"]
@@ -372,14 +367,6 @@ SM90_MODIFIED = [  # the dilated mask takes as long as four others
     pytest.param(what, SM90_DIMS[i % len(SM90_DIMS)], marks=[pytest.mark.exhaustive] * (what == "dilated"))
     for i, what in enumerate([*SCORES, *MASKS])
 ]
-
-
-def test_an_impossible_sm90_tile_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected block_q 64, 128 or 192"):
-        sm90.Sm90Tile(96, 128)
-    with pytest.raises(ValueError, match="expected stages >= 2"):
-        sm90.Sm90Tile(128, 128, stages=1)
-    assert not sm90.Sm90Tile(192, 176).fits(AttentionSpec("bfloat16", 128, 128), HOPPER)
 
 
 @pytest.mark.parametrize(
@@ -621,19 +608,6 @@ def test_sms_are_reserved_for_the_postprocess_where_that_costs_little() -> None:
 def test_sm90_backward_tiles_of_all_head_dims_fit() -> None:
     specs = [AttentionSpec("bfloat16", d, dv) for d in range(8, 257, 8) for dv in {d, 264 - d}]
     assert [spec for spec in specs if not tile_of(spec, "sm90", "backward").fits(spec, HOPPER)] == []
-
-
-def test_an_impossible_sm90_backward_tile_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected block_q 64 or 128"):
-        sm90_bwd_launch.BackwardTile(96)
-    with pytest.raises(ValueError, match="expected stages >= 2"):
-        sm90_bwd_launch.BackwardTile(64, stages=1)
-    with pytest.raises(ValueError, match="block_k 128"):
-        sm90_bwd_launch.BackwardTile(64, 64)
-    wide = AttentionSpec("bfloat16", 256, 256)
-    assert not sm90_bwd_launch.BackwardTile(128, key_buffers=1).fits(wide, HOPPER)
-    assert not sm90_bwd_launch.BackwardTile(64, key_buffers=2).fits(wide, HOPPER)
-    assert tile_of(wide, "sm90", "backward") in sm90_bwd_launch.backward_candidates(wide, HOPPER)
 
 
 def test_heads_of_a_group_are_packed_where_they_divide_a_box() -> None:

@@ -17,7 +17,7 @@ from tiles import tile_of
 
 from flashkit.backends.cuda_common import compiler
 from flashkit.backends.cuda_common.device import MODELS
-from flashkit.backends.numba_cuda import sm80, sm90, specialise
+from flashkit.backends.numba_cuda import specialise
 from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
 from flashkit.call.arguments import prepare
 from flashkit.devices import profiles
@@ -178,17 +178,3 @@ def test_which_kernels_take_a_call(changes: dict, forward: str, backward: str, r
         assert choice.generation is not None and choice.generation.name == name
         rejected += choice.rejected
     assert all(reason in line for line in rejected) and bool(rejected) == bool(reason)
-
-
-def test_tiles_are_checked() -> None:
-    with pytest.raises(ValueError, match="expected block_q 64, 128 or 192"):
-        sm90.Tile(100, 128)
-    with pytest.raises(ValueError, match="block_k a multiple of 16"):
-        sm80.Tile(128, 24)
-    with pytest.raises(ValueError, match="expected one or two stages"):
-        sm80.Tile(64, 64, 3)
-    with pytest.raises(ValueError, match="in groups of 32 rows"):
-        sm80.BackwardTile(32, 32)
-    tiles = NUMBA.generations[0].candidates(problem(), HOPPER, "forward")
-    assert tile_of(problem(), "sm90", backend=NUMBA) in tiles
-    assert all(tile.shared_memory(problem().spec) <= HOPPER.shared_per_block for tile in tiles)

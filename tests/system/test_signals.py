@@ -106,12 +106,6 @@ def test_ctrl_c_ends_a_long_work_tile(program: Callable[..., str]) -> None:
     assert float(program(text, NUMBA_NUM_THREADS=1)) < 0.4
 
 
-@pytest.mark.slow
-def test_ctrl_c_on_two_threads(program: Callable[..., str]) -> None:
-    text = text_of("forward", 1, INTERRUPTED)
-    assert float(program(text, NUMBA_NUM_THREADS=2)) < 0.4
-
-
 HANDLER = """
     handled = []
     def handler(*_):

@@ -97,36 +97,6 @@ def test_large_scratch_memory_is_not_kept() -> None:
         scratch_pool._free.clear()
 
 
-def test_threads_help_beside_busy_processes(program: Callable[..., str]) -> None:
-    """Four of them, at least two for each of two cores. A call that waits for a thread that the system does not run, or
-    whose threads spin, takes several times as long as on one thread.
-    """
-    text = """
-        import os, subprocess, sys, time
-        import numpy as np, flashkit
-        q = np.random.default_rng(0).standard_normal((1, 8, 256, 64)).astype(np.float32)
-
-        def seconds(threads):
-            os.environ["FLASHKIT_NUM_THREADS"] = str(threads)
-            start = time.perf_counter()
-            for _ in range(25):
-                flashkit.attention(q, q, q, backend="cpu")
-            return time.perf_counter() - start
-
-        seconds(1), seconds(2)
-        others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * os.cpu_count())]
-        try:
-            time.sleep(0.5)
-            one, two = zip(*((seconds(1), seconds(2)) for _ in range(12)))
-        finally:
-            for other in others:
-                other.kill()
-                other.wait()
-        print(np.median(two) / np.median(one))
-    """
-    assert float(program(text, NUMBA_NUM_THREADS=2)) < 1.7
-
-
 def test_a_worker_is_taken_back_awaited_and_woken(program: Callable[..., str]) -> None:
     """All ways through the states of a worker, from several threads, with pauses in which workers fall asleep."""
     text = """

@@ -31,23 +31,6 @@ from flashkit.tools.bench.results import Result
 # --- the environment --------------------------------------------------------------------------------------------------
 
 
-def test_the_machine_has_its_versions() -> None:
-    machine = environment.machine("pytest", "no-such-distribution")
-    assert machine["device"]
-    assert machine["threads"] >= 1
-    assert {"python", "numpy", "numba", "flashkit", "pytest"} <= set(machine["versions"])
-    assert "no-such-distribution" not in machine["versions"]
-    json.dumps(machine)
-
-
-def test_background_load() -> None:
-    with environment.BackgroundLoad() as load:
-        sum(range(1000))
-    assert load.share is None or 0 <= load.share <= 1
-    assert environment.background_warning(None) == environment.background_warning(0.01) == ""
-    assert "40 %" in environment.background_warning(0.4)
-
-
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 

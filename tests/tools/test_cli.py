@@ -245,11 +245,6 @@ def test_cache_prune(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("info")[0] == 0
 
 
-def test_cache_path_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FLASHKIT_CACHE_DIR")
-    assert "flashkit" in kernel_cache.path().parts
-
-
 # ---- autotune, bench, demo -----------------------------------------------------------------------------------------
 
 

@@ -118,6 +118,3 @@ def test_experiments_fill_the_page(tmp_path: Path) -> None:
 def test_every_stored_result_reads() -> None:
     assert len(report.runs()) >= 2
     assert all("flashkit" in result.timings for results in report.runs() for result in results)
-
-
-# --- on a GPU ---------------------------------------------------------------------------------------------------------

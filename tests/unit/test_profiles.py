@@ -178,13 +178,6 @@ def test_cache_sizes_come_from_the_system(folders: dict[str, Path], cpu: Any) ->
     assert profile.device.name == "Imaginary CPU 3000"
 
 
-def test_this_machine(folders: dict[str, Path]) -> None:
-    profile = profiles.for_device("cpu")
-    assert profile.memory.l1d and profile.memory.l2
-    assert profile.tile("cpu.forward", **FLOAT32)
-    assert profile.as_dict()["schema"] == 1
-
-
 def test_cuda_device_by_name(folders: dict[str, Path], gpu: Any) -> None:
     gpu(name="NVIDIA H200", compute_capability=[9, 0], sms=132, l2=62914560)
     profile = profiles.for_device("cuda")

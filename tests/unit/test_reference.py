@@ -126,9 +126,6 @@ def test_gradient_without_dlse() -> None:
         assert_same(backward(spec, operands, order, dout, block_q=4, block_k=3), plain)
 
 
-# --- edges ------------------------------------------------------------------------------------------------------------
-
-
 # --- other precisions -------------------------------------------------------------------------------------------------
 
 
@@ -216,6 +213,3 @@ def test_weighted_sum_selects() -> None:
     with np.errstate(invalid="ignore"):
         got = reference.weighted_sum(w, x)
     np.testing.assert_array_equal(got, [[np.nan, -np.inf], [0.5, 1.0], [np.nan, np.nan]])
-
-
-# --- the backend ------------------------------------------------------------------------------------------------------
