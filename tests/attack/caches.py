@@ -80,6 +80,7 @@ class Trace:
         self.cache = flashkit.KVCache(
             self.sequences, heads_kv, d, dv, pages=r.choice([-(-200 // page), -(-60 // page)]), page=page,
             dtype=self.dtype, window=None if self.left is None else (self.left, 0), rollback=self.rollback,
+            cascade=r.choice([None, True]),
         )  # fmt: skip
         for layer in self.cache:
             layer.k_pages[...] = layer.v_pages[...] = np.nan

@@ -95,22 +95,6 @@ def test_no_key_but_a_sink(backend: str) -> None:
     assert all((got[n] == 0).all() for n in ("out", "dq", "dk", "dv"))
 
 
-def test_gradients_of_sinks_need_not_be_asked_for(backend: str) -> None:
-    q, k, v = qkv()
-    _, vjp = attention_vjp(q, k, v, sinks=np.array([0.5, -1.0], np.float32))
-    dout = np.ones((2, 2, 9, 6), np.float32)
-    for few, all_of_them in zip(vjp(dout), vjp(dout, wrt=("q", "k", "v", "sinks"))):
-        np.testing.assert_array_equal(few, all_of_them)
-
-
-def test_a_sink_of_minus_infinity_is_none(backend: str) -> None:
-    q, k, v = qkv(n_q=20, n_k=12)
-    plain = everything(q, k, v, causal=True)
-    got = everything(q, k, v, causal=True, sinks=np.full(2, -np.inf, np.float32))
-    same(got, plain)
-    assert (got["dsinks"] == 0).all()
-
-
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("where", ["dout", "dlse", "v"])
 def test_a_sink_without_weight_has_no_gradient(backend: str, where: str, poison: float) -> None:

@@ -265,15 +265,6 @@ def test_work_apart_gives_its_result_and_its_error() -> None:
         run_off_main_thread(lambda: 1 // 0)
 
 
-def test_work_on_other_threads_stays_there() -> None:
-    found: list[bool] = []
-    run = lambda: found.append(run_off_main_thread(threading.get_ident) == threading.get_ident())
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert found == [True]
-
-
 def test_work_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of C. That of a handler, which comes after the thread has been started, is not taken for it."""
     changed = {1: 1}

@@ -131,7 +131,8 @@ def test_a_worker_without_work_yields_its_core_and_sleeps_when_it_is_taken(progr
         from flashkit.backends.cpu import arguments as at, specialise
 
         def looks(jump):
-            memory, times, asleep = np.zeros(int(at.WORKER_WORDS), np.int64), [0], threading.Event()
+            memory, times, yields = np.zeros(int(at.WORKER_WORDS), np.int64), [0], []
+            asleep = threading.Event()
             kinds = [ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * n) for n in (0, 2, 2)]
 
             def clock(which, address):
@@ -144,13 +145,14 @@ def test_a_worker_without_work_yields_its_core_and_sleeps_when_it_is_taken(progr
                 asleep.set()
                 threading.Event().wait()
 
-            functions = kinds[0](lambda: 0), kinds[1](clock), kinds[2](sleep)
+            functions = kinds[0](lambda: yields.append(0) or 0), kinds[1](clock), kinds[2](sleep)
             for word, function in zip((at.YIELD, at.CLOCK, at.ACQUIRE), functions):
                 memory[word] = ctypes.cast(function, ctypes.c_void_p).value
             memory[at.STATE] = at.FREE
             work = ctypes.CFUNCTYPE(None, ctypes.c_int64)(specialise.launcher()["work"])
             threading.Thread(target=work, args=(memory.ctypes.data,), daemon=True).start()
             assert asleep.wait(60) and memory[at.STATE] == at.ASLEEP
+            assert len(times) - 3 <= len(yields) <= len(times)
             kept.append((memory, functions))
             return len(times)
 

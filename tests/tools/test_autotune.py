@@ -169,14 +169,6 @@ def test_a_wrong_tile_in_use_is_replaced_by_a_right_one_even_if_slower(tmp_path:
     assert found.tile != IN_USE
 
 
-def test_noise_does_not_replace_the_tile_in_use(tmp_path: Path) -> None:
-    """All tiles are alike, and one of ten calls is disturbed; the one in use stays."""
-    rng = np.random.default_rng(0)
-    found = search(Machine(lambda tile: 1.0 + float(rng.random() < 0.1) + 0.005 * rng.random()), tmp_path / "log")
-    assert found is not None
-    assert found.tile == IN_USE
-
-
 def test_an_outclassed_generation_gets_one_trial(tmp_path: Path) -> None:
     """1e12 FLOPs in 1.4 s are 714 GFLOP/s: half of 1500 and not of 1400."""
     for rival, tried in ((1500.0, False), (1400.0, True)):

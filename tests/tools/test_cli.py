@@ -109,11 +109,6 @@ def test_explain_passes_its_options(run: Any, explained: dict[str, Any]) -> None
     assert explained["layout"] == "bhnd"
 
 
-def test_explain_takes_two_axes(run: Any, explained: dict[str, Any]) -> None:
-    assert run("explain", "--shape", "100,64", "--keys", "50", "--sinks")[0] == 0
-    assert (explained["k"].shape, explained["sinks"].shape) == ((50, 64), (1,))
-
-
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [

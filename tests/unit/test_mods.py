@@ -289,15 +289,6 @@ def test_a_mask_may_be_a_constant():
     assert not on_all_pairs(mods.mask(lambda b, h, q, k: False)).any()
 
 
-def test_numpy_functions_trace():
-    mod = mods.score(lambda s, b, h, q, k: np.tanh(s) + np.sqrt(np.maximum(q, k) + 1.0))
-    assert np.isfinite(on_all_pairs(mod, s=SCORES)).all()
-
-
-def test_the_description_shows_the_graph():
-    assert repr(mods.causal()) == "<mask mod t0=le(k,q)>"
-
-
 closed_over = np.arange(20)
 ERRORS: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
     TypeError: [

@@ -170,11 +170,6 @@ def test_plans_keep_the_layout_that_they_are_for() -> None:
         again(shifted, np.ascontiguousarray(k), v)
 
 
-def test_plans_of_nothing() -> None:
-    q = np.zeros((2, 0, 8), np.float32)
-    assert pickle.loads(pickle.dumps(flashkit.plan(q, q, q)))(q, q, q).shape == (2, 0, 8)
-
-
 def test_a_pickle_of_a_plan_is_what_was_asked_for_then() -> None:
     """Whatever happens to the caller's arrays of integers and sinks."""
     q, k, v = RNG.standard_normal((3, 2, 4, 40, 16), dtype=np.float32)

@@ -162,15 +162,6 @@ def test_arrays_without_tokens(per: Any) -> None:
         assert found.dequantize().shape == shape
 
 
-def test_any_strides() -> None:
-    x = normal(4, 30, 3, 16)[::2, ::-1, :, ::2].swapaxes(1, 2)
-    for per in quantized.PER:
-        same(
-            quantize(x, "e4m3", per, rotate=True).dequantize(),
-            quantize(x.copy(), "e4m3", per, rotate=True).dequantize(),
-        )
-
-
 def test_a_quantised_array() -> None:
     x = normal(2, 3, 50, 8)
     found = quantize(x, "int8", "block", rotate=True, smooth=True, block=16, seed=3)

@@ -101,13 +101,3 @@ def test_wait_idle_precedes_an_untimed_sample_and_a_timed_one() -> None:
     )
     assert clock.order == ["a", "sleep", *["a"] * timing.SIZING_CALLS, *["sleep", "a", "a"] * 3]
     assert timings["a"].median == pytest.approx(0.02)
-
-
-def test_a_call_that_wakes_threads_does_not_set_the_length_of_samples() -> None:
-    clock = Clock()
-    slow_after_sleep = lambda n: 0.012 if n == 0 or clock.order[-1] == "sleep" else 0.0005
-    timings = interleaved(
-        {"a": clock.call("a", slow_after_sleep)}, rounds=3, wait_idle=lambda: clock.sleep(0.5), clock=clock
-    )
-    assert timings["a"].repeats == pytest.approx(20, abs=1)
-    assert timings["a"].median == pytest.approx(0.0005)
