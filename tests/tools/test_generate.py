@@ -205,7 +205,7 @@ def test_a_prompt_beyond_the_context_is_an_error(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float16", marks=pytest.mark.exhaustive), "bfloat16"])
 def test_other_dtypes_of_activations(dtype: str, capsys: pytest.CaptureFixture[str], tokenizer: Any) -> None:
     arguments = ["What is the capital of France?", "--max-tokens", "8", "--dtype", dtype, "--json"]
     assert command.main(arguments) == 0
