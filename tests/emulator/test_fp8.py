@@ -424,7 +424,7 @@ def test_a_plan_quantises(layout: Any, device: Device, launched: list[str], plan
     memory = cupy.asarray(normal(k.size + 4, seed=3))
     with cupy.cuda.Stream(non_blocking=True) as stream:
         for factor in (1, -3):
-            k *= np.asarray(factor, k.dtype)
+            k *= cupy.asarray(np.asarray(factor, k.dtype))
             np.testing.assert_array_equal(found(k).get(), right())
         moved = memory[4:].reshape(k.shape)  # by 8 bytes
         moved[...] = k
@@ -440,7 +440,7 @@ def test_a_plan_quantises(layout: Any, device: Device, launched: list[str], plan
         cupy.asarray(np.ones((), np.float32))
         device.flush()
         for _ in range(2):
-            k *= np.asarray(2, k.dtype)
+            k *= cupy.asarray(np.asarray(2, k.dtype))
             graph.launch()
             np.testing.assert_array_equal(out.get(), right())
 
