@@ -15,7 +15,7 @@ import numpy as np
 from .. import options as table
 from ..options import OPTIONS
 from . import arrays, interop
-from .codes import Dequantised
+from .codes import Dequantised, memory_of
 from .interop import Foreign
 from .quantized import Quantized
 from .views import View
@@ -126,7 +126,7 @@ class Call:
         if fp8 or Quantized in (type(self.q), type(self.k), type(self.v)):
             self.require_arrays()
             self.quantised = Dequantised(self.q, self.k, self.v, self.options, fp8, self.described)
-            if arrays.kind_of(self.q) != "numpy":
+            if not arrays.is_here(memory_of(self.q)):
                 self._enter(self.quantised.scope())
 
     def _enter(self, scope: Any) -> None:

@@ -43,41 +43,9 @@ def test_unknown_arguments_name_the_one_that_was_meant(entry: Any, name: str, me
     assert repr(name) in str(caught.value) and meant in str(caught.value)
 
 
-def test_a_key_padding_mask_as_the_hint_says() -> None:
-    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 3, 5, 8), dtype=np.float32)
-    ignored = np.array([[False] * 5, [False, False, True, True, True]])
-    out = attention(q, k, v, mask=~ignored[:, None, None, :])
-    np.testing.assert_allclose(out[1], attention(q[1], k[1, :, :2], v[1, :, :2]), atol=1e-6)
-
-
 def test_options_are_the_arguments_of_attention() -> None:
     known = [name for name in inspect.signature(attention).parameters if name not in ("q", "k", "v")]
     assert sorted(known) == sorted([*Options.__annotations__, "return_lse", "return_stats", "out", "backend"])
-
-
-MISFITS: list[tuple[dict[str, Any], str]] = [
-    ({"q": zeros(8)}, "one axis"),
-    ({"k": zeros(4, 8)}, "axes"),
-    ({"k": zeros(3, 2, 6, 8)}, "batch"),
-    ({"q": zeros(2, 4, 5, 600)}, "head dim"),
-    ({"k": zeros(2, 2, 6, 9)}, "head dims"),
-    ({"v": zeros(2, 2, 7, 8)}, "tokens"),
-    ({"v": zeros(2, 1, 6, 8)}, "heads of v"),
-    ({"q": zeros(2, 3, 5, 8)}, "heads of q"),
-    ({"mask": zeros(5, 7, dtype=bool)}, "mask"),
-    ({"bias": zeros(3, 5, 6)}, "bias"),
-    ({"alibi_slopes": zeros(3)}, "slopes"),
-    ({"sinks": zeros(3)}, "sinks"),
-    ({"block_mask": flashkit.BlockMask.local(16, 16, 1, 8)}, "block_mask"),
-    ({"block_mask": flashkit.BlockMask.from_dense(zeros(3, 1, 1, dtype=bool), 5, 6)}, "heads of block_mask"),
-]
-
-
-@pytest.mark.parametrize("arguments", [each[0] for each in MISFITS], ids=[each[1] for each in MISFITS])
-def test_errors_of_shapes_say_the_layout(arguments: dict[str, Any]) -> None:
-    good = {"q": zeros(2, 4, 5, 8), "k": zeros(2, 2, 6, 8), "v": zeros(2, 2, 6, 8)}
-    with pytest.raises(ValueError, match="layout='bhnd'"):
-        attention(**(good | arguments))
 
 
 def test_errors_say_when_the_other_layout_fits() -> None:
