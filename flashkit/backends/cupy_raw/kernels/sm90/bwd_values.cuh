@@ -38,7 +38,8 @@ DEVICE void value_sums_warp(const Params& p, unsigned base, int group) {
 #pragma unroll 1
         do {
             pipe_q.consumer_wait(n);
-            const int desc = load_word(tile_desc_slot(base, n)), h = load_word(tile_desc_slot(base, n) + TileDesc::HEAD);
+            const unsigned slot_of_tile = tile_desc_slot(base, n);
+            const int desc = load_word(slot_of_tile), h = load_word(slot_of_tile + TileDesc::HEAD);
             __syncwarp();
             pipe_q.consumer_release(n, lane);
             last = desc & TileDesc::LAST_TILE;
@@ -49,13 +50,13 @@ DEVICE void value_sums_warp(const Params& p, unsigned base, int group) {
             };
             float* sums = sum_at(row0, key);
             const long long to_row = sum_at(row0 + 2, key) - sums, to_key = sum_at(row0, key + 1) - sums;
-            const bool aligned = to_key == 1 && (((unsigned long long)sums | to_row * 4) % 16) == 0 && keys >= VALUE_KEYS;
+            const bool aligned = ((unsigned long long)sums | to_row * 4) % 16 == 0;  // and so are all of its rows
             const int rows = (min(n_q - row0, BLOCK_Q) + 1) / 2;
             const unsigned tile = base + AT_DS + n % 2 * BYTES_DS + group * BLOCK_Q * CHUNK_ROW + part % 2 * 8;
             auto element = [&](int i) { return tile + swizzled(lane / VALUE_LANES + 2 * i, part / 2); };
             float x[VALUE_KEYS];
             pipe_ds.consumer_wait(n);
-            if (aligned) {
+            if (aligned && to_key == 1 && keys >= VALUE_KEYS) {
 #pragma unroll 4
                 for (int i = 0; i < rows; ++i, sums += to_row) load_ds(x, element(i)), red_add_float4(sums, x);
             } else {
