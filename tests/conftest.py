@@ -39,10 +39,12 @@ os.environ.setdefault("FLASHKIT_PREBUILT", "0")  # what a checkout has compiled 
 
 NUMBA_ONE_IN = 5
 """Numba takes ten seconds for kernels that NVRTC compiles in one. So of the cases that a test has for its backend on a
-device, where they are more than twice as many, one in so many runs.
+device, where they are more than a few, one in so many runs.
 """
-SLOW_ONE_IN = 2
+SLOW_ONE_IN = 3
 """The same for slow cases on a CPU: `make test` is to end within a quarter of an hour on two cores."""
+FEW = 4
+"""So many cases all run, whatever they take."""
 
 _GOLDEN = 0.6180339887
 
@@ -69,7 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         assert isinstance(often, int)
         marker = group[0].get_closest_marker("one_in")
         rarely = marker.kwargs.get("slow", often) if marker else often
-        if len(group) > 2 * often or marker:
+        if len(group) > FEW or marker:
             for i, item in enumerate(group):
                 n = rarely if item.get_closest_marker("slow") else often
                 if i * _GOLDEN % 1 >= 1 / n:  # spread over every period that the parameters have

@@ -77,12 +77,14 @@ class Trace:
         self.shapes, self.sequences = ((heads_kv, d), (heads_kv, dv)), r.randint(1, 4)
         self.left, self.rollback = r.choice([None, None, r.randint(0, 20)]), r.choice([0, 0, r.randint(1, 9)])
         self.reach, self.was_stopped = (self.left or 0) + self.rollback, False
+        self.kv_format = r.choice([None, None, "e4m3", "int8"]) if self.dtype == np.float32 else None
         self.cache = flashkit.KVCache(
             self.sequences, heads_kv, d, dv, pages=r.choice([-(-200 // page), -(-60 // page)]), page=page,
-            dtype=self.dtype, window=None if self.left is None else (self.left, 0), rollback=self.rollback,
+            dtype=self.kv_format or self.dtype, like=np.empty(0, self.dtype), rollback=self.rollback,
+            window=None if self.left is None else (self.left, 0), cascade=r.choice([None, True]),
         )  # fmt: skip
-        for layer in self.cache:
-            layer.k_pages[...] = layer.v_pages[...] = np.nan
+        for pool in self.cache._steps.memory:
+            pool.view(np.uint8)[...] = 255  # NaN
         self.table = flashkit.rotary_table(400, d // 2 * 2) if d > 1 and r.random() < 0.5 else None
         self.tokens = [[np.empty((0, *shape), self.dtype) for shape in self.shapes] for _ in range(self.sequences)]
         self.settled = [0] * self.sequences  # lengths before the last append
@@ -160,7 +162,11 @@ class Trace:
 
     def compare(self, i: int, q: Any, out: Any, lse: Any, first: int) -> None:
         """Queries (N, Hq, D) of sequence i from position `first` on, against the definition."""
-        one = {name: x.swapaxes(0, 1)[None] for name, x in zip("qkv", (q, *self.tokens[i]))}
+        held = self.tokens[i]
+        if self.kv_format is not None:
+            codes = [flashkit.quantize(x, self.kv_format, "token", layout="bnhd") for x in held]
+            held = [x.dequantize(self.dtype.name) for x in codes]
+        one = {name: x.swapaxes(0, 1)[None] for name, x in zip("qkv", (q, *held))}
         one |= {"causal": True, "q_offset": first} | ({} if self.left is None else {"window": (self.left, 0)})
         self.wrong += off_definition(one, out.swapaxes(0, 1)[None], lse[None])
 

@@ -139,7 +139,7 @@ def check_found(fault: Fault, package: Path, calls: int) -> None:
 
 
 @pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.name) for fault in FAULTS + CACHES])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_a_planted_fault_is_found(fault: Fault, tmp_path: Path) -> None:
     check_found(fault, planted([fault], tmp_path), CALLS)
 

@@ -120,7 +120,7 @@ def test_poison_between_the_elements() -> None:
         if backend.values[0] != "reference" or i % 4 == 0  # test_reference.py holds it against the definition
     ],
 )
-@pytest.mark.one_in(6, slow=24)
+@pytest.mark.one_in(8, slow=48)
 def test_pairs_of_features(row: int, backend: str) -> None:
     """Rows of a pairwise design over all factors; cases.name(DESIGN[row]) says which."""
     check(backend, DESIGN[row])
@@ -131,7 +131,7 @@ def test_pairs_of_features(row: int, backend: str) -> None:
 @pytest.mark.parametrize(
     ("factor", "level"), [pytest.param(f, x, marks=slow_if(x not in FACTORS[f][1:3])) for f, x in ALONE]
 )
-@pytest.mark.one_in(3, slow=16)
+@pytest.mark.one_in(4, slow=24)
 def test_a_feature_alone(factor: str, level: str, dtype: str, backend: str) -> None:
     choice = {**PLAIN, "sizes": "45x107", "dims": "40", "heads": "4:2", "dtype": dtype, factor: level}
     if choice["layout"] in ("three axes", "two axes"):
@@ -173,7 +173,7 @@ MANY_TILES = {
 @pytest.mark.parametrize("backend", COMPILED)
 @pytest.mark.parametrize("sizes", ["700x900", "3x2500", "1500x2"])
 @pytest.mark.parametrize("what", MANY_TILES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_many_tiles(what: str, sizes: str, backend: str) -> None:
     """Sizes beyond a tile in both axes, in one and in the other; these take the threaded paths."""
     check(backend, {**with_(batch="1", dims="64", sizes=sizes, heads="1:1"), **MANY_TILES[what]})
@@ -195,7 +195,7 @@ def test_every_place_of_a_boundary(what: str, backend: str) -> None:
     n_q, n_k = 130, 210
     q, k, v = (rng.standard_normal((1, 1, n, 4)) for n in (n_q, n_k, n_k))
     scores = q[0, 0] @ k[0, 0].T / 2
-    step = 1 if backend != "reference" else 7
+    step = 7 if backend == "reference" else 1 if what == "causal" else 3
     for offset in range(-n_q - 5, n_k + 5, step):
         options = {**BOUNDARIES[what], "q_offset": offset}
         (out, lse), vjp = flashkit.attention_vjp(q, k, v, **options, return_lse=True, backend=backend)
@@ -214,59 +214,3 @@ def test_every_place_of_a_boundary(what: str, backend: str) -> None:
             np.testing.assert_allclose(lse[0, 0], np.log(total[:, 0]), rtol=1e-12, atol=1e-13)
         for got, x in ((out[0, 0], expected), (dq, ds @ k[0, 0]), (dk, ds.T @ q[0, 0]), (dv, p.T @ expected)):
             np.testing.assert_allclose(got, x, rtol=1e-10, atol=1e-12, err_msg=f"q_offset {offset}")
-
-
-# --- gradients are derivatives ----------------------------------------------------------------------------------------
-
-
-DERIVED = [
-    ("dtype", "float64"),
-    *(pair for pair in ALONE if pair[0] not in ("layout", "batch", "sizes", "out") and pair[1] != "paged"),
-]
-
-
-@pytest.mark.parametrize("backend", [b for b in cases.backends() if b.values[0] == "cpu"])
-@pytest.mark.parametrize(
-    ("factor", "level"),
-    [
-        pytest.param(*pair, marks=slow_if(pair[0] not in ("dtype", "heads", "softcap", "sinks", "dlse")))
-        for pair in DERIVED
-    ],
-)
-@pytest.mark.one_in(1, slow=6)
-def test_finite_differences(factor: str, level: str, backend: str) -> None:
-    """In float64, the gradients of sum(out * dout) + sum(lse * dlse) along random directions are central
-    differences."""
-    choice = {
-        **PLAIN,
-        "batch": "2",
-        "heads": "4:2",
-        "sizes": "9x14",
-        "dims": "5/3",
-        "dlse": "yes",
-        factor: level,
-        "dtype": "float64",
-    }
-    call = cases.build(choice)
-    (out, lse), vjp = flashkit.attention_vjp(call.q, call.k, call.v, return_lse=True, backend=backend, **call.options)
-    names = ("q", "k", "v") + (("sinks",) if "sinks" in call.options else ())
-    gradients = vjp(call.dout, call.dlse, wrt=names)
-    seen = np.isfinite(lse)
-    assert seen.any() and np.isfinite(out).all()
-
-    inputs = {"q": call.q, "k": call.k, "v": call.v, **{n: call.options[n].astype(np.float64) for n in names[3:]}}
-
-    def loss(moved: dict[str, np.ndarray]) -> float:
-        out, lse = flashkit.attention(**{**call.options, **moved}, return_lse=True, backend=backend)
-        return float((out * call.dout).sum() + (np.where(seen, lse, 0) * call.dlse).sum())
-
-    rng = np.random.default_rng(7)
-    for n, gradient in zip(names, gradients):
-        direction = rng.standard_normal(inputs[n].shape)
-        step = 1e-5
-        plus, minus = (loss({**inputs, n: inputs[n] + sign * step * direction}) for sign in (1, -1))
-        # The difference loses half of the digits: its own error is some 1e-16 / 1e-5 of the loss, and 1e-10 of the
-        # third derivative.
-        np.testing.assert_allclose(
-            (gradient * direction).sum(), (plus - minus) / (2 * step), rtol=2e-7, atol=2e-8, err_msg=n
-        )

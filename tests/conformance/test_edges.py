@@ -64,18 +64,6 @@ def same(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
 # --- rows without keys, and nothing at all ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_without_keys(backend: str, dtype: str) -> None:
-    """With more queries than keys, causal attention leaves the first rows nothing to see."""
-    q, k, v = qkv(n_q=150, n_k=40, dtype=dtype)
-    got = everything(q, k, v, causal=True)
-    empty = slice(0, 110)
-    assert (got["out"][:, :, empty] == 0).all() and (got["lse"][:, :, empty] == -np.inf).all()
-    assert (got["dq"][:, :, empty] == 0).all()
-    assert np.isfinite(got["lse"][:, :, 110:]).all()
-    assert all(np.isfinite(got[n].astype(np.float64)).all() for n in ("out", "dq", "dk", "dv"))
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -105,22 +93,6 @@ def test_no_key_but_a_sink(backend: str) -> None:
     np.testing.assert_allclose(got["lse"], np.broadcast_to(sinks[:, None], (2, 2, 70)), rtol=1e-6)
     np.testing.assert_allclose(got["dsinks"], dlse.sum((0, 2)), rtol=1e-5)
     assert all((got[n] == 0).all() for n in ("out", "dq", "dk", "dv"))
-
-
-def test_gradients_of_sinks_need_not_be_asked_for(backend: str) -> None:
-    q, k, v = qkv()
-    _, vjp = attention_vjp(q, k, v, sinks=np.array([0.5, -1.0], np.float32))
-    dout = np.ones((2, 2, 9, 6), np.float32)
-    for few, all_of_them in zip(vjp(dout), vjp(dout, wrt=("q", "k", "v", "sinks"))):
-        np.testing.assert_array_equal(few, all_of_them)
-
-
-def test_a_sink_of_minus_infinity_is_none(backend: str) -> None:
-    q, k, v = qkv(n_q=20, n_k=12)
-    plain = everything(q, k, v, causal=True)
-    got = everything(q, k, v, causal=True, sinks=np.full(2, -np.inf, np.float32))
-    same(got, plain)
-    assert (got["dsinks"] == 0).all()
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
@@ -168,9 +140,9 @@ def empty_calls(axes: str) -> Iterator[dict[str, int]]:
 )
 @pytest.mark.one_in(2)
 def test_empty_sizes(backend: str, axes: str) -> None:
-    """Every axis and every two axes of length 0, with every option: results and gradients are empty, or 0."""
+    """Every axis and every two axes of length 0, with a third of the options: results and gradients are empty, or 0."""
     layout = "bnhd" if "nh" in axes else "bhnd"
-    for n in empty_calls(axes):
+    for number, n in enumerate(empty_calls(axes)):
         batch = tuple(n[name] for name in axes if name in "ab")
 
         def array(heads: str, tokens: str, dim: int, n: dict[str, int] = n) -> np.ndarray:
@@ -190,7 +162,7 @@ def test_empty_sizes(backend: str, axes: str) -> None:
             "block mask": {"block_mask": flashkit.BlockMask.from_mod(mods.causal(), n["nq"], n["nk"])},
             "modification": {"score_mod": mods.score(lambda s, b, h, q, k, *, x: s * x[h], x=np.ones(n["h"]))},
         }  # fmt: skip
-        for name, option in options.items():
+        for name, option in itertools.islice(options.items(), number % 3, None, 3):
             case = f"{name}, {n}"
             if name == "lengths" and not batch:
                 option = {"kv_lengths": n["nk"]}
@@ -248,36 +220,6 @@ def test_poison_past_kv_lengths(backend: str, dtype: str, poison: float) -> None
     for name, x in clean.items():
         np.testing.assert_array_equal(got[name], x, err_msg=name)
     assert (got["dk"][1, :, 50:] == 0).all() and (got["dv"][2] == 0).all()
-
-
-@pytest.mark.parametrize("options", [{"causal": True}, {"window": (20, 4)}, {"mask_mod": mods.prefix_lm(9)}], ids=str)
-def test_a_batch_padded_on_the_right(backend: str, options: dict[str, Any]) -> None:
-    """With q_offset=0 each entry is what it is alone; without q_offset the call is refused."""
-    q, k, v = qkv(3, 2, 70, 70)
-    lengths = [70, 40, 1]
-    out = attention(q, k, v, kv_lengths=lengths, q_offset=0, **options)
-    for b, n in enumerate(lengths):
-        alone = attention(*(x[b, :, :n] for x in (q, k, v)), **options)
-        np.testing.assert_allclose(out[b, :, :n], alone, rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match=r"q_offset: .*kv_lengths has 40.*pass 0"):
-        attention(q, k, v, kv_lengths=lengths, **options)
-
-
-@pytest.mark.parametrize("options", [{}, {"q_offset": 3}, {"causal": True}, {"kv_lengths": [60, 130]}], ids=str)
-@pytest.mark.parametrize(("n_q", "n_k"), [(70, 130), (130, 70), (3, 130)])
-@pytest.mark.one_in(2)
-def test_documents_of_unequal_sizes(backend: str, n_q: int, n_k: int, options: dict[str, Any]) -> None:
-    """The document of a query belongs to its row, wherever the offset places it."""
-    rng = np.random.default_rng(3)
-    q, k, v = qkv(2, 2, n_q, n_k)
-    q_ids, kv_ids = (np.sort(rng.integers(0, 5, (2, n))) for n in (n_q, n_k))
-    if "kv_lengths" in options:
-        options = {"kv_lengths": np.minimum(options["kv_lengths"], n_k)}
-    dense = q_ids[:, None, :, None] == kv_ids[:, None, None, :]
-    same(
-        everything(q, k, v, mask_mod=mods.document(q_ids, kv_ids), **options),
-        everything(q, k, v, mask=dense, **options),
-    )
 
 
 @pytest.mark.parametrize("row", [0, -1])
@@ -351,16 +293,6 @@ def _hiding() -> None:
 
 
 _hiding()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_key_of_infinity_that_no_row_sees(backend: str, dtype: str) -> None:
-    """dQ alone would be NaN, 0 times the key: dK and dV have no product with it."""
-    q, k, v = qkv(1, 2, N_Q, N_K, dtype=dtype)
-    mask = np.arange(N_K) != 61
-    clean = everything(q, k, v, mask=mask)
-    k[:, :, 61] = np.inf
-    same(everything(q, k, v, mask=mask), clean)
 
 
 @pytest.mark.parametrize("where", ["k", "v", "k and v"])
@@ -632,17 +564,6 @@ def test_weights_of_the_backward_pass_within_a_rounding_of_the_lse(dtype: str) -
             assert (weight <= most * (1 + slack)).all() and (weight >= least * (1 - slack)).all(), (size, sign)
 
 
-def test_one_score_above_all_others(backend: str) -> None:
-    """Where one score is far above the rest, attention is a look-up."""
-    q, k, v = qkv(1, 1, 30, 50)
-    best = np.random.default_rng(2).integers(0, 50, 30)
-    bias = np.zeros((30, 50), np.float32)
-    bias[np.arange(30), best] = 1e6
-    got = everything(q, k, v, bias=bias, dlse=np.zeros((1, 1, 30), np.float32))
-    np.testing.assert_array_equal(got["out"][0, 0], v[0, 0, best])
-    assert np.abs(got["dq"]).max() < 1e-4
-
-
 def test_scores_that_overflow(backend: str) -> None:
     """A product too great for the computing precision is an infinite score, and the row NaN, never an exception."""
     q, k, v = qkv(1, 1, 5, 6)
@@ -743,12 +664,12 @@ REPEATED = {
 }
 
 
-@pytest.mark.parametrize("what", REPEATED)
-@pytest.mark.parametrize("n", [50, pytest.param(600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("what", "n"), [("causal", 50), ("dropout", 600), ("grouped, softcap", 50)])
 def test_the_same_bits_again(backend: str, what: str, n: int) -> None:
+    n = n if backend != "reference" else 50  # it has no threads
     q, k, v = qkv(1, 4, n, n, 32, 32, group=2)
     first = everything(q, k, v, **REPEATED[what])
-    for _ in range(3 if n < 100 or backend != "reference" else 1):  # which has no threads
+    for _ in range(3):
         for name, x in everything(q, k, v, **REPEATED[what]).items():
             np.testing.assert_array_equal(x, first[name], err_msg=name)
 
@@ -856,12 +777,3 @@ def test_little_and_much_dropout(backend: str, p: float) -> None:
     np.testing.assert_allclose(
         got["lse"], attention(q, k, v, return_lse=True)[1], rtol=1e-6
     )  # which dropout leaves alone
-
-
-def test_a_page_table_may_be_lists() -> None:
-    q, k = np.ones((2, 2, 3, 8)), np.random.default_rng(0).standard_normal((4, 5, 2, 8))
-    table, lengths = [[3, 1], [0, -1]], [7, 5]
-    given = flashkit.attention(q, k, k, page_table=table, kv_lengths=lengths)
-    np.testing.assert_array_equal(given, flashkit.attention(q, k, k, page_table=np.array(table), kv_lengths=lengths))
-    with pytest.raises(ValueError, match=r"kv_lengths: expected .* got values from 5 to 11"):
-        flashkit.attention(q, k, k, page_table=table, kv_lengths=[11, 5])

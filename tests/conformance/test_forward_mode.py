@@ -44,7 +44,7 @@ def built(row: int) -> cases.Call:
 
 
 @pytest.mark.parametrize(("backend", "row"), [x for backend in HOST for x in rows(backend)])
-@pytest.mark.one_in(24, slow=3)
+@pytest.mark.one_in(48)
 def test_statistics_conform(backend: str, row: int) -> None:
     call = built(row)
     dtype = call.choice["dtype"]
@@ -72,7 +72,7 @@ def test_statistics_conform(backend: str, row: int) -> None:
 
 
 @pytest.mark.parametrize(("backend", "row"), [x for backend in HOST for x in rows(backend)])
-@pytest.mark.one_in(24, slow=3)
+@pytest.mark.one_in(48)
 def test_jvp_conforms(backend: str, row: int) -> None:
     call = built(row)
     dtype, rng = call.choice["dtype"], np.random.default_rng(row)

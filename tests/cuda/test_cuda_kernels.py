@@ -129,13 +129,6 @@ def spec_of(scores: list[mods.Mod], masks: list[mods.Mod], d: int = 64, dtype: s
     return AttentionSpec(dtype, d, d, 1, score, mask, slots)
 
 
-@pytest.mark.parametrize("what", [*SCORES, *MASKS])
-def test_a_modification_compiles(what: str) -> None:
-    spec = spec_of([SCORES[what]] if what in SCORES else [], [MASKS[what]] if what in MASKS else [])
-    assert modification.unsupported(spec) == ""
-    compiler.binary(specialise.source("common/bwd_preprocess", spec, {"BASE_2": 0}), "sm_80")
-
-
 def test_too_many_values_are_refused_with_a_sentence() -> None:
     names = [f"x{i}" for i in range(modification.MAX_VALUES + 1)]
     many = mods.score(lambda s, b, h, q, k, **x: sum(x.values(), s), **dict.fromkeys(names, 0.5))
@@ -246,11 +239,6 @@ def test_sm80_takes_scores_by_form(d: int, what: str, name: str) -> None:
     found = compiler.binary(specialise.source(name.replace("_", "/", 1), spec, constants), "sm_80")
     assert found.resources[name].spills <= 288
     assert ("MUFU.TANH" in disassembled(found.path)) == (what == "softcap")
-
-
-def test_an_impossible_sm80_tile_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected block_q a multiple of 64"):
-        sm80.Sm80Tile(96, 64, 4)
 
 
 # --- Hopper -----------------------------------------------------------------------------------------------------------
@@ -379,14 +367,6 @@ SM90_MODIFIED = [  # the dilated mask takes as long as four others
     pytest.param(what, SM90_DIMS[i % len(SM90_DIMS)], marks=[pytest.mark.exhaustive] * (what == "dilated"))
     for i, what in enumerate([*SCORES, *MASKS])
 ]
-
-
-def test_an_impossible_sm90_tile_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected block_q 64, 128 or 192"):
-        sm90.Sm90Tile(96, 128)
-    with pytest.raises(ValueError, match="expected stages >= 2"):
-        sm90.Sm90Tile(128, 128, stages=1)
-    assert not sm90.Sm90Tile(192, 176).fits(AttentionSpec("bfloat16", 128, 128), HOPPER)
 
 
 @pytest.mark.parametrize(
@@ -630,19 +610,6 @@ def test_sm90_backward_tiles_of_all_head_dims_fit() -> None:
     assert [spec for spec in specs if not tile_of(spec, "sm90", "backward").fits(spec, HOPPER)] == []
 
 
-def test_an_impossible_sm90_backward_tile_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected block_q 64 or 128"):
-        sm90_bwd_launch.BackwardTile(96)
-    with pytest.raises(ValueError, match="expected stages >= 2"):
-        sm90_bwd_launch.BackwardTile(64, stages=1)
-    with pytest.raises(ValueError, match="block_k 128"):
-        sm90_bwd_launch.BackwardTile(64, 64)
-    wide = AttentionSpec("bfloat16", 256, 256)
-    assert not sm90_bwd_launch.BackwardTile(128, key_buffers=1).fits(wide, HOPPER)
-    assert not sm90_bwd_launch.BackwardTile(64, key_buffers=2).fits(wide, HOPPER)
-    assert tile_of(wide, "sm90", "backward") in sm90_bwd_launch.backward_candidates(wide, HOPPER)
-
-
 def test_heads_of_a_group_are_packed_where_they_divide_a_box() -> None:
     def packed(group: int, n_q: int) -> int:
         return sm90_launch.packed(Problem(AttentionSpec("float16", 64, 64, group), 1, 2 * group, n_q, 4096))
@@ -685,14 +652,6 @@ def test_a_binary_depends_on_the_headers_that_it_includes() -> None:
     same = made_from(a='  #include "b.cuh"', b="int b;", c="int c;")
     assert same == made_from(a='  #include "b.cuh"', b="int b;", c="int d;")
     assert same != made_from(a='  #include "b.cuh"', b="int d;", c="int c;")
-
-
-def test_integers_of_small_score_modifications() -> None:
-    """ALiBi's distances fit 32 bits where positions do; products of positions, or what numbers hold, may not."""
-    assert modification.positions(spec_of([mods.alibi(np.ones((2, 4), np.float32))], [])) == "floats"
-    assert modification.positions(AttentionSpec("float16", 64, 64)) == "integers"
-    assert modification.positions(spec_of([mods.score(lambda s, b, h, q, k: s - q * k)], [])) == "any"
-    assert modification.positions(spec_of([mods.score(lambda s, b, h, q, k, *, n=7: s - (q + n))], [])) == "any"
 
 
 @pytest.mark.slow

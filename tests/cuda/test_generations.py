@@ -17,7 +17,7 @@ from flashkit.backends.cuda_common import backend, generation
 from flashkit.backends.cuda_common.backend import CudaBackend
 from flashkit.backends.cuda_common.compiler import CompileError
 from flashkit.backends.cuda_common.device import MODELS, Device
-from flashkit.backends.cupy_raw import sm80
+from flashkit.backends.cupy_raw import sm80, sm90
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
 from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
 from flashkit.devices import profiles, schema
@@ -168,6 +168,10 @@ def test_the_shipped_rows_choose_what_was_fastest(profile: str, backend: str) ->
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
+        ({"block_q": 96, "generation": "sm90"}, "expected block_q 64, 128 or 192"),
+        ({"block_q": 128, "generation": "sm90", "stages": 1}, "expected stages >= 2"),
+        ({"block_q": 96, "generation": "sm90 backward"}, "expected block_q 64 or 128"),
+        ({"block_q": 64, "generation": "sm90 backward", "block_k": 64}, "block_k 128"),
         ({"block_q": 96}, "expected block_q a multiple of 64"),
         ({"options": {"warps": 4, "speed": 9}}, "it has no speed"),
         ({"options": {}}, "warps"),
@@ -179,10 +183,16 @@ def test_the_shipped_rows_choose_what_was_fastest(profile: str, backend: str) ->
     ],
 )
 def test_a_row_that_is_no_tile_is_not_followed(fields: dict[str, Any], complaint: str) -> None:
-    row = TileRow(**{"block_q": 128, "block_k": 64, "options": {"warps": 4}, **fields})
+    of, _, backward = fields.get("generation", "sm80").partition(" ")
+    fields = {name: x for name, x in fields.items() if name != "generation"}
+    made, kind = (
+        (sm80.Sm80(), "Sm80Tile") if of == "sm80" else (sm90.Sm90(), "BackwardTile" if backward else "Sm90Tile")
+    )
+    options = {"options": {"warps": 4}} if of == "sm80" else {}
+    row = TileRow(**{"block_q": 128, "block_k": 64 if of == "sm80" else 128, **options, **fields})
     errors.forget_warnings()
-    with pytest.warns(schema.ProfileWarning, match=f"no tile of Sm80Tile.*{complaint}"):
-        assert sm80.Sm80().tile(LONG, row, HOPPER, "forward") is None
+    with pytest.warns(schema.ProfileWarning, match=f"no tile of {kind}.*{complaint}"):
+        assert made.tile(LONG, row, HOPPER, "backward" if backward else "forward") is None
 
 
 def test_a_tile_that_fits_other_head_dims_is_left_without_a_warning() -> None:
@@ -225,11 +235,6 @@ def test_no_row_stops_a_plan(subject: backend.CudaBackend) -> None:
                 assert all(type(n) is int and 0 <= n <= 1024 for n in asdict(found).values()), found
                 assert 32 * getattr(found, "warps", 1) <= 1024 and getattr(found, "threads", 32) <= 1024
     assert followed and refused >= 1000, (followed, refused)
-
-
-def test_an_impossible_backward_tile_is_refused() -> None:
-    with pytest.raises(ValueError, match="in groups of 16"):
-        sm80.Sm80BackwardTile(64, 96, 8, 2, 4, 2)
 
 
 def test_a_row_whose_kernels_do_not_compile_is_left_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from tiles import tile_of
 
 from flashkit.backends.cuda_common import compiler
 from flashkit.backends.cuda_common.device import MODELS
-from flashkit.backends.numba_cuda import sm80, sm90, specialise
+from flashkit.backends.numba_cuda import specialise
 from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
 from flashkit.call.arguments import prepare
 from flashkit.devices import profiles
@@ -32,30 +32,6 @@ def spec_of(dtype: str, d: int, **options: object) -> AttentionSpec:
     q = np.zeros((1, 2, 300, d), np.float16)
     problem, _, _ = prepare(q, q, q, **options)
     return replace(problem.spec, dtype=dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "d", "options", "spilled"),
-    [
-        ("bfloat16", 128, {}, 64),
-        ("float16", 64, {"causal": True, "sinks": np.zeros(2)}, 1024),
-        ("bfloat16", 256, {"kv_lengths": np.array([9])}, 512),
-        ("bfloat16", 80, {"softcap": 5.0, "dropout_p": 0.1, "seed": 1}, 512),
-    ],
-)  # fmt: skip
-@pytest.mark.exhaustive
-def test_hoppers_forward_pass(dtype: str, d: int, options: dict, spilled: int) -> None:
-    """Products are not serialised (or `binary` raises); little is spilled, in code that runs once an item."""
-    spec = spec_of(dtype, d, **options)
-    constants = tile_of(Problem(spec, 4, 16, 300, 300), "sm90", backend=NUMBA).constants(spec)
-    binary = compiler.binary(specialise.source("sm90/forward", spec, constants), "sm_90a")
-    resources = binary.resources["sm90_forward"]
-    assert resources.registers in (128, 168)
-    assert resources.spills <= spilled
-    code = disassembled(binary.path)
-    for instruction in ("HGMMA.64x", "UTMALDG.5D", "UTMASTG.5D", "SYNCS.PHASECHK", "USETMAXREG", "STSM"):
-        assert instruction in code
 
 
 @pytest.mark.slow
@@ -98,27 +74,6 @@ def test_hoppers_backward_pass(dtype: str, d: int, options: dict) -> None:
 
 
 ARCHS = "sm_80", pytest.param("sm_90a", marks=pytest.mark.exhaustive)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(
-    ("dtype", "d", "options"),
-    [
-        ("bfloat16", 64, {}),
-        ("float16", 128, {"causal": True}),
-        ("bfloat16", 256, {}),
-    ],
-)
-@pytest.mark.exhaustive
-def test_the_forward_pass_by_mma(dtype: str, d: int, options: dict, arch: str) -> None:
-    spec, device = spec_of(dtype, d, **options), MODELS[arch]
-    tile = tile_of(spec, "sm80", device=device, backend=NUMBA)
-    binary = compiler.binary(specialise.source("sm80/forward", spec, tile.constants(spec, device)), arch)
-    assert binary.resources["sm80_forward"].spills <= 192
-    code = disassembled(binary.path)
-    for instruction in ("HMMA.16816.F32", "LDSM.16.M88.4", "LDSM.16.MT88.4", "LDGSTS"):
-        assert instruction in code
 
 
 @pytest.mark.slow
@@ -223,17 +178,3 @@ def test_which_kernels_take_a_call(changes: dict, forward: str, backward: str, r
         assert choice.generation is not None and choice.generation.name == name
         rejected += choice.rejected
     assert all(reason in line for line in rejected) and bool(rejected) == bool(reason)
-
-
-def test_tiles_are_checked() -> None:
-    with pytest.raises(ValueError, match="expected block_q 64, 128 or 192"):
-        sm90.Tile(100, 128)
-    with pytest.raises(ValueError, match="block_k a multiple of 16"):
-        sm80.Tile(128, 24)
-    with pytest.raises(ValueError, match="expected one or two stages"):
-        sm80.Tile(64, 64, 3)
-    with pytest.raises(ValueError, match="in groups of 32 rows"):
-        sm80.BackwardTile(32, 32)
-    tiles = NUMBA.generations[0].candidates(problem(), HOPPER, "forward")
-    assert tile_of(problem(), "sm90", backend=NUMBA) in tiles
-    assert all(tile.shared_memory(problem().spec) <= HOPPER.shared_per_block for tile in tiles)

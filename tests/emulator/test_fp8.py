@@ -135,11 +135,6 @@ def only_sm90(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     launch._shared.clear()
 
 
-def test_scales_of_heads(device: Device, launched: list[str]) -> None:
-    """Odd sizes, grouped heads, a causal mask."""
-    check(quantised(*inputs(2, "4:2", 150, 270, 64), "head"), launched, causal=True)
-
-
 @pytest.mark.parametrize("per", ["head", "block", "token"])
 def test_calls_of_one_layout_share_a_plan(
     per: str, device: Device, launched: list[str], plans_on_codes: list[object]
@@ -229,13 +224,6 @@ def test_head_dims_and_options(
     check(quantised(q, k, v, per, **more), launched, **options)
 
 
-@slow
-def test_slopes_and_a_packed_group(device: Device, launched: list[str]) -> None:
-    """A score modification sees the scores of the numbers. Few queries: rows of a tile are of several heads."""
-    slopes = np.array([0.1, 0.03, 0.2, 0.05], np.float32)
-    check(quantised(*inputs(1, "4:1", 40, 300, 64), "token"), launched, causal=True, alibi_slopes=slopes)
-
-
 @pytest.mark.parametrize("per", ["head", "token"])
 def test_a_needle_and_small_weights(per: str, device: Device, launched: list[str]) -> None:
     """One key has half of the weight, 1,000 others the rest: 2^-10 of the greatest each, which e4m3 holds only as a
@@ -269,13 +257,6 @@ def test_tiles(
         return ((q >= 64) | (k < 100) | (k >= 290)) & ((q < 64) | (k >= 130))
 
     check(quantised(*inputs(1, "4:2", 300, 420, dim), "token"), launched, mask_mod=sees)
-
-
-def test_values_of_zeros(device: Device, launched: list[str]) -> None:
-    """As padding has them. Their scale is the least number of float32, whose weights are those of any other key."""
-    q, k, v = inputs(1, "1:1", 70, 300, 64)
-    v[:, :, ::2] = 0
-    check(quantised(q, k, v, "token"), launched)
 
 
 def test_a_nan_stays_in_its_head(device: Device, launched: list[str]) -> None:

@@ -14,16 +14,13 @@ import pytest
 import flashkit
 from flashkit import mods
 from flashkit.api import vjp_of
-from flashkit.backends.cuda_common import arguments as cuda_arguments
 from flashkit.backends.cuda_common import backend as cuda_backend
 from flashkit.backends.cuda_common import compiler, tensor_maps, verify
 from flashkit.backends.cuda_common import device as devices
-from flashkit.backends.cuda_common.arguments import Arguments
 from flashkit.backends.cuda_common.cu_seqlens import derive
 from flashkit.backends.cuda_common.memory import Workspace
 from flashkit.backends.cuda_common.params import AT
 from flashkit.call import arrays, plans
-from flashkit.call.arguments import prepare
 from flashkit.call.arrays import share_memory
 from flashkit.reference import standard, standard_gradients
 from flashkit.spec import AttentionSpec
@@ -154,44 +151,6 @@ def test_scales_that_are_not_positive(
     if backend == "cupy_raw":
         check({**PLAIN, "sizes": "140x170", "scale": scale}, backend)
     assert generations(launched) == {older}
-
-
-@pytest.mark.parametrize("generation", ["sm80"])
-@pytest.mark.parametrize("causal", ["no", "yes"])
-def test_negative_scales_of_float16(causal: str, generation: str, launched: list[str]) -> None:
-    """Its weights have no room for those of a row whose least score is taken for the greatest."""
-    choice = {**PLAIN, "dtype": "float16", "sizes": "70x170", "heads": "1:1", "scale": "-1", "causal": causal}
-    check(choice, "cupy_raw")
-    assert generations(launched) == {generation}
-
-
-def test_which_rows_are_whole_vectors(device: Device) -> None:
-    """Each stride of each tensor and each address counts, but not the tensors that are not asked about."""
-    import cupy
-
-    def taken(**places: tuple[int, tuple[int, int, int]]) -> tuple[bool, bool]:
-        """By address and strides in elements."""
-        arrays = {}
-        for name in ("q", "k", "v", "out"):
-            first, (batch, head, token) = places.get(name, (0, (6400, 3200, 80)))
-            memory = cupy.zeros(20_000, "float16")[first:]
-            strides = [2 * n for n in (batch, head, token, 1)]
-            arrays[name] = cupy.lib.stride_tricks.as_strided(memory, (2, 2, 30, 64), strides)
-        _, operands, _ = prepare(arrays["q"], arrays["k"], arrays["v"], out=arrays["out"])
-        made, names = Arguments(AttentionSpec("float16", 64, 64), operands), ("q", "k", "v")
-        whole = cuda_arguments.strides_are_vector_multiples(made, names)
-        multiples = cuda_arguments.strides_are_vector_multiples(made, names)
-        return whole, multiples and cuda_arguments.aligned(made, cuda_arguments.addresses(names))
-
-    even = 6400, 3200, 80
-    assert taken() == taken(q=(8, even)) == (True, True)
-    for name in ("q", "k", "v"):
-        for first in (1, 2, 4):
-            assert taken(**{name: (first, even)}) == (True, False)
-        for axis in range(3):
-            odd = tuple(n + 4 * (i == axis) for i, n in enumerate(even))
-            assert taken(**{name: (0, odd)}) == (False, False)  # type: ignore[arg-type]
-    assert taken(out=(4, (6404, 3204, 84))) == (True, True)
 
 
 @pytest.mark.parametrize(("backend", "generation", "older"), CUPY_OFTEN)

@@ -15,17 +15,14 @@ import pytest
 
 import flashkit
 from flashkit import mods
-from flashkit.backends.cuda_common import arguments, compiler, sm90_bwd_launch
 from flashkit.backends.cuda_common import backend as cuda_backend
-from flashkit.backends.cuda_common.launch import KernelArguments, Library
+from flashkit.backends.cuda_common import sm90_bwd_launch
 from flashkit.backends.cupy_raw import sm90, sm90_backward
-from flashkit.backends.cupy_raw import specialise as cupy_raw
 from flashkit.backends.numba_cuda import sm90 as numba_sm90
 from flashkit.call import arguments as call_arguments
 from flashkit.call.arguments import prepare
 from flashkit.call.sequences import read_in_place
 from flashkit.mods import dropout
-from flashkit.spec import AttentionSpec
 
 from . import hardware
 from .calls import FEATURES, PLAIN, build, check, check_arrays, check_forward, features, generations, normal
@@ -172,20 +169,6 @@ def test_equal_scores_of_any_size(
         assert none or (close and (found <= most).all() and (found >= 1 / most).all()), (ulp, found.min(), found.max())
 
 
-@pytest.mark.parametrize("generation", ["sm80"])
-def test_equal_scores_of_splits(generation: str, device: Device, launched: list[str]) -> None:
-    """Each has the weight of its keys, of which they have more or fewer."""
-    import cupy
-
-    device.sms = 16
-    (q, k, v), scores = equal_scores(1, 1100, "bfloat16")
-    out, lse = flashkit.attention(*map(cupy.asarray, (q, k, v)), return_lse=True, backend="cupy_raw")
-    mean = v[0].astype(np.float64).mean(1)
-    np.testing.assert_allclose(cases.to_numpy(out)[0, :, 0].astype(np.float64), mean, atol=2.0**-10)
-    np.testing.assert_allclose(cases.to_numpy(lse)[0, :, 0], scores + np.log(1100), rtol=2.0**-22)
-    assert launched == ["sm80_forward", "combine"]
-
-
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("generation", ["sm80"])
 def test_deterministic_decoding_depends_on_its_sequence_alone(
@@ -299,18 +282,6 @@ def test_gradients_of_many_packed_sequences(
     monkeypatch.setattr(sm90_backward, "in_order", lambda _: ordered)
     device.sms = 4
     check_packed_gradients(*MANY_KEYS[lengths], heads, dim, causal)
-
-
-@slow
-@pytest.mark.parametrize("generation", ["sm90"])
-def test_few_key_tiles_of_many_sequences(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each clears more of dq_accum than the host, which does not know how many there are, has counted with, and most
-    are in the tail of the order, where each waits for another head.
-    """
-    monkeypatch.setattr(sm90_backward, "in_order", lambda _: False)
-    monkeypatch.setattr(sm90_bwd_launch, "_LEAD", 0)
-    device.sms = 40
-    check_packed_gradients({3: 30, 19: 40}, {3: 30, 19: 40}, (24, 24), 64, causal=True)
 
 
 @slow
@@ -434,19 +405,6 @@ def test_sequences_of_few_keys_after_a_long_one(causal: bool, monkeypatch: pytes
     cu = np.array([0, 260, 265, 268, 269, 270, 272])
     arrays = normal(ml_dtypes.bfloat16, *[(272, 6, 64)] * 4)
     check_arrays(*arrays, atol=2.0**-5, cu_seqlens=cu, causal=causal)
-
-
-@slow
-@pytest.mark.parametrize("generation", ["sm90"])
-def test_many_short_sequences(device: Device) -> None:
-    """More than a warp looks at at once, most of them empty, and one whose next work tile is claimed late."""
-    device.sms = 3
-    sizes = np.zeros(45, int)
-    sizes[[0, 7, 31, 32, 33, 44]] = 3, 130, 1, 5, 2, 9
-    keys = np.where(np.arange(45) == 31, 2200, sizes)
-    cu = tuple(np.cumsum([0, *each]) for each in (sizes, keys))
-    arrays = normal(ml_dtypes.bfloat16, *((each[-1], 1, 64) for each in (cu[0], cu[1], cu[1])))
-    check_arrays(*arrays, atol=2.0**-6, cu_seqlens=cu)
 
 
 @slow
@@ -640,30 +598,6 @@ def test_a_sink_of_minus_infinity(backend: str, generation: str) -> None:
 
 
 @slow
-@pytest.mark.parametrize("generation", ["sm90", pytest.param("sm80", marks=exhaustive)])
-def test_a_lone_key_far_away() -> None:
-    """A weight of 1 is recomputed from a score and a log-sum-exp of about -100, which float32 rounds."""
-    choice = cases.with_(batch="1", sizes="70x1", dims="32", alibi="(Hq,)") | {"q_offset": "700"}
-    check(choice, "cupy_raw", deterministic=True)
-
-
-@slow
-@pytest.mark.parametrize("generation", ["sm80"])
-def test_packed_heads_that_are_not_aligned() -> None:
-    """Rows of a head are, 16 bytes apart or a multiple; those of the next head begin on 8 bytes."""
-    import cupy
-
-    call = build({**FEATURES, "sizes": "70x170", "batch": "1"})
-    batch, heads, n_q, dim = call.q.shape
-    memory = cupy.asarray(np.full((batch, n_q, heads, dim + 4), np.nan, np.float16))
-    apart = memory[..., :dim].swapaxes(1, 2)
-    apart[...] = call.q
-    call.q = apart
-    assert call.q.strides[2] % 16 == 0 and call.q.strides[1] % 16 == 8
-    cases.assert_conforms(cases.run(call, "cupy_raw"), *cases.expected(call, draws=1))
-
-
-@slow
 @pytest.mark.parametrize(("backend", "generation"), CUPY_OFTEN)
 def test_unmasked(backend: str) -> None:
     """dQ summed in any order, too; and the loop that has nothing to mask, with scores that outgrow its row maximum."""
@@ -716,12 +650,6 @@ def test_long_sequences_of_96_columns(
     monkeypatch.setattr(module.Sm90, "tile", lambda *_: tile(192, 96))
     check_forward({**PLAIN, "sizes": "300x300", "dims": "96", "causal": causal}, backend)
     assert generations(launched) == {"sm90"}
-
-
-@slow
-@pytest.mark.parametrize("generation", ["sm90"])
-def test_values_that_are_wider_than_keys() -> None:
-    check_forward({**PLAIN, "sizes": "70x130", "dims": "40/72"}, "cupy_raw")
 
 
 @slow
@@ -900,30 +828,6 @@ NARROW = {**PLAIN, "dtype": "float16", "heads": "2:1", "dims": "8", "sizes": "70
 
 
 @slow
-@pytest.mark.parametrize("generation", ["sm90"])
-def test_dq_in_order(device: Device) -> None:
-    """Without a mask: the same bits in another order of events."""
-    check(NARROW, "cupy_raw", deterministic=True)
-    found = []
-    for seed in (1, 2):
-        device.seed(seed)
-        call = build(NARROW, "cancelling")
-        call.options["deterministic"] = True
-        found.append(cases.run(call, "cupy_raw").dq)
-    np.testing.assert_array_equal(*found)
-
-
-@slow
-@pytest.mark.parametrize(
-    ("backend", "generation"),
-    [("cupy_raw", "sm90"), *(pytest.param("numba_cuda", each, marks=exhaustive) for each in ("sm80", "sm90"))],
-)
-def test_weights_that_float16_does_not_hold(backend: str) -> None:
-    """Of rows whose maximum grows, in either direction along the keys, where no mask allows for infinity."""
-    check_forward({**NARROW, "heads": "4:2"}, backend, "growing")
-
-
-@slow
 @pytest.mark.parametrize("generation", ["sm90", "sm80"])
 def test_dq_of_many_key_tiles(device: Device) -> None:
     """More than a word of the semaphore has bits."""
@@ -943,72 +847,6 @@ def test_rows_that_are_prepared_late(fused: bool, monkeypatch: pytest.MonkeyPatc
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
-
-IN_PYTHON = """
-@kernel(32)
-def numbers(p):
-    for i in range(I(cuda.threadIdx.x), p.n_q, 32):
-        store(np.int16, p.out.data, i, narrow(load(np.float32, p.q.data, i)))
-        store(np.float32, p.v.data, i, widen(load(np.int16, p.k.data, i)))
-        x, y = load(np.int64, p.dq.data, i), load(np.int64, p.dk.data, i)
-        store(np.int64, p.dv.data, i, x // y if y != 0 else 0)
-        store(np.int64, p.dout.data, i, x % y if y != 0 else 0)
-"""
-
-IN_CUDA = """
-extern "C" __global__ void numbers(KERNEL_PARAMS) {
-    for (int i = threadIdx.x; i < p.n_q; i += 32) {
-        const long long x = ((long long*)p.dq.data)[i], y = ((long long*)p.dk.data)[i];
-        ((storage*)p.out.data)[i] = narrow(((float*)p.q.data)[i]);
-        ((float*)p.v.data)[i] = widen(((storage*)p.k.data)[i]);
-        ((long long*)p.dv.data)[i] = fk_floordiv(x, y), ((long long*)p.dout.data)[i] = fk_mod(x, y);
-    }
-}
-"""
-
-
-@slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_numbers_are_those_of_numpy(backend: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounding to bfloat16, ties and NaN among them; quotients and remainders of integers of both signs."""
-    import cupy
-
-    from flashkit.backends.cuda_common.device import current
-
-    rng = np.random.default_rng(0)
-    ties = np.array([1 + 2.0**-8, 1 + 3 * 2.0**-8, -1 - 2.0**-8])
-    special = [0, -0.0, np.inf, np.nan, np.uint32(0x7FFFFFFF).view(np.float32)]
-    x = np.concatenate([rng.standard_normal(200) * 10.0 ** rng.integers(-40, 38, 200), ties, special])
-    right = (x := x.astype(np.float32)).astype(ml_dtypes.bfloat16)
-    number, by = rng.integers(-20, 20, x.size), rng.integers(-4, 5, x.size)
-    number[::3] *= 2**40
-    spec = AttentionSpec("bfloat16", 8, 8)
-    source: compiler.Compilable
-    if backend == "numba_cuda":
-        from flashkit.backends.numba_cuda import specialise
-        from flashkit.backends.numba_cuda.compile import PythonSource
-
-        text = specialise.text("common/tiles", spec, {"BLOCK_Q": 8, "BLOCK_K": 8}) + IN_PYTHON
-        source = PythonSource("numbers", text, 1)
-    else:
-        headers = (*compiler.headers(cupy_raw.FOLDER), ("numbers.cu", IN_CUDA))
-        monkeypatch.setattr(compiler, "headers", lambda folder: headers)
-        source = cupy_raw.source("numbers", spec, {})
-    kernel = Library(compiler.binary(source, "sm_90a")).kernel("numbers", current())
-    arrays = {"q": cupy.asarray(x), "k": cupy.asarray(right.view(np.int16)), "v": cupy.empty(x.shape, np.float32)}
-    arrays |= {"out": cupy.empty(x.shape, np.int16), "dq": cupy.asarray(number), "dk": cupy.asarray(by)}
-    arrays |= {"dv": cupy.empty_like(number), "dout": cupy.empty_like(number)}
-    block = KernelArguments([0] * (arguments.VALUES + 1))
-    block.words[arguments.AT["n_q"]] = x.size
-    for name, array in arrays.items():
-        block.words[arguments.AT[name]] = array.data.ptr
-    kernel.launch(1, 32, block, 0)
-    rounded = arrays["out"].get().view(ml_dtypes.bfloat16).astype(np.float32)  # its NaN are equal
-    np.testing.assert_array_equal(rounded, right.astype(np.float32))
-    np.testing.assert_array_equal(arrays["v"].get(), right.astype(np.float32))
-    with np.errstate(divide="ignore"):
-        np.testing.assert_array_equal(arrays["dv"].get(), number // by)
-        np.testing.assert_array_equal(arrays["dout"].get(), number % by)
 
 
 @pytest.mark.parametrize("lengths_on_device", [False, True])

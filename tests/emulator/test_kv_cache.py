@@ -85,19 +85,6 @@ def test_a_prefix_on_a_device_is_read_once(device: Any) -> None:
         np.testing.assert_allclose(found.get(), expected, atol=2e-3)  # TF32
 
 
-@pytest.mark.parametrize("apart", [True, False])
-def test_latent_attention_on_a_device(device: Any, apart: bool) -> None:
-    import cupy
-
-    q, k = numbers(1, 2, 3, 24), numbers(1, 40, 24, seed=1)
-    given = [x[..., part] for x in (q, k) for part in (slice(16), slice(16, None))]
-    on_device = [x[..., part] for x in map(cupy.asarray, (q, k)) for part in (slice(16), slice(16, None))]
-    if apart:
-        on_device = [x.copy() for x in on_device]
-    found = flashkit.mla(*on_device, scale=0.2, causal=True)
-    np.testing.assert_allclose(found.get(), flashkit.mla(*given, scale=0.2, causal=True), atol=2e-3)
-
-
 def test_a_planned_call_takes_lengths(device: Any) -> None:
     """Lengths on the host and on the device, where they are not read."""
     import cupy

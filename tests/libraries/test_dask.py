@@ -131,16 +131,6 @@ def test_empty_arrays_and_chunks() -> None:
     assert attention(*chunked((q[:, :0], k, v), [(1, 1, 16), (1, 30, 16), (1, 30, 16)])).compute().shape == (2, 0, 16)
 
 
-def test_bfloat16() -> None:
-    import ml_dtypes
-
-    q, k, v = (x.astype(ml_dtypes.bfloat16) for x in tensors())
-    out = attention(*chunked((q, k, v), CHUNKS["all"]))
-    found, expected = out.compute(), flashkit.attention(q, k, v)
-    assert found.dtype == out.dtype == expected.dtype
-    np.testing.assert_allclose(found.astype("float32"), expected.astype("float32"), atol=2e-2)
-
-
 # --- what is loaded ---------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -115,19 +114,6 @@ def test_dtypes(dtype: str) -> None:
     for got, wanted in zip((out, *vjp(jnp.asarray(dout))), (expected, *numpy_vjp(dout)), strict=True):
         assert got.dtype == wanted.dtype == jnp.dtype(dtype)
         np.testing.assert_array_equal(np.asarray(got), wanted)
-
-
-def test_float64(program: Callable[..., str]) -> None:
-    program("""
-        import jax, numpy as np, flashkit
-        jax.config.update("jax_enable_x64", True)
-        from flashkit.jax import attention
-        q, k, v = np.random.default_rng(0).standard_normal((3, 2, 9, 8))
-        out, lse = attention(q, k, v, return_lse=True)
-        expected, expected_lse = flashkit.attention(q, k, v, return_lse=True)
-        assert out.dtype == lse.dtype == np.float64
-        assert (out == expected).all() and (lse == expected_lse).all()
-    """)
 
 
 # --- vmap -------------------------------------------------------------------------------------------------------------

@@ -480,21 +480,6 @@ def test_compiling_leaves_little_memory(program: Callable[..., str], tmp_path: P
     assert float(printed) < 9_000
 
 
-@pytest.mark.slow
-def test_numba_may_time_its_passes(program: Callable[..., str], tmp_path: Path) -> None:
-    """It asks each builder for that, and none twice."""
-    text = """
-        import numpy as np
-        from flashkit.backends.cpu import modify, objects
-        from flashkit.call.arguments import prepare
-
-        x = np.ones((1, 1, 4, 8), np.float32)
-        for options in ({"causal": True}, {"window": (3, 0)}):
-            assert objects.functions(modify.classify_source(prepare(x, x, x, **options)[0].spec))
-    """
-    program(text, FLASHKIT_CACHE_DIR=tmp_path, NUMBA_LLVM_PASS_TIMINGS=1)
-
-
 def test_pass_managers_are_freed_only_while_kernels_compile() -> None:
     from llvmlite.binding import newpassmanagers
 

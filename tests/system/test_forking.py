@@ -177,13 +177,6 @@ class Slow:
         return object()
 
 
-def test_a_cached_property_is_computed_once() -> None:
-    slow = Slow(lambda: None)
-    assert slow.value is slow.value
-    assert slow.computed == 1
-    assert Slow.value.__doc__ == "What it is."
-
-
 def test_a_cached_property_does_not_block_other_instances() -> None:
     begun, go_on = threading.Event(), threading.Event()
     thread = threading.Thread(target=lambda: Slow(lambda: (begun.set(), go_on.wait())).value, daemon=True)

@@ -68,10 +68,3 @@ def test_forward_of_all_pairs_of_32768_tokens(program: Callable[..., str]) -> No
 def test_backward_of_65536_tokens(program: Callable[..., str], options: str) -> None:
     """dQ, dK and dV are 48 MiB of it, and each thread that works on the head has sums of dQ of its own."""
     assert grown(program, 65_536, options, backward=True, FLASHKIT_NUM_THREADS=2) < 128
-
-
-def test_twice_the_tokens_take_twice_the_memory(program: Callable[..., str]) -> None:
-    """And not four times."""
-    options = '{"causal": True, "window": (128, 0), "softcap": 20.0}'
-    small, large = (grown(program, n, options, backward=True) for n in (65_536, 131_072))
-    assert large < 2.5 * small

@@ -85,7 +85,6 @@ def test_features_as_llvm_finds_them(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         host._cpuinfo.cache_clear(), host._all_features.cache_clear()
 
 
-V2 = {"0::/a/b": {"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000"}}
 QUOTAS: dict[str, tuple[str, dict[str, str], float | None]] = {
     "v2": ("0::/a/b", {"a/b/cpu.max": "150000 100000"}, 1.5),
     "v2, of a group above": ("0::/a/b", {"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000"}, 3.0),

@@ -106,12 +106,6 @@ def test_ctrl_c_ends_a_long_work_tile(program: Callable[..., str]) -> None:
     assert float(program(text, NUMBA_NUM_THREADS=1)) < 0.4
 
 
-@pytest.mark.slow
-def test_ctrl_c_on_two_threads(program: Callable[..., str]) -> None:
-    text = text_of("forward", 1, INTERRUPTED)
-    assert float(program(text, NUMBA_NUM_THREADS=2)) < 0.4
-
-
 HANDLER = """
     handled = []
     def handler(*_):
@@ -269,15 +263,6 @@ def test_work_apart_gives_its_result_and_its_error() -> None:
     assert run_off_main_thread(threading.get_ident) != main
     with pytest.raises(ZeroDivisionError):
         run_off_main_thread(lambda: 1 // 0)
-
-
-def test_work_on_other_threads_stays_there() -> None:
-    found: list[bool] = []
-    run = lambda: found.append(run_off_main_thread(threading.get_ident) == threading.get_ident())
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert found == [True]
 
 
 def test_work_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,23 +31,6 @@ from flashkit.tools.bench.results import Result
 # --- the environment --------------------------------------------------------------------------------------------------
 
 
-def test_the_machine_has_its_versions() -> None:
-    machine = environment.machine("pytest", "no-such-distribution")
-    assert machine["device"]
-    assert machine["threads"] >= 1
-    assert {"python", "numpy", "numba", "flashkit", "pytest"} <= set(machine["versions"])
-    assert "no-such-distribution" not in machine["versions"]
-    json.dumps(machine)
-
-
-def test_background_load() -> None:
-    with environment.BackgroundLoad() as load:
-        sum(range(1000))
-    assert load.share is None or 0 <= load.share <= 1
-    assert environment.background_warning(None) == environment.background_warning(0.01) == ""
-    assert "40 %" in environment.background_warning(0.4)
-
-
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
@@ -109,11 +92,6 @@ def test_a_share_of_a_yardstick() -> None:
     assert "dense" not in result.times_as_fast
 
 
-def test_small_cases_measure_the_overhead_of_a_call() -> None:
-    assert measured(SMALL).yardsticks.keys() == {"planned", "kernel"}
-    assert not measured(SMALL, "backward").yardsticks
-
-
 def test_the_yardstick_of_long_cases_is_a_matrix_product() -> None:
     pytest.importorskip("torch")
     case = Case(2048, 1, 1)
@@ -142,11 +120,6 @@ def test_a_baseline_that_fails_is_skipped(monkeypatch: pytest.MonkeyPatch, stage
     result = measured()
     assert "numpy" not in result.timings
     assert result.skipped["numpy"] == "fails: not on this processor"
-
-
-def test_plain_numpy_is_skipped_if_the_scores_are_too_large() -> None:
-    nothing = np.empty(0, np.float32)
-    assert baselines.with_numpy(Case(1 << 16), (nothing,) * 4, "forward", 1) is None
 
 
 def test_timings_under_load_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,8 +226,9 @@ def test_sizes_keep_the_rest_of_a_suite(
 
 def test_without_a_gpu_the_command_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("flashkit.dispatch.registry", dict)
-    assert cli.run(["bench", "--device", "cuda"]) == 1
-    assert "error: --device: cupy_raw is not installed" in capsys.readouterr().err
+    for name in ("cuda", "gpu"):  # the second as some write it
+        assert cli.run(["bench", "--device", name]) == 1
+        assert "error: --device: cupy_raw is not installed" in capsys.readouterr().err
     assert cli.run(["bench", "--device", "abacus"]) == 2
     assert "expected cpu, cuda, got abacus" in capsys.readouterr().err
 

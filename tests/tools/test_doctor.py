@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,13 +92,6 @@ def test_doctor_reports_backends_that_do_not_load(monkeypatch: pytest.MonkeyPatc
     [backend] = doctor.report("backends")["backends"]
     assert backend["ok"] is False
     assert backend["reason"] == "does not load: ImportError: No module named 'gone'"
-
-
-def test_doctor_names_skipped_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "bad.yaml").write_text("schema: 7\ndevice: {kind: cpu}\n")
-    monkeypatch.setenv("FLASHKIT_PROFILE_DIR", str(tmp_path))
-    [skipped] = doctor.report("profiles")["profiles"]["skipped"]
-    assert f"{tmp_path / 'bad.yaml'}:1: schema: expected schema 1, got 7" in skipped
 
 
 def test_doctor_needs_neither_typer_nor_rich() -> None:

@@ -154,15 +154,18 @@ def test_sampling_draws_from_the_nucleus() -> None:
     assert again[0] == again[1]
 
 
+class Letters:
+    """Tokens are bytes."""
+
+    end = 0
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(tokens).decode("utf-8", "replace")
+
+
 def test_on_a_terminal_all_answers_grow_together(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Letters:
-        end = 0
-
-        def decode(self, tokens: list[int]) -> str:
-            return bytes(tokens).decode()
-
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     answers = command.Answers(Letters(), ["first", "second"], silent=False)  # type: ignore[arg-type]
     answers.add(0, 65)
@@ -173,12 +176,20 @@ def test_on_a_terminal_all_answers_grow_together(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--seed", "-1"], ["--seed", "x"], ["--top-p", "2"], ["--top-p", "0"], ["--top-p", "nan"], ["--device", "tpu"]],
+    [
+        ["--seed", "-1"],
+        ["--seed", "x"],
+        ["--top-p", "2"],
+        ["--top-p", "nan"],
+        ["--device", "tpu"],
+        ["--max-tokens", "0"],
+        ["--temperature", "-1"],
+    ],
 )
 def test_arguments_out_of_range_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         command.main(["why?", *arguments])
-    assert caught.value.code == 2 and arguments[0] in capsys.readouterr().err
+    assert caught.value.code == 2 and f"argument {arguments[0]}: " in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -194,7 +205,7 @@ def test_a_prompt_beyond_the_context_is_an_error(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float16", marks=pytest.mark.exhaustive), "bfloat16"])
 def test_other_dtypes_of_activations(dtype: str, capsys: pytest.CaptureFixture[str], tokenizer: Any) -> None:
     arguments = ["What is the capital of France?", "--max-tokens", "8", "--dtype", dtype, "--json"]
     assert command.main(arguments) == 0
@@ -204,12 +215,6 @@ def test_other_dtypes_of_activations(dtype: str, capsys: pytest.CaptureFixture[s
 
 
 def test_answers_are_printed_in_the_order_of_questions(capsys: pytest.CaptureFixture[str]) -> None:
-    class Letters:
-        end = 0
-
-        def decode(self, tokens: list[int]) -> str:
-            return bytes(tokens).decode("utf-8", "replace")
-
     answers = command.Answers(Letters(), ["first", "second"], silent=False)  # type: ignore[arg-type]
     for i, token in ((0, 65), (1, 66), (1, 0), (0, 0xC3)):
         answers.add(i, token)
@@ -232,11 +237,6 @@ def test_the_command_says_what_is_missing(
     if "gguf (" not in err:
         assert command.main(["--model", str(tmp_path / "none.gguf")]) == 1
         assert "none.gguf, which is not there" in capsys.readouterr().err
-    for wrong in (["--max-tokens", "0"], ["--temperature", "-1"], ["--top-p", "nan"]):
-        with pytest.raises(SystemExit) as stop:
-            command.main(wrong)
-        assert stop.value.code == 2
-        assert "expected" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -210,11 +211,21 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--dtype bfloat16", "needs --device gpu"),
+        ("--dtype bfloat16", "needs --device cuda"),
         ("--width 130", "expected a multiple of 16, four for each head, got 130"),
+        ("--device tpu", "invalid choice: 'tpu'"),
     ],
 )
 def test_bad_arguments(arguments, message, documents, capsys):
     with pytest.raises((SystemExit, ValueError)) as raised:
         command.main(arguments.split())
     assert message in capsys.readouterr().err + str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["cuda", "gpu"])  # the second as some write it
+def test_a_device_without_cupy_is_an_error(name, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.delitem(sys.modules, "examples.gpt.gpu", raising=False)
+    with pytest.raises(SystemExit):
+        command.main(["--device", name])
+    assert 'pip install "cupy-cuda13x[ctk]"' in capsys.readouterr().err

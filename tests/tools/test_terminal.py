@@ -51,55 +51,6 @@ def test_digits() -> None:
     ]  # fmt: skip
 
 
-SHOW_BENCH = """
-from dataclasses import replace
-import msgspec
-from flashkit.tools.bench.command import show
-from flashkit.tools.console import stdout
-from simulated_bench import SMALL, measured
-found = measured(replace(SMALL, n_q=512, causal=True))
-names = "numpy", "torch", "jax", "onnxruntime"
-ratios = {name: {"median": 3.25 + i, "low": 3.0, "high": 3.5} for i, name in enumerate(names)}
-found = msgspec.structs.replace(found, times_as_fast=ratios, memory={"flashkit": 5 << 20, "numpy": 77 << 20},
-                                yardsticks={"matmul": {"median": 0.62, "low": 0.6, "high": 0.7}})
-show(stdout(), [found], names)
-"""
-
-AUTOTUNE = """
-import test_autotune as simulated
-from flashkit.tools.autotune import cpu
-from flashkit.tools.bench import environment
-environment.BackgroundLoad.share = None
-cpu.QUICK = simulated.EFFORT
-simulated.autotune(simulated.Machine(simulated.block_size), force=True)
-"""
-
-
-def test_the_table_of_bench() -> None:
-    status, lines = on_terminal(["-c", SHOW_BENCH])
-    assert status == 0 and max(map(len, lines)) <= COLUMNS, lines
-    text = " ".join(lines)
-    assert "…" not in text
-    for number in ("1.00 (1.00-1.00)", "3.25", "4.25", "5.25", "6.25", "matmul 0.62", "5.0", "77.0", "x onnxruntime"):
-        assert number in text, lines
-
-
-def test_the_table_of_autotune(tmp_path: Path) -> None:
-    status, lines = on_terminal(["-c", AUTOTUNE], XDG_DATA_HOME=str(tmp_path))
-    assert status == 0, lines
-    table = lines[next(i for i, line in enumerate(lines) if line.startswith("for")) :]
-    end = next(i for i, line in enumerate(table) if "got faster" in line)
-    assert max(map(len, table[:end])) <= COLUMNS
-    assert "TFLOP/s" in table[0] and "speed-up" in table[0] and "tried" in table[0]
-    numbers = [line for line in table[1:end] if re.search(r"\d\.\d{2} x|as before", line)]
-    assert len(numbers) == 4 and all(re.search(r"\b0\.\d{3,}\b|\b\d\.\d\d\b", line) for line in numbers), table
-    assert "peak TFLOP/s: float32 0.200, float64 0.100" in " ".join(lines)
-    profile = next(line.split()[1] for line in lines if line.startswith("profile"))  # in one piece
-    assert Path(profile).is_file()
-    text = Path(profile).read_text()
-    assert not re.search(r"[&*]id\d+", text) and "# " in text  # no anchors
-
-
 COMMANDS = (
     "", "explain", "autotune", "bench", "profile", "profile validate", "cache", "cache prune", "cache warm", "config",
 )  # fmt: skip

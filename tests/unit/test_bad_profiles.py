@@ -102,12 +102,8 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 NUMBERS = ("memory.l2", "memory.l3", "device.cores", "device.sms", "row.block_q", "row.block_k", "row.head_dim",
            "row.max_rows", "row.rows", "row.vectors", "row.stages", "rate.datasheet", "rate.measured")  # fmt: skip
-NONSENSE = (
-    "0",
-    "-1",
-    "-.inf",
-    ".nan",
-    ".inf",
+NONSENSE = [
+    *["0", "-1", "-.inf", ".nan", ".inf"],
     "9" * 40,
     "2.0e+300",
     "many",
@@ -116,7 +112,7 @@ NONSENSE = (
     "''",
     "yes",
     "2026-01-01",
-)
+]
 RANDOM = random.Random(0).sample([*itertools.product(NUMBERS, NONSENSE)], 61)
 
 

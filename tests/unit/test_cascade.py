@@ -134,29 +134,6 @@ def test_a_cache_with_a_window_has_no_prefix(merged: list[int]) -> None:
     assert not merged
 
 
-def test_prefixes_follow_the_sequences(merged: list[int]) -> None:
-    """A random trace: each step's result is that without a cascade, and the same plans serve many steps."""
-    rng = np.random.default_rng(0)
-    caches = [grown(asked) for asked in (True, False)]
-    for step in range(60):
-        what, i = rng.choice(["append", "append", "fork", "trim", "free"]), int(rng.integers(7))
-        lengths = caches[0].lengths
-        counts = [1] * 7 if rng.random() < 0.5 else rng.integers(0, 9, 7).tolist()
-        n = int(rng.integers(min(lengths[i], 30) + 1))
-        for cache in caches:
-            if what == "append" and cache.free_pages > 40:
-                append(cache, counts, step + 10)
-            elif what == "fork" and not lengths.all():
-                cache.fork(i)
-            elif what == "trim":
-                cache.trim(i, n)
-            elif what == "free" and step % 3 == 0:
-                cache.free(i)
-        q = numbers(7, 4, int(rng.integers(1, 4)), DIM, seed=step)
-        near(*(cache.attend(q, causal=True) for cache in caches))
-    assert len(merged) > 20
-
-
 @pytest.mark.parametrize(
     ("kept", "others", "expected"),
     [(41, 30, ([0, 2, 5], 40)), (20, 0, ([0, 2], 68)), (20, 60, ([0, 2], 68)), (53, 0, ([0, 2, 5], 36))],

@@ -26,16 +26,6 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 HERE = pytest.mark.skipif("avx512_bf16" not in host.cpu_features(), reason="this CPU has no AVX512-BF16")
 METHODS = ["emulate", pytest.param("avx512bf16", marks=HERE)]
 NATIVE = pytest.param("avx512bf16", 16, marks=HERE)
-SHAPES = [
-    (32, 32, 32), (96, 64, 48), (1, 1, 1), (13, 7, 50), (65, 40, 40), (100, 33, 17), (48, 80, 16), (31, 130, 33),
-    (16, 63, 64), (0, 3, 5), (3, 0, 5), (3, 5, 0), (7, 128, 97), (50, 64, 33), (70, 70, 300), (40, 66, 331),
-]  # fmt: skip
-
-
-SHAPES = [
-    (32, 32, 32), (96, 64, 48), (1, 1, 1), (13, 7, 50), (65, 40, 40), (100, 33, 17), (48, 80, 16), (31, 130, 33),
-    (16, 63, 64), (0, 3, 5), (3, 0, 5), (3, 5, 0), (7, 128, 97), (50, 64, 33), (70, 70, 300), (40, 66, 331),
-]  # fmt: skip
 
 
 def block(method: str, lanes: int = 16) -> RegisterBlock:
@@ -45,116 +35,6 @@ def block(method: str, lanes: int = 16) -> RegisterBlock:
 
 def draw(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape).astype(BF16)
-
-
-def interleaved(x: np.ndarray) -> np.ndarray:
-    """Rows 2i and 2i+1 as words, uint32 of (ceil(rows / 2), columns)."""
-    halves = np.zeros((x.shape[0] + 1, x.shape[1]), np.uint32)[: -(-x.shape[0] // 2) * 2]
-    halves[: x.shape[0]] = np.ascontiguousarray(x).view(np.uint16)
-    return halves[::2] | halves[1::2] << 16
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_gemm(method: str) -> None:
-    rng = np.random.default_rng(0)
-    for m, k, n in SHAPES:
-        even = -(-k // 2) * 2
-        a = np.full((m, even + 6), np.nan, BF16)[:, :even]  # memory outside the rows is not read
-        a[:, :k], a[:, k:] = draw(rng, m, k), 0
-        b = draw(rng, k, n)
-        packed = np.full((even // 2, n + 3), 0x7FC07FC0, np.uint32)[:, :n]
-        packed[...] = interleaved(b)
-        surrounding = np.full((m, n + 21), 7, np.float32)
-        c = surrounding[:, 2 : n + 2]
-        want = a[:, :k].astype(np.float64) @ b.astype(np.float64)
-        tolerance = 4 * (k + 1) * 2.0**-24 * max(1, np.abs(want).max(initial=0))
-        for name, times in (("gemm", 1), ("gemm_add", 2)):
-            run(
-                block(method), name, at(a), a.strides[0], 4, at(packed), packed.strides[0], at(c), c.strides[0],
-                m, n, even // 2,
-            )  # fmt: skip
-            assert np.abs(c - times * want).max(initial=0) <= tolerance, (m, k, n, name)
-        assert (np.delete(surrounding, np.s_[2 : n + 2], 1) == 7).all()  # nothing outside c is touched
-
-
-@pytest.mark.parametrize("lanes", [4, pytest.param(8, marks=pytest.mark.exhaustive), 16])
-def test_packing(lanes: int) -> None:
-    rng = np.random.default_rng(1)
-    for m, n in ((16, 32), (48, 64), (96, 80), (1, 1), (13, 7), (50, 41), (33, 95), (5, 0), (0, 5)):
-        source = np.full((m, n + 5), np.nan, BF16)[:, :n]
-        source[...] = draw(rng, m, n)
-
-        def up(x: int, to: int = lanes) -> int:
-            return -(-x // to) * to
-
-        half_m, half_n = -(-m // 2), -(-n // 2)
-        by_columns = np.full((up(half_n), up(m) + 2), 7, np.uint32)
-        run(
-            block("emulate", lanes), "pack_transposed", at(source), source.strides[0], at(by_columns),
-            by_columns.strides[0], m, n, bits(-0.25),
-        )  # fmt: skip
-        even = np.zeros((m, 2 * half_n), np.float32)
-        even[:, :n] = source
-        want = interleaved((even * -0.25).astype(BF16).T)  # a rest of zero becomes minus zero
-        assert np.array_equal(by_columns[:half_n, :m], want)
-        assert m == 0 or (by_columns[half_n:, :m] & 0x7FFF7FFF == 0).all()
-        assert n == 0 or (by_columns[:, m : up(m)] & 0x7FFF7FFF == 0).all()
-        assert (by_columns[:, up(m) :] == 7).all()
-
-        by_rows = np.full((half_m, up(n) + 2), 7, np.uint32)
-        run(block("emulate", lanes), "pack_rows", at(source), source.strides[0], at(by_rows), by_rows.strides[0], m, n)
-        assert np.array_equal(by_rows[:, :n], interleaved(source))
-        assert (by_rows[:, n : up(n)] == 0).all() and (by_rows[:, up(n) :] == 7).all()
-
-        padded = np.full((m, up(n, 2 * lanes) + 2), 7, np.uint16)
-        run(block("emulate", lanes), "pad_rows", at(source), source.strides[0], at(padded), padded.strides[0], m, n)
-        assert np.array_equal(padded[:, :n], source.view(np.uint16))
-        assert (padded[:, n:-2] == 0).all() and (padded[:, -2:] == 7).all()
-
-        packed_t = np.full((up(n), up(half_m) + 2), 7, np.uint32)
-        call = (at(source), source.strides[0], at(packed_t), packed_t.strides[0], m, n)
-        run(block("emulate", lanes), "pack_rows_t", *call)
-        assert np.array_equal(packed_t[:n, :half_m], interleaved(source).T)
-        assert (packed_t[:n, half_m : up(half_m)] == 0).all() and (packed_t[:, up(half_m) :] == 7).all()
-
-
-@pytest.mark.parametrize(("method", "lanes"), [("emulate", 4), ("emulate", 8), ("emulate", 16), NATIVE])
-def test_online_softmax_bf16_pairs(method: str, lanes: int) -> None:
-    """Tile after tile: p relative to m, and sums that belong to it. Maxima grow by less and by more than the threshold,
-    a column sees nothing at first, another one never.
-    """
-    rng = np.random.default_rng(2)
-    for rows, columns, d in ((1, 16, 3), (50, 64, 5), (7, 48, 1), (2, 16, 0), (0, 16, 2)):
-        m, l = np.full(columns, -np.inf, np.float32), np.zeros(columns, np.float32)
-        o = np.zeros((d, columns + 3), np.float32)[:, :columns]
-        tiles, weights = [], rng.standard_normal((3, d, rows))
-        for step in range(3):
-            s = (3 * rng.standard_normal((rows, columns)) + 5 * step).astype(np.float32)
-            s[:, 3], s[:, 5] = -np.inf, s[:, 5] if step else -np.inf
-            s[:, 6] += 40 * (step == 1)
-            tiles.append(s.astype(np.float64))
-            run(
-                block(method, lanes), "online_softmax_bf16_pairs", at(s), s.strides[0], rows, columns, at(m), at(l),
-                at(o), o.strides[0], d, bits(1.3 * np.log2(np.e)),
-            )  # fmt: skip
-            want = np.exp(1.3 * (tiles[-1] - np.where(np.isinf(m), 0, m)))
-            got = s[: -(-rows // 2)].view(BF16).astype(np.float64).reshape(-(-rows // 2), columns, 2)
-            got = got.transpose(0, 2, 1).reshape(-1, columns)
-            assert (got[rows:] == 0).all() and (got[:, 3] == 0).all()
-            assert np.abs(got[:rows] / np.where(want == 0, 1, want) - (want != 0)).max(initial=0) < 2.0**-8
-            o += weights[step] @ want
-        seen = np.concatenate(tiles)
-        assert (m + 8 >= seen.max(0, initial=-np.inf)).all() and (m <= seen.max(0, initial=-np.inf)).all()
-        everything = np.exp(1.3 * (seen - np.where(np.isinf(m), 0, m)))
-        assert np.allclose(l, everything.sum(0), rtol=1.1e-4)  # the polynomial's 1.02e-4
-        wanted = np.concatenate(list(weights), 1) @ everything
-        assert np.allclose(o, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max(initial=0))
-
-
-def test_online_softmax_bf16_pairs_keeps_nan_in_the_sum() -> None:
-    s, m, l = np.full((3, 16), np.nan, np.float32), np.zeros(16, np.float32), np.zeros(16, np.float32)
-    run(block("emulate"), "online_softmax_bf16_pairs", at(s), 64, 3, 16, at(m), at(l), at(l), 64, 0, bits(1.0))
-    assert np.isnan(l).all()
 
 
 def two_rows(

@@ -1,6 +1,4 @@
-"""Parts of the CPU backend, each alone: micro-kernels against NumPy for every vector width, the tile scheduler,
-conversions, the caches.
-"""
+"""Parts of the CPU backend, each alone: the edges of micro-kernels, every vector width, machine code, conversions."""
 
 from __future__ import annotations
 
@@ -11,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import epsilon, numpy_dtype
 
 from flashkit.backends.cpu import target
 from flashkit.backends.cpu.backend import CpuBackend
@@ -32,17 +31,6 @@ BLOCKS = [
     RegisterBlock("float", 1, 1, 4), RegisterBlock("double", 8, 3, 8), RegisterBlock("double", 4, 3, 4),
     RegisterBlock("double", 8, 3, 2),
 ]  # fmt: skip
-SHAPES = [
-    (96, 64, 48),
-    (1, 1, 1),
-    (13, 7, 50),
-    (65, 40, 40),
-    (100, 33, 17),
-    (0, 3, 5),
-    (3, 0, 5),
-    (3, 5, 0),
-    (7, 128, 97),
-]
 
 
 def run(block: RegisterBlock, name: str, *arguments: int) -> None:
@@ -63,58 +51,10 @@ def padded(rng: np.random.Generator, rows: int, columns: int, block: RegisterBlo
     return rng.standard_normal((rows, width)).astype(FLOATS[block.element])
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_gemm(block: RegisterBlock) -> None:
-    rng, dtype = np.random.default_rng(0), FLOATS[block.element]
-    for m, k, n in SHAPES:
-        for order in "CF":
-            a = np.asarray(rng.standard_normal((m, k)), dtype, order=order)
-            b = rng.standard_normal((k, n + 3)).astype(dtype)[:, :n]
-            surrounding = np.full((m, n + block.lanes + 3), 7, dtype)
-            c = surrounding[:, 2 : n + 2]
-            want = a.astype(np.float64) @ b
-            tolerance = 4 * (k + 1) * np.finfo(dtype).eps * max(1, np.abs(want).max(initial=0))
-            for name, times in (("gemm", 1), ("gemm_add", 2)):
-                run(block, name, at(a), *a.strides, at(b), b.strides[0], at(c), c.strides[0], m, n, k)
-                assert np.abs(c - times * want).max(initial=0) <= tolerance
-            assert (np.delete(surrounding, np.s_[2 : n + 2], 1) == 7).all()  # nothing outside c is touched
-
-
 def online_softmax(block: RegisterBlock, s: np.ndarray, columns: int, m: np.ndarray, l: np.ndarray, o: Any) -> None:
     run(
         block, "online_softmax", at(s), s.strides[0], len(s), columns, at(m), at(l), at(o), o.strides[0], len(o)
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_online_softmax(block: RegisterBlock) -> None:
-    """Tile after tile: p relative to m, and sums that belong to it. Maxima grow by less and by more than the threshold,
-    a column sees nothing at first, another one never.
-    """
-    rng, dtype = np.random.default_rng(1), FLOATS[block.element]
-    for rows, columns, d in ((1, 1, 3), (50, 97, 5), (7, 48, 0), (3, 16, 1), (0, 16, 2)):
-        width = padded(rng, rows, columns, block).shape[1]
-        m, l, o = np.full(width, -np.inf, dtype), np.zeros(width, dtype), np.zeros((d, width), dtype)
-        tiles, weights = [], rng.standard_normal((3, d, rows))
-        for step in range(3):
-            s = padded(rng, rows, columns, block) * 3 + 4 * step
-            s[:, 3:4], s[:, 5:6] = -np.inf, s[:, 5:6] if step else -np.inf
-            s[:, 6:7] += 40 * (step == 1)
-            tiles.append(s.astype(np.float64))
-            online_softmax(block, s, columns, m, l, o)
-            shifted = tiles[-1] - np.where(np.isinf(m), 0, m)
-            want = np.exp(shifted)
-            # The rounding error of s - m grows with its size.
-            allowed = want * np.finfo(dtype).eps * (2 + np.abs(np.where(np.isinf(shifted), 0, shifted)) / 2)
-            assert (np.abs(s - want) <= allowed)[:, :columns].all()
-            o += (weights[step] @ want).astype(dtype)
-        seen = np.concatenate(tiles)
-        greatest = seen.max(0, initial=-np.inf)
-        assert (m + 8 >= greatest)[:columns].all() and (m <= greatest)[:columns].all()
-        everything = np.exp(seen - np.where(np.isinf(m), 0, m))
-        assert np.allclose(l[:columns], everything.sum(0)[:columns], rtol=1e-5)
-        wanted = np.concatenate(list(weights), 1) @ everything
-        assert np.allclose(o[:, :columns], wanted[:, :columns], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
@@ -152,61 +92,6 @@ def test_weights_at_the_edges(block: RegisterBlock) -> None:
     assert s[0, 0] == 0 and np.isnan(s[0, 1]) and s[0, 2] == 1 and s[0, 3] == 0 and s[0, 6] == 1
     assert s[0, 4] >= np.finfo(dtype).tiny and s[0, 5] == 0  # no denormals
     assert np.isnan(l[1]) and np.isfinite(np.delete(l, 1)).all()
-
-
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_softmax_backward(block: RegisterBlock) -> None:
-    rng, dtype = np.random.default_rng(2), FLOATS[block.element]
-    s, dp = padded(rng, 9, 37, block), padded(rng, 9, 37, block)
-    lse, delta = rng.standard_normal((2, 9)).astype(dtype)
-    s[3, 5], dp[3, 5] = -np.inf, np.nan  # masked: no gradient, whatever dO V^T gives
-    lse[4] = np.inf  # a row without keys
-    p = np.exp(s.astype(np.float64) - lse[:, None])
-    want = 0.3 * np.where(p == 0, 0, p * (dp - delta[:, None].astype(np.float64)))
-    run(block, "softmax_backward", at(s), s.strides[0], 9, 37, at(dp), at(lse), at(delta), bits(0.3))
-    assert np.allclose(s[:, :37], p[:, :37], rtol=1e-5, atol=0)
-    assert np.allclose(dp[:, :37], want[:, :37], rtol=1e-4, atol=1e-6)
-
-
-def stored(x: np.ndarray, block: RegisterBlock) -> np.ndarray:
-    return x.astype({"": FLOATS[block.element], "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[block.storage])
-
-
-ALL_ONES = np.uint32(0x7FFFFFFF).view(np.float32)
-
-
-STORED = [(block, "") for block in BLOCKS] + [
-    (RegisterBlock("float", 4, 2, lanes, storage), storage)
-    for lanes in (4, 8, 16)
-    for storage in ("float16", "bfloat16")
-]
-
-
-@pytest.mark.parametrize(("block", "storage"), STORED, ids=str)
-def test_pack_and_unpack_transposed(block: RegisterBlock, storage: str) -> None:
-    rng, dtype, lanes = np.random.default_rng(3), FLOATS[block.element], block.lanes
-    for m, n in ((lanes, lanes), (48, 64), (1, 1), (13, 7), (50, 40), (17, 33), (0, 5), (5, 0)):
-        source = stored(rng.standard_normal((m, n + 3)), block)[:, :n]
-        width = -(-m // lanes) * lanes
-        target = np.full((n, width + 5), 7, dtype)
-        run(block, "pack_transposed", at(source), source.strides[0], at(target), target.strides[0], m, n, bits(0.3))
-        assert np.array_equal(target[:, :m], source.T.astype(dtype) * dtype(0.3))
-        assert (target[:, m:width] == 0).all() and (target[:, width:] == 7).all()
-
-        tile = rng.standard_normal((n, width)).astype(dtype)
-        factor, check = rng.standard_normal(width).astype(dtype), np.zeros(lanes, dtype)
-        back = np.full((m, n + 3), 7, source.dtype)
-        call = (at(tile), tile.strides[0], at(back), back.strides[0], m, n, at(factor), at(check))
-        run(block, "unpack_transposed", *call)
-        assert np.array_equal(back[:, :n], stored((tile * factor).T[:m], block)) and (check == 0).all()
-        assert (back[:, n:] == 7).all()
-        if m and n:
-            for value, where in ((np.nan, (0, 0)), (ALL_ONES, (n // 2, 0)), (np.inf, (n - 1, m - 1))):
-                tile[where] = value
-                run(block, "unpack_transposed", *call)
-                assert np.isnan(check).any()
-                assert np.array_equal(back[:, :n], stored((tile * factor).T[:m], block), equal_nan=True)
-                tile[where], check[:] = 1, 0
 
 
 @pytest.mark.parametrize("name", ["exp", "tanh"])
@@ -272,17 +157,24 @@ def test_every_micro_kernel_is_ordered_for_the_tuned_cpu(instructions: str) -> N
     assert (machine.emit_assembly(module) != machine.emit_assembly(untuned)) == bool(wanted.tune)
 
 
-@pytest.mark.parametrize(("lanes", "rows", "vectors"), [(4, 4, 3), (8, 4, 3), (16, 8, 3), (16, 6, 4)])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_every_width_computes_attention(lanes: int, rows: int, vectors: int, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "lanes", "rows", "vectors"),
+    [
+        ("float32", 4, 4, 3), ("float32", 8, 4, 3), ("float32", 16, 8, 3), ("float32", 16, 6, 4),
+        ("float64", 8, 4, 3), ("float64", 16, 8, 3), ("float16", 4, 4, 3), ("float16", 8, 4, 3), ("float16", 16, 6, 4),
+        ("bfloat16", 16, 6, 4),
+    ],
+)  # fmt: skip
+def test_every_width_computes_attention(dtype: str, lanes: int, rows: int, vectors: int) -> None:
+    """With dtypes in turn: shorter vectors than this CPU's have kernels of their own, which compile for long."""
     rng = np.random.default_rng(3)
-    q, k, v, dout = (rng.standard_normal((1, 2, n, 24)).astype(dtype) for n in (70, 131, 131, 70))
+    q, k, v, dout = (rng.standard_normal((1, 2, n, 21)).astype(numpy_dtype(dtype)) for n in (70, 131, 131, 70))
     problem, operands, _ = prepare(q, k, v, causal=True, softcap=4.0)
     tile = CpuTile(2 * vectors * lanes, 40, lanes, rows, vectors)
     backend, plan = CpuBackend(), CpuPlan(problem, tile, CpuTile(32, 48, lanes, rows, vectors), "forced")
     backend.forward(plan, operands)
     out, lse = standard(problem.spec, operands)
-    tolerance = 50 * np.finfo(dtype).eps
+    tolerance = epsilon(dtype) * (50 if dtype in ("float32", "float64") else 4)
     assert np.abs(operands.out - out).max() < tolerance and np.abs(operands.lse - lse).max() < tolerance
     gradients = Gradients(dout, None, *(np.full_like(x, np.nan) for x in (q, k, v)))
     backend.backward(plan, operands, gradients)

@@ -133,17 +133,6 @@ def test_the_installed_backends() -> None:
         assert backend.device_kind in ("cpu", "cuda")
 
 
-def test_the_compiled_backend_comes_first() -> None:
-    assert chosen() == "cpu"
-
-
-def test_a_call_asks() -> None:
-    assert chosen(backend="reference") == "reference"
-    np.testing.assert_allclose(
-        attention(x(), x(), x(), backend="reference"), attention(x(), x(), x(), backend="cpu"), rtol=1e-5
-    )
-
-
 def test_a_block_asks() -> None:
     with use_backend("reference"):
         assert chosen() == "reference"
@@ -444,15 +433,6 @@ def test_explain_says_what_would_run(fake: FakeBackend) -> None:
     assert 0.5 < facts["visible_fraction"] < 0.6
     for word in ("cpu", "fake", "not with this hat", "float32", "forward", "backward"):
         assert word in page
-
-
-@pytest.mark.parametrize("ask", ["call", "block", "process"])
-def test_explain_heeds_what_was_asked_for(monkeypatch: pytest.MonkeyPatch, ask: str) -> None:
-    if ask == "process":
-        monkeypatch.setenv("FLASHKIT_BACKEND", "reference")
-    with use_backend("reference" if ask == "block" else None):
-        told = flashkit.explain(x(), x(), x(), backend="reference" if ask == "call" else None)
-    assert told.as_dict()["backend"] == "reference"
 
 
 def test_explain_predicts_no_less_than_reading_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,22 +116,6 @@ def test_paper_tile() -> None:
 # --- tiles ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ((0, 96, 16, 8, 3), "block_q of a CpuTile: .* got 0"),
-        ((96, -1, 16, 8, 3), "block_k of a CpuTile: .* got -1"),
-        ((96, 96.0, 16, 8, 3), r"block_k of a CpuTile: .* got 96\.0"),
-        ((96, 96, 12, 8, 3), "lanes: .* got 12"),
-        ((96, 96, 16, 10, 3), r"rows=10, vectors=3: .* 32 registers of 16 lanes, got 34"),
-        ((96, 96, 8, 5, 3), "16 registers of 8 lanes, got 19"),
-    ],
-)
-def test_impossible_cpu_tiles(values: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        CpuTile(*values)
-
-
 def test_working_set() -> None:
     tile = CpuTile(192, 96, 16, 8, 3)
     l1, l2 = tile.working_set("forward", 64, 64)

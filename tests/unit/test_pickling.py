@@ -39,14 +39,6 @@ def copied(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
     return COPIES[request.param]
 
 
-@pytest.mark.parametrize("name", MODS)
-def test_expressions_are_interned_again(name: str, copied: Callable[[Any], Any]) -> None:
-    graph = MODS[name].expr
-    assert copied(graph) is graph
-    if graph.kind == "bool":
-        assert copied(expr.classify(graph)[0]) is expr.classify(graph)[0]
-
-
 def test_an_expression_of_another_process(program: Callable[..., str]) -> None:
     """Where nothing of it is interned yet."""
     mod = mods.mask(lambda b, h, q, k, *, unusual: (k * 1234567 < unusual) | (q == k), unusual=5)
@@ -176,11 +168,6 @@ def test_plans_keep_the_layout_that_they_are_for() -> None:
         again(np.ascontiguousarray(q), k, v)
     with pytest.raises(ValueError, match="k: expected strides"):
         again(shifted, np.ascontiguousarray(k), v)
-
-
-def test_plans_of_nothing() -> None:
-    q = np.zeros((2, 0, 8), np.float32)
-    assert pickle.loads(pickle.dumps(flashkit.plan(q, q, q)))(q, q, q).shape == (2, 0, 8)
 
 
 def test_a_pickle_of_a_plan_is_what_was_asked_for_then() -> None:

@@ -49,10 +49,6 @@ def test_large_block_masks_are_drawn_in_larger_tiles() -> None:
     assert found.sum() == 64 + 63 and len(html) < 20_000
 
 
-def test_masks_without_queries_in_notebooks() -> None:
-    assert "BlockMask 0 x 10" in BlockMask.from_mod(mods.causal(), 0, 10)._repr_html_()
-
-
 def test_mods_in_notebooks() -> None:
     found = grid(mods.causal()._repr_html_(), 32, 32)
     np.testing.assert_array_equal(found, 2 * np.tri(32, dtype=int))

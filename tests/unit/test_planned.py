@@ -135,18 +135,6 @@ def test_pull_backs_of_other_lengths_do_not_meet() -> None:
         same(vjp(out), alone(out))
 
 
-def test_pull_backs_of_other_options_do_not_meet() -> None:
-    q, k, v = operands()
-    for name, (plain, other) in KEYED.items():
-        if name == "return_lse":
-            continue
-        for value in (plain, other):
-            out, vjp = flashkit.attention_vjp(q, k, v, **{name: value})
-            with mock.patch.object(plans, "key_of", return_value=None):
-                exact, alone = flashkit.attention_vjp(q, k, v, **{name: value})
-            same((out, *vjp(out)), (exact, *alone(exact)))
-
-
 def test_repeated_pull_backs_prepare_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def once(options: dict[str, Any]) -> None:
         out, vjp = flashkit.attention_vjp(q, k, v, backend="cpu", **options)
@@ -163,65 +151,6 @@ def test_repeated_pull_backs_prepare_nothing(monkeypatch: pytest.MonkeyPatch) ->
             once(options)
         with pytest.raises(TypeError, match="not callable"):
             once({"bias": bias[None]})
-
-
-@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
-@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
-@pytest.mark.parametrize("lead", [(4,), (2, 4), (2, 3, 4)])
-def test_shapes_and_layouts(lead: tuple[int, ...], layout: str, dtype: str) -> None:
-    def made() -> Any:
-        given = operands(70, 90, lead=lead, kv=2, dtype=dtype)
-        return given if layout == "bhnd" else tuple(map(as_bnhd, given))
-
-    call = plan(*made(), layout=layout, causal=True, return_lse=True)
-    given = made()
-    same(call(*given), full(*given, layout=layout, causal=True, return_lse=True))
-    kept = attention(*given, layout=layout, causal=True, return_lse=True)  # the plan that `full` cached
-    same(kept, call(*given))
-
-
-@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
-@pytest.mark.parametrize("lead", [None, (), (2,), (2, 3)])
-def test_shapes_of_gradients(lead: tuple[int, ...] | None, layout: str) -> None:
-    """dout is like out, dlse like lse, with any batch axes or without heads."""
-    if lead is None:
-        x, other = rng.standard_normal((7, 4)), (4, 7)
-    else:
-        x, other = rng.standard_normal((*lead, 5, 7, 4)), (*lead, 7, 5, 4)
-    (out, lse), vjp = flashkit.attention_vjp(x, x, x, layout=layout, return_lse=True, backend="cpu")
-    for gradient in vjp(out, lse):
-        assert gradient.shape == x.shape
-    with pytest.raises(ValueError, match=r"dout: expected .*shape"):
-        vjp(out.reshape(other), lse)
-    with pytest.raises(ValueError, match=r"dlse: expected .*shape"):
-        vjp(out, lse[..., :-1])
-
-
-def test_two_axes() -> None:
-    x = rng.standard_normal((30, 8))
-    same(plan(x, x, x)(x + 1, x, x), full(x + 1, x, x))
-
-
-def test_no_queries_and_no_keys() -> None:
-    q, k, v = operands()
-    assert plan(q[:, :, :0], k, v)(q[:, :, :0], k, v).shape == (2, 4, 0, 16)
-    out, lse = plan(q, k[:, :, :0], v[:, :, :0], return_lse=True)(q, k[:, :, :0], v[:, :, :0])
-    assert not out.any() and np.isneginf(lse).all()
-
-
-@pytest.mark.parametrize("view", ["every other key", "a slice of a cache", "last axis apart", "swapped axes"])
-def test_views(view: str) -> None:
-    def look(x: np.ndarray) -> np.ndarray:
-        if view == "every other key":
-            return x[:, :, ::2]
-        if view == "a slice of a cache":
-            return x[:, :, 3:31]
-        return x[..., ::2] if view == "last axis apart" else x.swapaxes(1, 2)
-
-    call = plan(*map(look, operands()))
-    given = tuple(map(look, operands()))
-    same(call(*given), full(*given))
-    same(call(*given), attention(*given))
 
 
 # --- what does not fit ------------------------------------------------------------------------------------------------
@@ -253,19 +182,6 @@ def test_arrays_that_do_not_fit(name: str, change: Any, error: type[Exception], 
     with pytest.raises(error) as caught:
         call(**(given | {name: change(given[name])}))
     assert str(caught.value).startswith(f"{name}: ") and says in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v"])
-@pytest.mark.parametrize("axis", range(3))
-@pytest.mark.parametrize("length", [2, 3])
-def test_other_strides_of_any_axis(length: int, axis: int, name: str) -> None:
-    given = dict(zip("qkv", operands(length, length, lead=(length, length), kv=length, d=4), strict=True))
-    call = plan(**given)
-    apart = [slice(None)] * axis + [slice(None, None, 2)]
-    other = given[name].repeat(2, axis=axis)[tuple(apart)]
-    np.testing.assert_array_equal(other, given[name])
-    with pytest.raises(ValueError, match=rf"^{name}: expected strides"):
-        call(**(given | {name: other}))
 
 
 def test_arrays_that_fit_all_the_same(tmp_path: Any) -> None:
@@ -348,20 +264,6 @@ def test_nothing_of_the_callers_is_kept_alive() -> None:
     gc.collect()
     assert [ref() for ref in kept] == [None] * 4
     assert call(*operands()).shape == (2, 4, 40, 16)
-
-
-@pytest.mark.parametrize("dtype", [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)])
-def test_integers_are_read_once(dtype: str) -> None:
-    """What would lead a kernel astray if it changed is copied, of any dtype."""
-    q, k, v = operands()
-    lengths, offset, index = (np.array(x).astype(dtype) for x in ([17, 33], [3, 1], np.arange(40) % 3))
-    table = np.array([0.0, 1.0, 2.0])
-    score = mods.score(lambda s, b, h, q, k, *, t, i: s + t[i[k]], t=table, i=index)
-    call = plan(q, k, v, kv_lengths=lengths, q_offset=offset, causal=True, score_mod=score)
-    expected = call(q, k, v)
-    for array in (lengths, offset, index):
-        array[:] = np.iinfo(dtype).max
-    same(call(q, k, v), expected)
 
 
 def test_arrays_are_kept_by_reference() -> None:
@@ -504,22 +406,6 @@ def test_what_chooses_the_backend_is_heeded(monkeypatch: pytest.MonkeyPatch) -> 
     assert calls == ["cpu", "reference.forward", "cpu", "reference.forward", "reference.forward"] * 2
 
 
-def test_forgotten_plans_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a profile changed."""
-    q, k, v = operands()
-    made = []
-    backend = dispatch.registry()["cpu"]
-    make: Any = backend.plan
-    monkeypatch.setattr(backend, "plan", lambda *a: (made.append(1), make(*a))[1])
-    dispatch.forget()
-    for _ in range(3):
-        attention(q, k, v, backend="cpu")
-    assert len(made) == 1
-    dispatch.forget()
-    attention(q, k, v, backend="cpu")
-    assert len(made) == 2
-
-
 def test_plans_are_cached_by_their_block_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the mask itself: not by what it looks like, and not where it holds much."""
     from flashkit import BlockMask
@@ -603,14 +489,6 @@ def test_arrays_of_cached_plans() -> None:
         attention(q, k, v, bias=np.ma.masked_array(pairwise(2, 40, 40)))
 
 
-def test_what_is_not_addressable_is_turned_once() -> None:
-    """By a backend that does not bind, too."""
-    q, k, v = (np.repeat(as_bnhd(x), 2, -1)[..., ::2] for x in operands())
-    assert q.strides[-1] != q.itemsize
-    call = plan(q, k, v, layout="bnhd", backend="reference")
-    same(call(q, k, v), full(q, k, v, layout="bnhd", backend="reference"))
-
-
 def packed(n_q: int = 40, n_k: int = 40) -> tuple[np.ndarray, ...]:
     return tuple(as_bnhd(x) for x in operands(n_q, n_k, lead=(4,)))
 
@@ -657,15 +535,6 @@ def test_packed_calls_whose_plans_are_not_cached(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(flashkit.call.call, "_MAX_OFFSET_BYTES", offsets.nbytes - 1)
     same(attention(q, k, v, cu_seqlens=offsets), expected)
     assert not plans._plans
-
-
-def test_few_packed_queries_are_no_cache_that_grows() -> None:
-    q, k, v = packed(5, 40)
-    for n in (20, 33):
-        given = (np.array([0, 2, 5]), np.array([0, 9, n]))
-        options = {"cu_seqlens": given, "layout": "bnhd", "causal": True}
-        for _ in range(2):
-            same(attention(q, k[:n], v[:n], **options), full(q, k[:n], v[:n], **options))
 
 
 def test_offsets_that_change_during_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -862,21 +731,6 @@ def test_one_planned_call_from_many_threads(n: int) -> None:
 
     with ThreadPoolExecutor(len(given)) as pool:
         list(pool.map(work, range(len(given))))
-
-
-def test_cached_plans_from_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While plans are evicted all the time."""
-    monkeypatch.setattr(plans, "_MAX_PLANS", 2)
-    given = operands(24, 24)
-    scales = [0.1 * i for i in range(1, 6)]
-    expected = [full(*given, scale=s) for s in scales]
-
-    def work(i: int) -> None:
-        for j in np.random.default_rng(i).integers(0, len(scales), 60):
-            same(attention(*given, scale=scales[j]), expected[j])
-
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(work, range(6)))
 
 
 def test_a_changed_number_of_threads_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:

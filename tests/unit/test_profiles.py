@@ -178,13 +178,6 @@ def test_cache_sizes_come_from_the_system(folders: dict[str, Path], cpu: Any) ->
     assert profile.device.name == "Imaginary CPU 3000"
 
 
-def test_this_machine(folders: dict[str, Path]) -> None:
-    profile = profiles.for_device("cpu")
-    assert profile.memory.l1d and profile.memory.l2
-    assert profile.tile("cpu.forward", **FLOAT32)
-    assert profile.as_dict()["schema"] == 1
-
-
 def test_cuda_device_by_name(folders: dict[str, Path], gpu: Any) -> None:
     gpu(name="NVIDIA H200", compute_capability=[9, 0], sms=132, l2=62914560)
     profile = profiles.for_device("cuda")
@@ -301,22 +294,6 @@ def test_unknown_kind_and_name() -> None:
         profiles.for_device("tpu")
     with pytest.raises(ValueError, match=r"'h20'.*did you mean `h200`"):
         profiles.by_name("h20")
-
-
-def test_threads_share_one_profile(folders: dict[str, Path]) -> None:
-    found: list[profiles.Profile] = []
-    barrier = threading.Barrier(8)
-
-    def ask() -> None:
-        barrier.wait()
-        found.append(profiles.for_device("cpu"))
-
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len({id(profile) for profile in found}) == 1
 
 
 def test_reading_is_light() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -47,53 +45,6 @@ def cache_of(kv_format: str, sequences: int, dtype: Any = np.float32, **options:
     for pool in cache._steps.memory:
         pool[...] = 0xFF  # NaN, in e4m3 and in scales
     return cache
-
-
-@pytest.mark.parametrize(
-    ("kv_format", "dtype", "options"),
-    [
-        ("e4m3", np.float32, {}), ("int8", np.float16, {"window": (6, 0)}),
-        ("int8", ml_dtypes.bfloat16, {"cascade": True}), ("e4m3", np.float64, {"cascade": True}),
-    ],
-)  # fmt: skip
-@pytest.mark.one_in(3)
-def test_random_traces_equal_quantised_lists(kv_format: Any, dtype: Any, options: dict[str, Any]) -> None:
-    rng = np.random.default_rng(3)
-    cache = cache_of(kv_format, 4, dtype, pages=120, layers=1, **options)
-    lists: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(4)]
-    window = {"window": options["window"]} if "window" in options else {}
-    for step in range(60):
-        what, i = rng.choice(["append", "append", "fork", "trim", "free"]), int(rng.integers(4))
-        if what == "append":
-            counts = rng.integers(0, 7, 4) if step % 2 else np.ones(4, int)
-            tokens = int(counts.sum())
-            k, v = (numbers(tokens, HEADS_KV, d, seed=step, dtype=dtype) for d in (DIM, VALUE_DIM))
-            cache[0].append(k, v, np.cumsum([0, *counts]))
-            for b, t in zip(np.repeat(range(4), counts), range(tokens), strict=True):
-                lists[b].append((k[t], v[t]))
-        elif what == "fork" and (empty := [b for b in range(4) if not lists[b]]):
-            lists[cache.fork(i, empty[0])] = [*lists[i]]
-        elif what == "trim":
-            n = min(int(rng.integers(3)), len(lists[i])) if not window else 0
-            cache.trim(i, n)
-            lists[i] = lists[i][: len(lists[i]) - n]
-        elif what == "free" and step % 3 == 0:
-            cache.free(i)
-            lists[i] = []
-        for queries in (1, 9) if step % 10 == 9 and not window else (1,):
-            q = numbers(4, HEADS, queries, DIM, seed=step, dtype=dtype)
-            out = cache[0].attend(q, causal=True)
-            assert out.dtype == dtype
-            for b, pairs in enumerate(lists):
-                if pairs:
-                    k8, v8 = (
-                        flashkit.quantize(np.stack(x, 1)[None], kv_format, "token") for x in zip(*pairs, strict=True)
-                    )
-                    offset = len(pairs) - queries
-                    want = exact(q[b : b + 1], k8, v8, causal=True, q_offset=offset, **window)[0]
-                    assert near(out[b], want), (step, b)
-                else:
-                    assert (out[b] == 0).all()
 
 
 def test_decoding_reads_a_cache_in_place(in_place: None) -> None:
@@ -254,17 +205,3 @@ def test_calls_of_one_layout_share_a_plan(options: dict[str, Any], per: Any, pla
     k8, v8 = (flashkit.quantize(x.dequantize(ml_dtypes.bfloat16), "e4m3", per) for x in (k8, v8))
     flashkit.attention(q, k8, v8, **options)
     assert len(plans_on_codes) == 2, "a plan is for a format"
-
-
-def test_a_cached_plan_costs_as_much_as_that_of_floats() -> None:
-    """Host time, in turns: the kernels have nothing to do here."""
-    q, k8, v8 = decoding("int8", 32)
-    k, v = (x.dequantize(ml_dtypes.bfloat16) for x in (k8, v8))
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(500):
-        for taken, (keys, values) in zip(times, ((k, v), (k8, v8)), strict=True):
-            start = time.perf_counter()
-            flashkit.attention(q, keys, values)
-            taken.append(time.perf_counter() - start)
-    floats, codes = map(statistics.median, times)
-    assert codes <= 1.5 * floats, (codes, floats)

@@ -162,15 +162,6 @@ def test_arrays_without_tokens(per: Any) -> None:
         assert found.dequantize().shape == shape
 
 
-def test_any_strides() -> None:
-    x = normal(4, 30, 3, 16)[::2, ::-1, :, ::2].swapaxes(1, 2)
-    for per in quantized.PER:
-        same(
-            quantize(x, "e4m3", per, rotate=True).dequantize(),
-            quantize(x.copy(), "e4m3", per, rotate=True).dequantize(),
-        )
-
-
 def test_a_quantised_array() -> None:
     x = normal(2, 3, 50, 8)
     found = quantize(x, "int8", "block", rotate=True, smooth=True, block=16, seed=3)
@@ -434,8 +425,6 @@ WRONG: dict[str, tuple[Any, str]] = {
     "rotate": (lambda: quantize(X, rotate=1), "rotate: expected True or False, got 1"),  # type: ignore[arg-type]
     "smooth": (lambda: quantize(X, smooth="k"), "smooth: expected True or False, got 'k'"),  # type: ignore[arg-type]
     "block": (lambda: quantize(X, per="block", block=0), "block: expected an integer from 1 to [0-9]+, got 0"),
-    "block's type": (lambda: quantize(X, block=8.0), r"block: expected an integer from 1 to [0-9]+, got 8.0"),  # type: ignore[arg-type]
-    "seed": (lambda: quantize(X, seed=-1), r"seed: expected an integer from 0 to [0-9]+, got -1"),
     "x": (lambda: quantize([1.0]), "x: expected .* got a builtins.list"),
     "x's dtype": (lambda: quantize(X.astype(int)), "x: expected .* got int64"),
     "x's shape": (lambda: quantize(X[0, 0]), r"x: expected .* got \(8,\)"),

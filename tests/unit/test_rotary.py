@@ -119,12 +119,6 @@ def test_out_may_be_the_array_itself_or_overlap_it() -> None:
         assert np.array_equal(x, whole)
 
 
-def test_empty_arrays_and_no_positions() -> None:
-    for shape in ((2, 3, 0, 16), (0, 3, 4, 16), (2, 0, 4, 16)):
-        assert flashkit.rotary(numbers(*shape)).shape == shape
-        assert flashkit.rotary(numbers(*shape), *flashkit.rotary_table(9, 8)).shape == shape
-
-
 def test_the_gradient_is_the_transposed_rotation() -> None:
     """<rotary(x), y> = <x, rotary_vjp(y)>, with tables of a factor too."""
     scaling = {"rope_type": "yarn", **SCALINGS["yarn"]}

@@ -90,27 +90,6 @@ def problem_of(mod: Mod, offset: int = 0) -> tuple[AttentionSpec, Operands]:
 # --- values and bounds ------------------------------------------------------------------------------------------------
 
 
-@quick
-@given(r=randoms)
-def test_numpy_wraps(r: Random) -> None:
-    mod, offset = random_mask(r), r.choice(OFFSETS)
-    row, k = np.ogrid[:N_Q, :N_K]
-    found = np.broadcast_to(mod.evaluate(0, 0, row + offset, k, row=row), (N_Q, N_K))
-    np.testing.assert_array_equal(found, visible(mod, offset, range(N_Q), range(N_K)))
-
-
-@pytest.mark.slow
-@settings(quick, max_examples=200)
-@given(r=randoms)
-def test_the_reference_classifies_tiles_of_every_size(r: Random) -> None:
-    mod, offset = random_mask(r), r.choice(OFFSETS)
-    spec, operands = problem_of(mod, offset)
-    seen = visible(mod, offset, range(N_Q), range(N_K))
-    ((head,),) = reference.groups(spec, operands, np.float64)
-    for size in SIZES:
-        assert_states(mod, reference.tile_states(head, *size), seen, *size)
-
-
 @settings(quick, max_examples=200)
 @given(r=randoms)
 def test_block_masks_classify_tiles_of_every_size(r: Random) -> None:
@@ -341,38 +320,6 @@ def test_numba_cuda_text_classifies_and_wraps() -> None:
 def inputs(n_q: int = 150, n_k: int = 210) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
     return [rng.standard_normal((1, 2, n, 16)) for n in (n_q, n_k, n_k)]
-
-
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("name", HASHES)
-@pytest.mark.one_in(2)
-def test_attention_with_a_hash_mask(name: str, backend: str) -> None:
-    if backend == "cpu":
-        pytest.importorskip("numba")
-    q, k, v = inputs()
-    problem, operands, _ = prepare(q, k, v, mask_mod=HASHES[name])
-    seen = mods.mask(HASHES[name])
-    row, key = range(0, 150, 29), range(0, 210, 31)
-    found = seen.evaluate(0, 0, np.array(row)[:, None] + 60, np.array(key))
-    wanted = [[value_of(seen, 0, 0, i, i + 60, j) for j in key] for i in row]
-    np.testing.assert_array_equal(np.broadcast_to(found, np.shape(wanted)), wanted)
-    right, _ = reference.standard(problem.spec, operands)
-    np.testing.assert_allclose(flashkit.attention(q, k, v, mask_mod=HASHES[name], backend=backend), right, atol=1e-12)
-    block = BlockMask.from_mod(HASHES[name], 150, 210, 16, 16)
-    np.testing.assert_allclose(flashkit.attention(q, k, v, block_mask=block, backend=backend), right, atol=1e-12)
-
-
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_gradients_with_a_hash_mask(backend: str) -> None:
-    if backend == "cpu":
-        pytest.importorskip("numba")
-    q, k, v = inputs()
-    problem, operands, _ = prepare(q, k, v, mask_mod=HASHES["below"])
-    dout = np.random.default_rng(1).standard_normal(q.shape)
-    right = reference.standard_gradients(problem.spec, operands, dout)
-    found = flashkit.attention_vjp(q, k, v, mask_mod=HASHES["below"], backend=backend)[1](dout)
-    for wanted, got in zip(right[:3], found):
-        np.testing.assert_allclose(got, wanted, atol=1e-11)
 
 
 def test_a_fresh_kernel_is_held_against_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,14 +68,23 @@ def way_of_adding(read: Read) -> str:
     return "EachPair" if any(index is expr.K for index in read.indices) else "Run"
 
 
-def adds_rows(spec: AttentionSpec) -> bool:
-    """Whether the gradients by values are those of a bias: keys that follow one another add dS to elements that do."""
-    if len(spec.reads) != 1 or not expr.is_const(spec.reads[0].slope, 1):
-        return False
-    indices = spec.reads[0].indices
+def along_keys(indices: Sequence[Expr]) -> bool:
+    """Whether an array is read at these indices as a bias is: keys that follow one another read elements that do."""
     others = [index for index in indices if not any(index is x for x in (expr.ROW, expr.Q, expr.K))]
-    along_keys = sum(index is expr.K for index in indices) == 1
-    return along_keys and not any(expr.uses(index, expr.ROW, expr.Q, expr.K) for index in others)
+    is_key = [index is expr.K for index in indices]
+    return sum(is_key) == 1 and not any(expr.uses(index, expr.ROW, expr.Q, expr.K) for index in others)
+
+
+def bias_read(spec: AttentionSpec) -> Expr | None:
+    """The first place where the score modification reads a bias of all pairs."""
+    loads = [] if spec.score is None else [node for node in expr.walk([spec.score]) if node.op == "load"]
+    with_rows = (x for x in loads if any(index is expr.ROW or index is expr.Q for index in x.args))
+    return next((node for node in with_rows if along_keys(node.args)), None)
+
+
+def adds_rows(spec: AttentionSpec) -> bool:
+    """Whether the gradients by values are those of a bias."""
+    return len(spec.reads) == 1 and expr.is_const(spec.reads[0].slope, 1) and along_keys(spec.reads[0].indices)
 
 
 def unsupported(spec: AttentionSpec) -> str:

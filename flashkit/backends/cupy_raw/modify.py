@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from ...mods import codegen, expr
 from ...mods.expr import Expr
 from ...spec import AttentionSpec
 from ..cuda_common.affine_score import AffineScore, affine_score, by_distance, of_head
-from ..cuda_common.modification import entries, shifts, slope_is_one, sums_of, way_of_adding
+from ..cuda_common.modification import bias_read, entries, shifts, slope_is_one, sums_of, way_of_adding
 
 _ELEMENTS = {
     "bool": "unsigned char", "int8": "signed char", "uint8": "unsigned char", "int16": "short",
@@ -56,6 +58,7 @@ def text(spec: AttentionSpec) -> str:
     read = "{{" + ", ".join(f"{{{i}}}" for i in range(len(numbers))) + "}}"
     return "\n".join([
         *_value_sums(spec),
+        *_bias_read(spec),
         _template(spec, "fk_float modified_score", _SCORE, [by_distance(score)]),
         f"constexpr bool {', '.join(f'{name} = {int(value)}' for name, value in facts.items())};",
         f"struct Head {{ {f'fk_float number[{len(numbers)}];' if numbers else ''} }};",
@@ -120,14 +123,29 @@ def _value_sums(spec: AttentionSpec) -> list[str]:
     ]
 
 
+def _bias_read(spec: AttentionSpec) -> list[str]:
+    """`bias_at`, the address that a pair reads, and the bytes of an element, or 0 where no bias is read."""
+    node = bias_read(spec)
+    if node is None:
+        return [f"constexpr int BIAS_BYTES = 0;\nDEVICE const char* bias_at({_PAIR}) {{ return nullptr; }}"]
+    slot = next(slot for slot in spec.slots if slot.name == node.value)
+    size = np.dtype("uint16" if slot.dtype == "bfloat16" else slot.dtype).itemsize
+    offset = " + ".join(f"(long long)({{{i}}}) * {slot.name}_stride{i}" for i in range(len(node.args)))
+    address = f"(const char*){slot.name}.data + ({offset}) * {size}"
+    function = _function(spec, "const char* bias_at", _PAIR, node.args, address, slot.name)
+    return [f"constexpr int BIAS_BYTES = {size};", function]
+
+
 def _template(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[Expr], result: str = "{0}") -> str:
     """The same function with another type of integers."""
     text = _function(spec, name, parameters, graphs, result)
     return "template <typename I>\n" + text.replace("const long long t", "const I t")
 
 
-def _function(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[Expr], result: str = "{0}") -> str:
-    used = {node.value for node in expr.walk(graphs) if node.op == "param" or node.op.startswith("load")}
+def _function(
+    spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[Expr], result: str = "{0}", array: str = ""
+) -> str:
+    used = {array} | {node.value for node in expr.walk(graphs) if node.op == "param" or node.op.startswith("load")}
     lines, results = codegen.render(graphs, "cuda", "    ", spec.int32_arrays)
     body = [*_prelude(spec, used), *lines, f"    return {result.format(*results)};"]
     return "\n".join([f"DEVICE {name}({parameters}) {{", *body, "}", ""])

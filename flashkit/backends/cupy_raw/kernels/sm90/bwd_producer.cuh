@@ -129,6 +129,24 @@ struct KvSource {
     }
 };
 
+// --- a bias ----------------------------------------------------------------------------------------------------------
+
+// Reads a byte of each line of a bias that a tile's pairs read, by a warp. Consumers, whose registers hold few loads under
+// way, find the lines in the L1 cache.
+DEVICE void load_bias_into_l1(const Params& p, int b, int h, int row0, int k0) {
+    constexpr int KEYS = 128 / larger(BIAS_BYTES, 1), LINES = BLOCK_K / KEYS;  // of a line; of a row
+    const SeqInfo seq = seq_info(p, b);
+    unsigned bytes = 0;
+#pragma unroll 4
+    for (int i = threadIdx.x % 32; i < BLOCK_Q * LINES; i += 32) {
+        const int row = clamped_index(row0 + i / LINES, (int)seq.n_q), key = clamped_index(k0 + i % LINES * KEYS, (int)seq.n_k);
+        unsigned byte;
+        asm volatile("ld.global.u8 %0, [%1];" : "=r"(byte) : "l"(bias_at(b, h, row, row + seq.q_position, key, p)));
+        bytes |= byte;
+    }
+    if (bytes > 255) __trap();  // never; or the loads, whose results nobody needs, would be left out
+}
+
 // --- Q, dO and V -----------------------------------------------------------------------------------------------------
 
 DEVICE void producer(const Params& p, const KvSource& kv, const TensorMap& q_map, const TensorMap& dout_map,
@@ -173,6 +191,7 @@ DEVICE void producer(const Params& p, const KvSource& kv, const TensorMap& q_map
             if (leader) mbarrier_arrive(q_full), mbarrier_arrive(dout_full);
         }
         first = false, ++n;
+        if constexpr (BIAS_BYTES > 0) load_bias_into_l1(p, b, h, tile * BLOCK_Q, k0);
     };
     // A query tile is held back until it is known whether it is the work tile's last.
     int held = 0, held_head = 0, held_index = 0;

@@ -106,9 +106,9 @@ DEVICE void mask_scores(const Params& p, const FragmentCoord& at, float (&s)[S_R
 template <bool PARTIAL_TILE, typename POSITION>
 DEVICE float softmax_p_one(const Params& p, const FragmentCoord& at, float& x, int n, int half, int c, long long offset,
                            int n_q, int n_k, float scale, float lse, bool nonfinite_key) {
-    // A row or key past the end stands for the last one: without branches the reads of all pairs are under way at once.
+    // Without branches the reads of all pairs are under way at once.
     const int own_k = at.k0 + row_of_lane(half), own_row = at.row0 + lane_row(n, c);
-    const int k = min(own_k, n_k - 1), row = min(own_row, n_q - 1);
+    const int k = clamped_index(own_k, n_k), row = clamped_index(own_row, n_q);
     x *= scale;
     const float slope = HAS_SCORE ? score_slope(x, at.b, at.h, row, row + offset, k, p) : 1.0f;
     x = modify<PARTIAL_TILE, POSITION>(x, at.b, at.h, row, (POSITION)(row + offset), k, p);
