@@ -25,13 +25,12 @@ from .quantized import Per, Quantized, block_scales, check_shape, one_pass, quan
 FP8_DTYPES = ("float16", "bfloat16")
 """What precision="fp8" quantises."""
 
-SEQUENCES = "kv_lengths", "cu_seqlens", "page_table"
+SEQUENCES = frozenset({"kv_lengths", "cu_seqlens", "page_table"})
 """Options with which precision="fp8" takes scales of tokens, which do not depend on what lies behind the keys."""
 
 
 def _has_sequences(options: dict[str, Any]) -> bool:
-    lengths, offsets, pages = map(options.get, SEQUENCES)
-    return not (lengths is offsets is pages is None)
+    return not SEQUENCES.isdisjoint(options) and any(options.get(name) is not None for name in SEQUENCES)
 
 
 class Dequantised:

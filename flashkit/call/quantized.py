@@ -332,8 +332,10 @@ def one_pass(x: Any, layout: str, seed: int | None, transpose: bool) -> Quantise
 
     For an array of this layout, on a multiple of 16 bytes, on the current device.
     """
-    if arrays.kind_of(x) != "cupy" or x.ndim < 3 or type(layout) is not str or not arrays.is_here(x):
+    if arrays.kind_of(x) != "cupy" or x.ndim < 3 or not arrays.is_here(x):
         return None
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        return None  # which `quantize` says
     from ..backends.cuda_common import quantize
 
     shape = x.shape

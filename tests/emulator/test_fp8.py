@@ -445,6 +445,15 @@ def test_a_plan_quantises(layout: Any, device: Device, launched: list[str], plan
             np.testing.assert_array_equal(out.get(), right())
 
 
+def test_an_unknown_layout_is_named(device: Device) -> None:
+    import cupy
+
+    x = cupy.asarray(normal(1, 2, 130, 64))
+    for layout in ("other", ["bhnd"]):
+        with pytest.raises(ValueError, match="layout: expected"):
+            flashkit.attention(x, x, x, precision="fp8", layout=layout)
+
+
 REFUSED = [
     (lambda q, k, v: (flashkit.quantize(q, "int8"), k, v), {}, "q is int8"),
     (lambda q, k, v: (q, k, flashkit.quantize(v, rotate=True)), {}, "v is rotated"),
