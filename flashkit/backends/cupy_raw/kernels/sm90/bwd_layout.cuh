@@ -8,8 +8,8 @@
 //
 // From the head: BLOCK_Q, BLOCK_K, STAGES (of Q), DOUT_STAGES, KEY_BUFFERS (of K), CLUSTER_SIZE, DETERMINISTIC,
 // FUSED_PREPROCESS, VALUE_WARPS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, WATCHDOG, NUM_LISTS, LIST_CAPACITY,
-// LIST_BYTES, SHARED_BYTES, SMALL_SCORE (modification.positions), and the offsets of shared memory, laid out by BackwardTile.smem
-// (cuda_common/sm90_bwd_launch.py):
+// LIST_BYTES, SHARED_BYTES, SMALL_SCORE (modification.positions), and the offsets of shared memory, laid out by
+// BackwardTile.smem (cuda_common/sm90_bwd_launch.py):
 //
 //     AT_K             [KEY_BUFFERS][CTA_KEYS][..]   K of the CTA's keys
 //     AT_PEER_K        [CTA_KEYS][64 DQ_CHUNKS]      K of the peer CTA's keys, in the CTA's columns of dQ
