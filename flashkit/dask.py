@@ -31,7 +31,7 @@ from .call.chunks import hiding, joined, moved
 from .call.merge import merge
 from .mods import Mod, expr
 from .numeric import integer
-from .options import DEFAULTS, OPTIONS, Options, Role, documented, unknown, with_axes
+from .options import DEFAULTS, OPTIONS, Options, Role, by_position, documented, unknown, with_axes
 
 __all__ = ["attention"]
 
@@ -40,6 +40,7 @@ NOT_TAKEN = (*with_axes("memory"), "dropout_p", "seed")
 """Options that are refused: pairs are dropped by their numbers within a call, and packed sequences have no chunks."""
 
 
+@by_position
 @documented(*NOT_TAKEN)
 def attention(
     q: Any, k: Any, v: Any, *, return_lse: bool = False, backend: str | None = None, split_every: int = 8,
@@ -63,9 +64,6 @@ def attention(
         together. True is faster where memory holds them, and where the scheduler spills to disk.
     {options}
 
-    Bias and mask may be Dask arrays. Lengths, offsets, slopes and sinks are no Dask arrays: they are small, and read
-    when the graph is made. Positions are those in the whole arrays.
-
     Returns
     -------
     out : dask.array.Array
@@ -80,6 +78,9 @@ def attention(
 
     Notes
     -----
+    Bias and mask may be Dask arrays. Lengths, offsets, slopes and sinks are no Dask arrays: they are small, and read
+    when the graph is made. Positions are those in the whole arrays.
+
     Errors of backends come when the graph runs. There is no dropout, whose pairs are numbered within one call, and no
     gradient.
 

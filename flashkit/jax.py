@@ -34,9 +34,9 @@ from .options import (
     OPTIONS,
     Options,
     Role,
-    check_tensors,
     closed,
     documented,
+    misplaced,
     ours,
     unknown,
     unknown_of,
@@ -116,7 +116,7 @@ def attention(
     (1, 4, 32, 16)
     """
     if v is None or more:
-        check_tensors("flashkit.jax.attention", more, options)
+        raise misplaced("flashkit.jax.attention", more, options)
     if not options.keys() <= DEFAULTS.keys() - {*NOT_TAKEN}:
         known = [name for name in (*DEFAULTS, "return_lse", "backend") if name not in NOT_TAKEN]
         raise unknown("flashkit.jax.attention", [name for name in options if name not in known], known)

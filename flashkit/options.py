@@ -6,10 +6,11 @@ of Dask, what transformers passes, the planned steps of a cache, the flags of `f
 wheel carries, and "did you mean".
 """
 
+import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, cast, get_args
 
 from .errors import shown
 
@@ -240,15 +241,44 @@ def unknown(
     return TypeError(message + (f"did you mean {meant}?" if meant else f"expected one of {', '.join(known)}"))
 
 
-def check_tensors(function: str, more: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-    """Refuse positional arguments behind q, k and v, and other names of these."""
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def misplaced(
+    function: str, more: tuple[Any, ...], options: Iterable[str], tensors: Sequence[str] = ("q", "k", "v")
+) -> TypeError:  # fmt: skip
+    """The error for positional arguments behind the tensors, for other names of these, and for absent ones."""
+    listed = f"{', '.join(tensors[:-1])} and {tensors[-1]}"
     if more:
-        raise TypeError(f"{function}() takes q, k and v by position: pass others by name, such as mask= or causal=")
+        return TypeError(f"{function}() takes {listed} by position: pass others by name, such as mask= or causal=")
     names = {"query": "q", "key": "k", "value": "v", "queries": "q", "keys": "k", "values": "v"}
     for name in options:
-        if name in names:
-            raise TypeError(f"{function}() got an unexpected argument {name!r}: did you mean {names[name]}?")
-    raise TypeError(f"{function}() expected q, k and v")
+        if names.get(name) in tensors:
+            return TypeError(f"{function}() got an unexpected argument {name!r}: did you mean {names[name]}?")
+    return TypeError(f"{function}() expected {listed}")
+
+
+def by_position(function: F) -> F:
+    """Give a function the errors of `misplaced` where Python's own know no other names of its tensors.
+
+    `attention` and its adapters for tensors and traced arrays have no room for a function around them: the first is
+    counted in fractions of a microsecond, and compilers look into the others.
+    """
+    taken = [p for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    needed = [p.name for p in taken if p.default is p.empty]
+    module = "" if function.__module__.startswith(("flashkit.api", "flashkit.call")) else f"{function.__module__}."
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            return function(*args, **options)
+        except TypeError:
+            more = args[len(taken) :]
+            if not more and all(name in options for name in needed[len(args) :]):
+                raise
+        raise misplaced(f"{module}{function.__name__}", more, options, needed)
+
+    return cast(F, call)
 
 
 def unknown_of(function: Callable[..., Any], names: Iterable[str]) -> TypeError:
@@ -260,9 +290,6 @@ def unknown_of(function: Callable[..., Any], names: Iterable[str]) -> TypeError:
     if meant is None:
         return unknown(function.__name__, names, known)
     return TypeError(f"{function.__name__}() got an unexpected argument {shown(own)}: did you mean {meant}?")
-
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def closed(function: F) -> F:
@@ -294,11 +321,10 @@ def documented(*left_out: str) -> Callable[[F], F]:
         rest = [p for p in first if p.kind is p.KEYWORD_ONLY]
         function.__signature__ = own.replace(parameters=[*positional, *named, *rest])  # type: ignore[attr-defined]
         if function.__doc__:  # absent under python -OO
-            lines = [f"{name}\n        {_wrapped(OPTIONS[name].meaning)}" for name in taken]
+            lines = "\n".join(f"{name}\n    {_wrapped(OPTIONS[name].meaning)}" for name in taken)
             before = function.__doc__.partition("{options}")[0]
-            deeper = " " * (len(before) - len(before.rstrip(" ")) - 4)  # of a method
-            text = "\n    ".join(lines).replace("\n", "\n" + deeper)
-            function.__doc__ = function.__doc__.replace("{options}", text)
+            indent = " " * (len(before) - len(before.rstrip(" ")))  # none from Python 3.13 on
+            function.__doc__ = function.__doc__.replace("{options}", lines.replace("\n", "\n" + indent))
         return function
 
     return document
@@ -308,4 +334,4 @@ def _wrapped(text: str) -> str:
     """A paragraph in a docstring."""
     import textwrap
 
-    return "\n        ".join(textwrap.wrap(text, 112, break_long_words=False, break_on_hyphens=False))
+    return "\n    ".join(textwrap.wrap(text, 112, break_long_words=False, break_on_hyphens=False))

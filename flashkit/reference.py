@@ -113,7 +113,7 @@ def standard(spec: AttentionSpec, operands: Operands, dtype: Any = np.float64) -
     """Attention by its formulas, with the whole matrix of scores.
 
     In float64 this is the definition. In another dtype every intermediate result is rounded to it, and the error is the
-    yardstick for the error of a kernel.
+    yardstick for the error of a kernel. `formulas` takes plain arrays.
 
     Parameters
     ----------

@@ -316,8 +316,10 @@ class Problem:
         return f"{s.dtype}, {sizes}{extra} on {self.array_kind} arrays"
 
 
-BLOCK, PADDING = 128, 32
-"""Tokens of a block by default, which are a tile of Hopper's kernel; keys that V^T has a multiple of."""
+BLOCK, PADDING, ALIGNMENT = 128, 32, 16
+"""Tokens of a block by default, which are a tile of Hopper's kernel; keys that V^T has a multiple of; bytes that
+addresses and strides are multiples of, for Hopper's copy engine (TMA) and the kernel that quantises.
+"""
 
 
 def transposed_codes(xp: Any, codes: Any) -> Any:

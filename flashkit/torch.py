@@ -23,7 +23,7 @@ from .call.torch_mods import Mods
 from .call.torch_passes import ARRAYS, OPTION_NAMES, Tensors
 from .distributed import Comm as NativeComm
 from .numeric import number
-from .options import DEFAULTS, NUMBERS, Options, check_tensors, closed, documented, unknown, unknown_of
+from .options import DEFAULTS, NUMBERS, Options, closed, documented, misplaced, unknown, unknown_of
 
 __all__ = ["Comm", "Mods", "attention", "flex_attention", "scaled_dot_product_attention"]
 
@@ -49,10 +49,6 @@ def attention(
         As for `flashkit.attention`.
     {options}
 
-    Of these, `scale` may be a tensor of one element, which is multiplied into q and has a gradient. `seed` may be a
-    tensor of one integer, and is drawn from PyTorch's generator on the CPU by default. block_mask, score_mod and
-    mask_mod may be as `Mods` takes them. torch.use_deterministic_algorithms asks for deterministic results, too.
-
     Returns
     -------
     out : torch.Tensor
@@ -68,6 +64,12 @@ def attention(
         No backend can compute it, or a gradient is requested that does not exist: that of a number other than `scale`
         and of a tensor that a mask_mod uses.
 
+    Notes
+    -----
+    `scale` may be a tensor of one element, which is multiplied into q and has a gradient. `seed` may be a
+    tensor of one integer, and is drawn from PyTorch's generator on the CPU by default. block_mask, score_mod and
+    mask_mod may be as `Mods` takes them. torch.use_deterministic_algorithms asks for deterministic results, too.
+
     Examples
     --------
     >>> import torch
@@ -78,7 +80,7 @@ def attention(
     torch.Size([1, 8, 64, 32])
     """
     if v is None or more:
-        check_tensors("flashkit.torch.attention", more, options)
+        raise misplaced("flashkit.torch.attention", more, options)
     o: Any = DEFAULTS | options
     if len(o) > len(DEFAULTS):
         raise unknown("flashkit.torch.attention", [n for n in options if n not in DEFAULTS], (*DEFAULTS, "mods"))

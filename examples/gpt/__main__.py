@@ -76,20 +76,27 @@ def parser() -> argparse.ArgumentParser:
     ):  # fmt: skip
         add(f"--{name}", type=int, default=default, help=f"{meaning} (default {default})")
     add("--rate", type=float, default=2e-3, help="the largest learning rate (default 0.002)")
-    add("--device", choices=("cpu", "gpu"), default="cpu", help="NumPy or CuPy (default cpu)")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="NumPy or CuPy (default cpu)", type=_device)
     add("--dtype", choices=("float32", "float64", "bfloat16"), default="float32", help="of activations")
     add("--packed", action="store_true", help="tokens see their own document alone")
     add("--file", type=Path, default=Path("build/gpt.safetensors"), help="the checkpoint; training goes on from it")
     return made
 
 
+def _device(text: str) -> str:
+    return "cuda" if text == "gpu" else text
+
+
 def main(arguments: list[str]) -> int:
     args = parser().parse_args(arguments)
     if args.dtype == "bfloat16":
         if args.device == "cpu":
-            parser().error("--dtype bfloat16 needs --device gpu: NumPy has no products of it")
+            parser().error("--dtype bfloat16 needs --device cuda: NumPy has no products of it")
         importlib.import_module("ml_dtypes")  # makes it a dtype
-    ops = importlib.import_module(f".{args.device}", __package__)
+    try:
+        ops = importlib.import_module(".cpu" if args.device == "cpu" else ".gpu", __package__)
+    except ModuleNotFoundError as error:
+        parser().error(f'--device cuda needs CuPy ({error}); pip install "cupy-cuda13x[ctk]"')
     text = Text.of_documents(standard_library())
     config = Config(END + 1, args.context, args.layers, args.heads, args.width)
     model, optimizer = GPT(config, ops, args.dtype), AdamW(args.steps, args.rate, warmup=args.steps // 10)

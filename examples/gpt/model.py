@@ -36,8 +36,8 @@ class Config:
     width: int = 768
 
     def __post_init__(self) -> None:
-        if self.width % self.heads:
-            raise ValueError(f"width: expected a multiple of {self.heads} heads, got {self.width}")
+        if self.width % (4 * self.heads):
+            raise ValueError(f"width: expected a multiple of {4 * self.heads}, four for each head, got {self.width}")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the parameters, by name."""
@@ -209,7 +209,8 @@ class GPT:
             dx = norm(product(df, b, h + "mlp.c_fc"), x, stats, h + "ln_2", dx)
             x, a, stats, out, vjp = saved.pop()
             dout = product(dx, out.reshape(x.shape), h + "attn.c_proj").reshape(out.shape)
-            dqkv = ops.xp.stack(vjp(dout), axis=-3).reshape(len(x), -1)
+            parts = [d.view(np.uint64) for d in vjp(dout)]  # CuPy copies element by element
+            dqkv = ops.xp.stack(parts, axis=-3).view(dx.dtype).reshape(len(x), -1)
             dx = norm(product(dqkv, a, h + "attn.c_attn"), x, stats, h + "ln_1", dx)
         ops.add_rows(p.gradient("wte.weight"), ids, dx)
         ops.add_rows(p.gradient("wpe.weight"), positions, dx)

@@ -96,9 +96,8 @@ class AdamW:
         done = min((step - self.warmup) / max(self.steps - self.warmup, 1), 1.0)
         return self.rate * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
-    def update(self, parameters: Parameters, step: int, ops: Any) -> None:
+    def update(self, p: Parameters, step: int, ops: Any) -> None:
         """One step with the gradients, which are 0 afterwards."""
-        p = parameters
         norm = ops.xp.sqrt(ops.xp.dot(p.gradients, p.gradients))
         factor = ops.xp.minimum(self.clip / (norm + 1e-6), 1)
         corrections = 1 - self.betas[0] ** (step + 1), 1 - self.betas[1] ** (step + 1)

@@ -116,9 +116,9 @@ class PageTable(NamedTuple):
         """
         lengths, each = self.lengths, counts is self.one_each
         if each and self.spare:
-            pages = PageTable(  # in a fifth of the time of _replace
-                self.page, self.left, self.rollback, lengths + 1, self.table, self.first, self.references, self.free,
-                self.one_each, self.longest + 1, self.spare - 1, self.slots + 1,
+            pages = PageTable(  # in a fifth of the time of _replace, with sums in half the time of those with 1
+                self.page, self.left, self.rollback, lengths + counts, self.table, self.first, self.references,
+                self.free, counts, self.longest + 1, self.spare - 1, self.slots + counts,
             )  # fmt: skip
             return Growth(pages, NO_COPY, self)
         if int(counts.max()) > len(self.references) * self.page:  # before lengths are added, which may overflow int64

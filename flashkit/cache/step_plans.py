@@ -28,7 +28,7 @@ MAX_TOKENS = 16
 CONSTANT = {"backend", "return_lse"}.union(name for name, option in OPTIONS.items() if option.role is Role.CONSTANT)
 """Options that are numbers, flags and names: a planned step takes no others."""
 
-_PLAIN = (int, float, bool, str, type(None))
+_PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
 class Rest:
@@ -70,16 +70,17 @@ class StepPlans:
         """The plan for q (B, Hq, Nq, D), or by layout, and options of `attention` but `out`; None where there is
         none.
         """
-        if q.ndim != 4 or not CONSTANT.issuperset(options) or not all(map(_is_plain, options.values())):
+        types = tuple(map(type, options.values()))
+        if q.ndim != 4 or not CONSTANT.issuperset(options):
+            return None
+        if not _PLAIN.issuperset(types) and not all(map(_is_plain, options.values())):
             return None
         queries = q.shape[1 if options.get("layout") == "bnhd" else 2]
         if not 0 < queries <= MAX_TOKENS:
             return None
         if self._filled is not pages:
             self._fill(pages)
-        values = tuple(options.items())
-        types = tuple([type(x) for _, x in values])
-        key = self._owner, arrays.layout(q), values, types, self._keys, dispatch.state()
+        key = self._owner, arrays.layout(q), tuple(options.items()), types, self._keys, dispatch.state()
         entry: Entry | None = plans.get(key)
         if entry is None:
             try:

@@ -32,7 +32,14 @@ def namespace(kind: str) -> Any:
 
 def scope(array: Any) -> AbstractContextManager[Any]:
     """Where to compute new arrays: on the device of this one."""
-    return nullcontext() if isinstance(array, np.ndarray) else array.device
+    return nullcontext() if is_here(array) else array.device
+
+
+def is_here(array: Any) -> bool:
+    """Whether an array lies on the current device, or on none. To ask takes less than to enter the device."""
+    if kind_of(array) != "cupy":
+        return True
+    return bool(array.data.device_id == sys.modules["cupy"].cuda.runtime.getDevice())
 
 
 def require(name: str, array: Any, kind: str | None = None) -> str:

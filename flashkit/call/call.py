@@ -15,7 +15,7 @@ import numpy as np
 from .. import options as table
 from ..options import OPTIONS
 from . import arrays, interop
-from .codes import Dequantised
+from .codes import Dequantised, memory_of
 from .interop import Foreign
 from .quantized import Quantized
 from .views import View
@@ -117,13 +117,16 @@ class Call:
         if library is not None:
             self.foreign = adapter = Foreign(library, self.q)
             self._enter(adapter.scope())
-            self.q, self.k, self.v = adapter.views(q=self.q, k=self.k, v=self.v).values()
+            given = {"q": self.q, "k": self.k, "v": self.v}
+            floats = {name: x for name, x in given.items() if type(x) is not Quantized}  # codes are native already
+            found = adapter.views(**floats) if len(floats) == 3 else adapter.to_native(**floats)
+            self.q, self.k, self.v = (given | found).values()
             self.options = adapter.to_native(**self.options)
             self.out = None if self.out is None else adapter.to_native(out=self.out)["out"]
         if fp8 or Quantized in (type(self.q), type(self.k), type(self.v)):
             self.require_arrays()
             self.quantised = Dequantised(self.q, self.k, self.v, self.options, fp8, self.described)
-            if arrays.kind_of(self.q) != "numpy":
+            if not arrays.is_here(memory_of(self.q)):
                 self._enter(self.quantised.scope())
 
     def _enter(self, scope: Any) -> None:

@@ -16,17 +16,21 @@ import numpy as np
 
 from .. import dispatch
 from ..devices.lazy import cached_property
-from ..spec import BLOCK, DTYPES, Fp8
+from ..spec import ALIGNMENT, BLOCK, DTYPES, Fp8
 from . import arrays
 from .arguments import Fp8Arrays, Memory, Prepared, prepare
 from .checks import check_out
-from .quantized import Per, Quantized, block_scales, check_shape, quantize, scale_shape, token_scales
+from .quantized import Per, Quantized, block_scales, check_shape, one_pass, quantize, scale_shape, token_scales
 
 FP8_DTYPES = ("float16", "bfloat16")
 """What precision="fp8" quantises."""
 
-SEQUENCES = "kv_lengths", "cu_seqlens", "page_table"
+SEQUENCES = frozenset({"kv_lengths", "cu_seqlens", "page_table"})
 """Options with which precision="fp8" takes scales of tokens, which do not depend on what lies behind the keys."""
+
+
+def _has_sequences(options: dict[str, Any]) -> bool:
+    return not SEQUENCES.isdisjoint(options) and any(options.get(name) is not None for name in SEQUENCES)
 
 
 class Dequantised:
@@ -42,19 +46,19 @@ class Dequantised:
     def __init__(self, q: Any, k: Any, v: Any, options: dict[str, Any], fp8: bool, described: bool = False) -> None:
         self.fp8, self._described, self._named = fp8, described, {"q": q, "k": k, "v": v}
         self._quantised: dict[str, Quantized] = {}
-        self.share_scales(options)
+        self.quantisers: dict[str, Any] = {}  # of `one_pass`
         if fp8:
-            self.check()
+            self.share_scales(options)
 
     def share_scales(self, options: dict[str, Any]) -> None:
         """Choose by the options of a call what shares a scale where float arrays are quantised."""
-        self._per: Per = "block" if all(options.get(name) is None for name in SEQUENCES) else "token"
+        self._per: Per = "token" if _has_sequences(options) else "block"
         self._layout = options.get("layout", "bhnd") if self._per == "block" else "bhnd"
 
     def check(self) -> None:
         """Raise the errors of the class. A call that finds a plan needs no check."""
         for name, x in self._named.items():
-            arrays.require(name, _memory(x), self.kind)
+            arrays.require(name, memory_of(x), self.kind)
             if (dtype := arrays.dtype_name(name, x)) != self.dtype:
                 raise TypeError(f"{name}: expected dtype {self.dtype} (q's, before quantisation), got {dtype}")
             if self.fp8 and not isinstance(x, Quantized) and dtype not in FP8_DTYPES:
@@ -66,7 +70,7 @@ class Dequantised:
     @cached_property
     def kind(self) -> str:
         """The library of the arrays."""
-        return arrays.require("q", _memory(self._named["q"]))
+        return arrays.require("q", memory_of(self._named["q"]))
 
     @cached_property
     def dtype(self) -> str:
@@ -84,7 +88,7 @@ class Dequantised:
 
     def scope(self) -> AbstractContextManager[Any]:
         """Where to compute: on q's device."""
-        return arrays.scope(_memory(self._named["q"]))
+        return arrays.scope(memory_of(self._named["q"]))
 
     def to_native(self, **arguments: Any) -> dict[str, Any]:
         """Arguments with arrays of the computing dtype. An `out` of another dtype is left to `from_native`."""
@@ -129,21 +133,28 @@ class Dequantised:
         """q, k or v as precision="fp8" makes it, until it is dequantised; the array itself without it."""
         if not self.fp8 or isinstance(value, Quantized):
             return value
+        per, layout, of_v, made = self._per, self._layout, name == "v", self._quantised.get(name)
+        if made is not None:
+            return made
+        self.check()
         check_shape(name, value.shape)
         if self._described:
             xp = arrays.namespace(self.kind)
             codes = "float8_e4m3fn" if self.kind == "numpy" else "uint8"
-            shape = scale_shape(value.shape, self._per, BLOCK, self._layout)
-            scale = arrays.stand_in(xp.ones((), np.float32), shape)
+            scale = arrays.stand_in(xp.ones((), np.float32), scale_shape(value.shape, per, BLOCK, layout))
             data = arrays.stand_in(xp.zeros((), codes), value.shape)
-            seed = 0 if name != "v" else None
-            return Quantized(data, scale, value.dtype, self._per, layout=self._layout, seed=seed)
-        if name not in self._quantised:
-            transpose = name == "v" and self.kind == "cupy" and self._per == "block"
-            self._quantised[name] = quantize(
-                value, "e4m3", self._per, rotate=name != "v", layout=self._layout, transpose=transpose
-            )
-        return self._quantised[name]
+            return Quantized(data, scale, value.dtype, per, layout=layout, seed=None if of_v else 0)
+        if per == "block" and (quantiser := one_pass(value, layout, None if of_v else 0, of_v)) is not None:
+            self.quantisers[name], made = quantiser, quantiser(value)
+        else:
+            transpose = of_v and self.kind == "cupy" and per == "block"
+            made = quantize(value, "e4m3", per, rotate=not of_v, layout=layout, transpose=transpose)
+        self._quantised[name] = made
+        return made
+
+    def quantise_all(self, known: dict[str, Any]) -> list[Any]:
+        """`quantise` of q, k and v, by those quantisers that a plan has for them."""
+        return [known[name](x) if name in known else self.quantise(name, x) for name, x in self._named.items()]
 
     def _widened(self, value: Any) -> Any:
         return value.astype(self._dtype, copy=False)
@@ -176,15 +187,12 @@ class Dequantised:
         return f"{problem}; dequantised before: {', '.join(described)} ({why})"
 
 
-def _memory(x: Any) -> Any:
+def memory_of(x: Any) -> Any:
     """The array that holds the numbers."""
     return x.data if isinstance(x, Quantized) else x
 
 
 # --- codes ------------------------------------------------------------------------------------------------------------
-
-ALIGNMENT = 16
-"""Bytes, of addresses and strides: what Hopper's copy engine (TMA) needs."""
 
 
 class Codes(NamedTuple):
@@ -243,9 +251,9 @@ def scales_of(names: tuple[str, ...], tensors: Sequence[Any]) -> tuple[Any, ...]
 
 def transposed_of(v: Any, options: dict[str, Any]) -> Any:
     """V^T, where the kernel takes it, or None. What lies behind lengths the kernel hides as it transposes V."""
-    if type(v) is not Quantized or v.transposed is None or any(options.get(name) is not None for name in SEQUENCES):
+    if type(v) is not Quantized or v.transposed is None or _has_sequences(options):
         return None
-    return v.transposed if v.ndim > 2 and v.layout == options.get("layout", "bhnd") else None
+    return v.transposed if v.transposed.ndim > 2 and v.layout == options.get("layout", "bhnd") else None
 
 
 def _e4m3(

@@ -214,6 +214,8 @@ class Jax(Library):
         if name == "out":
             raise TypeError("out: expected None, got a jax array, which is immutable")
         if device.platform == "cpu":
+            if name == "seed" and "key" in str(array.dtype):
+                raise TypeError("seed: expected an integer, got a key of jax.random; pass jax.random.bits(key)")
             return np.asarray(array)  # a view, of bfloat16 too
         if device.platform not in ("gpu", "cuda"):
             raise TypeError(f"{name}: expected an array on a CPU or a CUDA device, got one on {device}")

@@ -103,6 +103,7 @@ class Planned:
         self.problem, self.backend, self.tile = problem, chosen.name, plan.tile
         self._return_lse, self._shape, self._chosen, self._per_call = return_lse, shape, (chosen, plan), per_call
         self.scales = scales
+        self.quantisers: dict[str, Any] = {}  # launches that quantise q, k and v of a call on codes, by name
         self._run_backward: BoundBackward | None = None
         self._asked, self.last_use = backend, 0
         self.request: dict[str, Any] = {}

@@ -17,11 +17,11 @@ from .. import dispatch
 from ..devices.forking import inner_lock
 from ..mods.block_mask import BlockMask
 from ..options import OPTIONS, Role
-from ..spec import Operands
+from ..spec import ALIGNMENT, Operands
 from . import arrays
 from .arguments import Prepared, prepare
 from .call import ONLY_TENSORS, Call, PerCall
-from .codes import ALIGNMENT, Codes, codes_of, on_codes, scales_of, transposed_of
+from .codes import Codes, codes_of, on_codes, scales_of, transposed_of
 from .planned import Once, Planned
 from .quantized import Quantized
 from .shape import LAYOUTS
@@ -65,23 +65,18 @@ class Refused:
 
 def _on_codes(call: Call, backend: str | None, return_lse: bool) -> Planned | Once | None:
     """The plan of a call on the codes of its arrays, as `plan_of`; None if they have to be dequantised."""
-    quantised, *given = call.quantised, call.q, call.k, call.v
+    quantised = call.quantised
     assert quantised is not None
-    q, k, v = tensors = [quantised.quantise(name, x) for name, x in zip("qkv", given)] if quantised.fp8 else given
-    signatures = [x.signature if type(x) is Quantized else None for x in tensors]
-    call.q, call.k, call.v = (x.data if type(x) is Quantized else x for x in tensors)
-    addresses: tuple[int, ...] = ()
-    if type(call.q) is not np.ndarray:
-        if (transposed := transposed_of(v, call.options)) is not None:
-            call.v = transposed
-        own = [x for x in (call.q, call.k, call.v) if type(x) is not np.ndarray]  # others are refused later
-        addresses = tuple([x.data.ptr % ALIGNMENT for x in own])
+    given = tensors = _take_codes(call, call.q, call.k, call.v)
     key = key_of(call, backend, return_lse)
     if key is not None:
-        key = *key, *signatures, addresses
+        on_host = type(call.q) is np.ndarray
+        key = key, *[x.signature if type(x) is Quantized else on_host or x.data.ptr % ALIGNMENT for x in given]
     planned: Any = get(key)
+    if quantised.fp8 and type(planned) is not Refused:
+        tensors = _take_codes(call, *quantised.quantise_all({} if planned is None else planned.quantisers))
     if planned is None:
-        codes = codes_of(quantised, q, k, v, call.options, return_lse)
+        codes = codes_of(quantised, *tensors, call.options, return_lse)
         found = on_codes(codes, call.out, False, backend) if isinstance(codes, Codes) else codes
         if isinstance(codes, str) or isinstance(found, str):
             put(key, planned := Refused())
@@ -95,6 +90,14 @@ def _on_codes(call: Call, backend: str | None, return_lse: bool) -> Planned | On
         return None
     call.quantised = None
     return planned
+
+
+def _take_codes(call: Call, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """Let the call pass the codes of these tensors, of v on a device V^T, to its plan."""
+    call.q, call.k, call.v = [x.data if type(x) is Quantized else x for x in (q, k, v)]
+    if type(call.q) is not np.ndarray and (transposed := transposed_of(v, call.options)) is not None:
+        call.v = transposed
+    return q, k, v
 
 
 def _made(
@@ -117,6 +120,8 @@ def _made(
         prepared, given, backend, return_lse, names, varies, scales=scales,
         room=_room(call.k.shape[axis]) if axis < 0 else None,
     )  # fmt: skip
+    if call.quantised is not None:
+        planned.quantisers = call.quantised.quantisers
     if not varies or planned.takes_lengths:
         put(key, planned)
     return planned

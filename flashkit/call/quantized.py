@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from ..devices.lazy import cached_property
 from ..errors import shown
 from ..mods.dropout import philox
 from ..numeric import integer
-from ..spec import BLOCK, DTYPES, MAX_HEAD_DIM, PADDING, name_of, transposed_codes
+from ..spec import ALIGNMENT, BLOCK, DTYPES, MAX_HEAD_DIM, PADDING, name_of, transposed_codes
 from . import arrays, interop
 from .checks import choice, flag
 from .shape import HEADS_AND_TOKENS, LAYOUTS
@@ -127,14 +128,15 @@ class Quantized:
 
     @cached_property
     def signature(self) -> tuple[Any, ...]:
-        """What a plan depends on beside the layout of data."""
+        """What a plan depends on beside the layouts of data and transposed."""
         own = self.format, self.per, self.block, self.layout, self.seed, self.mean is None, self.transposed is None
-        return (*own, self.dtype, arrays.layout(self.scale))
+        on_device = [] if self._kind == "numpy" else [x for x in (self.data, self.transposed) if x is not None]
+        return (*own, *[x.data.ptr % ALIGNMENT for x in on_device], self.dtype, arrays.layout(self.scale))
 
     @property
     def format(self) -> Format:
         """ "e4m3" or "int8"."""
-        return "int8" if self.data.dtype == np.int8 else "e4m3"
+        return "int8" if self.data.dtype.kind == "i" else "e4m3"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -297,11 +299,10 @@ def quantize(
     rotate, smooth, transpose = flag("rotate", rotate), flag("smooth", smooth), flag("transpose", transpose)
     xp, tokens, mean = arrays.namespace(kind), _token_axis(x.ndim, layout), None
     transpose = transpose and dtype == "e4m3"
-    if kind == "cupy" and (dtype, per, block, smooth) == ("e4m3", "block", BLOCK, False) and x.ndim > 2:
-        made = _in_one_pass(x, layout, seed if rotate else None, transpose)
-        if made is not None:
-            return made
     with arrays.scope(x), np.errstate(all="ignore"):
+        if (dtype, per, block, smooth) == ("e4m3", "block", BLOCK, False):
+            if (made := one_pass(x, layout, seed if rotate else None, transpose)) is not None:
+                return made(x)
         values = x.astype(np.float32)
         if smooth:
             finite = xp.isfinite(values)
@@ -323,31 +324,38 @@ def quantize(
     return Quantized(data, scale, x.dtype, per, block, layout, seed if rotate else None, mean, transposed)
 
 
-def _in_one_pass(x: Any, layout: str, seed: int | None, transpose: bool) -> Quantized | None:
-    """`quantize` per block to e4m3 by a kernel, or None where it does not take the array."""
+Quantiser = Callable[[Any], Quantized]
+
+
+def one_pass(x: Any, layout: str, seed: int | None, transpose: bool) -> Quantiser | None:
+    """`quantize` per block to e4m3 by one launch, without checks, for arrays like x, or None where no kernel takes it.
+
+    For an array of this layout, on a multiple of 16 bytes, on the current device.
+    """
+    if arrays.kind_of(x) != "cupy" or x.ndim < 3 or not arrays.is_here(x):
+        return None
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        return None  # which `quantize` says
     from ..backends.cuda_common import quantize
 
-    def four(array: Any) -> Any:
-        array = array.swapaxes(-3, -2) if layout == "bnhd" else array
-        return array if array.ndim == 4 else array.reshape((-1, *array.shape[-3:]))
+    shape = x.shape
+    has_four = len(shape) == 4
+    four = x if has_four else x.reshape((-1, *shape[-3:]))
+    signs = None if seed is None else _sign_words(shape[-1], seed)
+    planned = quantize.planned(arrays.layout(four), layout == "bnhd", transpose, signs)
+    if planned is None or four.data.ptr % ALIGNMENT:
+        return None
+    fields = {"dtype": x.dtype, "per": "block", "block": BLOCK, "layout": layout, "seed": seed, "mean": None}
 
-    with arrays.scope(x):
-        given = four(x)
-        if not quantize.takes(given):
-            return None
-        xp = arrays.namespace("cupy")
-        data = xp.empty(x.shape, np.uint8)
-        scale = xp.empty(scale_shape(x.shape, "block", BLOCK, layout), np.float32)
-        transposed = xp.empty(_transposed_shape(x.shape, layout), np.uint8) if transpose else None
-        vt = None if transposed is None else transposed.reshape((-1, *transposed.shape[-3:]))
-        signs = None if seed is None else _sign_words(x.shape[-1], seed)
-        quantize.quantize_blocks(given, four(data), four(scale), vt, signs)
-    made = object.__new__(Quantized)  # without checks of what was made here
-    vars(made).update(
-        data=data, scale=scale, dtype=x.dtype, per="block", block=BLOCK, layout=layout, seed=seed, mean=None,
-        transposed=transposed, _kind="cupy",
-    )  # fmt: skip
-    return made
+    def quantised(x: Any) -> Quantized:
+        own: Any = planned(x if has_four else x.reshape((-1, *shape[-3:])))
+        if not has_four:
+            own = [each if each is None else each.reshape((*shape[:-3], *each.shape[1:])) for each in own]
+        found = object.__new__(Quantized)  # without checks of what is made here
+        vars(found).update(fields, data=own[0], scale=own[1], transposed=own[2], _kind="cupy")
+        return found
+
+    return quantised
 
 
 @lru_cache(maxsize=16)

@@ -149,18 +149,19 @@ class Symbol:
             raise AttributeError(f"a position or the score has no counterpart of a tensor's {name!r}")
         return lambda *args, **kwargs: _call(getattr(torch.Tensor, name, getattr(torch, name)), (self, *args), kwargs)
 
-    def new_full(self, shape: Any, value: Any, dtype: Any = None, **_: Any) -> Any:
-        return self._constant(shape, value, dtype)
+    def new_full(self, size: Any, fill_value: Any, dtype: Any = None, **_: Any) -> Any:
+        return self._constant(size, fill_value, dtype)
 
-    def new_ones(self, shape: Any, dtype: Any = None, **_: Any) -> Any:
-        return self._constant(shape, 1, dtype)
+    def new_ones(self, size: Any, dtype: Any = None, **_: Any) -> Any:
+        return self._constant(size, 1, dtype)
 
-    def new_zeros(self, shape: Any, dtype: Any = None, **_: Any) -> Any:
-        return self._constant(shape, 0, dtype)
+    def new_zeros(self, size: Any, dtype: Any = None, **_: Any) -> Any:
+        return self._constant(size, 0, dtype)
 
-    def _constant(self, shape: Any, value: Any, dtype: Any) -> Any:
-        if tuple(shape) not in ((), (1,)):
-            raise TypeError(f"expected one element for a tensor made of a position, got shape {tuple(shape)}")
+    def _constant(self, size: Any, value: Any, dtype: Any) -> Any:
+        shape = (size,) if isinstance(size, int) else tuple(size)
+        if shape not in ((), (1,)):
+            raise TypeError(f"expected one element for a tensor made of a position, got shape {shape}")
         kind = dtype or self.dtype
         made: Any = bool(value) if kind == torch.bool else float(value) if kind.is_floating_point else int(value)
         return self._of(expr.as_expr(made))
@@ -183,7 +184,9 @@ def _binary(op: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., A
     return forward, reflected
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"):
+_BINARY = "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"
+
+for _name in _BINARY:
     _operator = getattr(operator, f"{_name}_" if _name in ("and", "or") else _name)
     _forward, _reflected = _binary(_operator)
     setattr(Symbol, f"__{_name}__", _forward)
@@ -199,6 +202,8 @@ def _unwrapped(x: Any, captured: Captured) -> Any:
     """What expressions compute with: a graph, or a number."""
     if isinstance(x, Symbol):
         return x.graph
+    if isinstance(x, _Rows):
+        x.refuse()
     return captured.scalar(x) if isinstance(x, torch.Tensor) else x
 
 
@@ -226,6 +231,21 @@ def _truncated(x: Any, y: Any) -> Any:
     return expr.where((expr.as_expr(x) < 0) ^ (expr.as_expr(y) < 0), -sizes, sizes)
 
 
+def _softplus(x: Any, beta: Any = 1.0, threshold: float = 20.0) -> Any:
+    scaled = beta * x
+    return expr.where(scaled > threshold, x, expr.log(1.0 + expr.exp(expr.minimum(scaled, threshold))) / beta)
+
+
+def _gelu(x: Any, approximate: str = "none") -> Any:
+    if approximate == "tanh":
+        return 0.5 * x * (1.0 + expr.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    return 0.5 * x * (1.0 + expr.erf(x * 0.7071067811865476))
+
+
+def _elu(x: Any, alpha: Any = 1.0, inplace: bool = False) -> Any:
+    return expr.where(x > 0, x, alpha * (expr.exp(expr.minimum(x, 0)) - 1.0))
+
+
 def _logical(op: Callable[..., Any]) -> Callable[..., Any]:
     """Of any numbers: all but 0 are True."""
     return lambda *operands: op(*(x if x.kind == "bool" else x != 0 for x in map(expr.as_expr, operands)))
@@ -243,6 +263,10 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "relu": lambda x, inplace=False: expr.maximum(x, 0), "ceil": lambda x: -expr.floor(-x),
     "trunc": lambda x: _truncated(x, 1), "reciprocal": lambda x: 1 / x, "rsqrt": lambda x: 1 / expr.sqrt(x),
     "log1p": lambda x: expr.log(1.0 + x), "log10": lambda x: expr.log(x) * 0.4342944819032518,
+    "tan": lambda x: expr.sin(x) / expr.cos(x), "silu": lambda x, inplace=False: x * expr.sigmoid(x),
+    "gelu": _gelu, "elu": _elu, "softplus": _softplus, "log_sigmoid": lambda x: -_softplus(-x),
+    "logsigmoid": lambda x: -_softplus(-x), "leaky_relu": lambda x, negative_slope=0.01, inplace=False:
+    _where(x > 0, x, negative_slope * x), "bitwise_left_shift": operator.lshift, "bitwise_right_shift": operator.rshift,
     "expm1": lambda x: expr.exp(x) - 1.0, "clone": lambda x: x, "detach": lambda x: x, "contiguous": lambda x: x,
     **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
     **{name: getattr(expr, name) for name in
@@ -255,7 +279,7 @@ for _alias, _name in {
     "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne", "float_power": "pow",
 }.items():  # fmt: skip
     _FUNCTIONS[_alias] = _FUNCTIONS[_name]
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"):
+for _name in _BINARY:
     _FUNCTIONS[f"__{_name}__"] = _operator = getattr(operator, f"{_name}_" if _name in ("and", "or") else _name)
     _FUNCTIONS[f"__r{_name}__"] = lambda a, b, op=_operator: op(b, a)
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
@@ -318,10 +342,12 @@ class _Indexing(TorchFunctionMode):
             tensor, index = args
             index = index if isinstance(index, tuple) else (index,)
             if any(isinstance(x, Symbol) for x in index):
-                return self._load(tensor, index)
+                return self.load(tensor, index)
         return func(*args, **(kwargs or {}))
 
-    def _load(self, tensor: Any, index: tuple[Any, ...]) -> Symbol:
+    def load(self, tensor: Any, index: tuple[Any, ...]) -> Symbol | _Rows:
+        if len(index) < tensor.dim() and all(isinstance(x, Symbol | int) for x in index):
+            return _Rows(self, tensor, index)
         # Constant indices and new axes first; what is left is indexed by symbols alone.
         at = tuple(slice(None) if isinstance(x, Symbol) else x for x in index)
         symbols = [x.graph for x in index if isinstance(x, Symbol)]
@@ -331,3 +357,24 @@ class _Indexing(TorchFunctionMode):
         if tensor.dim() != len(symbols):
             raise TypeError(f"expected {tensor.dim()} positions to index a tensor of as many axes, got {len(symbols)}")
         return Symbol(self.captured.array(tensor)[tuple(symbols)], self.captured)
+
+
+class _Rows:
+    """A tensor that fewer positions have indexed than it has axes, until it is indexed by the others."""
+
+    def __init__(self, indexing: _Indexing, tensor: Any, index: tuple[Any, ...]) -> None:
+        self.indexing, self.tensor, self.index = indexing, tensor, index
+
+    def __getitem__(self, more: Any) -> Any:
+        return self.indexing.load(self.tensor, (*self.index, *(more if isinstance(more, tuple) else (more,))))
+
+    def refuse(self, *_: Any) -> Any:
+        axes = self.tensor.dim()
+        raise TypeError(f"expected {axes} positions to index a tensor of as many axes, got {len(self.index)}")
+
+    __getattr__ = __eq__ = __ne__ = __bool__ = refuse
+    __hash__ = None  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls)).refuse()

@@ -10,7 +10,7 @@ import numpy as np
 from ..errors import shown
 from ..mods.tracing import as_array
 from ..numeric import integer
-from ..options import Options
+from ..options import Options, by_position
 from ..spec import Operands
 from . import arrays
 from .arguments import prepare
@@ -20,6 +20,7 @@ from .shape import HEADS_AND_TOKENS
 _PAIRS = 1 << 20  # that are computed at once, in float64
 
 
+@by_position
 def weights(q: Any, k: Any, *, rows: Any = None, heads: Any = None, **given: Unpack[Options]) -> Any:
     """The attention probabilities of some rows and heads: what `attention` multiplies the values by.
 
@@ -85,6 +86,7 @@ def _weights(call: Call, rows: Any, heads: Any) -> Any:
     return result if problem.array_kind == "numpy" else arrays.namespace(problem.array_kind).asarray(result)
 
 
+@by_position
 def plot_weights(
     q: Any, k: Any, *, rows: Any = None, heads: Any = None, batch: int = 0, figure: Any = None,
     **given: Unpack[Options],
@@ -109,7 +111,7 @@ def plot_weights(
     Raises
     ------
     ImportError
-        matplotlib is not installed: pip install "flashkit-attention[plot]".
+        matplotlib is not installed: pip install matplotlib.
     TypeError, ValueError
         An argument is invalid.
 
@@ -124,7 +126,7 @@ def plot_weights(
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise ImportError('plot_weights needs matplotlib: pip install "flashkit-attention[plot]"') from error
+        raise ImportError("plot_weights needs matplotlib: pip install matplotlib") from error
     all_weights = weights(q, k, rows=rows, heads=heads, **given)
     all_weights = arrays.on_host(all_weights)
     all_weights = all_weights.reshape((-1, *((1, 1, *all_weights.shape)[-3:])))

@@ -86,7 +86,7 @@ def test_simt_float32_does_not_spill(d: int, part: simt.Part, arch: str) -> None
 def test_simt_compiles_for_every_dtype_and_head_dim(dims: str, dtype: str, part: simt.Part) -> None:
     d, dv = map(int, dims.split("/"))
     found = simt_kernel(part, AttentionSpec(dtype, d, dv, group=2, dropout=True, sinks=True), MODELS["sm_80"])
-    assert found.spills <= 544  # bytes, outside of the products: dropout of many weights at once
+    assert found.spills <= 600  # bytes, outside of the products: dropout of many weights at once
 
 
 def test_a_profiles_row_decides_where_it_fits() -> None:

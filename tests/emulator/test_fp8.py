@@ -6,6 +6,7 @@ the row, in otherwise exact arithmetic.
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,8 +19,9 @@ import pytest
 import flashkit
 from flashkit import Quantized
 from flashkit.backends.cuda_common import backend as cuda_backend
-from flashkit.backends.cuda_common import compiler, launch, verify
+from flashkit.backends.cuda_common import compiler, launch, quantize, verify
 from flashkit.backends.cupy_raw import sm90, sm90_fp8, specialise
+from flashkit.call import plans
 from flashkit.call.quantized import transposed_values
 
 if TYPE_CHECKING:
@@ -401,6 +403,55 @@ def test_precision_fp8(device: Device, launched: list[str]) -> None:
     other = flashkit.attention(q, k, cupy.asarray(arrays[2]), precision="fp8", backend="cupy_raw", causal=True)
     np.testing.assert_array_equal(found.get()[:, :, :90], other.get()[:, :, :90])
     assert launched.count(KERNEL) == 3 and set(launched) == {KERNEL, "quantize_blocks"}
+
+
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+def test_a_plan_quantises(layout: Any, device: Device, launched: list[str], plans_on_codes: list[object]) -> None:
+    """Each call's arrays with precision="fp8", those of a captured call whenever its graph runs; of any axes, and
+    whatever their addresses are.
+    """
+    import cupy
+
+    def right() -> Any:
+        given = quantised(q, k, v, "block", rotate=True, layout=layout)
+        return flashkit.attention(*given, backend="cupy_raw", layout=layout).get()
+
+    def found(k: Any) -> Any:
+        return flashkit.attention(q, k, v, precision="fp8", backend="cupy_raw", layout=layout)
+
+    shape = (2, 130, 64) if layout == "bhnd" else (130, 2, 64)
+    q, k, v = (cupy.asarray(normal(*shape, seed=seed)) for seed in range(3))
+    memory = cupy.asarray(normal(k.size + 4, seed=3))
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        for factor in (1, -3):
+            k *= cupy.asarray(np.asarray(factor, k.dtype))
+            np.testing.assert_array_equal(found(k).get(), right())
+        moved = memory[4:].reshape(k.shape)  # by 8 bytes
+        moved[...] = k
+        np.testing.assert_array_equal(found(moved).get(), right())
+        assert len(plans_on_codes) == 3, "of codes, of quantised arrays, and of those that the kernel does not read"
+        launched.clear()
+        stream.begin_capture()
+        out = found(k)
+        graph = stream.end_capture()
+        quantize.planned.cache_clear()
+        plans.clear()
+        gc.collect()
+        cupy.asarray(np.ones((), np.float32))
+        device.flush()
+        for _ in range(2):
+            k *= cupy.asarray(np.asarray(2, k.dtype))
+            graph.launch()
+            np.testing.assert_array_equal(out.get(), right())
+
+
+def test_an_unknown_layout_is_named(device: Device) -> None:
+    import cupy
+
+    x = cupy.asarray(normal(1, 2, 130, 64))
+    for layout in ("other", ["bhnd"]):
+        with pytest.raises(ValueError, match="layout: expected"):
+            flashkit.attention(x, x, x, precision="fp8", layout=layout)
 
 
 REFUSED = [

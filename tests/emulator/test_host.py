@@ -20,7 +20,7 @@ from flashkit.backends.cuda_common import device as devices
 from flashkit.backends.cuda_common.cu_seqlens import derive
 from flashkit.backends.cuda_common.memory import Workspace
 from flashkit.backends.cuda_common.params import AT
-from flashkit.call import plans
+from flashkit.call import arrays, plans
 from flashkit.call.arrays import share_memory
 from flashkit.reference import standard, standard_gradients
 from flashkit.spec import AttentionSpec
@@ -392,6 +392,15 @@ def test_a_captured_launch_has_a_tile_counter_of_its_own(device: Device) -> None
         stream.begin_capture()
         assert counters.next(stream.ptr) not in shared
         stream.end_capture()
+
+
+def test_only_another_device_is_entered(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    import cupy
+
+    x = cupy.asarray(np.ones(3, np.float32))
+    for current, enters in ((0, False), (1, True)):
+        monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda current=current: current)
+        assert isinstance(arrays.scope(x), cupy.cuda.Device) == enters
 
 
 def test_a_numpy_array_in_a_captured_call_is_an_error(device: Device) -> None:

@@ -919,3 +919,39 @@ def test_gradients_by_values(backend: str, generation: str, device: Device) -> N
         for one, two, plain in zip(*again, found, strict=True):
             np.testing.assert_array_equal(one, two)
             np.testing.assert_allclose(one, plain, atol=np.abs(plain).max() * 1e-5)
+
+
+BIASES: dict[str, tuple[int, int, dict[str, Any], tuple[int, ...]]] = {  # head dim, keys, options, the bias's shape
+    "rows of 16 bytes": (64, 200, {"causal": True, "kv_lengths": [200, 133]}, (1, 2, 100, 200)),
+    "other rows": (128, 201, {"dropout_p": 0.2, "seed": 3}, (1, 2, 100, 201)),
+    "keys apart": (64, 136, {"window": (40, 9)}, (2, 1, 100, 136)),
+    "packed": (64, 256, {"cu_seqlens": ([0, 100, 228], [0, 130, 256]), "causal": True, "q_offset": 0}, (2, 228, 256)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", ["sm90"])
+@pytest.mark.parametrize("case", BIASES)
+def test_a_dense_bias_on_hopper(case: str, generation: str, launched: list[str]) -> None:
+    """Its gradient, which two warps add while others multiply; batch entries or heads share elements."""
+    import cupy
+
+    dim, n_k, options, shape = BIASES[case]
+    packed = "cu_seqlens" in options
+    n_q = shape[-2]
+    shapes = ((n, 2, dim) if packed else (2, 2, n, dim) for n in (n_q, n_k, n_k, n_q))
+    q, k, v, dout = normal(cases.numpy_dtype("bfloat16"), *shapes)
+    values = np.random.default_rng(5).standard_normal(shape).astype(np.float32)
+
+    def gradients(xp: Any, backend: str) -> list[np.ndarray]:
+        bias = xp.asarray(values.swapaxes(-1, -2)).swapaxes(-1, -2) if case == "keys apart" else xp.asarray(values)
+        added = (
+            {"score_mod": mods.score(lambda s, b, h, q, k, *, x: s + x[h, q, k], x=bias)} if packed else {"bias": bias}
+        )
+        _, vjp = flashkit.attention_vjp(*map(xp.asarray, (q, k, v)), backend=backend, **added, **options)
+        wrt = ("q", "k", "v", "score.x" if packed else "bias")
+        return [cases.to_numpy(x).astype(np.float64) for x in vjp(xp.asarray(dout), wrt=wrt)]
+
+    for got, expected in zip(gradients(cupy, "cupy_raw"), gradients(np, "reference"), strict=True):
+        assert np.abs(got - expected).max() <= np.abs(expected).max() * 2.0**-6
+    assert "sm90_backward" in launched

@@ -232,6 +232,8 @@ def test_other_content_is_refused(text: str, count: int) -> None:
 
 # --- FlexAttention's way of writing -----------------------------------------------------------------------------------
 
+F = torch.nn.functional
+BOXES = torch.randn(16, 2)
 TABLE, OFFSETS, CHOSEN = torch.randn(24), torch.tensor([0, 3, 9, 16]), torch.tensor([0, 2, 5])
 
 WRITTEN: dict[str, Callable[..., Any]] = {
@@ -257,6 +259,14 @@ WRITTEN: dict[str, Callable[..., Any]] = {
     "full_like": lambda s, b, h, q, k: torch.where(q < k, torch.full_like(s, -3.5), s),
     "ones_like": lambda s, b, h, q, k: s * torch.ones_like(s) + torch.ones_like(q),
     "new_full": lambda s, b, h, q, k: s + q.new_full((), 2),
+    "new_ones": lambda s, b, h, q, k: s * s.new_ones(size=()) + q.new_full((), 2),
+    "shifts": lambda s, b, h, q, k: s + ((q >> 1) ^ (k << 2)) + torch.bitwise_right_shift(k, 1),
+    "shift method": lambda s, b, h, q, k: s - q.bitwise_left_shift(3),
+    "tan": lambda s, b, h, q, k: torch.tan(s) + torch.tan(b),
+    "activations": lambda s, b, h, q, k: F.silu(s) - F.gelu(s) + F.softplus(30 * s) + F.leaky_relu(s) * s.sigmoid(),
+    "gelu": lambda s, b, h, q, k: F.gelu(s, approximate="tanh") + F.elu(s, 0.5) + F.logsigmoid(s),
+    "rows": lambda s, b, h, q, k: s + BOXES[q][0] * BOXES[k % 4, 1] - BOXES[h][1],
+    "rows taken apart": lambda s, b, h, q, k: (lambda low, high: s.clamp(low.clamp_max(0.0), high.abs()))(*BOXES[q]),
     "relu": lambda s, b, h, q, k: torch.relu(s) + s.relu() + torch.nn.functional.relu(q - k),
     "pow": lambda s, b, h, q, k: torch.pow(s, 2) + s.pow(3) + (q - k).pow(2) + s**2.0,
     "log1p": lambda s, b, h, q, k: s - torch.log1p((q - k).abs().float()),
@@ -299,10 +309,23 @@ def test_functions_as_they_are_written_for_flex_attention(name: str) -> None:
     np.testing.assert_allclose(found, expected.numpy(), rtol=2e-5, atol=1e-5)
 
 
+def test_a_mask_that_is_made_of_nothing_shows_all() -> None:
+    from torch.nn.attention.flex_attention import noop_mask
+
+    assert torch_mods._native(torch_mods.trace(noop_mask, "mask")).evaluate(b=0, h=0, q=1, k=5)
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [(lambda s, b, h, q, k: s.add_(1.0), "'add_'"), (lambda s, b, h, q, k: torch.lgamma(s), "lgamma"),
-     (lambda s, b, h, q, k: torch.where(torch.isin(k, torch.arange(65)), s, 0.0), "at most 64 elements")],
+     (lambda s, b, h, q, k: torch.where(torch.isin(k, torch.arange(65)), s, 0.0), "at most 64 elements"),
+     (lambda s, b, h, q, k: torch.dot(BOXES[q], BOXES[k]), "expected 2 positions"),
+     (lambda s, b, h, q, k: s + BOXES[q], "expected 2 positions"),
+     (lambda s, b, h, q, k: torch.where(BOXES[q] == 1.0, s, 0.0), "expected 2 positions"),
+     (lambda s, b, h, q, k: s if BOXES[q] != s else -s, "expected 2 positions"),
+     (lambda s, b, h, q, k: BOXES[q], "expected 2 positions"),
+     (lambda s, b, h, q, k: s + (q >> k), "a number of bits from 0 to 62"),
+     (lambda s, b, h, q, k: s << 1, "expected an integer and a number of bits")],
 )  # fmt: skip
 def test_what_has_no_counterpart_is_named(function: Callable[..., Any], message: str) -> None:
     """Methods that write to their tensor among it: a symbol is not changed."""

@@ -327,15 +327,17 @@ def test_autotune_writes_no_profile_that_it_does_not_trust(
     machine = Machine(block_size)
     found = autotune(machine)
     shown = capsys.readouterr().out
-    assert found and not any(outcome.saved for outcome in found)
+    assert found and not found.written
     assert not profiles.user_dir().exists()
+    nothing = autotune(Machine(block_size, lambda tile: "wrong"), resume=False)  # the peaks alone
+    assert nothing == [] and not nothing.written
     assert "40 %" in shown and "--force" in shown and "--no-resume" in shown
     load[0] = 0.0  # but the trials in the log were disturbed
-    assert not any(outcome.saved for outcome in autotune(Machine(block_size)))
-    assert all(outcome.saved for outcome in autotune(Machine(block_size), force=True))
+    assert not autotune(Machine(block_size)).written
+    assert autotune(Machine(block_size), force=True).written
     (file,) = profiles.user_dir().glob("*.yaml")
     file.unlink()
-    assert all(outcome.saved for outcome in autotune(Machine(block_size), resume=False))
+    assert autotune(Machine(block_size), resume=False).written
     assert file.exists()
 
 
@@ -347,7 +349,7 @@ def test_an_interrupted_run_keeps_that_it_was_disturbed(monkeypatch: pytest.Monk
     with pytest.raises(KeyboardInterrupt):
         autotune(machine)
     load[0] = 0.0
-    assert not any(outcome.saved for outcome in autotune(Machine(block_size)))
+    assert not autotune(Machine(block_size)).written
 
 
 def test_the_command_says_that_no_profile_was_written(

@@ -226,8 +226,9 @@ def test_sizes_keep_the_rest_of_a_suite(
 
 def test_without_a_gpu_the_command_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("flashkit.dispatch.registry", dict)
-    assert cli.run(["bench", "--device", "cuda"]) == 1
-    assert "error: --device: cupy_raw is not installed" in capsys.readouterr().err
+    for name in ("cuda", "gpu"):  # the second as some write it
+        assert cli.run(["bench", "--device", name]) == 1
+        assert "error: --device: cupy_raw is not installed" in capsys.readouterr().err
     assert cli.run(["bench", "--device", "abacus"]) == 2
     assert "expected cpu, cuda, got abacus" in capsys.readouterr().err
 

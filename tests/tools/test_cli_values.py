@@ -78,7 +78,7 @@ def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> R
     monkeypatch.setattr(bench, "run", lambda *_, **__: iter([SimpleNamespace(machine={}, background_load=0.0)]))
     monkeypatch.setattr(bench, "show", lambda *_: None)
     monkeypatch.setattr(bench, "describe", lambda _: "")
-    monkeypatch.setattr(autotune, "_tune", lambda *_: [])
+    monkeypatch.setattr(autotune, "_tune", lambda *_: ([], Path("mine.yaml")))
     monkeypatch.setattr(warm, "_one", lambda *call: warm.Warmed(call[0], "", 0.0))
     monkeypatch.setattr(bench, "append", lambda *_: None)
 

@@ -7,8 +7,11 @@ kernel) and `text example` do not run.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
+import importlib
+import inspect
 import io
 import itertools
 import json
@@ -32,6 +35,7 @@ from flashkit import dispatch
 from flashkit.devices import profiles
 
 ROOT = Path(__file__).resolve().parents[2]
+API = ROOT / "docs" / "api.rst"
 AT_ROOT = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 FILES = [ROOT / name for name in AT_ROOT] + sorted(ROOT.glob("docs/**/*.md"))
 SLOW = {
@@ -209,6 +213,17 @@ def test_paths_exist(file: Path) -> None:
             assert (ROOT / code).exists(), f"{relative(file)}: {code}"
 
 
+@pytest.mark.parametrize("file", documents())
+def test_rows_stand_in_tables(file: Path) -> None:
+    """A row without the head of a table above it is shown as text."""
+    for table in re.findall(r"(?:^\|.*\n)+", prose(file), re.MULTILINE):
+        head, below = (*table.splitlines(), "")[:2]
+        assert re.fullmatch(r"(\| ?:?-+:? ?)+\|", below), f"{relative(file)}: {head}"
+        assert {len(re.findall(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", row))) for row in table.splitlines()} == {
+            below.count("|")
+        }, f"{relative(file)}: {head}"
+
+
 def test_every_promise_names_tests_that_exist() -> None:
     """Each row of docs/promises.md: files of tests, or file::test."""
     rows = [row for row in prose(ROOT / "docs" / "promises.md").splitlines() if row.startswith("| ")]
@@ -296,6 +311,51 @@ def test_tracked_plots_are_small() -> None:
     plots = sorted((ROOT / "docs" / "plots").iterdir())
     assert len(plots) >= 5
     assert not [plot.name for plot in plots if plot.stat().st_size > 60_000]
+
+
+STANDS_IN = """
+import importlib, importlib.abc, importlib.machinery, sys, types
+class StandIn(types.ModuleType):
+    __path__ = []
+    __mro_entries__ = lambda self, bases: ()
+    __getattr__ = lambda self, name: StandIn(name) if not name.startswith("__") else object.__getattribute__(self, name)
+    __getitem__ = lambda self, key: StandIn("item")
+    __call__ = lambda self, *args, **kwargs: StandIn("call")
+    __iter__ = lambda self: iter(())
+    __contains__ = lambda self, key: False
+    __len__ = lambda self: 0
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] in sys.argv[1].split(","):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+    create_module = lambda self, spec: StandIn(spec.name)
+    exec_module = lambda self, module: None
+sys.meta_path.insert(0, Finder())
+for name in sys.argv[2:]:
+    importlib.import_module(name)
+"""
+"""Sphinx's stand-ins of other libraries: what they can do, and no more, as they assign no item."""
+
+
+def test_modules_for_other_libraries_import_where_the_site_is_built() -> None:
+    """`make docs` has stand-ins for these libraries, and no device."""
+    [names] = re.findall(r"^autodoc_mock_imports = (.*)$", (ROOT / "docs" / "conf.py").read_text(), re.MULTILINE)
+    libraries = ast.literal_eval(names)
+    listed = set(re.findall(r"^   (jax|dask|torch|transformers|distributed|onnx)\.", API.read_text(), re.MULTILINE))
+    assert len(listed) == 6
+    if "jax" not in libraries:
+        pytest.importorskip("jax")  # of the extra `docs`
+    modules = [f"flashkit.{name}" for name in sorted(listed)]
+    done = subprocess.run(
+        [sys.executable, "-c", STANDS_IN, ",".join(libraries), *modules], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_api_reference_lists_every_public_name() -> None:
+    listed = set(re.findall(r"^   ([\w.]+)$", API.read_text(), re.MULTILINE))
+    assert {*flashkit.__all__} - listed == {"__version__", "mods"}  # a number, and a module with names of its own
+    assert {"formulas", "standard"} <= listed  # the way into the algorithm, for arrays
 
 
 def test_every_page_is_in_a_table_of_contents() -> None:
@@ -406,6 +466,15 @@ def test_every_argument_of_attention_is_in_the_table_of_numerics() -> None:
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             continue
         assert f"`{name}`" in text, name
+
+
+@pytest.mark.parametrize("library", ["jax", "torch", "dask"])
+def test_pages_name_the_arguments_that_an_adapter_does_not_take(library: str) -> None:
+    pytest.importorskip(library)
+    adapter = importlib.import_module(f"flashkit.{library}").attention
+    taken, all_of_them = (inspect.signature(f).parameters.keys() for f in (adapter, flashkit.attention))
+    named = inline_code(ROOT / "docs" / f"{library}.md")
+    assert all_of_them - taken - {*named} <= {"dropout_p", "seed"}  # which Dask's page calls dropout
 
 
 def test_every_ready_made_mod_and_pattern_is_in_the_document_of_mods() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -180,10 +181,10 @@ def test_thirty_steps_learn_and_a_resumed_run_has_the_same_bits(tmp_path, docume
     assert last < first < 4  # log 97 is 4.6
     update = AdamW.update
 
-    def interrupted(self, parameters, step, ops):
+    def interrupted(self, p, step, ops):
         if step == 11:
             signal.raise_signal(signal.SIGINT)
-        update(self, parameters, step, ops)
+        update(self, p, step, ops)
 
     with monkeypatch.context() as patch:
         patch.setattr(AdamW, "update", interrupted)
@@ -209,9 +210,22 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [("--dtype bfloat16", "needs --device gpu"), ("--width 130", "expected a multiple of 4 heads, got 130")],
+    [
+        ("--dtype bfloat16", "needs --device cuda"),
+        ("--width 130", "expected a multiple of 16, four for each head, got 130"),
+        ("--device tpu", "invalid choice: 'tpu'"),
+    ],
 )
 def test_bad_arguments(arguments, message, documents, capsys):
     with pytest.raises((SystemExit, ValueError)) as raised:
         command.main(arguments.split())
     assert message in capsys.readouterr().err + str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["cuda", "gpu"])  # the second as some write it
+def test_a_device_without_cupy_is_an_error(name, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.delitem(sys.modules, "examples.gpt.gpu", raising=False)
+    with pytest.raises(SystemExit):
+        command.main(["--device", name])
+    assert 'pip install "cupy-cuda13x[ctk]"' in capsys.readouterr().err

@@ -180,7 +180,9 @@ def test_what_the_sdist_holds(built: tuple[Path, Path]) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"README.md", "LICENSE", "CITATION.cff", "CHANGELOG.md", "Makefile"} <= names
     assert {"docs/cli.md", "tests/conftest.py", "device_profiles/h200.yaml"} <= names
-    assert not any(name.startswith((".git/", ".github/", ".venv", ".ci", "build/", "dist/")) for name in names)
+    included = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["sdist"]
+    tops = {name.partition("/")[0] for name in names} - {"", "PKG-INFO", ".gitignore"}
+    assert tops == set(included["only-include"]), "nothing that a user keeps in the folder, such as an environment"
 
 
 INSTALLED = """

@@ -172,3 +172,10 @@ def test_compilations_are_logged(
         objects._loaded.clear()
         again = objects.functions(source)
     assert len(caplog.records) == 1 and kept["answer"] and again["answer"]
+
+
+def test_explanations_break_between_words() -> None:
+    status, lines = on_terminal(["-m", "flashkit", "explain", "--causal"])
+    assert status == 0 and max(map(len, lines)) <= COLUMNS
+    (because,) = (i for i, line in enumerate(lines) if line.startswith("  because "))
+    assert lines[because + 1].startswith(("  profile", " " * 13))  # a second line stands below the first

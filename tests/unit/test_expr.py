@@ -576,6 +576,13 @@ def test_kinds_mix_as_in_python():
     assert expr.sqrt(Q).kind == "float"
 
 
+def test_shifts_are_products_and_quotients_of_powers_of_two():
+    assert (Q << 3) is Q * 8 and (Q >> 3) is Q // 8 and (Q >> np.int64(0)) is Q // 1
+    for wrong in (lambda: S << 1, lambda: Q >> 63, lambda: Q << -1, lambda: Q << K, lambda: Q >> 1.0):
+        with pytest.raises(TypeError, match="a number of bits from 0 to 62"):
+            wrong()
+
+
 def test_numpy_functions_mean_flashkits_own():
     assert np.tanh(S) is expr.tanh(S)
     assert np.exp(S) is expr.exp(S)

@@ -191,17 +191,20 @@ def test_a_warning_is_given_once_of_each_thing(monkeypatch: pytest.MonkeyPatch) 
 
 def adapters() -> dict[str, tuple[Any, Any]]:
     torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+    da = pytest.importorskip("dask.array")
+    import flashkit.dask
     import flashkit.jax
     import flashkit.torch
 
     x = zeros(1, 2, 8, 16)
-    return {
-        "attention": (attention, x), "torch": (flashkit.torch.attention, torch.tensor(x)),
+    return {function.__name__: (function, x) for function in ENTRIES} | {
+        "torch": (flashkit.torch.attention, torch.tensor(x)),
         "jax": (flashkit.jax.attention, jax.numpy.asarray(x)),
-    }  # fmt: skip
+        "dask": (flashkit.dask.attention, da.from_array(x)),
+    }
 
 
-@pytest.mark.parametrize("name", ["attention", "torch", "jax"])
+@pytest.mark.parametrize("name", [*[function.__name__ for function in ENTRIES], "torch", "jax", "dask"])
 def test_tensors_by_other_names_and_a_mask_by_position(name: str) -> None:
     entry, x = adapters()[name]
     with pytest.raises(TypeError, match=r"unexpected argument 'query': did you mean q\?"):
@@ -210,8 +213,21 @@ def test_tensors_by_other_names_and_a_mask_by_position(name: str) -> None:
         entry(x, x, x, x[..., :8] > 0)
     with pytest.raises(TypeError, match=r"expected q, k and v|v: expected an array|v: expected a torch"):
         entry(x, x)
+    with pytest.raises(TypeError, match="causal: expected"):  # an error from within stays what it is
+        entry(x, x, x, causal="yes")
     first, second, third, *_ = inspect.signature(entry).parameters.values()
     assert (first.name, second.name, third.name) == ("q", "k", "v") and third.default is third.empty
+
+
+def test_weights_have_two_tensors_and_tangents_may_follow_three() -> None:
+    x = zeros(1, 2, 8, 16)
+    with pytest.raises(TypeError, match=r"unexpected argument 'query': did you mean q\?"):
+        flashkit.weights(query=x, key=x)
+    with pytest.raises(TypeError, match=r"weights\(\) takes q and k by position"):
+        flashkit.weights(x, x, x)
+    with pytest.raises(TypeError, match=r"unexpected argument 'value': did you mean v\?"):
+        flashkit.attention_jvp(x, x, value=x)
+    assert flashkit.attention_jvp(x, x, x, x)[1].shape == x.shape
 
 
 def test_functions_with_arguments_of_other_libraries_say_what_they_call_it() -> None:
@@ -236,6 +252,8 @@ def test_functions_with_arguments_of_other_libraries_say_what_they_call_it() -> 
     q = jax.numpy.ones((1, 2, 8, 16))
     one, other = (flashkit.jax.attention(q, q, q, dropout_p=0.5, seed=s) for s in (key, jax.random.bits(key)))
     np.testing.assert_array_equal(one, other)
+    with pytest.raises(TypeError, match=r"seed: expected an integer, got a key .* jax\.random\.bits\(key\)"):
+        attention(q, q, q, dropout_p=0.5, seed=key)
     with pytest.raises(TypeError, match="on a CPU or a CUDA device, got one on meta"):
         flashkit.torch.attention(*[x.to("meta")] * 3)
 
@@ -253,7 +271,10 @@ def test_caches_rotations_and_quantisation_take_tensors() -> None:
         out, lse = cache.attend(q, causal=True, rotary=table, return_lse=True)
         rotated, codes = flashkit.rotary(x=q), flashkit.quantize(q, "int8")
         assert {type(each) for each in (*table, out, lse, rotated)} == {type(q)}
-        results.append([*table, out, lse, rotated, flashkit.rotary_vjp(q), codes.data])
+        of_codes, vjp = flashkit.attention_vjp(q, flashkit.quantize(k, "int8"), flashkit.quantize(v, "int8"))
+        gradients = vjp(of_codes)
+        assert {type(each) for each in (of_codes, *gradients)} == {type(q)}
+        results.append([*table, out, lse, rotated, flashkit.rotary_vjp(q), codes.data, of_codes, *gradients])
     for ours, theirs in zip(*results):
         np.testing.assert_array_equal(ours, np.asarray(theirs))
     into = torch.empty_like(tensors[0])
@@ -273,6 +294,14 @@ def test_what_objects_say_of_themselves() -> None:
     assert repr(vjp) == "<Vjp of attention: q (1, 4, 6, 16), k (1, 2, 9, 16) (batch, heads, tokens, dim), float32>"
     with pytest.raises(TypeError, match=r"pass x\.dequantize"):
         np.asarray(flashkit.quantize(q))
+
+
+def test_pictures_name_the_package_that_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none that no index has yet."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"] or ["matplotlib"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r"pip install matplotlib$"):
+        flashkit.plot_weights(zeros(1, 2, 4, 8), zeros(1, 2, 4, 8))
 
 
 def test_numpys_clip_is_traced() -> None:

@@ -16,6 +16,7 @@ from attack.caches import stopped
 from operands import numbers
 
 import flashkit
+from flashkit.cache import layer as layers
 from flashkit.cache import step_plans
 from flashkit.cache.pages import PageTable
 from flashkit.call.planned import Planned
@@ -190,6 +191,33 @@ def test_steps_of_decoding_share_plans(monkeypatch: pytest.MonkeyPatch) -> None:
         out = layer.attend(q[60])
     keys, values = (np.concatenate([x[1, :30], x[1, 60:61]]).swapaxes(0, 1) for x in (k, v))
     np.testing.assert_allclose(out[1][:, None], flashkit.attention(q[60, 1][:, None], keys, values), atol=1e-5)
+
+
+@pytest.mark.parametrize("each", [1, 3])
+def test_packed_queries_of_equal_sequences_share_plans(each: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what their offsets are, whatever array brings them, and whatever the last append was."""
+    cache = flashkit.KVCache(2, 2, 16, pages=80, page=4)
+    k, v, q = numbers(2, 20, 2, 16), numbers(2, 20, 2, 16, seed=1), numbers(2 * each, 4, 16, seed=2)
+    cache.append(*(x.reshape(-1, 2, 16) for x in (k, v)), cu_seqlens=[0, 20, 40])
+    lengths, offsets = {"page_table": cache.page_table, "kv_lengths": cache.lengths}, np.array([0, each, 2 * each])
+    right = flashkit.attention(q, *cache[0]._pools[:2], cu_seqlens=offsets, return_lse=True, causal=True, **lengths)
+    uneven = np.array([0, 2 * each, 2 * each])
+    other = flashkit.attention(q, *cache[0]._pools[:2], cu_seqlens=uneven, causal=True, **lengths)
+    planned = layers.attention
+    monkeypatch.setattr(layers, "attention", None)
+    for given in (offsets, offsets.astype(np.uint16), offsets.tolist()):
+        out = np.empty_like(q)
+        found = cache.attend(q, cu_seqlens=given, return_lse=True, causal=True, out=out)
+        assert found[0] is out
+        for got, expected in zip(found, right, strict=True):
+            np.testing.assert_allclose(got, expected, atol=1e-5)
+    monkeypatch.setattr(layers, "attention", planned)
+    np.testing.assert_allclose(cache.attend(q, cu_seqlens=uneven, causal=True), other, atol=1e-5)
+    for wrong in (offsets.astype(float), offsets > 0, [[0], [1, 2]], "x"):
+        with pytest.raises((TypeError, ValueError), match="cu_seqlens"):
+            cache.attend(q, cu_seqlens=wrong, causal=True)
+    with pytest.raises(ValueError, match="bias: expected None beside cu_seqlens"):
+        cache.attend(q, cu_seqlens=offsets, bias=np.zeros((4, each, 20), np.float32))
 
 
 def test_layers_share_one_table() -> None:

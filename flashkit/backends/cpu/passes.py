@@ -50,10 +50,8 @@ LENGTHS = "kv_lengths", "q_offset", "page_table"
 def bind_forward(plan: CpuPlan, operands: Operands, per_call: Sequence[str] = ()) -> Bound:
     """The forward pass with all that does not depend on contents done: f(q, k, v, out, lse, *lengths, *scales)."""
     block = ArgumentBlock(plan, operands, plan.tile, plan.modify_forward, scores_whole=False)
-    scaled, count_lengths = "k_scale" in per_call, sum(name in LENGTHS for name in per_call)
-    block.args[at.PER_CALL] = (0, 0, 1, 3)[count_lengths] | 4 * scaled
-    gap = (block.args,) * (3 - count_lengths)  # an array, which the kernel does not read
-    absent = () if scaled else (*gap, block.args, block.args)
+    count_lengths = sum(name in LENGTHS for name in per_call)
+    block.args[at.PER_CALL] = (0, 0, 1, 3)[count_lengths] | 4 * ("k_scale" in per_call)
     flops_of_pairs = flops_per_pair(plan) * block.sizes.heads
     most_flops = flops_of_pairs * block.sizes.pairs
     parallel = most_flops >= threads.SERIAL_FLOPS
@@ -61,15 +59,13 @@ def bind_forward(plan: CpuPlan, operands: Operands, per_call: Sequence[str] = ()
     launches: dict[int, Launch] = {}  # by number of threads
     call = threads.entry("call")
 
-    def bound(q: Any, k: Any, v: Any, out: Any, lse: Any, *lengths: Any, count: int = 0, stop: int = 0) -> None:
+    def bound(*tensors: Any, count: int = 0, stop: int = 0) -> None:
         count = count or (threads.count() if parallel else 1)
         if (launch := launches.get(count)) is None:
             launch = launches[count] = make_launch(plan, block, count)
-        if scaled:
-            lengths = *lengths[:count_lengths], *gap, *lengths[count_lengths:]
         memory = scratch_pool.acquire(launch.memory)
         try:
-            call(launch.address, memory.address, count, stop, q, k, v, out, lse, *lengths, *absent)
+            call(launch.address, memory.address, count, stop, id(tensors) + threads.ITEMS)
         finally:
             scratch_pool.release(memory)
 
@@ -211,13 +207,13 @@ def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Bo
             for entry, end in enumerate(ends.tolist()):
                 to.dk[entry, :, end:], to.dv[entry, :, end:] = 0, 0
         arrays = op.q, op.k, op.v, op.out, op.lse, to.dout, args if to.dlse is None else to.dlse, to.dq, to.dk, to.dv
-        memory = scratch_pool.acquire(launch.memory)
+        memory, items = scratch_pool.acquire(launch.memory), id(arrays) + threads.ITEMS
         try:
             if accum_bytes:
                 with scratch_pool.borrowed(accum_bytes) as dq_accum:
-                    call(launch.address, memory.address, count, stop, address_of(dq_accum), *arrays)
+                    call(launch.address, memory.address, count, stop, address_of(dq_accum), items)
             else:
-                call(launch.address, memory.address, count, stop, 0, *arrays)
+                call(launch.address, memory.address, count, stop, 0, items)
             sums.reduce()
             if to.dsinks is not None:
                 first = memory.address - address_of(memory.array)

@@ -11,12 +11,14 @@ import numpy as np
 
 from ...spec import name_of
 from . import specialise
+from .threads import ITEMS
 
 
 def rotate(x: Any, out: Any, cos: Any, sin: Any, positions: Any, interleaved: bool, sign: int) -> None:
     """out = x rotated; x and out (B, H, N, D), tables (P, dims / 2), positions int64 (B, N) below P."""
     sizes = _sizes(x.shape, x.strides, out, cos.shape, interleaved, sign, (0, 0))
-    _kernel(name_of(x.dtype))(sizes, x, out, cos, sin, positions, sizes)  # there are no places
+    arrays = sizes, x, out, cos, sin, positions, sizes  # there are no places
+    _kernel(name_of(x.dtype))(id(arrays) + ITEMS)
 
 
 class Write:
@@ -38,7 +40,8 @@ class Write:
         x has the strides of the form, but its axes may be others. table: (cos, sin, positions). places and positions:
         int64, C-contiguous.
         """
-        self._kernel(self._sizes, x, self._pages, *(table or self._absent), places)
+        arrays = (self._sizes, x, self._pages, *(table or self._absent), places)
+        self._kernel(id(arrays) + ITEMS)
 
 
 def _sizes(
@@ -53,6 +56,6 @@ def _sizes(
 def _kernel(dtype: str) -> Callable[..., None]:
     """The entry of kernels/rotary.py, which releases the GIL."""
     functions = specialise.rotary(dtype)
-    called = ctypes.CFUNCTYPE(None, *[ctypes.py_object] * 7)(functions["rotary"])
+    called = ctypes.CFUNCTYPE(None, ctypes.c_int64)(functions["rotary"])
     called.functions = functions  # type: ignore[attr-defined]  # which own the machine code
     return called

@@ -97,9 +97,10 @@ def _text(name: str) -> str:
 
 @cache
 def _address_offset() -> int:
-    """Where a NumPy array object has the address of its first element."""
-    offset, probe = object.__basicsize__, np.empty(1)
-    if ctypes.c_ssize_t.from_address(id(probe) + offset).value != probe.ctypes.data:
+    """Where a NumPy array object has the address of its first element. Kernels find the objects in tuples, too."""
+    offset, arrays = object.__basicsize__, (np.empty(1),)
+    places = id(arrays) + tuple.__basicsize__, id(arrays[0]) + offset
+    if [ctypes.c_ssize_t.from_address(x).value for x in places] != [id(arrays[0]), arrays[0].ctypes.data]:
         raise RuntimeError(
             "this Python does not lay out NumPy arrays as CPython does; flashkit's CPU kernels need that"
         )

@@ -190,7 +190,7 @@ class CudaBackend:
                 words[lse_at] = lse.data.ptr
             if arrays:
                 for (at, layout), array in zip(arrays_at, arrays, strict=True):
-                    words[at] = _address(array, layout)
+                    words[at] = array.data.ptr if layout is None else _address(array, layout)
             stream = stream_of()
             wait_for_uploads(stream)
             if stream:  # a CUDA graph that captures this may outlive them; the default stream is not captured

@@ -68,6 +68,16 @@ def way_of_adding(read: Read) -> str:
     return "EachPair" if any(index is expr.K for index in read.indices) else "Run"
 
 
+def adds_rows(spec: AttentionSpec) -> bool:
+    """Whether the gradients by values are those of a bias: keys that follow one another add dS to elements that do."""
+    if len(spec.reads) != 1 or not expr.is_const(spec.reads[0].slope, 1):
+        return False
+    indices = spec.reads[0].indices
+    others = [index for index in indices if not any(index is x for x in (expr.ROW, expr.Q, expr.K))]
+    along_keys = sum(index is expr.K for index in indices) == 1
+    return along_keys and not any(expr.uses(index, expr.ROW, expr.Q, expr.K) for index in others)
+
+
 def unsupported(spec: AttentionSpec) -> str:
     """Why kernels do not support the spec's modification, or an empty string."""
     for slot in spec.slots:

@@ -72,7 +72,8 @@ def text(spec: AttentionSpec) -> str:
 
 def _value_sums(spec: AttentionSpec) -> list[str]:
     """`ValueSums` of common/values.cuh: how a thread sums the gradients by values of the modification. enter() is for
-    all threads of a warp together, before the pairs of a head, and leave() after the last ones.
+    all threads of a warp together, before the pairs of a head, and leave() after the last ones. FIRST and first_at():
+    where the first read's address is among Params::values, and its offset in elements.
     """
     places = sums_of(spec)
     functions, members, adding, flushing = [], [], [], []
@@ -97,6 +98,10 @@ def _value_sums(spec: AttentionSpec) -> list[str]:
         f"constexpr bool {', '.join(f'{name} = {int(value)}' for name, value in facts.items())};",
         *functions,
         "struct ValueSums {",
+        f"    static constexpr int FIRST = {places[spec.reads[0].name][0] if spec.reads else 0};",
+        f"    static __device__ __forceinline__ long long first_at({_PAIR}) {{",
+        f"        return {f'value_at0<long long>({_ARGUMENTS})' if spec.reads else 0};",
+        "    }",
         "    int own_b = -1, own_h = -1;",
         *members,
         f"    template <typename I> __device__ __forceinline__ void add(fk_float ds, fk_float s, {_OF_PAIR}) {{",

@@ -10,7 +10,7 @@ from ...spec import AttentionSpec, Problem, Verdict
 from ..cuda_common import arguments, compiler, sm90_bwd_launch
 from ..cuda_common.affine_score import affine_score
 from ..cuda_common.generation import Choice, TileTables
-from ..cuda_common.modification import looks_at_ranges, positions, slope_is_one, values_of
+from ..cuda_common.modification import adds_rows, looks_at_ranges, positions, slope_is_one, values_of
 from ..cuda_common.sm90_bwd_launch import BackwardTile, cluster_size
 from ..cuda_common.sm90_launch import chunks, padded
 from ..cuda_common.verify import Fallback
@@ -54,6 +54,13 @@ def supports_wrt(spec: AttentionSpec) -> Verdict:
 ORDERED_MAX_TOKENS, ORDERED_MAX_TOKENS_NARROW, ORDERED_MAX_KEYS = 2048, 512, 256
 
 
+def sums_by_warps(spec: AttentionSpec) -> bool:
+    """Whether warps that multiply nothing add a bias gradient (kernels/sm90/bwd_values.cuh): consumers would wait.
+    A deterministic pass needs these warps for dQ.
+    """
+    return adds_rows(spec) and cluster_size(spec) == 1 and not spec.deterministic
+
+
 def in_order(problem: Problem) -> bool:
     """Whether dQ is accumulated in order: where deterministic results are asked for, or where that is faster, as
     dq_accum need not be cleared then. The lengths of packed sequences may lie on the device: their mean decides.
@@ -65,7 +72,7 @@ def in_order(problem: Problem) -> bool:
     wide = max(spec.head_dim, spec.head_dim_v) > 64
     short = max(n_q, n_k) <= (ORDERED_MAX_TOKENS if wide else ORDERED_MAX_TOKENS_NARROW)
     faster = n_k <= ORDERED_MAX_KEYS or (short and spec.mask is not None)
-    return spec.deterministic or (faster and not looks_at_ranges(spec))
+    return spec.deterministic or (faster and not looks_at_ranges(spec) and not sums_by_warps(spec))
 
 
 def can_fuse_preprocess(spec: AttentionSpec, tile: BackwardTile) -> bool:
@@ -74,13 +81,18 @@ def can_fuse_preprocess(spec: AttentionSpec, tile: BackwardTile) -> bool:
     few registers.
     """
     room = tile.key_buffers > 1 and cluster_size(spec) == 1 and chunks(spec.head_dim_v) <= chunks(spec.head_dim)
-    room &= spec.dtype != "float32"
+    room &= spec.dtype != "float32" and not sums_by_warps(spec)
     return room and not spec.deterministic and (spec.score is None or chunks(spec.head_dim) > 1)
 
 
 def source(spec: AttentionSpec, tile: BackwardTile, fused_preprocess: bool) -> tuple[dict[str, int], str]:
     """Constants and generated functions of kernels/sm90/backward.cu."""
-    return {**tile.constants(spec), "FUSED_PREPROCESS": fused_preprocess, "NUM_TERMS": 1}, functions(spec, tile)
+    constants = {**tile.constants(spec), "FUSED_PREPROCESS": fused_preprocess, "NUM_TERMS": 1, "VALUE_WARPS": 0}
+    if sums_by_warps(spec):
+        constants |= {"VALUE_WARPS": 2}
+        if max(spec.head_dim, spec.head_dim_v) <= 64:
+            constants |= {"CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40}
+    return constants, functions(spec, tile)
 
 
 class Sm90Backward(sm90_bwd_launch.Backward):

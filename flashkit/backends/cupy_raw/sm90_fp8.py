@@ -176,6 +176,7 @@ class Sm90Fp8Forward(sm90_launch.Forward):
         fallback = Fallback(_refuse, spec, device, "forward")
         super().__init__(problem, device, tile, choice.why, library, fallback, kernel="sm90_fp8_forward")
         self._threads = tile.threads_of(spec)
+        self._promoted = 0 if is_narrow(spec) else tile.warpgroups * _promoted(spec)
 
     def boxes(self, arguments: Arguments) -> list[tuple[str, int, int, int]]:
         q, k, v, _ = super().boxes(arguments)  # consumers store O themselves
@@ -191,10 +192,9 @@ class Sm90Fp8Forward(sm90_launch.Forward):
 
     def maps(self, arguments: Arguments, geometry: LaunchGeometry, stream: int) -> tuple[list[TensorMap], Any]:
         maps, held = super().maps(arguments, geometry, stream)
-        spec, words = arguments.spec, arguments.words
-        if not is_narrow(spec) and arguments.n_k > PROMOTED_KEYS:  # a promoted part of O for each CTA, in L2
-            held = scratch(geometry.ctas * self.tile.warpgroups * _promoted(spec), "int8")
-            words[AT["o_partial"]] = held.data.ptr
+        if self._promoted and arguments.n_k > PROMOTED_KEYS:  # a promoted part of O for each CTA, in L2
+            held = scratch(geometry.ctas * self._promoted, "int8")
+            arguments.words[AT["o_partial"]] = held.data.ptr
         return maps, held
 
 

@@ -170,6 +170,8 @@ class Expr:
     def __xor__(self, other: Any) -> Expr: return bitwise("xor", self, other)
     def __rxor__(self, other: Any) -> Expr: return bitwise("xor", other, self)
     def __invert__(self) -> Expr: return logical_not(self)
+    def __lshift__(self, bits: Any) -> Expr: return shifted("mul", self, bits)
+    def __rshift__(self, bits: Any) -> Expr: return shifted("floordiv", self, bits)
 
     # A symbol has no single value, so Python's control flow and conversions raise.
     def __bool__(self) -> bool:
@@ -363,6 +365,13 @@ def bitwise(op: str, x: Any, y: Any) -> Expr:
             absorbing = {"and": not known.value, "or": known.value, "xor": False}[op]
             return known if absorbing else (~other if op == "xor" and known.value else other)
     return a if a is b and op != "xor" else Expr(op, (a, b), None, "bool")
+
+
+def shifted(op: str, x: Expr, bits: Any) -> Expr:
+    """x << bits or x >> bits, as a multiplication or a division by a power of two."""
+    if x.kind == "float" or not isinstance(bits, int | np.integer) or not 0 <= bits <= 62:
+        raise TypeError(f"<< and >>: expected an integer and a number of bits from 0 to 62, got {x.kind} and {bits!r}")
+    return arithmetic(op, x, 1 << int(bits))
 
 
 def _logical(op: str, x: Any, y: Any) -> Expr:

@@ -6,7 +6,6 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +30,20 @@ MIN_TIME = 6.0
 """Seconds that a target gets while any are left: a small budget is better spent on few targets than on all of them."""
 
 
+class Outcomes(list[Outcome]):
+    """One for each target that was timed; a short run may have timed none, and have bandwidths and peaks to write.
+
+    written: whether every backend's profile was.
+    """
+
+    written = True
+
+
 def autotune(
     *, quick: bool = False, dtypes: Sequence[str] | None = None, budget: float | None = None, resume: bool = True,
     output: Path | None = None, backend: str | None = None, force: bool = False,
     clock: Callable[[], float] = time.monotonic, tuned: Sequence[TunableBackend] | None = None,
-) -> list[Outcome]:  # fmt: skip
+) -> Outcomes:  # fmt: skip
     """Tune backends and write a profile of each device; prints a report on stdout and progress on stderr.
 
     Parameters
@@ -59,8 +67,8 @@ def autotune(
 
     Returns
     -------
-    list of Outcome
-        One for each target that was timed.
+    Outcomes
+        One for each target that was timed, and whether the profiles were written.
 
     Raises
     ------
@@ -80,7 +88,12 @@ def autotune(
     if output is not None and len(backends) > 1:
         names = " or ".join(tunable.backend for tunable in backends)
         raise ValueError(f"--output: expected one backend, as a profile is of one device; choose by --backend {names}")
-    return [outcome for one in backends for outcome in _tune(one, quick, dtypes, budget, resume, output, force, clock)]
+    found = Outcomes()
+    for one in backends:
+        outcomes, path = _tune(one, quick, dtypes, budget, resume, output, force, clock)
+        found += outcomes
+        found.written &= path is not None
+    return found
 
 
 def tunable_backends(backend: str | None = None) -> list[TunableBackend]:
@@ -115,8 +128,8 @@ def log_path(tunable: TunableBackend) -> Path:
 def _tune(
     tunable: TunableBackend, quick: bool, dtypes: Sequence[str] | None, budget: float | None, resume: bool,
     output: Path | None, force: bool, clock: Callable[[], float],
-) -> list[Outcome]:  # fmt: skip
-    """Tune one backend."""
+) -> tuple[list[Outcome], Path | None]:  # fmt: skip
+    """Tune one backend: the outcomes, and the file of the profile, if it was written."""
     effort = tunable.effort(quick)
     end = clock() + (effort.budget if budget is None else budget)
     log, targets = Log(log_path(tunable), tunable.tile, resume), tunable.targets(effort, dtypes)
@@ -133,7 +146,7 @@ def _tune(
     dispatch.forget()
     profiles.forget()
     _report(outcomes, targets, log, path, tunable, warning)
-    return [replace(outcome, saved=path is not None) for outcome in outcomes]
+    return outcomes, path
 
 
 def _search(

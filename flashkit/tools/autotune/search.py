@@ -44,7 +44,7 @@ class Outcome:
     """The result for a target: the tile to use, its GFLOP/s, and `gain`, its speed-up over the tile used before.
 
     tried, wrong: numbers of other tiles that were timed, and of tiles that failed. complete: False if the time was up
-    before every stage was done. conditions: of the row that is written. saved: False if it was not.
+    before every stage was done. conditions: of the row that is written.
     """
 
     target: Target
@@ -56,7 +56,6 @@ class Outcome:
     wrong: int
     complete: bool
     conditions: dict[str, Any] = field(default_factory=dict)
-    saved: bool = True
 
     @property
     def why(self) -> str:

@@ -55,7 +55,7 @@ def main(
     0
     """
     try:
-        platform = PLATFORMS[device]()
+        platform = PLATFORMS["cuda" if device == "gpu" else device]()  # as some write it
     except (KeyError, RuntimeError) as error:
         problem = f"expected {', '.join(PLATFORMS)}, got {device}" if isinstance(error, KeyError) else str(error)
         return _error(f"--device: {problem}", 2 if isinstance(error, KeyError) else 1)

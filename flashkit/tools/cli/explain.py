@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from typing import Annotated, Any
 
 import typer
 
 from ... import spec
 from ...options import OPTIONS, TYPES, with_axes
+from ..doctor.text import wrapped
 from .common import Json, fail, numbers, print_json, warnings_on_stderr
 
 DTYPES = tuple(spec.DTYPES)
@@ -100,7 +102,9 @@ def explain(
     if as_json:
         print_json(explanation.as_dict())
     else:
-        print(explanation)
+        for line in str(explanation).splitlines():
+            label, value = re.fullmatch(r"(\s+(?:-> )?\S+\s{2,})?(.*)", line).groups("")  # type: ignore[union-attr]
+            print("\n".join(wrapped(label, value)))
     if explanation.backend is None:
         raise fail("no backend can compute this call; the reasons are above")
 

@@ -15,7 +15,7 @@ from .common import fail, numbers, words, writable
 def autotune(
     quick: Annotated[bool, typer.Option("--quick", help="Few candidates, the most used sizes.")] = False,
     dtype: Annotated[list[str] | None, typer.Option(help="Only this dtype; may be repeated.")] = None,
-    budget: Annotated[float | None, typer.Option(help="Stop after this many seconds.")] = None,
+    budget: Annotated[float | None, typer.Option(help="Stop after this many seconds for each backend.")] = None,
     resume: Annotated[bool, typer.Option(help="Resume an interrupted run.")] = True,
     output: Annotated[
         Path | None, typer.Option(help="Write the profile here (default: the user's profile directory).")
@@ -62,7 +62,7 @@ def autotune(
         raise typer.Exit(130) from None
     except ValueError as error:
         raise fail(error, 2) from None
-    if not all(outcome.saved for outcome in outcomes):
+    if not outcomes.written:
         raise fail("no profile was written; the reason is above")
 
 

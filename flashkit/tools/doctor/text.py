@@ -15,19 +15,12 @@ Rows = list[tuple[str, Any]]
 def render(report: Report) -> str:
     """The report as text, a section for each of its topics. A topic of unexpected form still gets a section."""
     lines: list[str] = []
-    columns, _ = shutil.get_terminal_size((1000, 24))  # in a file lines stay whole
 
     def section(title: str, rows: Rows) -> None:
         lines.append(title)
         width = max((len(label) for label, _ in rows), default=0)
         for label, value in rows:
-            first, later = f"  {label:<{width}}  ", " " * (width + 4)
-            lines.extend(
-                textwrap.wrap(
-                    f"{value}", columns, initial_indent=first, subsequent_indent=later,
-                    break_long_words=False, break_on_hyphens=False,
-                ) or [first.rstrip()]
-            )  # fmt: skip
+            lines.extend(wrapped(f"  {label:<{width}}  ", f"{value}"))
         lines.append("")
 
     for name, rows in _ROWS.items():
@@ -42,6 +35,15 @@ def render(report: Report) -> str:
         except Exception as error:
             section(name, [("could not be shown", f"{type(error).__name__}: {error}: {content!r}")])
     return "\n".join(lines).rstrip() + "\n"
+
+
+def wrapped(first: str, value: str) -> list[str]:
+    """The lines of a value behind its label, with whole words at the width of a terminal; in a file one line."""
+    columns, _ = shutil.get_terminal_size((1000, 24))
+    return textwrap.wrap(
+        value, columns, initial_indent=first, subsequent_indent=" " * (len(first) or 2), break_long_words=False,
+        break_on_hyphens=False,
+    ) or [first.rstrip()]  # fmt: skip
 
 
 def size(amount: int) -> str:

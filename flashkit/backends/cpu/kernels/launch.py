@@ -216,18 +216,24 @@ def start_on_rows(args, block, threads, kernel):
     args[KERNEL], args[BLOCK_Q], args[Q_TILES], args[WORK_TILES] = usual
 
 
-@entry(types.void(*[types.int64] * 15))
-def pull_back(template, block, threads, stop, dq_accum, q, k, v, out, lse, dout, dlse, dq, dk, dv):
-    """Run the backward pass with a copy of the template and these NumPy arrays. dq_accum: its address, or 0 where dQ is
-    summed in place. `block`: memory for the copy, followed by bwd_lse, delta and scratch memory; in the template these
-    addresses are distances from it.
+@njit(**options)
+def data(arrays, i):
+    """The address of the first element of an array. arrays: where the addresses of NumPy array objects lie."""
+    return integer_at(integer_at(arrays + 8 * i) + ADDRESS)
+
+
+@entry(types.void(*[types.int64] * 6))
+def pull_back(template, block, threads, stop, dq_accum, arrays):
+    """Run the backward pass with a copy of the template and q, k, v, out, lse, dout, dlse, dq, dk, dv. dq_accum: its
+    address, or 0 where dQ is summed in place. `block`: memory for the copy, followed by bwd_lse, delta and scratch
+    memory; in the template these addresses are distances from it.
     """
     args = copy_block(template, block)
-    args[Q], args[K], args[V] = integer_at(q + ADDRESS), integer_at(k + ADDRESS), integer_at(v + ADDRESS)
-    args[OUT], args[LSE], args[DOUT] = integer_at(out + ADDRESS), integer_at(lse + ADDRESS), integer_at(dout + ADDRESS)
+    args[Q], args[K], args[V] = data(arrays, 0), data(arrays, 1), data(arrays, 2)
+    args[OUT], args[LSE], args[DOUT] = data(arrays, 3), data(arrays, 4), data(arrays, 5)
     if args[DLSE] != 0:
-        args[DLSE] = integer_at(dlse + ADDRESS)
-    args[DQ], args[DK], args[DV] = integer_at(dq + ADDRESS), integer_at(dk + ADDRESS), integer_at(dv + ADDRESS)
+        args[DLSE] = data(arrays, 6)
+    args[DQ], args[DK], args[DV] = data(arrays, 7), data(arrays, 8), data(arrays, 9)
     args[DQ_ACCUM] = dq_accum if dq_accum != 0 else args[DQ]
     args[BWD_LSE] += block
     args[DELTA] += block
@@ -244,19 +250,19 @@ def pull_back(template, block, threads, stop, dq_accum, q, k, v, out, lse, dout,
             break
 
 
-@entry(types.void(*[types.int64] * 14))
-def call(template, block, threads, stop, q, k, v, out, lse, lengths, offsets, table, k_scale, v_scale):
-    """Run a copy of the template with these NumPy arrays. `block`: memory for the copy, followed by scratch memory.
-    The last five are read where PER_CALL says so.
+@entry(types.void(*[types.int64] * 5))
+def call(template, block, threads, stop, arrays):
+    """Run a copy of the template with q, k, v, out, lse, and those arrays that PER_CALL names. `block`: memory for the
+    copy, followed by scratch memory.
     """
     args = copy_block(template, block)
-    args[Q], args[K], args[V] = integer_at(q + ADDRESS), integer_at(k + ADDRESS), integer_at(v + ADDRESS)
-    args[OUT], args[LSE] = integer_at(out + ADDRESS), integer_at(lse + ADDRESS)
+    args[Q], args[K], args[V] = data(arrays, 0), data(arrays, 1), data(arrays, 2)
+    args[OUT], args[LSE], end = data(arrays, 3), data(arrays, 4), 5
     if args[PER_CALL] & 1:
-        args[KV_LENGTHS], args[Q_OFFSETS] = integer_at(lengths + ADDRESS), integer_at(offsets + ADDRESS)
+        args[KV_LENGTHS], args[Q_OFFSETS], end = data(arrays, 5), data(arrays, 6), 7
     if args[PER_CALL] & 2:
-        args[PAGE_TABLE] = integer_at(table + ADDRESS)
+        args[PAGE_TABLE], end = data(arrays, 7), 8
     if args[PER_CALL] & 4:
-        args[K_SCALE], args[V_SCALE] = integer_at(k_scale + ADDRESS) - args[K], integer_at(v_scale + ADDRESS) - args[V]
+        args[K_SCALE], args[V_SCALE] = data(arrays, end) - args[K], data(arrays, end + 1) - args[V]
     args[SCRATCH], args[STOP] = block + HEADER, stop
     start(args, block, threads)

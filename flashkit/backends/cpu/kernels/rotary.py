@@ -40,15 +40,20 @@ def rotate_row(x, out, cos, sin, sign, interleaved):
         out[i] = x[i]
 
 
-@entry(types.void(*[types.int64] * 7))
-def rotary(sizes, x, out, cos, sin, positions, places):
-    """NumPy array objects: `sizes`, and what they say is there of the others."""
-    a = vector(integer_at(sizes + ADDRESS), SIZE, 8, np.int64)
+@njit(**options)
+def data(arrays, i):
+    """The address of the first element of an array. arrays: where the addresses of NumPy array objects lie."""
+    return integer_at(integer_at(arrays + 8 * i) + ADDRESS)
+
+
+@entry(types.void(types.int64))
+def rotary(arrays):
+    """sizes, and what they say is there of x, the result, cosines, sines, positions and places."""
+    a = vector(data(arrays, 0), SIZE, 8, np.int64)
     sign, half, tokens = ACCUM(a[SIGN]), a[HALF], a[TOKENS]
-    x, out = integer_at(x + ADDRESS), integer_at(out + ADDRESS)
-    cos, sin = integer_at(cos + ADDRESS), integer_at(sin + ADDRESS)
-    where = vector(integer_at(positions + ADDRESS), a[BATCH] * tokens, 8, np.int64)
-    slots = vector(integer_at(places + ADDRESS), a[BATCH] * tokens, 8, np.int64)
+    x, out, cos, sin = data(arrays, 1), data(arrays, 2), data(arrays, 3), data(arrays, 4)
+    where = vector(data(arrays, 5), a[BATCH] * tokens, 8, np.int64)
+    slots = vector(data(arrays, 6), a[BATCH] * tokens, 8, np.int64)
     for b in range(a[BATCH]):
         for n in range(tokens):
             to_b, to_n = b, n

@@ -21,6 +21,7 @@
 #include "sm90/bwd_producer.cuh"
 #include "sm90/bwd_scheduler_warp.cuh"
 #include "sm90/bwd_preprocess.cuh"
+#include "sm90/bwd_values.cuh"
 #ifdef CLUSTER_MAINLOOP
 #include "sm90/bwd_mainloop_cluster.cuh"
 #else
@@ -35,11 +36,11 @@ sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gr
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = uniform(address_of(shared));
     if (threadIdx.x == 0) {
-        q_pipe(base).init(1, MMA_WARPS);
+        q_pipe(base).init(1, MMA_WARPS + VALUE_WARPS);
         dout_pipe(base).init(1, ROLE_WARPS);
-        k_pipe(base).init(1, MMA_WARPS);
+        k_pipe(base).init(1, MMA_WARPS + VALUE_WARPS);
         v_pipe(base).init(1, ROLE_WARPS);
-        ds_pipe(base).init(ROLE_WARPS, ROLE_WARPS);
+        ds_pipe(base).init(ROLE_WARPS, ROLE_WARPS + VALUE_WARPS);
         peer_k_pipe(base).init(1, ROLE_WARPS);
         dsmem_pipe(base).init(1, ROLE_WARPS);
         list_pipe(base).init(1, 1);
@@ -68,7 +69,8 @@ sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gr
         if (warp == 0) producer(p, kv, q_map, dout_map, base, lists);
         else if (warp == 1) scheduler(p, kv, base, lists);
         else if (FUSED_PREPROCESS) fused_preprocess(p, out_rows_map, dout_rows_map, base, threadIdx.x - 64);
-        else if (DETERMINISTIC && warp >= 2) dq_semaphore_warp(p, base, warp - 2);
+        else if (DETERMINISTIC) dq_semaphore_warp(p, base, warp - 2);
+        else if (VALUE_WARPS) value_sums_warp(p, base, warp - 2);
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
         consumer(p, dk_map, dv_map, base, role - 1);

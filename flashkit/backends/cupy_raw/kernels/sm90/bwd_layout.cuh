@@ -2,13 +2,14 @@
 //
 // warp group 0   warp 0       producer: Q, dO and V of each query tile (bwd_producer.cuh)
 //                warp 1       scheduler: claims work tiles, lists their query tiles, loads K (bwd_scheduler_warp.cuh)
-//                warps 2, 3   DETERMINISTIC: dq_accum.cuh; FUSED_PREPROCESS: bwd_preprocess.cuh; else idle
+//                warps 2, 3   DETERMINISTIC: dq_accum.cuh; FUSED_PREPROCESS: bwd_preprocess.cuh; VALUE_WARPS of them:
+//                             bwd_values.cuh; else idle
 // warp groups 1, 2            consumers: bwd_mainloop.cuh, or bwd_mainloop_cluster.cuh where CLUSTER_SIZE is 2
 //
 // From the head: BLOCK_Q, BLOCK_K, STAGES (of Q), DOUT_STAGES, KEY_BUFFERS (of K), CLUSTER_SIZE, DETERMINISTIC,
-// FUSED_PREPROCESS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, WATCHDOG, SMALL_SCORE (modification.positions),
-// NUM_LISTS, LIST_CAPACITY, LIST_BYTES, SHARED_BYTES, and the offsets of shared memory, laid out by BackwardTile.smem
-// (cuda_common/sm90_bwd_launch.py):
+// FUSED_PREPROCESS, VALUE_WARPS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, WATCHDOG, NUM_LISTS, LIST_CAPACITY,
+// LIST_BYTES, SHARED_BYTES, SMALL_SCORE (modification.positions), and the offsets of shared memory, laid out by
+// BackwardTile.smem (cuda_common/sm90_bwd_launch.py):
 //
 //     AT_K             [KEY_BUFFERS][CTA_KEYS][..]   K of the CTA's keys
 //     AT_PEER_K        [CTA_KEYS][64 DQ_CHUNKS]      K of the peer CTA's keys, in the CTA's columns of dQ

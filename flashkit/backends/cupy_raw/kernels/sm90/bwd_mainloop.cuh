@@ -160,7 +160,7 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
             unsigned ds[S_REGS / 2];
             if (unmasked || !CLEARS_KEYS) compute_ds<true>(p, s, dp, ds, deltas, dropout);
             else compute_ds<false>(p, s, dp, ds, deltas, dropout);
-            if constexpr (HAS_VALUES) add_values(p, id, s, dp, deltas, sums);
+            if constexpr (HAS_VALUES && VALUE_WARPS == 0) add_values(p, id, s, dp, deltas, sums);
             auto issue_dq_and_dk = [&]() {
                 if (DK_FIRST) issue_dk(n, ds, first);
                 if (!first) pipe_ds.consumer_wait(n - 1);
@@ -229,7 +229,7 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
         store_dkv<HEAD_DIM, CHUNKS_V, BUFFERS, BYTES_PIECE>(p, p.dk, dk_map, keys, lane, dq_of_warp, dk_acc,
                                                             (float)p.softmax_scale * scales.of_dk());
     }
-    if (HAS_VALUES) sums.leave(p);
+    if (HAS_VALUES && VALUE_WARPS == 0) sums.leave(p);
     if (DETERMINISTIC && warp == 0 && lane == 0) end_dq_requests(base, n);
     bulk_wait();
     __syncwarp();

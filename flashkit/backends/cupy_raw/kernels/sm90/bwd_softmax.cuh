@@ -106,16 +106,13 @@ DEVICE void mask_scores(const Params& p, const FragmentCoord& at, float (&s)[S_R
 template <bool PARTIAL_TILE, typename POSITION>
 DEVICE float softmax_p_one(const Params& p, const FragmentCoord& at, float& x, int n, int half, int c, long long offset,
                            int n_q, int n_k, float scale, float lse, bool nonfinite_key) {
-    const int k = at.k0 + row_of_lane(half), row = at.row0 + lane_row(n, c);
-    float slope = 1;
+    // Without branches the reads of all pairs are under way at once.
+    const int own_k = at.k0 + row_of_lane(half), own_row = at.row0 + lane_row(n, c);
+    const int k = clamped_index(own_k, n_k), row = clamped_index(own_row, n_q);
     x *= scale;
-    if (k < n_k && row < n_q) {
-        if (HAS_SCORE) slope = score_slope(x, at.b, at.h, row, row + offset, k, p);
-        x = modify<PARTIAL_TILE, POSITION>(x, at.b, at.h, row, (POSITION)(row + offset), k, p);
-        if (HAS_SCORE) x *= LOG2E;
-    } else {
-        x = HIDDEN;
-    }
+    const float slope = HAS_SCORE ? score_slope(x, at.b, at.h, row, row + offset, k, p) : 1.0f;
+    x = modify<PARTIAL_TILE, POSITION>(x, at.b, at.h, row, (POSITION)(row + offset), k, p);
+    x = own_k < n_k && own_row < n_q ? x * (HAS_SCORE ? LOG2E : 1.0f) : HIDDEN;
     float w = x == HIDDEN ? 0.0f : exp2_fast(x - lse);
     // The score of a non-finite key was -inf, or has made the row's sum infinite or NaN.
     if (nonfinite_key) w = x == HIDDEN || is_finite(lse) ? 0.0f : fk_special(0);

@@ -72,7 +72,7 @@ DEVICE unsigned at_vt(unsigned base, int stage) { return base + (GETS_VT ? AT_V 
 // A tile's key scales, logarithms and inverses of its value scales, by a warp group: a key for each thread. A slot is
 // written again two tiles later, behind the barrier of the tile between.
 DEVICE void load_key_scales(const Params& p, const WorkTile& at, int k0, unsigned slot, int wg) {
-    const int key = key_inside(k0 + threadIdx.x % 128, seq_of(p, at).n_k()), head = at.h / GQA_GROUP;
+    const int key = clamped_index(k0 + threadIdx.x % 128, seq_of(p, at).n_k()), head = at.h / GQA_GROUP;
     const float v = valid_v_scale(Elements::key_scale(p, p.v_scale, at.b, head, key));
     const unsigned own = slot + threadIdx.x % 128 * 4;
     store_float(own, valid_scale(Elements::key_scale(p, p.k_scale, at.b, head, key)));

@@ -2,6 +2,9 @@
 #pragma once
 #include "sm90/instructions.cuh"
 
+// A row or key past the end stands for the last one, so no array is read beyond its end. Its pair is masked anyway.
+DEVICE int clamped_index(int i, int n) { return min(i, n > 0 ? n - 1 : 0); }
+
 // A circular buffer in shared memory between a producer and its consumers, as in CUTLASS: a full and an empty mbarrier
 // for each stage. Index n of the sequence lies in stage n % STAGES. The addresses are those of the first full and the
 // first empty barrier.

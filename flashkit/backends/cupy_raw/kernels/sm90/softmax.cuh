@@ -21,9 +21,6 @@ DEVICE float softmax_scale_log2(const Params& p) {
     return HAS_SCORE ? LOG2E : (float)(p.softmax_scale * 1.4426950408889634);
 }
 
-// A key past the end stands for the last one, so no array is read beyond its end. Its pair is masked anyway.
-DEVICE int key_inside(int k, int n_k) { return min(k, n_k > 0 ? n_k - 1 : 0); }
-
 // Masks all but the first `keys` keys of the tile: S becomes -inf, or P (OF_P) becomes 0.
 template <bool OF_P>
 DEVICE void mask_past_end(float (&s)[S_REGS], int keys) {
@@ -52,7 +49,7 @@ DEVICE void modify_in_range(const Params& p, const WorkTile& at, start offset, f
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
                 float& x = s[4 * n + 2 * half + c];
-                const int k = first + 8 * n + c, inside = CLAMPED ? key_inside(k, n_k) : k;
+                const int k = first + 8 * n + c, inside = CLAMPED ? clamped_index(k, n_k) : k;
                 const position step = (position)(8 * n + c);
                 const position k_of = CLAMPED ? (position)inside : k_first + step;
                 const position distance = CLAMPED ? (position)(q - inside) : distance_first - step;
@@ -79,7 +76,7 @@ DEVICE void modify_any_position(const Params& p, const WorkTile& at, long long o
 #pragma unroll 1
     for (int i = 0; i < S_REGS; ++i) {
         const auto [h, row] = clamped_row(p, at.b, at.h, opaque(at.row0) + row_of_lane(i / 2 % 2));
-        const int key = k0 + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, k = READS_ARRAYS ? key_inside(key, n_k) : key;
+        const int key = k0 + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, k = READS_ARRAYS ? clamped_index(key, n_k) : key;
         const long long q = row + offset;
         float x = copy[i];
         if constexpr (HAS_SCORE)

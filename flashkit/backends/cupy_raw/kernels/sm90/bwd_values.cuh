@@ -1,0 +1,76 @@
+// The gradient by a bias, whose elements lie along the keys (cuda_common/modification.py, adds_rows): VALUES_BY_WARPS,
+// the warps 2 and 3 of warp group 0 add dS, which is in shared memory for dQ, to the sums, four keys at once. Each has
+// the keys of a consumer warp group. So no consumer waits for its additions.
+#pragma once
+#include "sm90/dq_accum.cuh"
+
+constexpr int VALUE_LANES = 16, VALUE_KEYS = WARPGROUP_KEYS / VALUE_LANES;  // of a row; of a lane
+
+// Four elements of dS, as floats.
+DEVICE void load_ds(float (&x)[VALUE_KEYS], unsigned address) {
+    const float2 pairs = load_floats(address);
+    const unsigned bits[2] = {__float_as_uint(pairs.x), __float_as_uint(pairs.y)};
+#pragma unroll
+    for (int i = 0; i < VALUE_KEYS; ++i) {
+        const unsigned short element = (unsigned short)(bits[i / 2] >> i % 2 * 16);
+        x[i] = STORAGE == BFLOAT16 ? widen(bfloat16_t{element}) : widen(half_t{element});
+    }
+}
+
+DEVICE void value_sums_warp(const Params& p, unsigned base, int group) {
+    const auto pipe_q = q_pipe(base);
+    const auto pipe_k = k_pipe(base);
+    const auto pipe_ds = ds_pipe(base);
+    const int lane = threadIdx.x % 32, part = lane % VALUE_LANES;
+    unsigned n = 0;  // query tiles so far
+#pragma unroll 1
+    for (unsigned number = 0;; ++number) {
+        pipe_k.consumer_wait(number);
+        const unsigned slot = work_tile_slot(base, number);
+        const int b = load_word(slot), key = load_word(slot + 8) + WARPGROUP_KEYS * group + VALUE_KEYS * part;
+        if (b == END) break;
+        const SeqSlot seq = seq_of(p, b, slot);
+        const int n_q = seq.n_q(), keys = seq.n_k() - key;  // keys from the lane's first one on
+        const long long offset = seq.q_position();
+        __syncwarp();
+        pipe_k.consumer_release(number, lane);
+        bool last;
+#pragma unroll 1
+        do {
+            pipe_q.consumer_wait(n);
+            const unsigned slot_of_tile = tile_desc_slot(base, n);
+            const int desc = load_word(slot_of_tile), h = load_word(slot_of_tile + TileDesc::HEAD);
+            __syncwarp();
+            pipe_q.consumer_release(n, lane);
+            last = desc & TileDesc::LAST_TILE;
+            const int row0 = (desc >> 8) * BLOCK_Q + lane / VALUE_LANES;  // the lane's first one; it has every second
+            auto sum_at = [&](int row, int k) {
+                const long long place = ValueSums::first_at(b, h, row, row + offset, k, p);
+                return (float*)p.values[ValueSums::FIRST] + place;
+            };
+            float* sums = sum_at(row0, key);
+            const long long to_row = sum_at(row0 + 2, key) - sums, to_key = sum_at(row0, key + 1) - sums;
+            const bool aligned = ((unsigned long long)sums | to_row * 4) % 16 == 0;  // and so are all of its rows
+            const int rows = (min(n_q - row0, BLOCK_Q) + 1) / 2;
+            const unsigned tile = base + AT_DS + n % 2 * BYTES_DS + group * BLOCK_Q * CHUNK_ROW + part % 2 * 8;
+            auto element = [&](int i) { return tile + swizzled(lane / VALUE_LANES + 2 * i, part / 2); };
+            float x[VALUE_KEYS];
+            pipe_ds.consumer_wait(n);
+            if (aligned && to_key == 1 && keys >= VALUE_KEYS) {
+#pragma unroll 4
+                for (int i = 0; i < rows; ++i, sums += to_row) load_ds(x, element(i)), red_add_float4(sums, x);
+            } else {
+#pragma unroll 1
+                for (int i = 0; i < rows; ++i, sums += to_row) {
+                    load_ds(x, element(i));
+#pragma unroll
+                    for (int j = 0; j < VALUE_KEYS; ++j)
+                        if (j < keys) add_float(sums + j * to_key, x[j]);
+                }
+            }
+            __syncwarp();
+            pipe_ds.consumer_release(n, lane);
+            ++n;
+        } while (!last);
+    }
+}
