@@ -72,6 +72,7 @@ class Check:
 
 
 @cases
+@pytest.mark.one_in(3)
 def test_sums_of_rows_and_biases(gpu, dtype, width):
     check = Check(gpu, dtype)
     ids, positions = check.rng.integers(0, 9, (2, 37))
@@ -88,6 +89,7 @@ def test_sums_of_rows_and_biases(gpu, dtype, width):
 
 @cases
 @pytest.mark.parametrize("first", [True, False])
+@pytest.mark.one_in(3)
 def test_normalisation(gpu, dtype, width, first):
     check = Check(gpu, dtype)
     more = (None, None) if first else (check.array(21, width), check.array(width))
@@ -107,6 +109,7 @@ def test_normalisation(gpu, dtype, width, first):
 
 
 @cases
+@pytest.mark.one_in(3)
 def test_gelu(gpu, dtype, width):
     check = Check(gpu, dtype)
     x, bias = check.array(19, width) * np.array(4, check.dtype), check.array(width)
@@ -120,6 +123,7 @@ def test_gelu(gpu, dtype, width):
 
 @pytest.mark.parametrize("scale", [0.25, None])
 @pytest.mark.parametrize(("dtype", "width"), [*CASES, ("bfloat16", 8200)])
+@pytest.mark.one_in(3)
 def test_cross_entropy(gpu, dtype, width, scale):
     check = Check(gpu, dtype)
     logits = check.array(11, width) * np.array(9, check.dtype)
