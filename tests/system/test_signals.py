@@ -67,7 +67,7 @@ def text_of(kind: str, least: float, more: str) -> str:
 
 
 INTERRUPTED = """
-    free = len(scratch_pool._free)
+    free, threads = len(scratch_pool._free), threading.active_count()  # a thread that compiled may count for ever
     def interrupt():
         global sent
         sent = time.monotonic()
@@ -80,7 +80,7 @@ INTERRUPTED = """
         except KeyboardInterrupt:
             least = min(least, (time.monotonic() - sent) / seconds)
         thread.join()
-        assert not _running and threading.active_count() == 1, threading.enumerate()
+        assert not _running and threading.active_count() <= threads, threading.enumerate()
         assert len(scratch_pool._free) >= free
         np.testing.assert_array_equal(small(), expected)
         if least < 0.4:

@@ -140,7 +140,7 @@ def test_what_is_not_finite() -> None:
     for per in quantized.PER:
         values = quantize(x, "e4m3", per).dequantize()
         assert (np.isnan(values) == missing).all() and not values[0, 3].any()
-        np.testing.assert_allclose(values[~missing], x[~missing], atol=0.1)
+        np.testing.assert_allclose(values[~missing], x[~missing], rtol=0.0626, atol=0.01)
     rows = np.isnan(quantize(x, "int8", "token").dequantize())
     assert rows.tolist() == np.broadcast_to(missing.any(-1, keepdims=True), x.shape).tolist()
     assert np.isnan(quantize(x, "int8", "head").dequantize()).all()
@@ -402,8 +402,7 @@ def test_tensors_of_pytorch() -> None:
     same(plain(out), expected)
     same(tuple(map(plain, vjp(out))), expected_vjp(expected))
     same(plain(flashkit.plan(*given, precision="fp8")(*given)), expected)
-    with pytest.raises(TypeError, match=r"k: expected an array of the library of q.* got a flashkit.*Quantized"):
-        attention(given[0], quantize(k), given[2])
+    same(plain(attention(given[0], quantize(k), quantize(v))), attention(q, quantize(k), quantize(v)))
     with pytest.raises(TypeError, match=r"k: expected a numpy array.* got a torch tensor on cpu"):
         attention(quantize(q), given[1], v)
     same(quantize(given[0]).data, quantize(q).data)
