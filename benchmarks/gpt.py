@@ -195,10 +195,7 @@ def memory(ways: list[str]) -> dict[str, int]:
     of_torch, found = [way for way in ways if way in TORCH], {}
     of_arrays = [way for way in ways if way not in TORCH]
     if len(of_arrays) == 1:
-        pools = (
-            importlib.import_module("cupy").get_default_memory_pool(),
-            *GRAPH_POOLS,
-        )
+        pools = importlib.import_module("cupy").get_default_memory_pool(), *GRAPH_POOLS
         found[of_arrays[0]] = sum(pool.total_bytes() for pool in pools)
     if len(of_torch) == 1:
         found[of_torch[0]] = torch.cuda.max_memory_reserved()

@@ -46,8 +46,6 @@ from .options import (
 __all__ = ["attention", "dot_product_attention"]
 
 Arrays = dict[str, Any]
-"""Arguments with a gradient, where they are floating."""
-
 
 Static = tuple[tuple[str, Any], ...]
 """The arguments of a call that JAX compiles for, with their names: they compare by value, functions and block masks by

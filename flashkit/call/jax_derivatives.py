@@ -31,6 +31,7 @@ VALUES = tuple(name for name, option in OPTIONS.items() if option.role is Role.P
 """Arrays by which there are gradients, and no tangents."""
 
 DIFFERENTIABLE = *WRT, *VALUES
+"""Arguments with a gradient, where they are floating."""
 
 _LIKE = {"dout": "out", "dlse": "lse"} | {f"d{name}": name for name in DIFFERENTIABLE}
 """The argument whose shape and dtype a result has."""
