@@ -434,7 +434,7 @@ def cpu_rank(run: Run) -> None:
     total, weight = np.zeros((1, 16, q.shape[2], 64), np.float32), np.ones((1, 16, q.shape[2], 1), np.float32)
     part = np.zeros_like(total)
     merge_gbs = 12 * total.size / run.timed(lambda: add_scaled(total, part, weight, weight), 5) / 1e9
-    methods = ("ring", "heads", "gather") if run.ranks > 1 else ("ring",)
+    methods = run.arguments.methods.split(",") if run.ranks > 1 else ["ring"]
     rounds: list[dict[str, dict[str, float]]] = []
     for _ in range(4):  # the first warms up; a shared machine's pace changes from round to round
         each = {"": both(run, tensors[:3], tensors[3], None, 0, causal=True)}  # with all cores in use
@@ -472,14 +472,14 @@ def cpu(arguments: argparse.Namespace) -> None:
     program = str(mpiexec) if mpiexec.exists() else "mpiexec"
     threads = max(cores // 8, 1)
     alone: Any = None
-    ranks = [1]
+    ranks = [arguments.least_ranks]
     while ranks[-1] * 2 * threads <= cores:
         ranks.append(ranks[-1] * 2)
     for n in ranks:
         facts = {"tokens": arguments.tokens, "threads": threads, "alone": alone}
         command = [
             program, "-n", str(n), sys.executable, "-m", "benchmarks.several_devices", "--numpy", "--facts",
-            json.dumps(facts), "--output", arguments.output or "",
+            json.dumps(facts), "--output", arguments.output or "", "--methods", arguments.methods,
         ]  # fmt: skip
         env = {**os.environ, **KEEP_MEMORY, "FLASHKIT_NUM_THREADS": str(threads), "OMP_NUM_THREADS": str(threads)}
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1200, check=False)
@@ -501,6 +501,8 @@ def main() -> None:
     parser.add_argument("--torch", action="store_true", help="a process group, also without torchrun's environment")
     parser.add_argument("--numpy", action="store_true", help="arrays of NumPy")
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--methods", default="ring,heads,gather", help="of --cpu")
+    parser.add_argument("--least-ranks", type=int, default=1, help="of --cpu")
     parser.add_argument("--cores", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--facts", default="")
