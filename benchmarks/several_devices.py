@@ -29,8 +29,6 @@ from typing import Any
 
 import numpy as np
 
-from .compare import KEEP_MEMORY
-
 HEADS, HEADS_KV, DIM = 32, 8, 128
 TOTALS = 65_536, 131_072, 262_144, 524_288
 
@@ -467,6 +465,8 @@ def cpu_rank(run: Run) -> None:
 
 def cpu(arguments: argparse.Namespace) -> None:
     """Ranks x threads: each rank has the same number of threads as the one process that it is compared with."""
+    from benchmarks.compare import KEEP_MEMORY
+
     cores = arguments.cores or len(os.sched_getaffinity(0))
     mpiexec = Path(sys.executable).parent / "mpiexec"
     program = str(mpiexec) if mpiexec.exists() else "mpiexec"
