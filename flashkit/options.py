@@ -31,39 +31,20 @@ class Role(Enum):
 
 
 class Option(NamedTuple):
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes
-    ----------
-    meaning : str
-        The entry in the docstring of `attention`.
-    role : Role
-    default : object
-    theirs : tuple of str
-        The names of this argument in PyTorch, JAX, FlashAttention, xFormers, cuDNN and transformers.
-    axes : str
-        Of an array, else nothing. "entries": integers, one for each batch entry. "heads": (Hq,), or (B, Hq). "pairs":
-        what broadcasts to (..., Hq, Nq, Nk). "memory": integers that say where sequences lie in q, k and v. Integers
-        may be on the host; other arrays are of the library of q.
-    counts : str
-        Whether it is the number of "queries" or "keys" of each batch entry.
-    hides : bool
-        Whether it is a number, flag or name that hides keys by their positions.
-    usual : object
-        A usual value, of kernels that a wheel carries, and of benchmarks.
-    flag : tuple of str
-        Name and help on the command line.
-    """
-
-    meaning: str
+    meaning: str  # the entry in the docstring of `attention`
     role: Role = Role.CONSTANT
     default: Any = None
-    theirs: tuple[str, ...] = ()
+    theirs: tuple[str, ...] = ()  # its names in PyTorch, JAX, FlashAttention, xFormers, cuDNN and transformers
+    # Of an array. "entries": integers, one for each batch entry. "heads": (Hq,), or (B, Hq). "pairs": what broadcasts
+    # to (..., Hq, Nq, Nk). "memory": integers that say where sequences lie in q, k and v. Integers may be on the host;
+    # other arrays are of the library of q.
     axes: Literal["", "entries", "heads", "pairs", "memory"] = ""
-    counts: Literal["", "queries", "keys"] = ""
-    hides: bool = False
-    usual: Any = None
-    flag: tuple[str, str] | None = None
+    counts: Literal["", "queries", "keys"] = ""  # what of each batch entry it is the number of
+    hides: bool = False  # whether it is a number, flag or name that hides keys by their positions
+    usual: Any = None  # a usual value, of kernels that a wheel carries, and of benchmarks
+    flag: tuple[str, str] | None = None  # name and help on the command line
 
     @property
     def by_position(self) -> bool:
@@ -220,14 +201,7 @@ _NOT_NEEDED = {
 def unknown(
     function: str, names: Iterable[str], known: Collection[str] = (*OPTIONS, "out", "return_lse", "backend")
 ) -> TypeError:  # fmt: skip
-    """The error for keyword arguments that do not exist: it says which was probably meant.
-
-    Examples
-    --------
-    >>> from flashkit import options
-    >>> print(options.unknown("attention", ["is_causal"]))
-    attention() got an unexpected argument 'is_causal': did you mean causal?
-    """
+    """The error for keyword arguments that do not exist: it says which was probably meant."""
     import difflib  # only for errors
 
     name = str(next(iter(names)))

@@ -18,20 +18,11 @@ from ..mods.ranges import RangeTable
 
 
 def moved(mod: Mod, places: Mapping[Expr, tuple[Expr, Any, int]]) -> Mod:
-    """The modification as a chunk sees it, which counts its own positions from 0.
+    """The modification of the whole as a chunk sees it, which counts its own positions from 0.
 
-    Parameters
-    ----------
-    mod
-        A modification of the whole.
-    places
-        A symbol as (symbol of the chunk, first, step): it stands for first + step * that symbol. first: an integer, or
-        integers (B,), one for each batch entry. They become values given at run time, so that chunks share their
-        kernels.
-
-    Returns
-    -------
-    Mod
+    places: a symbol as (symbol of the chunk, first, step): it stands for first + step * that symbol. first: an integer,
+    or integers (B,), one for each batch entry. They become values given at run time, so that chunks share their
+    kernels.
     """
     params, values, new = dict(mod.params), dict(mod.arrays), {}
     for symbol, (own, first, step) in places.items():

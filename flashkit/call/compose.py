@@ -77,23 +77,10 @@ def _compose_graphs(
 def check_indices(
     mod: Mod, batch: int, heads: int, n_q: Any, n_k: int, least: np.ndarray, greatest: np.ndarray
 ) -> None:  # fmt: skip
-    """Check that every index that a modification computes is within its array, at all positions of the call.
+    """ValueError unless every index that a modification computes is within its array, at all positions of the call:
+    kernels do not check them. An index that may overflow can be any int64, unless clip() or % bounds it.
 
-    Kernels do not check indices. An index that may overflow can be any int64, unless clip() or % bounds it.
-
-    Parameters
-    ----------
-    mod
-        The modification.
-    batch, heads, n_q, n_k
-        Sizes of the call; n_q may be (B,).
-    least, greatest
-        Range of the q_offset of each batch entry, (B,).
-
-    Raises
-    ------
-    ValueError
-        An index may be out of range, or cannot be bounded.
+    n_q may be (B,). least, greatest: (B,), the range of each batch entry's q_offset.
     """
     loads = [node for node in expr.walk([mod.expr]) if node.op == "load"]
     if not loads or 0 in (batch, heads, np.max(n_q, initial=0), n_k):

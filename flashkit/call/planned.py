@@ -81,21 +81,10 @@ class Planned:
         per_call: tuple[str, ...] = (), varies: bool = False, room: int | None = None, fp8: bool = False,
         scales: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
-        """
-        Parameters
-        ----------
-        given
-            q, k and v of a first call.
-        per_call
-            Names of the operands' arrays that each call passes.
-        varies
-            Whether calls may pass lengths; see `with_lengths`.
-        room
-            The most keys of such calls; by default those of k or of its pages.
-        fp8
-            Whether calls quantise their arrays first.
-        scales
-            Names of the operands' scales, which each call passes behind all else.
+        """given: q, k and v of a first call. per_call: names of the operands' arrays that each call passes. varies:
+        whether calls may pass lengths; see `with_lengths`. room: the most keys of such calls; by default those of k or
+        of its pages. fp8: whether calls quantise their arrays first. scales: names of the operands' scales, which each
+        call passes behind all else.
         """
         problem, operands, shape = prepared
         self._fp8 = fp8

@@ -81,13 +81,7 @@ class Mods:
 
     @classmethod
     def of_content(cls, text: str, tensors: Iterable[Any]) -> Mods:
-        """The modifications with this content.
-
-        Raises
-        ------
-        ValueError
-            It is none that `content` gives.
-        """
+        """The modifications with this content; ValueError if it is none that `content` gives."""
         made = cls.__new__(cls)
         made._content = text, tuple(tensors)
         made._parts = _from_content(*made._content)

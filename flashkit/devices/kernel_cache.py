@@ -104,12 +104,11 @@ def clear() -> Usage:
 
 def prune(most: int) -> Usage:
     """Remove the kernels that were not used for the longest time, until the files take at most `most` bytes, and what
-    processes that were killed while writing have left. Returns what was removed.
+    processes that were killed while writing have left. Returns what was removed. UntrustedError if a folder may be
+    another user's; nothing is removed then.
 
     The files of a kernel, which differ in their suffix, are removed together. Each counts as whole blocks. A file that
     is removed while another process reads it is read to its end.
-
-    UntrustedError if a folder may be another user's; nothing is removed then.
     """
     kernels: dict[tuple[Path, str], list[tuple[Path, int]]] = {}
     used: dict[tuple[Path, str], float] = {}

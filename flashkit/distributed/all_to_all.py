@@ -15,18 +15,10 @@ Views = list[Any]
 
 
 class AllToAll:
-    """The transfers of one array. Its memory is allocated here, before the first transfer.
+    """The transfers of one array of this shape. Its memory is allocated here, before the first transfer.
 
-    Parameters
-    ----------
-    shape, dtype
-        Of the rank's array.
-    axis
-        Of its tokens.
-    tokens
-        The positions of each rank's tokens.
-    heads
-        (axis, the heads of each rank) if a rank gets all tokens of these heads alone. Several ranks may have a head.
+    axis: of its tokens. tokens: the positions of each rank's tokens. heads: (axis, the heads of each rank) if a rank
+    gets all tokens of these heads alone. Several ranks may have a head.
     """
 
     def __init__(

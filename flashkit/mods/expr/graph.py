@@ -440,12 +440,8 @@ def walk(roots: Iterable[Expr]) -> list[Expr]:
 
 
 def from_rows(rows: Any) -> Expr:
-    """The graph whose pickled form this is; its nodes are interned again.
-
-    Raises
-    ------
-    ValueError
-        A row is no node of an expression, or names an operand that does not come before it.
+    """The graph whose pickled form this is; its nodes are interned again. ValueError if a row is no node of an
+    expression, or names an operand that does not come before it.
     """
     nodes: list[Expr] = []
     for row in rows:

@@ -46,40 +46,12 @@ def autotune(
 ) -> Outcomes:  # fmt: skip
     """Tune backends and write a profile of each device; prints a report on stdout and progress on stderr.
 
-    Parameters
-    ----------
-    quick
-        Few candidates, the most used sizes.
-    dtypes
-        Only these.
-    budget
-        Seconds for each backend, after which nothing more is started. What was found by then is written.
-    resume
-        Go on with the log of an interrupted run. False: discard it.
-    output
-        The file of the profile, instead of one in the user's profile directory.
-    backend
-        "cpu", "cupy_raw" or "numba_cuda". By default the first two, as far as they are available.
-    force
-        Write the profile even if other processes disturbed the measurements, now or in the run that is resumed.
-    clock, tuned
-        For tests: a simulated clock, simulated backends.
+    The arguments are those of the command. budget: seconds for each backend, after which nothing more is started.
+    output: the file of the profile, instead of one in the user's profile directory. clock, tuned: for tests, a
+    simulated clock and simulated backends.
 
-    Returns
-    -------
-    Outcomes
-        One for each target that was timed, and whether the profiles were written.
-
-    Raises
-    ------
-    ValueError
-        For an unknown dtype, for a backend that is unknown or cannot be tuned here, and for one output of several
-        backends.
-
-    Examples
-    --------
-    >>> from flashkit.tools.autotune.command import autotune
-    >>> outcomes = autotune(quick=True, dtypes=["float32"], budget=60.0, backend="cpu")  # doctest: +SKIP
+    ValueError for an unknown dtype, for a backend that is unknown or cannot be tuned here, and for one output of
+    several backends.
     """
     for dtype in dtypes or ():
         if dtype not in ITEMSIZE:

@@ -61,14 +61,6 @@ def explain(
     The answer of each backend, the tile, and the row of the profile that chose it.
 
     Example: flashkit explain --shape 4,32,1,128 --kv-heads 8 --keys 16384 --dtype bfloat16
-
-    \f
-    Raises
-    ------
-    typer.Exit
-        Status 1 if no backend supports the call or its arguments are invalid.
-    typer.BadParameter
-        For an option that is malformed; exit status 2.
     """
     for name, value, known in (("--dtype", dtype, DTYPES), ("--array", array, ARRAYS), ("--layout", layout, LAYOUTS)):
         if value not in known:
@@ -144,13 +136,7 @@ def _shapes(
 
 
 def _stand_in(shape: tuple[int, ...], dtype: str, kind: str) -> Any:
-    """An array of this shape that occupies the memory of one element.
-
-    Raises
-    ------
-    ValueError
-        No array is so large.
-    """
+    """An array of this shape that occupies the memory of one element; ValueError if no array is so large."""
     import ml_dtypes
     import numpy as np
 
