@@ -51,6 +51,7 @@ import numpy as np
 from .devices.lazy import cached_property
 from .mods import codegen, dropout, expr
 from .mods.expr import Expr
+from .mods.ranges import tables
 from .spec import AttentionSpec, Operands
 
 
@@ -232,32 +233,10 @@ def softmax(s: np.ndarray, sink: Any) -> tuple[np.ndarray, np.ndarray]:
 def statistics(
     spec: AttentionSpec, operands: Operands, dtype: Any = np.float64, block_q: int = 128
 ) -> dict[str, np.ndarray]:
-    """Statistics of P = softmax(S) before dropout: of each row its entropy, lse - E[S], and its largest score; of each
-    key its weight, the sum of its column. The entropy counts a sink as one more outcome, the others leave it out.
-
-    Parameters
-    ----------
-    spec, operands, dtype
-        As for `standard`.
-    block_q
-        Rows that are computed at a time.
-
-    Returns
-    -------
-    dict of numpy.ndarray
-        "entropy" and "max_logit", (B, Hq, Nq), and "key_weight", (B, Hq, Nk), of `dtype`. An empty row has the entropy
-        0 and the largest score -inf; where lse is NaN both are.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flashkit.call.arguments import prepare
-    >>> from flashkit.reference import statistics
-    >>> q, k, v = np.zeros((3, 1, 2, 5, 4))
-    >>> problem, operands, _ = prepare(q, k, v)
-    >>> found = statistics(problem.spec, operands)
-    >>> bool(np.allclose(found["entropy"], np.log(5))), bool(np.allclose(found["key_weight"], 1))
-    (True, True)
+    """Statistics of P = softmax(S) before dropout: of each row its entropy, lse - E[S], and its largest score, (B, Hq,
+    Nq); of each key its weight, the sum of its column, (B, Hq, Nk). The entropy counts a sink as one more outcome, the
+    others leave it out. An empty row has the entropy 0 and the largest score -inf; where lse is NaN both are. block_q:
+    rows that are computed at a time.
     """
     rows_shape, entries, n_k = operands.q.shape[:3], operands.k.shape[0], operands.k.shape[2]
     if operands.page_table is not None:
@@ -283,35 +262,11 @@ def statistics(
 def standard_jvp(
     spec: AttentionSpec, operands: Operands, dtype: Any = np.float64, block_q: int = 128
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Attention and its tangent along those of q, k and v, by the formulas.
+    """Attention and its tangent along those of q, k and v, which operands.tangents has, by the formulas: out and lse as
+    from `standard`, and their tangents. block_q: rows that are computed at a time.
 
     With dS the tangent of the modified scores, d lse = E[dS] = rowsum(P dS), and dO = P (dS - E[dS]) v + P dv: Lu and
     Song 2024, arXiv 2410.11081, appendix F; Geng et al. 2025, arXiv 2505.13447.
-
-    Parameters
-    ----------
-    spec, operands, dtype
-        As for `standard`; operands.tangents has the tangents of q, k and v.
-    block_q
-        Rows that are computed at a time.
-
-    Returns
-    -------
-    out, lse, dout, dlse : numpy.ndarray
-        As from `standard`, and their tangents.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flashkit.call.arguments import prepare
-    >>> from flashkit.reference import standard_jvp
-    >>> from flashkit.spec import Tangents
-    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 5, 4))
-    >>> problem, operands, _ = prepare(q, k, v)
-    >>> operands.tangents = Tangents(None, None, v, None, None)  # linear in v
-    >>> out, _, dout, _ = standard_jvp(problem.spec, operands)
-    >>> bool(np.allclose(dout, out))
-    True
     """
     assert operands.tangents is not None
     tq, tk, tv, *_ = operands.tangents
@@ -560,96 +515,17 @@ def flash_attention_2(
 
 
 @quiet
-def flash_attention_1_backward(
+def flash_attention_backward(
     spec: AttentionSpec, operands: Operands, dout: Any, dlse: Any = None, block_q: int = 64, block_k: int = 64,
-    dtype: Any = None, traffic: Traffic | None = None, values: dict[str, np.ndarray] | None = None,
+    dtype: Any = None, traffic: Traffic | None = None, values: dict[str, np.ndarray] | None = None, order: int = 2,
 ) -> Grads:  # fmt: skip
-    """FlashAttention-1, backward: delta is recomputed from O and dO in each tile.
+    """FlashAttention, backward: the gradients of `standard_gradients`, from operands.out and operands.lse.
 
-    Algorithm 4 reads m and l. P depends on lse = m + log(l) alone, so this reads lse.
-
-    Parameters
-    ----------
-    spec, operands
-        As for `standard`; operands.out and operands.lse are results of the forward pass.
-    dout, dlse, values
-        As for `standard_gradients`.
-    block_q, block_k, dtype, traffic
-        As for `flash_attention_1`.
-
-    Returns
-    -------
-    Grads
-        As from `standard_gradients`.
-
-    Raises
-    ------
-    ValueError
-        A block size is 0.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flashkit.call.arguments import prepare
-    >>> from flashkit.reference import flash_attention_1, flash_attention_1_backward, standard_gradients
-    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 50, 4))
-    >>> problem, operands, _ = prepare(q, k, v, causal=True)
-    >>> operands.out, operands.lse = flash_attention_1(problem.spec, operands)
-    >>> dout = np.ones_like(q)
-    >>> grads = flash_attention_1_backward(problem.spec, operands, dout, block_q=16, block_k=8)
-    >>> bool(np.allclose(grads.dq, standard_gradients(problem.spec, operands, dout).dq))
-    True
+    Both papers loop over K and V outside: dk and dv of a tile stay in fast memory, dq goes through slow memory. The
+    first one (order=1) computes delta from O and dO in each tile, the second one once, before the loops. Algorithm 4 of
+    the first reads m and l; P depends on lse = m + log(l) alone, so this reads lse.
     """
-    return _backward(spec, operands, dout, dlse, block_q, block_k, dtype, traffic, values, store_delta=False)
-
-
-@quiet
-def flash_attention_2_backward(
-    spec: AttentionSpec, operands: Operands, dout: Any, dlse: Any = None, block_q: int = 64, block_k: int = 64,
-    dtype: Any = None, traffic: Traffic | None = None, values: dict[str, np.ndarray] | None = None,
-) -> Grads:  # fmt: skip
-    """FlashAttention-2, backward: delta is computed once, before the loops.
-
-    Parameters
-    ----------
-    spec, operands
-        As for `standard`; operands.out and operands.lse are results of the forward pass.
-    dout, dlse, values
-        As for `standard_gradients`.
-    block_q, block_k, dtype, traffic
-        As for `flash_attention_1`.
-
-    Returns
-    -------
-    Grads
-        As from `standard_gradients`.
-
-    Raises
-    ------
-    ValueError
-        A block size is 0.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flashkit.call.arguments import prepare
-    >>> from flashkit.reference import flash_attention_2, flash_attention_2_backward, standard_gradients
-    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 50, 4))
-    >>> problem, operands, _ = prepare(q, k, v, causal=True)
-    >>> operands.out, operands.lse = flash_attention_2(problem.spec, operands)
-    >>> dout = np.ones_like(q)
-    >>> grads = flash_attention_2_backward(problem.spec, operands, dout, block_q=16, block_k=8)
-    >>> bool(np.allclose(grads.dq, standard_gradients(problem.spec, operands, dout).dq))
-    True
-    """
-    return _backward(spec, operands, dout, dlse, block_q, block_k, dtype, traffic, values, store_delta=True)
-
-
-def _backward(
-    spec: AttentionSpec, operands: Operands, dout: Any, dlse: Any, block_q: int, block_k: int,
-    dtype: Any, traffic: Traffic | None, values: dict[str, np.ndarray] | None, store_delta: bool,
-) -> Grads:  # fmt: skip
-    """Both papers loop over K and V outside: dk and dv of a tile stay in fast memory, dq goes through slow memory."""
+    store_delta = order == 2
     grads = _zero_gradients(spec, operands, dtype or spec.lse_dtype)
     memory = {"out": operands.out, "lse": operands.lse, "dout": dout, "dlse": dlse, **grads._asdict()}
     memory["delta"] = np.empty(operands.lse.shape, grads.dq.dtype)
@@ -788,10 +664,6 @@ class Traffic:
     writes: Counter[str] = field(default_factory=Counter)
 
     @property
-    def by_array(self) -> dict[str, int]:
-        return dict(self.reads + self.writes)
-
-    @property
     def total(self) -> int:
         return self.reads.total() + self.writes.total()
 
@@ -898,34 +770,10 @@ def tile_states(head: Head, block_q: int, block_k: int) -> np.ndarray:
     if head.spec.mask is None:
         return np.full((row0.size, k0.size), FULL)
     row1, k1 = np.minimum(row0 + block_q, head.n_q) - 1, np.minimum(k0 + block_k, head.n_k) - 1
-    env = {**head.env, **{name: Bounded(x) for name, x in head.operands.arrays.items()}, "row0": row0, "row1": row1}
+    env = {**head.env, **tables(head.operands.arrays), "row0": row0, "row1": row1}
     env |= {"q0": row0 + head.offset, "q1": row1 + head.offset, "k0": k0, "k1": k1}
     empty, full = (codegen.evaluate(graph, env) for graph in head.spec.tile_state)
     return np.broadcast_to(np.where(full, FULL, np.where(empty, EMPTY, PARTIAL)), (row0.size, k0.size))
-
-
-@dataclass
-class Bounded:
-    """An array with the least and the greatest element in a box of indices, for `expr.bounds`."""
-
-    array: np.ndarray
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.array[index]
-
-    def bounds(self, which: int, corners: tuple[Any, ...]) -> np.ndarray:
-        """The least (which 0) or greatest (1) element; corners: lowest and highest index of each axis, broadcast."""
-        corners = np.broadcast_arrays(*corners)
-        array = self.array if self.array.dtype.kind == "b" else self.array.astype(np.int64)  # as modifications compute
-        result = np.empty(corners[0].shape, array.dtype)
-        for i in np.ndindex(result.shape):
-            # Bounds of an index can exceed the array; then the whole axis bounds the element.
-            box = tuple(
-                slice(low[i], high[i] + 1) if 0 <= low[i] <= high[i] < n else slice(None)
-                for low, high, n in zip(corners[::2], corners[1::2], array.shape)
-            )
-            result[i] = (np.min, np.max)[which](array[box])
-        return result
 
 
 def _empty_results(spec: AttentionSpec, operands: Operands, dtype: Any) -> tuple[np.ndarray, np.ndarray]:

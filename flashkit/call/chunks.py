@@ -14,7 +14,7 @@ import numpy as np
 from .. import mods
 from ..mods import Mod, codegen, expr
 from ..mods.expr import Expr
-from ..mods.ranges import RangeTable
+from ..mods.ranges import tables
 
 
 def moved(mod: Mod, places: Mapping[Expr, tuple[Expr, Any, int]]) -> Mod:
@@ -50,7 +50,6 @@ def hiding(seen: Mod) -> Callable[..., Any]:
     """A function that says whether the mask hides all pairs of a chunk: bools. Its arguments b, h, row0, row1, q0, q1,
     k0 and k1 are arrays of positions in the whole that broadcast.
     """
-    host = {name: a.get() if hasattr(a, "get") else np.asarray(a) for name, a in seen.arrays.items()}
-    tables = {name: RangeTable(a) if a.dtype.kind in "biu" else a for name, a in host.items()}
-    empty = expr.classify(seen.expr, expr.int32_arrays({name: a.dtype for name, a in host.items()}))[0]
-    return lambda **corners: codegen.evaluate(empty, {**corners, **seen.params, **tables})
+    values = {**seen.params, **tables(seen.arrays)}
+    empty = expr.classify(seen.expr, expr.int32_arrays({name: a.dtype for name, a in seen.arrays.items()}))[0]
+    return lambda **corners: codegen.evaluate(empty, {**corners, **values})

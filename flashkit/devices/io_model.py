@@ -27,39 +27,11 @@ Order = Literal[1, 2]
 
 
 def paper_tile(memory: int, head_dim: int, order: Order = 1) -> tuple[int, int]:
-    """(B_r, B_c), queries and keys of a tile, for M = `memory` elements: B_c = ceil(M / 4d), B_r = min(B_c, d).
+    """(B_r, B_c), queries and keys of a tile, for M = `memory` elements: B_c = ceil(M / 4d), B_r = min(B_c, d), as in
+    line 1 of Algorithm 1 of Dao et al., "FlashAttention", 2022, arXiv 2205.14135.
 
     Tiles of Q, K, V and O share the memory, and the score tile is no larger than one of them. In FlashAttention-2's
     order (order=2) queries and keys are swapped: the tile of the outer loop is the large one.
-
-    Parameters
-    ----------
-    memory
-        Elements of fast memory.
-    head_dim
-        d.
-    order
-        1: keys in the outer loop (FlashAttention); 2: queries (FlashAttention-2).
-
-    Returns
-    -------
-    tuple of int
-        (B_r, B_c).
-
-    Raises
-    ------
-    ValueError
-        A number is below 1.
-
-    References
-    ----------
-    Dao et al., "FlashAttention", 2022, arXiv 2205.14135, Algorithm 1, line 1.
-
-    Examples
-    --------
-    >>> from flashkit.devices import io_model
-    >>> io_model.paper_tile(memory=48 * 1024, head_dim=64)
-    (64, 192)
     """
     if memory < 1 or head_dim < 1:
         raise ValueError(f"memory, head_dim: expected numbers of elements >= 1, got {memory} and {head_dim}")
