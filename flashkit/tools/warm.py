@@ -12,6 +12,7 @@ import numpy as np
 
 from .. import api, dispatch
 from ..devices import host
+from ..spec import dtype_of
 
 DTYPES = ("float32", "float16", "bfloat16")
 HEAD_DIMS = (64, 128)
@@ -58,9 +59,7 @@ def _one(name: str, dtype: str, head_dim: int, causal: bool) -> Warmed:
 
 
 def _array(kind: str, dtype: str, head_dim: int) -> Any:
-    import ml_dtypes
-
-    array = np.ones((1, 1, 16, head_dim), getattr(ml_dtypes, dtype, dtype))
+    array = np.ones((1, 1, 16, head_dim), dtype_of(dtype))
     if kind == "numpy":
         return array
     import cupy

@@ -84,7 +84,7 @@ def explained(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         said.update(q=q, k=k, v=v, **options)
         return Explanation()
 
-    monkeypatch.setattr(flashkit, "explain", explain, raising=False)
+    monkeypatch.setattr(flashkit.api, "explain", explain, raising=False)
     return said
 
 
