@@ -8,6 +8,7 @@ wheel carries, and "did you mean".
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, cast, get_args
@@ -294,14 +295,19 @@ def documented(*left_out: str) -> Callable[[F], F]:
         ]  # fmt: skip
         rest = [p for p in first if p.kind is p.KEYWORD_ONLY]
         function.__signature__ = own.replace(parameters=[*positional, *named, *rest])  # type: ignore[attr-defined]
-        if function.__doc__:  # absent under python -OO
-            lines = "\n".join(f"{name}\n    {_wrapped(OPTIONS[name].meaning)}" for name in taken)
-            before = function.__doc__.partition("{options}")[0]
-            indent = " " * (len(before) - len(before.rstrip(" ")))  # none from Python 3.13 on
-            function.__doc__ = function.__doc__.replace("{options}", lines.replace("\n", "\n" + indent))
-        return function
+        lines = "\n".join(f"{name}\n    {_wrapped(OPTIONS[name].meaning)}" for name in taken)
+        return filled(function, "options", lines)
 
     return document
+
+
+def filled(function: F, name: str, text: str) -> F:
+    """The function with this text for {name} in its docstring."""
+    if doc := function.__doc__:  # absent under python -OO
+        before = doc.partition(f"{{{name}}}")[0]
+        indent = " " * (len(before) - len(before.rstrip(" ")))  # none from Python 3.13 on
+        function.__doc__ = doc.replace(f"{{{name}}}", re.sub(r"\n(?=.)", "\n" + indent, text))
+    return function
 
 
 def _wrapped(text: str) -> str:

@@ -35,7 +35,7 @@ def cache(context: typer.Context, as_json: Json = False) -> None:
         here = target.target().name
         stale = f"cpu/{here}" in carried and not objects.is_prebuilt(specialise.launcher_source())
     if as_json:
-        contents = {name: one._asdict() for name, one in carried.items()}
+        contents = {name: asdict(one) for name, one in carried.items()}
         package = {"path": str(prebuilt.path()), "enabled": enabled, "stale": stale, "contents": contents}
         print_json({"path": path, **asdict(used), "limit": limit, "cpu": here, "prebuilt": package})
         return
