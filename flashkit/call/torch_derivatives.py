@@ -21,7 +21,8 @@ _THIRD = "flashkit has no third derivatives of attention, and no forward-mode de
 def tangents(call: Call, q: Any, k: Any, v: Any, dq: Any, dk: Any, dv: Any, dsinks: Any = None) -> tuple[Any, Any]:
     """The tangents of out and lse."""
     moved = dict(zip(("dq", "dk", "dv", "dsinks"), _contiguous(dq, dk, dv, dsinks)))
-    _, found = api.jvp_of(*_contiguous(q, k, v), moved, **keywords_of(*call))
+    q, k, v = _contiguous(q, k, v)
+    _, found = api.jvp_of(q, k, v, moved, **keywords_of(*call))
     return found[0], found[1]
 
 
