@@ -109,8 +109,6 @@ def attention(
 
     Raises
     ------
-    TypeError, ValueError
-        An argument is invalid. The message names it and says what was expected.
     flashkit.UnsupportedError
         No backend can compute it. The message has the reason of each backend.
 
@@ -263,8 +261,6 @@ def attention_vjp(
 
     Raises
     ------
-    TypeError, ValueError
-        An argument is invalid.
     flashkit.UnsupportedError
         No backend can compute it.
 
@@ -318,8 +314,6 @@ def attention_jvp(
 
     Raises
     ------
-    TypeError, ValueError
-        An argument is invalid. The message names it and says what was expected.
     flashkit.UnsupportedError
         No backend can compute it. The message has the reason of each backend.
 

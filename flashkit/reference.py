@@ -416,11 +416,6 @@ def flash_attention_1(
     out, lse : numpy.ndarray
         As from `standard`.
 
-    Raises
-    ------
-    ValueError
-        A block size is 0.
-
     Examples
     --------
     >>> import numpy as np
@@ -475,11 +470,6 @@ def flash_attention_2(
     -------
     out, lse : numpy.ndarray
         As from `standard`.
-
-    Raises
-    ------
-    ValueError
-        A block size is 0.
 
     Examples
     --------

@@ -227,8 +227,6 @@ class KVCache:
 
         Raises
         ------
-        TypeError, ValueError
-            An argument is invalid. The message names it and says what was expected.
         flashkit.OutOfPagesError
             There are too few free pages. The cache is as it was.
 
@@ -279,11 +277,6 @@ class KVCache:
         -------
         array or (array, array)
             What `attention` returns: out of q's shape with Dv for D, or (out, lse).
-
-        Raises
-        ------
-        TypeError, ValueError
-            An argument is invalid.
 
         Examples
         --------

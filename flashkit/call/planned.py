@@ -195,11 +195,6 @@ class Planned:
         array or (array, array)
             out, or (out, lse) if the plan was made with return_lse=True.
 
-        Raises
-        ------
-        TypeError, ValueError
-            An argument is invalid. The message names it and says what was expected.
-
         Examples
         --------
         >>> import numpy as np, flashkit

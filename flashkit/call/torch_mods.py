@@ -47,11 +47,6 @@ class Mods:
     block_mask
         A flashkit.BlockMask, or one of torch.nn.attention.flex_attention, whose mask_mod is traced.
 
-    Raises
-    ------
-    TypeError
-        A function cannot be traced.
-
     Examples
     --------
     >>> import torch

@@ -163,13 +163,6 @@ class BlockMask(Patterns):
         -------
         BlockMask
 
-        Raises
-        ------
-        TypeError
-            The grid is not of bools.
-        ValueError
-            The grid has another number of axes, or sizes that do not match.
-
         Examples
         --------
         >>> import flashkit

@@ -97,11 +97,6 @@ class Mod:
         -------
         Mod
 
-        Raises
-        ------
-        TypeError
-            One of the two is no score modification.
-
         Examples
         --------
         >>> from flashkit import mods
@@ -385,11 +380,6 @@ def combine(join: Callable[..., Expr], kind: ModKind, *mods: Mod | Callable[...,
     Returns
     -------
     Mod
-
-    Raises
-    ------
-    TypeError
-        One of them is of the other kind, or cannot be traced.
 
     Examples
     --------

@@ -30,12 +30,7 @@ q_offset
 
 Returns
 -------
-BlockMask
-
-Raises
-------
-ValueError
-    A number is out of range."""
+BlockMask"""
 
 
 def _documented(function: F) -> F:

@@ -62,11 +62,6 @@ def rotary(
     array
         Of x's shape and dtype.
 
-    Raises
-    ------
-    TypeError, ValueError
-        An argument is invalid. The message names it and says what was expected.
-
     References
     ----------
     Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, arXiv 2104.09864, equation 34.
