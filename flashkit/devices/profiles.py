@@ -39,15 +39,14 @@ from .schema import (
     Profile,
     ProfileWarning,
     Rate,
-    SchemaError,
     TileRow,
     known_fields,
     leaves,
     load_file,
     parse,
-    suggest,
     text_of,
 )
+from .strict_yaml import SchemaError, suggest
 
 __all__ = [
     "SCHEMA", "Profile", "ProfileWarning", "SchemaError", "TileRow", "by_name", "criteria", "directories", "files",
