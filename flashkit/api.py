@@ -124,7 +124,7 @@ def attention(
     `attention` caches the plan of a call (see `plan`) and reuses it for later calls on arrays of the same shapes,
     strides and dtypes, unless sinks, dropout, functions, an array of offsets or pages are passed. On NumPy arrays other
     kv_lengths share it, and so do longer slices of a cache that grows; calls of packed sequences do if their
-    cu_seqlens are NumPy arrays of the same numbers, or lie on a GPU. The definition is reference.py of this package.
+    cu_seqlens are NumPy arrays of the same numbers, or lie on a GPU. The definition is `flashkit.reference`.
 
     References
     ----------

@@ -24,7 +24,7 @@ class Plan:
 
 
 class ReferenceBackend:
-    """FlashAttention-2 of flashkit/reference.py on NumPy arrays, in the accumulators' dtype."""
+    """FlashAttention-2 of flashkit/reference on NumPy arrays, in the accumulators' dtype."""
 
     name = "reference"
     array_kinds = ("numpy",)
