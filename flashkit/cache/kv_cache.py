@@ -433,11 +433,6 @@ class KVCache:
         -------
         None
 
-        Raises
-        ------
-        ValueError
-            There is no such sequence.
-
         Examples
         --------
         >>> import numpy as np, flashkit
