@@ -29,6 +29,8 @@ from typing import Any
 
 import numpy as np
 
+from .compare import KEEP_MEMORY
+
 HEADS, HEADS_KV, DIM = 32, 8, 128
 TOTALS = 65_536, 131_072, 262_144, 524_288
 
@@ -102,7 +104,7 @@ class Run:
                 out.write(line + "\n")
 
     def timed(self, call: Callable[[], Any], rounds: int = 3) -> float:
-        """Median seconds of the slowest rank, after a call that is not counted."""
+        """Median seconds of the slowest rank, after a call that is not counted; of one call if there are 0 rounds."""
         taken = []
         for _ in range(rounds + 1):
             self.synchronize()
@@ -112,7 +114,7 @@ class Run:
             self.synchronize()
             del result
             taken.append(self.slowest(time.perf_counter() - begin))
-        return statistics.median(taken[1:])
+        return statistics.median(taken[1:] or taken)
 
     def random(self, seed: int, *shape: int) -> Any:
         """Normal numbers, bfloat16 on a GPU, float32 on a CPU; the same on all ranks."""
@@ -428,23 +430,38 @@ def cpu_rank(run: Run) -> None:
     facts = json.loads(run.arguments.facts)
     tensors = run.sequence(facts["tokens"], 16, 4, 64)
     q, k, v, dout = (run.comm.shard(x, order="zigzag") for x in tensors)
-    gbs = run.comm.bandwidth_gbs(1 << 24, np)
+    gbs, latency = run.comm.bandwidth_gbs(1 << 24, np), 8e-9 / run.comm.bandwidth_gbs(8, np, 50)
     total, weight = np.zeros((1, 16, q.shape[2], 64), np.float32), np.ones((1, 16, q.shape[2], 1), np.float32)
     part = np.zeros_like(total)
     merge_gbs = 12 * total.size / run.timed(lambda: add_scaled(total, part, weight, weight), 5) / 1e9
-    loaded = both(run, tensors[:3], tensors[3], None, 2, causal=True)  # with all cores in use
-    for method in ("ring", "heads", "gather"):
-        taken = both(run, (q, k, v), dout, run.comm, 5, causal=True, order="zigzag", method=method)
-        alone = facts["alone"] or loaded
-        model = predict(
-            *tensors[:3], ranks=run.ranks, method=method, order="zigzag", causal=True, bandwidth_gbs=gbs,
-            memory_gbs=merge_gbs, seconds=loaded,
-        )  # fmt: skip
+    methods = ("ring", "heads", "gather") if run.ranks > 1 else ("ring",)
+    rounds: list[dict[str, dict[str, float]]] = []
+    for _ in range(4):  # the first warms up; a shared machine's pace changes from round to round
+        each = {"": both(run, tensors[:3], tensors[3], None, 0, causal=True)}  # with all cores in use
+        for method in methods:
+            each[method] = both(run, (q, k, v), dout, run.comm, 0, causal=True, order="zigzag", method=method)
+        rounds.append(each)
+    for method in methods:
+        models = [
+            predict(
+                *tensors[:3], ranks=run.ranks, method=method, order="zigzag", causal=True, bandwidth_gbs=gbs,
+                memory_gbs=merge_gbs, latency=latency, seconds=each[""],
+            ).seconds
+            for each in rounds[1:]
+        ]  # fmt: skip
+        taken = [each[method] for each in rounds[1:]]
+
+        def middle(numbers: list[dict[str, float]]) -> dict[str, float]:
+            return {name: statistics.median(each[name] for each in numbers) for name in numbers[0]}
+
+        ratios = [{name: model[name] / own[name] for name in own} for model, own in zip(models, taken, strict=True)]
+        seconds, alone = middle(taken), facts["alone"] or middle([each[""] for each in rounds[1:]])
         run.say(
-            "cpu", method=method, threads=facts["threads"], tokens=facts["tokens"], seconds=taken, one_process=loaded,
-            bandwidth_gbs=gbs, merge_gbs=merge_gbs, predicted=model.seconds,
-            ratio={name: round(model.seconds[name] / taken[name], 3) for name in taken},
-            efficiency={name: round(alone[name] / taken[name] / run.ranks, 3) for name in taken},
+            "cpu", method=method, threads=facts["threads"], tokens=facts["tokens"], seconds=seconds,
+            one_process=middle([each[""] for each in rounds[1:]]), bandwidth_gbs=gbs, merge_gbs=merge_gbs,
+            latency=latency, predicted=middle(models),
+            ratio={name: round(x, 3) for name, x in middle(ratios).items()},
+            efficiency={name: round(alone[name] / seconds[name] / run.ranks, 3) for name in seconds},
         )  # fmt: skip
 
 
@@ -464,7 +481,7 @@ def cpu(arguments: argparse.Namespace) -> None:
             program, "-n", str(n), sys.executable, "-m", "benchmarks.several_devices", "--numpy", "--facts",
             json.dumps(facts), "--output", arguments.output or "",
         ]  # fmt: skip
-        env = {**os.environ, "FLASHKIT_NUM_THREADS": str(threads), "OMP_NUM_THREADS": str(threads)}
+        env = {**os.environ, **KEEP_MEMORY, "FLASHKIT_NUM_THREADS": str(threads), "OMP_NUM_THREADS": str(threads)}
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1200, check=False)
         print(done.stdout, end="", flush=True)
         if done.returncode:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
-from .. import mods
 from ..cache.kv_cache import KVCache
 from ..call import arrays, interop
 from ..call.checks import choice
 from ..call.merge import merge
 from ..numeric import number
 from ..options import DEFAULTS, OPTIONS, Options, documented, unknown
-from .all_to_all import AllToAll
+from .agreement import Header, check_sizes, compare, fingerprint
+from .all_to_all import AllToAll, finished
 from .cache import SpreadCache
 from .explanation import Prediction, predict
 from .gather import Gather
@@ -33,15 +32,6 @@ METHODS: dict[str, Any] = {"ring": RingAttention, "heads": Heads, "gather": Gath
 
 class RankError(RuntimeError):
     """Another rank failed in the same call. The message says which one, and how."""
-
-
-class Header(NamedTuple):
-    """What all ranks have to agree on, and how many tokens a rank has."""
-
-    facts: dict[str, str]
-    tokens: tuple[int, ...]
-    seed: int
-    device: Any
 
 
 class Comm:
@@ -151,13 +141,13 @@ class Comm:
             native: Any
             native, header = attempt(self._header_of_part, adapter, x, axis, order) or (None, None)
             headers = self._share(attempt, header)
-            _compare(headers)
-            ranges = _check_sizes([each.tokens[0] for each in headers], order, "x")
+            compare(headers)
+            ranges = check_sizes([each.tokens[0] for each in headers], order, "x")
             kind = arrays.require("x", native)
             transport, xp = self._transport(kind, headers), arrays.namespace(kind)
             move: Any = attempt(AllToAll, xp, transport, native.shape, native.dtype, axis % native.ndim, ranges)
             self._share(attempt)
-            found = move.collect(attempt, native)
+            found = move.collect(attempt, native)()
             self._share(attempt)
             return adapter.from_native("x", found)
 
@@ -311,10 +301,11 @@ class Comm:
         kind = arrays.require("q", q)
         found = attempt(attend)
         headers = self._share(attempt, Header({"shape of q": str(q.shape)}, (), 0, self._device(kind)))
-        _compare(headers)
+        compare(headers)
         transport, xp = self._transport(kind, headers), arrays.namespace(kind)
         one = [[range(rank, rank + 1)] for rank in range(self.ranks)]
-        every = [AllToAll(xp, transport, (1, *x.shape), x.dtype, 0, one).collect(attempt, x[None]) for x in found]
+        found = [xp.ascontiguousarray(x)[None] for x in found]
+        every = finished(AllToAll(xp, transport, x.shape, x.dtype, 0, one).collect(attempt, x) for x in found)
         parts = list(zip(*every, strict=True))
         if sinks is not None:  # a part whose values are 0
             out, lse = parts[0]
@@ -372,7 +363,8 @@ class Comm:
         rest = native.shape[:axis] + native.shape[axis + 1 :]
         facts = {"call": "gather", "order": order, "axis": str(axis), "other axes": str(rest)}
         facts |= {"dtype": native.dtype.name, "library": kind}
-        return native, Header(facts, (native.shape[axis],), 0, self._device(kind))
+        xp: Any = arrays.namespace(kind)
+        return xp.ascontiguousarray(native), Header(facts, (native.shape[axis],), 0, self._device(kind))
 
     def _device(self, kind: str) -> Any:
         """What tells which ranks share a GPU, and rank 0's identity for NCCL, until there is a transport for GPUs."""
@@ -413,7 +405,7 @@ class _Run:
             attempt = Attempt()
             header = attempt(self._prepare, q, k, v, method, order, backend, options)
             headers = comm._share(attempt, header)
-            _compare(headers)
+            compare(headers)
             kind = arrays.require("q", self.q)
             self.transport = comm._transport(kind, headers)
             self._headers = headers
@@ -442,7 +434,7 @@ class _Run:
             facts[f"shape of {name}, without tokens"] = str((*x.shape[:axis], *x.shape[axis + 1 :]))
         for name, x in self.options.items():
             if name != "seed":
-                facts[name] = _fingerprint(name, x)
+                facts[name] = fingerprint(name, x)
         seed = self.options.get("seed")
         facts["seed"] = str(seed)
         tokens = tuple(x.shape[axes.tokens] for x in native.values())
@@ -452,7 +444,7 @@ class _Run:
         """What can fail before the first transfer: checks of all options, and memory."""
         sizes = list(zip(*(each.tokens for each in self._headers), strict=True))
         for name, of_ranks in zip("qkv", sizes, strict=True):
-            _check_sizes(of_ranks, self._order, name)
+            check_sizes(of_ranks, self._order, name)
         options = dict(self.options)
         if options.get("dropout_p"):
             options["seed"] = self._headers[0].seed
@@ -486,7 +478,7 @@ class _Run:
             return {"call": "vjp", "dlse": str(dlse is None), "wrt": str(tuple(wrt))}
 
         facts = attempt(prepare)
-        _compare([Header(each, (), 0, None) for each in self._comm._share(attempt, facts)])
+        compare([Header(each, (), 0, None) for each in self._comm._share(attempt, facts)])
         assert method is not None
         result = method.backward(attempt, out, lse, dout, dlse)
         found = attempt(result)
@@ -503,44 +495,3 @@ class _Run:
         """Results as arrays of the caller's library."""
         own = self.adapter.from_native("out", out)
         return (own, self.adapter.from_native("lse", lse)) if return_lse else own
-
-
-def _compare(headers: Sequence[Header]) -> None:
-    """ValueError where ranks differ in a fact: the same on all ranks."""
-    names = dict.fromkeys(name for each in headers for name in each.facts)
-    for name in names:
-        given = [each.facts.get(name, "not given") for each in headers]
-        if len(set(given)) > 1:
-            ranks = {value: [rank for rank, own in enumerate(given) if own == value] for value in given}
-            text = ", ".join(f"{value} on rank {', '.join(map(str, which))}" for value, which in ranks.items())
-            raise ValueError(f"{name}: expected the same on all ranks, got {text}")
-
-
-def _check_sizes(given: Sequence[int], order: str, name: str) -> list[list[range]]:
-    """The positions of each rank's tokens, if the ranks have as many as `shard` gives them."""
-    ranges = [ranges_of(order, sum(given), rank, len(given)) for rank in range(len(given))]
-    wanted = list(map(count, ranges))
-    if list(given) != wanted:
-        raise ValueError(
-            f"{name}: expected {wanted} tokens on the ranks, as shard(order={order!r}) gives them, got {list(given)}"
-        )
-    return ranges
-
-
-def _fingerprint(name: str, value: Any) -> str:
-    """An option as text that is equal where the option is: contents of arrays on the host by a hash."""
-    if isinstance(value, tuple):
-        return str(tuple(_fingerprint(name, x) for x in value))
-    if name in ("score_mod", "mask_mod"):
-        value = mods.trace(value, "score" if name == "score_mod" else "mask")
-    if name == "block_mask":
-        value = getattr(value, "mod", value)
-    if isinstance(value, mods.Mod):
-        own = {each: _fingerprint(each, x) for each, x in value.arrays.items()}
-        return hashlib.sha256(f"{value.key} {dict(value.params)} {own}".encode()).hexdigest()[:12]
-    if OPTIONS.get(name) is not None and OPTIONS[name].axes == "pairs":
-        return f"{value.dtype} of {value.ndim} axes and {value.shape[-1]} keys"
-    if isinstance(value, (list, np.ndarray)):
-        value = np.ascontiguousarray(value)
-        return f"{value.dtype}{value.shape} {hashlib.sha256(value.tobytes()).hexdigest()[:12]}"
-    return f"{value.dtype}{value.shape}" if hasattr(value, "dtype") and hasattr(value, "shape") else repr(value)

@@ -1,8 +1,8 @@
 """`predict`: bytes, time and efficiency of a distributed call, for any number of ranks, computed on one.
 
 The model: a rank's step takes the longer of its attention and the transfer behind it, and then merges what it has got.
-Attention runs at the rate of one device, a transfer at the bandwidth between devices, merging at that of memory. A step
-is as slow as the rank with most visible pairs.
+Attention runs at the rate of one device, a transfer at the bandwidth between devices; merging, and copies into and out
+of the messages of an all-to-all, run at that of memory. A step is as slow as the rank with most visible pairs.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .placement import ORDERS, along, ranges_of
 from .whole import Axes, Whole
 
 METHODS = "ring", "heads", "gather"
-LATENCY = 2e-5
-"""Seconds until a transfer begins."""
+AGREEMENTS = {"forward": 3, "backward": 2}
+"""How often the ranks tell each other of errors and sizes, by two small messages each."""
 
 BACKWARD = 2.5
 """Time of a backward pass, if a forward pass takes 1."""
@@ -87,8 +87,8 @@ class Prediction:
 
 def predict(
     q: Any, k: Any, v: Any, *, ranks: int, method: str = "ring", order: str = "contiguous",
-    bandwidth_gbs: float | None = None, memory_gbs: float | None = None, seconds: dict[str, Any] | None = None,
-    backend: str | None = None,
+    bandwidth_gbs: float | None = None, memory_gbs: float | None = None, latency: float = 2e-5,
+    seconds: dict[str, Any] | None = None, backend: str | None = None,
     **options: Unpack[Options],
 ) -> Prediction:  # fmt: skip
     """Predict the cost of a call of `Comm.attention` and its gradient.
@@ -105,6 +105,8 @@ def predict(
         What a device sends at a time, in 1e9 bytes/s; by default that of the device's profile.
     memory_gbs
         At what rate partial results are merged; by default the bandwidth of main memory of the profile.
+    latency
+        Seconds until a small message has arrived.
     seconds
         Time of the "forward" and the "backward" pass on one device; by default that of `flashkit.explain`, and 2.5
         times as much.
@@ -142,29 +144,40 @@ def predict(
     of_q, of_out, of_kv = (n // ranks for n in (q.nbytes, q.nbytes // q.shape[-1] * v.shape[-1], k.nbytes + v.nbytes))
     of_dq, of_sums = (n // q.itemsize * wide for n in (of_q, of_kv))
     hops, away = len(share) - 1, ranks - 1
-    # Each further step reads and writes sums, and reads what it adds: of out, or of all gradients.
-    touched = {"forward": of_out, "backward": of_q + 2 * of_kv}
-    merged = {name: n // q.itemsize * (q.itemsize + 2 * wide) * hops for name, n in touched.items()}
+
+    def added(n: int) -> int:
+        """Bytes read and written where partial results of n bytes in the dtype of q are added to sums."""
+        return n // q.itemsize * (q.itemsize + 2 * wide)
+
+    touched = {"forward": hops * added(of_out), "backward": len(share) * added(of_q + of_kv)}
     hidden: dict[str, list[int]] = {"forward": [0] * len(share), "backward": [0] * len(share)}
     if method == "ring":
         hidden = {"forward": [of_kv] * hops + [0], "backward": [of_kv + of_sums] * hops + [0]}
         open_ = {"forward": 0, "backward": of_sums * (hops > 0)}
+        copied = {"forward": 0, "backward": hops * 3 * of_sums}  # what arrives is added
+        exchanges = {"forward": 0, "backward": 1}
     elif method == "gather":
         open_ = {"forward": of_kv * away, "backward": (of_kv + of_sums) * away}
+        exchanges = {"forward": 1, "backward": 2}
+        copied = {"forward": 2 * of_kv * ranks, "backward": (2 * of_kv + 5 * of_sums) * ranks + away * added(of_kv)}
     else:
         of_kv, of_sums = (n * max(1, ranks // whole.heads_kv) for n in (of_kv, of_sums))  # copies
-        open_ = {
-            "forward": (of_q + of_kv + of_out) * away // ranks,
-            "backward": (of_q + of_kv + 2 * of_out + of_dq + of_sums) * away // ranks,
+        exchanged = {
+            "forward": of_q + of_kv + of_out,
+            "backward": of_q + of_kv + 2 * of_out + of_dq + of_sums,
         }
+        open_ = {name: n * away // ranks for name, n in exchanged.items()}
+        exchanges = {"forward": 2, "backward": 2}
+        copied = {name: 4 * n for name, n in exchanged.items()}  # into messages, and out of them
     sent = {name: sum(hidden[name]) + open_[name] for name in open_}
     times: dict[str, Any] = dict.fromkeys(sent)
     if bandwidth_gbs:
         for name, alone in one.items():
             if alone is not None:
-                moving = [LATENCY * (n > 0) + n / bandwidth_gbs / 1e9 for n in hidden[name]]
+                moving = [latency * (n > 0) + n / bandwidth_gbs / 1e9 for n in hidden[name]]
                 steps = sum(max(alone * part, moved) for part, moved in zip(share, moving, strict=True))
-                merging = merged[name] / memory_gbs / 1e9 if memory_gbs else 0.0
+                steps += latency * ((2 * AGREEMENTS[name] + exchanges[name]) if ranks > 1 else 0)
+                merging = (touched[name] + copied[name]) / memory_gbs / 1e9 if memory_gbs else 0.0
                 times[name] = steps + merging + open_[name] / bandwidth_gbs / 1e9
     efficiency = {name: None if t is None else one[name] / t / ranks for name, t in times.items()}
     return Prediction(found.problem, ranks, method, order, share, sent, bandwidth_gbs, one, times, efficiency)

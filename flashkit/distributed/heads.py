@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import UnsupportedError
-from .all_to_all import AllToAll
+from .all_to_all import AllToAll, finished
 from .passes import Attempt, backward, forward, wide_of
 from .placement import ranges_of
 from .transport import Transport
@@ -40,21 +40,25 @@ class Heads:
         self._part = whole.of_heads(of_q[transport.rank])
         rows, keys = ([ranges_of(order, n, rank, ranks) for rank in range(ranks)] for n in whole.tokens)
 
-        def make(shape: Any, dtype: Any, tokens: Any, heads: Any, axes: Any = axes) -> AllToAll:
-            return AllToAll(xp, transport, shape, dtype, axes.tokens, tokens, (axes.heads, heads))
+        def make(
+            shape: Any, dtype: Any, tokens: Any, heads: Any, axes: Any = axes, *, scatter: bool = False
+        ) -> AllToAll:  # fmt: skip
+            spread = axes.heads, heads
+            return AllToAll(xp, transport, shape, dtype, axes.tokens, tokens, spread, scatter=scatter)
 
-        given = (q, rows, of_q), (k, keys, of_k), (v, keys, of_k)
+        given: Any = (q, rows, of_q), (k, keys, of_k), (v, keys, of_k)
         self._given = q, k, v
         self._inputs = [make(x.shape, x.dtype, *place) for x, *place in given]
-        of_out = (*q.shape[:-1], v.shape[-1]), q.dtype, rows, of_q
-        of_lse = (*q.shape[:-3], whole.heads, q.shape[axes.tokens]), whole.lse_dtype, rows, of_q, OF_ROWS
-        self._results = [make(*of_out), make(*of_lse)] * (1 if not gradients else 0)
+        of_out: Any = (*q.shape[:-1], v.shape[-1]), q.dtype, rows, of_q
+        of_lse: Any = (*q.shape[:-3], whole.heads, q.shape[axes.tokens]), whole.lse_dtype, rows, of_q, OF_ROWS
+        self._results = [make(*each, scatter=True) for each in (of_out, of_lse) if not gradients]
         self._recorded = [make(*each) for each in (of_out, of_lse, of_out, of_lse) if gradients]
-        self._gradients = [make(x.shape, wide_of(x.dtype), *place) for x, *place in given if gradients]
+        sums: Any = [(x.shape, wide_of(x.dtype), *place) for x, *place in given if gradients]
+        self._gradients = [make(*each, scatter=True) for each in sums]
 
     def forward(self, attempt: Attempt) -> Callable[[], tuple[Any, Any]]:
         """As of `RingAttention`."""
-        q, k, v = (each.collect(attempt, x) for each, x in zip(self._inputs, self._given, strict=True))
+        q, k, v = finished(each.collect(attempt, x) for each, x in zip(self._inputs, self._given, strict=True))
 
         def compute() -> tuple[Any, Any]:
             add, result = forward(self._part, q, [range(self._part.tokens[0])])
@@ -62,16 +66,17 @@ class Heads:
             return result()
 
         found = attempt(compute) or (None, None)
-        out, lse = (each.scatter(attempt, x) for each, x in zip(self._results, found, strict=True))
+        out, lse = finished(each.scatter(attempt, x) for each, x in zip(self._results, found, strict=True))
         return lambda: (out, lse)
 
     def backward(
         self, attempt: Attempt, out: Any, lse: Any, dout: Any, dlse: Any
     ) -> Callable[[], tuple[Any, Any, Any]]:  # fmt: skip
         """As of `RingAttention`."""
-        q, k, v = (each.collect(attempt, x) for each, x in zip(self._inputs, self._given, strict=True))
-        recorded = zip(self._recorded, (out, lse, dout, dlse), strict=True)
-        out, lse, dout, dlse = (None if x is None else each.collect(attempt, x) for each, x in recorded)
+        recorded = (out, lse, dout) if dlse is None else (out, lse, dout, dlse)
+        moves = zip((*self._inputs, *self._recorded), (*self._given, *recorded), strict=False)
+        q, k, v, out, lse, dout, *of_lse = finished(each.collect(attempt, x) for each, x in moves)
+        dlse = of_lse[0] if of_lse else None
 
         def compute() -> list[Any]:
             sums = [self._part.xp.zeros(x.shape, wide_of(x.dtype)) for x in (q, k, v)]
@@ -80,5 +85,5 @@ class Heads:
             return sums
 
         sums = attempt(compute) or [None] * 3
-        dq, dk, dv = (each.scatter(attempt, x) for each, x in zip(self._gradients, sums, strict=True))
+        dq, dk, dv = finished(each.scatter(attempt, x) for each, x in zip(self._gradients, sums, strict=True))
         return lambda: (dq, dk, dv)

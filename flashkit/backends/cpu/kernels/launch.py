@@ -134,15 +134,19 @@ def finish(worker, block):
 @njit(**options)
 def run_on(args, block, threads):
     """Run the kernel on up to so many threads, this one among them."""
-    args[NEXT_THREAD], args[OFFERED], args[NEXT_ASLEEP] = 1, 0, 0
+    args[NEXT_THREAD], args[OFFERED], args[NEXT_ASLEEP] = 1, 0, args[NUM_WORKERS]
     free, worker, end = threads - 1, args[WORKERS], args[WORKERS] + 8 * WORKER_WORDS * args[NUM_WORKERS]
+    asleep = 0
     while free > 0 and worker < end:
         if offer(worker, block):
             vector(worker, WORKER_WORDS, 8, np.int64)[PREVIOUS] = args[OFFERED]
             args[OFFERED] = worker
             free -= 1
+            asleep += atomic_read(worker + 8 * STATE) == block + 1
         worker += 8 * WORKER_WORDS
-    wake(args, block)
+    if asleep:  # else no thread looks at all workers' words, which takes many threads longer than a small call
+        atomic_exchange(block + 8 * NEXT_ASLEEP, 0)
+        wake(args, block)
     call_kernel(args[KERNEL], block, 0)
     while args[OFFERED] != 0:
         worker = args[OFFERED]
