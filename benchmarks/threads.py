@@ -87,13 +87,14 @@ def decode(given: argparse.Namespace) -> Iterator[tuple[str, Calls, dict[str, An
 def tiles(given: argparse.Namespace) -> Iterator[tuple[str, Calls, dict[str, Any]]]:
     from flashkit.backends.cpu import threads
     from flashkit.devices.io_model import CpuTile
-    from flashkit.tools.autotune.cpu import FULL, CpuRunner
+    from flashkit.tools.autotune.cpu import FULL, CpuTuner
     from flashkit.tools.autotune.targets import Target
 
     count = threads.count()
     for dim in map(int, given.dims.split(",")):
         for tokens in map(int, given.tokens.split(",")):
-            target, runner = Target("forward", "bfloat16", dim), CpuRunner(replace(FULL, tokens=tokens))
+            target, runner = Target("forward", "bfloat16", dim), CpuTuner()
+            runner.begin(replace(FULL, tokens=tokens), [target])
             task = runner.task(target)
             calls = {"in use": runner.call(target, task.plan.tile, task)}
             for text in given.tiles:

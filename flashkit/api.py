@@ -109,8 +109,6 @@ def attention(
 
     Raises
     ------
-    TypeError, ValueError
-        An argument is invalid. The message names it and says what was expected.
     flashkit.UnsupportedError
         No backend can compute it. The message has the reason of each backend.
 
@@ -126,7 +124,7 @@ def attention(
     `attention` caches the plan of a call (see `plan`) and reuses it for later calls on arrays of the same shapes,
     strides and dtypes, unless sinks, dropout, functions, an array of offsets or pages are passed. On NumPy arrays other
     kv_lengths share it, and so do longer slices of a cache that grows; calls of packed sequences do if their
-    cu_seqlens are NumPy arrays of the same numbers, or lie on a GPU. The definition is reference.py of this package.
+    cu_seqlens are NumPy arrays of the same numbers, or lie on a GPU. The definition is `flashkit.reference`.
 
     References
     ----------
@@ -263,8 +261,6 @@ def attention_vjp(
 
     Raises
     ------
-    TypeError, ValueError
-        An argument is invalid.
     flashkit.UnsupportedError
         No backend can compute it.
 
@@ -318,8 +314,6 @@ def attention_jvp(
 
     Raises
     ------
-    TypeError, ValueError
-        An argument is invalid. The message names it and says what was expected.
     flashkit.UnsupportedError
         No backend can compute it. The message has the reason of each backend.
 
@@ -345,14 +339,8 @@ def attention_jvp(
     >>> bool(np.allclose(dout, (after - before) / (2 * h), atol=1e-6))
     True
     """
-    if options.get("page_table") is not None:
-        raise UnsupportedError("attention_jvp does not take page_table: keys in pages have no tangents")
-    with Call("attention_jvp", q, k, v, {**options}, out) as call:
-        result, lse, dout, dlse = with_tangents(call, backend, {"dq": dq, "dk": dk, "dv": dv})
-        for adapter in reversed(call.adapters):
-            dout, dlse = adapter.from_native("dout", dout), adapter.from_native("lse", dlse)
-        result, lse = call.to_caller((result, lse))
-        return ((result, lse), (dout, dlse)) if return_lse else (result, dout)
+    results, moved = jvp_of(q, k, v, {"dq": dq, "dk": dk, "dv": dv}, out=out, backend=backend, **options)
+    return (results, moved) if return_lse else (results[0], moved[0])
 
 
 def _check_apart(call: Call, operands: Operands) -> None:
@@ -362,6 +350,19 @@ def _check_apart(call: Call, operands: Operands) -> None:
         if arrays.kind_of(array) is not None and arrays.share_memory(call.native_out, array):
             what = "an array of a modification" if name in operands.arrays else name
             raise ValueError(f"out must not share memory with {what}: the backward pass reads it")
+
+
+def jvp_of(
+    q: Any, k: Any, v: Any, tangents: dict[str, Any], *, out: Any = None, backend: str | None = None, **options: Any
+) -> Any:
+    """(out, lse) and their tangents. tangents: by "dq", "dk" and "dv", and for automatic differentiation "dsinks"."""
+    if options.get("page_table") is not None:
+        raise UnsupportedError("attention_jvp does not take page_table: keys in pages have no tangents")
+    with Call("attention_jvp", q, k, v, {**options}, out) as call:
+        result, lse, dout, dlse = with_tangents(call, backend, tangents)
+        for adapter in reversed(call.adapters):
+            dout, dlse = adapter.from_native("dout", dout), adapter.from_native("lse", dlse)
+        return call.to_caller((result, lse)), (dout, dlse)
 
 
 def vjp_of(q: Any, k: Any, v: Any, out: Any, lse: Any, *, backend: str | None = None, **options: Any) -> Vjp[Any]:

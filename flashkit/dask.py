@@ -71,11 +71,6 @@ def attention(
     lse : dask.array.Array
         If return_lse: (..., Hq, Nq), in chunks accordingly.
 
-    Raises
-    ------
-    TypeError, ValueError
-        An argument is invalid. The message names it and says what was expected.
-
     Notes
     -----
     Bias and mask may be Dask arrays. Lengths, offsets, slopes and sinks are no Dask arrays: they are small, and read

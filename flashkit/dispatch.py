@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any
 
 from . import settings
-from .backends.base import Backend
+from .backends.base import Backend, refused
 from .devices import forking
 from .errors import UnsupportedError, shown
 from .spec import Direction, Problem, Verdict
@@ -134,14 +134,8 @@ def _ask(backend: Backend, problem: Problem, direction: Direction) -> Candidate:
         return Candidate(
             backend.name, Verdict(False, f"takes {' and '.join(backend.array_kinds)} arrays, not {problem.array_kind}")
         )
-    if problem.spec.fp8 and not getattr(backend, "takes_fp8", False):
-        return Candidate(backend.name, Verdict(False, "it has no kernels for codes of e4m3"))
-    if problem.spec.stats and not getattr(backend, "takes_stats", False):
-        return Candidate(backend.name, Verdict(False, "it has no kernels for statistics"))
-    if problem.spec.jvp and not getattr(backend, "takes_jvp", False):
-        return Candidate(backend.name, Verdict(False, "it has no kernels for tangents"))
-    if problem.spec.wrt and not getattr(backend, "takes_wrt", False):
-        return Candidate(backend.name, Verdict(False, "it has no gradients by values of score modifications"))
+    if reason := refused(backend, problem.spec):
+        return Candidate(backend.name, Verdict(False, reason))
     try:
         verdict = backend.available() and backend.supports(problem)
     except Exception as error:  # a failing backend must not disable the others

@@ -415,23 +415,12 @@ def _run_forward(static: Static, arrays: Arrays) -> None:
 
 
 def _run_tangent(static: Static, arrays: Arrays) -> None:
-    q, k, v, *tangents = (arrays.get(name) for name in ("q", "k", "v", "dq", "dk", "dv"))
-    options = _options(static, arrays)
-    (out, lse), (dout, dlse) = api.attention_jvp(q, k, v, *tangents, return_lse=True, **options)
-    if "dsinks" in arrays:  # P of a sink is exp(sink - lse), and it has no value
-        of_row = _of_heads(arrays["sinks"], lse) - lse
-        moved = np.exp(of_row, out=of_row) * _of_heads(arrays["dsinks"], lse)
-        dlse += moved
-        moved = moved.swapaxes(-1, -2) if options.get("layout") == "bnhd" else moved
-        dout -= (moved[..., None] * out).astype(dout.dtype)
+    q, k, v = (arrays[name] for name in ("q", "k", "v"))
+    tangents = {name: arrays.get(name) for name in ("dq", "dk", "dv", "dsinks")}
+    _, (dout, dlse) = api.jvp_of(q, k, v, tangents, **_options(static, arrays))
     for name, tangent in (("to dout", dout), ("to dlse", dlse)):
         if name in arrays:
             arrays[name][...] = tangent
-
-
-def _of_heads(x: Any, lse: Any) -> Any:
-    """Numbers of heads, so that they broadcast to those of rows."""
-    return x.astype(lse.dtype)[..., None]
 
 
 def _run_pull_back(static: Static, arrays: Arrays) -> None:

@@ -50,8 +50,6 @@ def mla(
 
     Raises
     ------
-    TypeError, ValueError
-        An argument is invalid. The message names it and says what was expected.
     flashkit.UnsupportedError
         No backend can compute it. On GPUs C is at most 512 and C + R at most 576, as in DeepSeek's models.
 

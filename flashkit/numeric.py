@@ -16,26 +16,10 @@ _REAL = re.compile(r"(torch\.)?(u?int|b?float)\d+\w*|longdouble")
 
 
 def number(name: str, value: Any) -> float:
-    """A finite real number, of Python or of a library: a scalar, or an array without axes. `name` is for the error.
+    """A finite real number, of Python or of a library: a scalar, or an array without axes. TypeError if it is none,
+    ValueError if it is not finite, or beyond float64. `name` is for the error.
 
     float() alone takes text and bools, too, and drops the imaginary part of NumPy's complex numbers.
-
-    Raises
-    ------
-    TypeError
-        It is no real number.
-    ValueError
-        It is not finite, or beyond float64.
-
-    Examples
-    --------
-    >>> from flashkit.numeric import number
-    >>> number("scale", 3)
-    3.0
-    >>> number("scale", "3")
-    Traceback (most recent call last):
-    ...
-    TypeError: scale: expected a number, got '3'
     """
     try:
         real = float(value) if _is_real(value) else None
@@ -51,24 +35,8 @@ def number(name: str, value: Any) -> float:
 
 
 def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """An integer from `least` to `most`, of Python or of a library. `name` is for the error.
-
-    Raises
-    ------
-    TypeError
-        It is no integer; True and False are none.
-    ValueError
-        It is out of range.
-
-    Examples
-    --------
-    >>> from flashkit.numeric import integer
-    >>> integer("page", 64, 1)
-    64
-    >>> integer("page", 0, 1, 65536)
-    Traceback (most recent call last):
-    ...
-    ValueError: page: expected an integer from 1 to 65536, got 0
+    """An integer from `least` to `most`, of Python or of a library. TypeError if it is none, as True and False are,
+    ValueError if it is out of range. `name` is for the error.
     """
     expected = f"an integer of {least} or more" if most is None else f"an integer from {least} to {most}"
     try:

@@ -88,11 +88,6 @@ def attention(
     Outputs
         (Y, present_key, present_value, qk_matmul_output).
 
-    Raises
-    ------
-    TypeError, ValueError
-        An input or attribute is invalid. The message names it and says what was expected.
-
     Notes
     -----
     A row without a visible key is 0 in Y and in the weights, as the operator says since ONNX 1.23.

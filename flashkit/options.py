@@ -8,6 +8,7 @@ wheel carries, and "did you mean".
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, cast, get_args
@@ -31,39 +32,20 @@ class Role(Enum):
 
 
 class Option(NamedTuple):
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes
-    ----------
-    meaning : str
-        The entry in the docstring of `attention`.
-    role : Role
-    default : object
-    theirs : tuple of str
-        The names of this argument in PyTorch, JAX, FlashAttention, xFormers, cuDNN and transformers.
-    axes : str
-        Of an array, else nothing. "entries": integers, one for each batch entry. "heads": (Hq,), or (B, Hq). "pairs":
-        what broadcasts to (..., Hq, Nq, Nk). "memory": integers that say where sequences lie in q, k and v. Integers
-        may be on the host; other arrays are of the library of q.
-    counts : str
-        Whether it is the number of "queries" or "keys" of each batch entry.
-    hides : bool
-        Whether it is a number, flag or name that hides keys by their positions.
-    usual : object
-        A usual value, of kernels that a wheel carries, and of benchmarks.
-    flag : tuple of str
-        Name and help on the command line.
-    """
-
-    meaning: str
+    meaning: str  # the entry in the docstring of `attention`
     role: Role = Role.CONSTANT
     default: Any = None
-    theirs: tuple[str, ...] = ()
+    theirs: tuple[str, ...] = ()  # its names in PyTorch, JAX, FlashAttention, xFormers, cuDNN and transformers
+    # Of an array. "entries": integers, one for each batch entry. "heads": (Hq,), or (B, Hq). "pairs": what broadcasts
+    # to (..., Hq, Nq, Nk). "memory": integers that say where sequences lie in q, k and v. Integers may be on the host;
+    # other arrays are of the library of q.
     axes: Literal["", "entries", "heads", "pairs", "memory"] = ""
-    counts: Literal["", "queries", "keys"] = ""
-    hides: bool = False
-    usual: Any = None
-    flag: tuple[str, str] | None = None
+    counts: Literal["", "queries", "keys"] = ""  # what of each batch entry it is the number of
+    hides: bool = False  # whether it is a number, flag or name that hides keys by their positions
+    usual: Any = None  # a usual value, of kernels that a wheel carries, and of benchmarks
+    flag: tuple[str, str] | None = None  # name and help on the command line
 
     @property
     def by_position(self) -> bool:
@@ -220,14 +202,7 @@ _NOT_NEEDED = {
 def unknown(
     function: str, names: Iterable[str], known: Collection[str] = (*OPTIONS, "out", "return_lse", "backend")
 ) -> TypeError:  # fmt: skip
-    """The error for keyword arguments that do not exist: it says which was probably meant.
-
-    Examples
-    --------
-    >>> from flashkit import options
-    >>> print(options.unknown("attention", ["is_causal"]))
-    attention() got an unexpected argument 'is_causal': did you mean causal?
-    """
+    """The error for keyword arguments that do not exist: it says which was probably meant."""
     import difflib  # only for errors
 
     name = str(next(iter(names)))
@@ -320,14 +295,19 @@ def documented(*left_out: str) -> Callable[[F], F]:
         ]  # fmt: skip
         rest = [p for p in first if p.kind is p.KEYWORD_ONLY]
         function.__signature__ = own.replace(parameters=[*positional, *named, *rest])  # type: ignore[attr-defined]
-        if function.__doc__:  # absent under python -OO
-            lines = "\n".join(f"{name}\n    {_wrapped(OPTIONS[name].meaning)}" for name in taken)
-            before = function.__doc__.partition("{options}")[0]
-            indent = " " * (len(before) - len(before.rstrip(" ")))  # none from Python 3.13 on
-            function.__doc__ = function.__doc__.replace("{options}", lines.replace("\n", "\n" + indent))
-        return function
+        lines = "\n".join(f"{name}\n    {_wrapped(OPTIONS[name].meaning)}" for name in taken)
+        return filled(function, "options", lines)
 
     return document
+
+
+def filled(function: F, name: str, text: str) -> F:
+    """The function with this text for {name} in its docstring."""
+    if doc := function.__doc__:  # absent under python -OO
+        before = doc.partition(f"{{{name}}}")[0]
+        indent = " " * (len(before) - len(before.rstrip(" ")))  # none from Python 3.13 on
+        function.__doc__ = doc.replace(f"{{{name}}}", re.sub(r"\n(?=.)", "\n" + indent, text))
+    return function
 
 
 def _wrapped(text: str) -> str:

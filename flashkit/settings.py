@@ -60,14 +60,7 @@ _encoded: Any = functools.cache(getattr(os.environ, "encodekey", str))
 
 
 def size(text: str) -> int:
-    """Bytes of a text such as 500M, 2G or 1048576; K, M and G are powers of 1024.
-
-    Examples
-    --------
-    >>> from flashkit import settings
-    >>> settings.size("1.5K")
-    1536
-    """
+    """Bytes of a text such as 500M, 2G or 1048576; K, M and G are powers of 1024."""
     match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
         raise ValueError("a number of bytes such as 500M or 2G")

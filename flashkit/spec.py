@@ -58,6 +58,13 @@ def name_of(dtype: Any) -> str:
     return str(dtype.name)
 
 
+def dtype_of(name: str) -> np.dtype:
+    """The dtype of this name, of NumPy or ml_dtypes."""
+    import ml_dtypes
+
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
 class Verdict(NamedTuple):
     """A backend's answer: yes, or no with a sentence."""
 

@@ -58,8 +58,6 @@ def attention(
 
     Raises
     ------
-    TypeError, ValueError
-        An argument is invalid. The message names it and says what was expected.
     NotImplementedError
         No backend can compute it, or a gradient is requested that does not exist: that of a number other than `scale`
         and of a tensor that a mask_mod uses.

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from ..spec import Direction, Gradients, Operands, Problem, Verdict
+from ..spec import AttentionSpec, Direction, Gradients, Operands, Problem, Verdict
 
 
 class Backend(Protocol):
@@ -46,48 +46,43 @@ class Backend(Protocol):
         """
 
 
-class LastResort(Protocol):
-    """Optional: a backend that ranks behind the others unless a profile has measured it."""
-
-    last_resort: bool
-
-
-class TakesFp8(Protocol):
-    """Optional: a backend that is asked about problems whose q, k and v are codes of e4m3."""
-
-    takes_fp8: bool
+EXTRAS = {
+    "fp8": "it has no kernels for codes of e4m3",
+    "stats": "it has no kernels for statistics",  # `Operands.stats`
+    "jvp": "it has no kernels for tangents",  # `Operands.tangents`
+    "wrt": "it has no gradients by values of score modifications",  # `Gradients.values`
+}
+"""What a spec may have that a backend, or a generation of kernels, is asked about only if its attribute `takes_<name>`
+is true; and the refusal of others."""
 
 
-class TakesMore(Protocol):
-    """Optional: a backend that is asked about problems whose forward pass has more results."""
-
-    takes_stats: bool  # `Operands.stats`, of a spec with `stats`
-    takes_jvp: bool  # `Operands.tangents`, of a spec with `jvp`
-    takes_wrt: bool  # `Gradients.values`, of a spec with `wrt`
-
-
-class Rates(Protocol):
-    """Optional: a backend whose measured speed is not that of the first row of its profile table that matches."""
-
-    def rate(self, problem: Problem, profile: Any, direction: Direction) -> float | None:
-        """The measured FLOP/s, or None. `supports` has accepted the problem."""
+def refused(taker: object, spec: AttentionSpec, direction: Direction = "backward") -> str:
+    """Why a backend, or a generation of kernels, is not asked about a spec; "" if it is. wrt is of backward passes."""
+    wanted = [name for name in EXTRAS if getattr(spec, name) and (name != "wrt" or direction == "backward")]
+    return next((EXTRAS[name] for name in wanted if not getattr(taker, f"takes_{name}", False)), "")
 
 
 Bound = Callable[..., None]
-"""f(q, k, v, out, lse, *arrays): see Bindable."""
+"""f(q, k, v, out, lse, *arrays): see `Optional.bind`."""
 
 
 BoundBackward = Callable[[Operands, Gradients], None]
-"""See BindsBackward."""
+"""See `Optional.bind_backward`."""
 
 
-class Bindable(Protocol):
-    """Optional: a backend that makes repeated calls on arrays of one layout cheap."""
+class Optional(Backend, Protocol):
+    """What a backend may have besides. `bind` and `bind_backward` make repeated calls on arrays of one layout cheap."""
 
-    spares_lse: bool  # whether f takes None for an lse that the caller did not request
+    last_resort: bool  # whether it ranks behind the others unless a profile has measured it
+    spares_lse: bool  # whether a bound call takes None for an lse that the caller did not request
     takes_arrays: bool  # whether `per_call` may name arrays of modifications
     takes_scales: bool  # whether, behind all else, the scales of codes: those of q ("q_scale"), "k_scale" and "v_scale"
     takes_lengths: bool  # whether it may be ("kv_lengths", "q_offset"), and with pages "page_table" behind them
+
+    def rate(self, problem: Problem, profile: Any, direction: Direction) -> float | None:
+        """The measured FLOP/s, or None, of a problem that `supports` has accepted: where that is not the rate of the
+        first row of its table of the profile that matches.
+        """
 
     def bind(self, plan: Any, operands: Operands, per_call: Sequence[str] = ()) -> Bound:
         """Do once what `forward(plan, operands)` does before it launches a kernel.
@@ -113,10 +108,6 @@ class Bindable(Protocol):
             and nothing else. f checks nothing. Threads may call it at the same time, so each call has its own argument
             block and scratch memory. On a GPU it launches on the current stream.
         """
-
-
-class BindsBackward(Protocol):
-    """Optional: a backend that makes repeated backward passes on arrays of one layout cheap."""
 
     def bind_backward(
         self, plan: Any, operands: Operands, gradients: Gradients, per_call: Sequence[str] = ()

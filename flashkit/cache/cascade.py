@@ -51,16 +51,8 @@ class Prefix(NamedTuple):
 class Cascade:
     """Attention of the next step's queries where sequences share pages.
 
-    Parameters
-    ----------
-    pages
-        Sequences of the cache, with or without tokens.
-    kind
-        The library of the arrays.
-    token_bytes
-        Bytes of a token's keys and values in a layer.
-    asked
-        Whether to read shared pages once. None: where it pays, on the CPU.
+    token_bytes: of a token's keys and values in a layer. asked: whether to read shared pages once; None: where it pays,
+    on the CPU.
     """
 
     def __init__(self, pages: PageTable, kind: str, token_bytes: int, asked: bool | None) -> None:

@@ -11,7 +11,8 @@ from ..call import arrays, interop
 from ..call.checks import flag, window_of
 from ..call.sequences import MAX_PAGE
 from ..errors import shown
-from ..spec import ITEMSIZE, MAX_HEAD_DIM
+from ..numeric import integer
+from ..spec import ITEMSIZE, MAX_HEAD_DIM, dtype_of
 from .cascade import Cascade
 from .layer import Layer, on_host
 from .pages import PageTable
@@ -120,15 +121,15 @@ class KVCache:
         dtype: Any = None, like: Any = None, window: tuple[int | None, int | None] | None = None,
         layers: int | None = None, cascade: bool | None = None, latent: bool = False, rollback: int = 0,
     ) -> None:  # fmt: skip
-        sizes = {"sequences": sequences, "kv_heads": kv_heads, "dim": dim, "pages": pages, "page": page}
-        sizes |= {"value_dim": dim if value_dim is None else value_dim, "layers": 1 if layers is None else layers}
-        for name, size in {**sizes, "rollback": rollback}.items():
-            if not isinstance(size, (int, np.integer)) or isinstance(size, bool):
-                raise TypeError(f"{name}: expected an integer, got {shown(size)}")
-            least = 0 if name == "rollback" else 1
-            most = MAX_HEAD_DIM if "dim" in name else MAX_PAGE if name == "page" else 1 << 31
-            if not least <= size <= most:
-                raise ValueError(f"{name}: expected an integer from {least} to {most}, got {shown(size)}")
+        of_values, count = dim if value_dim is None else value_dim, 1 if layers is None else layers
+        given = {
+            "sequences": sequences, "kv_heads": kv_heads, "dim": dim, "value_dim": of_values, "pages": pages,
+            "page": page, "layers": count,
+        }  # fmt: skip
+        most = {"dim": MAX_HEAD_DIM, "value_dim": MAX_HEAD_DIM, "page": MAX_PAGE}
+        sizes = [integer(name, n, 1, most.get(name, 1 << 31)) for name, n in given.items()]
+        sequences, kv_heads, dim, of_values, pages, page, count = sizes
+        rollback = integer("rollback", rollback, 0, 1 << 31)
         like = interop.native("like", like)
         kind = "numpy" if like is None else arrays.require("like", like)
         kv_format = format_of(dtype)
@@ -138,29 +139,25 @@ class KVCache:
         window = None if window is None else window_of(window)
         if cascade is not None:
             flag("cascade", cascade)
-        left = None if window is None else window[0]
-        table = PageTable.empty(int(sequences), int(pages), int(page), left, int(rollback))
-        dims = int(dim), int(sizes["value_dim"])
-        widths = [width(d, kv_format) for d in dims]
+        table = PageTable.empty(sequences, pages, page, None if window is None else window[0], rollback)
+        widths = [width(d, kv_format) for d in (dim, of_values)]
         if flag("latent", latent):
-            if not dims[1] < dims[0]:
-                raise ValueError(f"value_dim: expected 1 to {dims[0] - 1} with latent=True, got {shown(value_dim)}")
+            if not of_values < dim:
+                raise ValueError(f"value_dim: expected 1 to {dim - 1} with latent=True, got {shown(value_dim)}")
             widths.pop()
-        token_bytes = int(kv_heads) * sum(widths) * stored.itemsize
-        shared = Cascade(table, kind, token_bytes, cascade)
+        shared = Cascade(table, kind, kv_heads * sum(widths) * stored.itemsize, cascade)
         # Slots of a head lie one after another, so that a kernel reads a page as one piece of memory. On the host pages
         # of a head do so too: pages that a sequence took together are one piece.
-        shape = int(sizes["layers"]), int(kv_heads), int(pages), int(page)
         if kind != "numpy":
-            shape = shape[0], shape[2], shape[1], shape[3]
-            memory = [arrays.namespace(kind).empty((*shape, n), stored.dtype) for n in widths]
+            xp: Any = arrays.namespace(kind)
+            memory = [xp.empty((count, pages, kv_heads, page, n), stored.dtype) for n in widths]
         else:
+            shape = count, kv_heads, pages, page
             memory = [_pool_with_gaps((*shape, n), stored.dtype).swapaxes(1, 2) for n in widths]
-        self._steps = Steps(table, int(sizes["layers"]), kind, shared, memory)
+        self._steps = Steps(table, count, kind, shared, memory)
         self.dtype, self._layered = kv_format or stored.dtype, layers is not None
         self._layers = [
-            Layer(number, self._steps, window, kv_format, dims, of_queries.dtype)
-            for number in range(int(sizes["layers"]))
+            Layer(number, self._steps, window, kv_format, (dim, of_values), of_queries.dtype) for number in range(count)
         ]
 
     def __repr__(self) -> str:
@@ -230,8 +227,6 @@ class KVCache:
 
         Raises
         ------
-        TypeError, ValueError
-            An argument is invalid. The message names it and says what was expected.
         flashkit.OutOfPagesError
             There are too few free pages. The cache is as it was.
 
@@ -282,11 +277,6 @@ class KVCache:
         -------
         array or (array, array)
             What `attention` returns: out of q's shape with Dv for D, or (out, lse).
-
-        Raises
-        ------
-        TypeError, ValueError
-            An argument is invalid.
 
         Examples
         --------
@@ -443,11 +433,6 @@ class KVCache:
         -------
         None
 
-        Raises
-        ------
-        ValueError
-            There is no such sequence.
-
         Examples
         --------
         >>> import numpy as np, flashkit
@@ -508,11 +493,7 @@ def _pool_with_gaps(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 def _dtype(dtype: Any, like: Any) -> np.dtype:
     if dtype is None:
         return np.dtype("float32") if like is None else like.dtype
-    if dtype == "bfloat16":
-        import ml_dtypes
-
-        return np.dtype(ml_dtypes.bfloat16)
     try:
-        return np.dtype(dtype)
+        return dtype_of(dtype) if isinstance(dtype, str) else np.dtype(dtype)
     except TypeError:
         raise TypeError(f"dtype: expected one of {', '.join((*ITEMSIZE, *FORMATS))}, got {shown(dtype)}") from None

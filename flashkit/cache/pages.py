@@ -31,17 +31,9 @@ MIN_COLUMNS = 8
 
 
 class Growth(NamedTuple):
-    """What an append makes of a table.
-
-    Attributes
-    ----------
-    pages : PageTable
-        The table with room for the new tokens.
-    copy : Copy
-        Pages to copy before they are written.
-    before : PageTable
-        The table that holds while tokens are written: that of before the append, less pages behind the window if the
-        append needs these.
+    """What an append makes of a table: one with room for the new tokens, the pages to copy before they are written, and
+    the table that holds while tokens are written: that of before the append, less pages behind the window if the append
+    needs these.
     """
 
     pages: PageTable
@@ -50,48 +42,22 @@ class Growth(NamedTuple):
 
 
 class PageTable(NamedTuple):
-    """Lengths, pages and references of sequences. No array of it is ever written.
+    """Lengths, pages and references of sequences. No array of it is ever written."""
 
-    Attributes
-    ----------
-    page : int
-        Tokens of a page.
-    left, rollback : int
-        Keys before a query that its window shows (None: all), and tokens before the last append whose queries find
-        them all.
-    lengths : array
-        int64 (B,).
-    table : array
-        int32 (B, columns): the page of tokens c * page ... c * page + page - 1 of a sequence, or -1. Its width grows
-        by powers of two.
-    first : array
-        int64 (B,): the first column whose tokens exist still; 0 without a window.
-    references : array
-        int32 (pages,).
-    free : array
-        int32: pages without references, the next one last.
-    one_each : array
-        int64 (B,): the counts of a step that appends a token to each sequence.
-    longest : int
-        The greatest length.
-    spare : int
-        Tokens that each sequence can append to its last page, after a step of one_each.
-    slots : array
-        int64 (B,): those of the last such step.
-    """
-
-    page: int
-    left: int | None
-    rollback: int
-    lengths: np.ndarray
+    page: int  # tokens of a page
+    left: int | None  # keys before a query that its window shows; None: all
+    rollback: int  # tokens before the last append whose queries find all of these
+    lengths: np.ndarray  # int64 (B,)
+    # int32 (B, columns): the page of tokens c * page ... c * page + page - 1 of a sequence, or -1. Its width grows by
+    # powers of two.
     table: np.ndarray
-    first: np.ndarray
-    references: np.ndarray
-    free: np.ndarray
-    one_each: np.ndarray
-    longest: int = 0
-    spare: int = 0
-    slots: np.ndarray = NO_COPY.source
+    first: np.ndarray  # int64 (B,): the first column whose tokens exist still; 0 without a window
+    references: np.ndarray  # int32 (pages,)
+    free: np.ndarray  # int32: pages without references, the next one last
+    one_each: np.ndarray  # int64 (B,): the counts of a step that appends a token to each sequence
+    longest: int = 0  # the greatest length
+    spare: int = 0  # tokens that each sequence can append to its last page, after a step of one_each
+    slots: np.ndarray = NO_COPY.source  # int64 (B,): those of the last such step
 
     @classmethod
     def empty(cls, sequences: int, pages: int, page: int, left: int | None = None, rollback: int = 0) -> PageTable:
@@ -107,13 +73,7 @@ class PageTable(NamedTuple):
         return bool((self.references > 1).any())
 
     def append(self, counts: np.ndarray) -> Growth:
-        """Make room for counts (B,) more tokens of each sequence.
-
-        Raises
-        ------
-        OutOfPagesError
-            There are too few free pages.
-        """
+        """Make room for counts (B,) more tokens of each sequence; OutOfPagesError if there are too few free pages."""
         lengths, each = self.lengths, counts is self.one_each
         if each and self.spare:
             pages = PageTable(  # in a fifth of the time of _replace, with sums in half the time of those with 1

@@ -35,52 +35,28 @@ class Step(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a cache holds. No array of it is ever written.
+    """What a cache holds. No array of it is ever written."""
 
-    Attributes
-    ----------
-    pages : PageTable
-        The table on the host.
-    settled : array
-        int64 (B,): lengths before the last append, whose tokens `keep` chooses from.
-    step : Step
-        The last append; None if sequences have changed since.
-    missing : int
-        A bit for each layer that has yet to write the step.
-    """
-
-    pages: PageTable
-    settled: np.ndarray
-    step: Step | None = None
-    missing: int = 0
+    pages: PageTable  # on the host
+    settled: np.ndarray  # int64 (B,): lengths before the last append, whose tokens `keep` chooses from
+    step: Step | None = None  # the last append; None if sequences have changed since
+    missing: int = 0  # a bit for each layer that has yet to write the step
 
 
 class Steps:
     """The steps of a cache with this many layers.
 
-    Attributes
-    ----------
-    state : State
-        See there.
-    memory : list of array
-        Of all layers: (layers, pages, Hkv, page, width), of keys and values, or of keys alone where these hold the
-        values.
-    plans : StepPlans
-        Planned calls for queries at the end of all sequences.
-    cascade : Cascade
-        The same where sequences share pages.
-    one_each : array
-        int64 (B + 1,): the offsets of a step that appends a token to each sequence.
-    users : dict
-        The call that uses the cache; see `one_at_a_time`.
+    memory: of all layers, (layers, pages, Hkv, page, width), of keys and values, or of keys alone where these hold the
+    values.
     """
 
     def __init__(self, pages: PageTable, layers: int, kind: str, cascade: Cascade, memory: list[Any]) -> None:
         self.kind, self.xp, self.cascade, self.memory = kind, arrays.namespace(kind), cascade, memory
         self.state = State(pages, pages.lengths)
-        self.plans, self.users = StepPlans(pages, kind), dict[str, object]()
+        self.plans = StepPlans(pages, kind)  # for queries at the end of all sequences
+        self.users = dict[str, object]()  # the call that uses the cache; see `one_at_a_time`
         self._all = (1 << layers) - 1
-        self.one_each = np.arange(len(pages.lengths) + 1)
+        self.one_each = np.arange(len(pages.lengths) + 1)  # offsets of a step that appends a token to each sequence
         self._shown: Any = None  # on a device: lengths, table, and the pages that they are of
         if kind != "numpy":
             self._shown = self.xp.asarray(pages.lengths), self.xp.asarray(pages.table), pages
@@ -102,12 +78,8 @@ class Steps:
         return table if self.state.pages.left is None else self.xp.maximum(table, 0)
 
     def current(self, layer: int) -> Step | None:
-        """The open step that this layer has yet to write; None if it would open one.
-
-        Raises
-        ------
-        ValueError
-            It would, but another layer has not written the last one.
+        """The open step that this layer has yet to write; None if it would open one. ValueError if it would, but
+        another layer has not written the last one.
         """
         missing = self.state.missing
         if missing and not missing >> layer & 1:
@@ -118,11 +90,7 @@ class Steps:
 
     def opened(self, counts: np.ndarray, table: Table | None) -> tuple[State, Copy]:
         """The state with a step of counts (B,) new tokens that no layer has written, and the pages to copy before.
-
-        Raises
-        ------
-        OutOfPagesError, ValueError
-            There are too few free pages, or the table of rotary angles is too short.
+        OutOfPagesError, or ValueError if the table of rotary angles is too short.
         """
         state = self.state
         before = state.pages.lengths
@@ -178,14 +146,10 @@ class Steps:
                 pool[:, copy.target] = pool[:, copy.source]
 
     def keep(self, i: int, begin: int, positions: np.ndarray) -> None:
-        """Sequence i becomes its tokens before `begin` and those at these positions, which ascend from there on.
+        """Sequence i becomes its tokens before `begin` and those at these positions, which ascend from there on. The
+        state in between has the tokens that stay where they are and none of the others.
 
-        The state in between has the tokens that stay where they are and none of the others.
-
-        Raises
-        ------
-        OutOfPagesError
-            The tokens lie in pages that other sequences share, and there is no free page for a copy.
+        OutOfPagesError if the tokens lie in pages that other sequences share, and there is no free page for a copy.
         """
         state = self.state
         pages = state.pages

@@ -58,24 +58,12 @@ class Fp8Arrays(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Where the numbers of q, k and v are, if not in the three arrays alone.
+    """Where the numbers of q, k and v are, if not in the three arrays alone. All of it has been checked."""
 
-    Attributes
-    ----------
-    k_pe : array or None
-        The last columns of the keys, an array that has been checked; k has the other columns.
-    fp8 : Fp8Arrays or None
-        q, k and v are codes of e4m3, uint8.
-    kv_format : str
-        k and v are numbers of 8 bits of this format,
-    scales : (array, array)
-        with these scales of k and v, which broadcast to one for each token, and have been checked.
-    """
-
-    k_pe: Any = None
-    fp8: Fp8Arrays | None = None
-    kv_format: str = ""
-    scales: tuple[Any, Any] = (None, None)
+    k_pe: Any = None  # an array of the last columns of the keys; k has the other columns
+    fp8: Fp8Arrays | None = None  # q, k and v are codes of e4m3, uint8
+    kv_format: str = ""  # k and v are numbers of 8 bits of this format,
+    scales: tuple[Any, Any] = (None, None)  # with these scales, which broadcast to one for each token
 
 
 PLAIN = Memory()
@@ -98,7 +86,8 @@ def prepare(
     q: Any, k: Any, v: Any, *, out: Any = None, described: bool = False, memory: Memory = PLAIN,
     **given: Unpack[Options],
 ) -> Prepared:  # fmt: skip
-    """Check the arguments of attention() and fill in defaults.
+    """Check the arguments of attention() and fill in defaults. The operands have a new lse, and `out` if a kernel may
+    write to it, else a new one.
 
     described: the call is only described. Then nothing takes memory in proportion to its sizes: results, lengths and
     offsets are stand-ins, q, k and v are not copied, and axes of stride 0 of a bias and a mask count as of length 1.
@@ -106,14 +95,6 @@ def prepare(
     Kernels compute addresses from lengths, offsets, integers of modifications, shapes and strides. These are copied,
     and views of arrays are taken, before they are checked, because the caller's arrays may change at any time. Lengths
     on a device are not read; the kernels clamp them.
-
-    Returns
-    -------
-    problem : Problem
-    operands : Operands
-        With a new lse, and `out` if a kernel may write to it, else a new out.
-    shape : Shape
-        From (B, H, N, D) back to the caller's shapes.
     """
     if not DEFAULTS.keys() >= given.keys():
         raise unknown("attention", [name for name in given if name not in DEFAULTS])

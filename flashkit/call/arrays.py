@@ -224,3 +224,20 @@ class _Addresses:
             "version": 3, "data": (array.data.ptr, True), "shape": array.shape, "strides": array.strides,
             "typestr": f"|V{array.dtype.itemsize}",
         }  # fmt: skip
+
+
+def laid_out(kind: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, place: Any) -> Any:
+    """An array of this `layout` with arbitrary contents; its memory is not touched here."""
+    shape, strides, dtype = tuple(map(int, shape)), tuple(map(int, strides)), np.dtype(dtype)
+    reach = [(n - 1) * stride for n, stride in zip(shape, strides, strict=True)] if 0 not in shape else []
+    first, last = sum(x for x in reach if x < 0), sum(x for x in reach if x > 0)
+    size = last - first + dtype.itemsize
+    if kind != "cupy":
+        memory = np.empty(size + 2 * dtype.itemsize, np.uint8)
+        start = -first + (-memory.ctypes.data + first) % dtype.itemsize + (0 if place else 1)
+        return np.ndarray(shape, dtype, memory, start, strides)
+    import cupy
+
+    with cupy.cuda.Device(int(place)) if place is not None else nullcontext():
+        held = cupy.empty(size, np.uint8)
+        return cupy.ndarray(shape, dtype, held.data + -first, strides)

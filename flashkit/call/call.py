@@ -44,32 +44,9 @@ ONLY_TENSORS = PerCall()
 class Call:
     """The arguments of one call, inside a `with` block: on q's device, and on its library's current stream.
 
-    Parameters
-    ----------
-    function
-        Name of the public function, for errors.
-    q, k, v, out
-        The caller's arrays.
-    options
-        As of `attention`.
-    described
-        Whether the call is only described: arrays that take no memory may stand in for others.
-
-    Attributes
-    ----------
-    q, k, v, out, options
-        Native from the beginning of the block on. q, k and v may be `Quantized` arrays, until `dequantise`, or Views,
-        until `require_arrays`.
-    foreign : Foreign or None
-        The adapter of q's library, if that is neither NumPy nor CuPy.
-    quantised : Dequantised or None
-        How quantised arrays among q, k and v are dequantised, or float ones quantised.
-    offsets : tuple
-        The contents of cu_seqlens on the host, as part of a plan's key; else nothing.
-    per_call : PerCall
-        What it passes to its plan,
-    scales : tuple of array
-        and the scales of codes.
+    function: the name of the public function, for errors. described: whether arrays that take no memory may stand in
+    for others. From the beginning of the block on q, k, v, out and options are native. q, k and v may be `Quantized`
+    arrays, until `dequantise`, or Views, until `require_arrays`.
     """
 
     __slots__ = (
@@ -85,11 +62,11 @@ class Call:
         self.q, self.k, self.v = arrays.own_forms(q, k, v)
         self.options, self.out = options, out
         self.described, self._of_caller = described, out
-        self.foreign: Foreign | None = None
-        self.quantised: Dequantised | None = None
-        self.offsets: tuple[Any, ...] = ()
-        self.per_call = ONLY_TENSORS
-        self.scales: tuple[Any, ...] = ()
+        self.foreign: Foreign | None = None  # the adapter of q's library, if that is neither NumPy nor CuPy
+        self.quantised: Dequantised | None = None  # how quantised arrays are dequantised, or float ones quantised
+        self.offsets: tuple[Any, ...] = ()  # the contents of cu_seqlens on the host, as part of a plan's key
+        self.per_call = ONLY_TENSORS  # what it passes to its plan,
+        self.scales: tuple[Any, ...] = ()  # and the scales of codes
 
     def __enter__(self) -> Self:
         self._scopes: list[Any] = []

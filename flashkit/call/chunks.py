@@ -14,24 +14,15 @@ import numpy as np
 from .. import mods
 from ..mods import Mod, codegen, expr
 from ..mods.expr import Expr
-from ..mods.ranges import RangeTable
+from ..mods.ranges import tables
 
 
 def moved(mod: Mod, places: Mapping[Expr, tuple[Expr, Any, int]]) -> Mod:
-    """The modification as a chunk sees it, which counts its own positions from 0.
+    """The modification of the whole as a chunk sees it, which counts its own positions from 0.
 
-    Parameters
-    ----------
-    mod
-        A modification of the whole.
-    places
-        A symbol as (symbol of the chunk, first, step): it stands for first + step * that symbol. first: an integer, or
-        integers (B,), one for each batch entry. They become values given at run time, so that chunks share their
-        kernels.
-
-    Returns
-    -------
-    Mod
+    places: a symbol as (symbol of the chunk, first, step): it stands for first + step * that symbol. first: an integer,
+    or integers (B,), one for each batch entry. They become values given at run time, so that chunks share their
+    kernels.
     """
     params, values, new = dict(mod.params), dict(mod.arrays), {}
     for symbol, (own, first, step) in places.items():
@@ -59,7 +50,6 @@ def hiding(seen: Mod) -> Callable[..., Any]:
     """A function that says whether the mask hides all pairs of a chunk: bools. Its arguments b, h, row0, row1, q0, q1,
     k0 and k1 are arrays of positions in the whole that broadcast.
     """
-    host = {name: a.get() if hasattr(a, "get") else np.asarray(a) for name, a in seen.arrays.items()}
-    tables = {name: RangeTable(a) if a.dtype.kind in "biu" else a for name, a in host.items()}
-    empty = expr.classify(seen.expr, expr.int32_arrays({name: a.dtype for name, a in host.items()}))[0]
-    return lambda **corners: codegen.evaluate(empty, {**corners, **seen.params, **tables})
+    values = {**seen.params, **tables(seen.arrays)}
+    empty = expr.classify(seen.expr, expr.int32_arrays({name: a.dtype for name, a in seen.arrays.items()}))[0]
+    return lambda **corners: codegen.evaluate(empty, {**corners, **values})

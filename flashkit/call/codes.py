@@ -36,11 +36,7 @@ def _has_sequences(options: dict[str, Any]) -> bool:
 class Dequantised:
     """The arrays of a call with quantised ones among them, in the computing dtype.
 
-    Raises
-    ------
-    TypeError
-        q, k and v, or what they were quantised from, are not of one library and one dtype, or not of one that
-        precision="fp8" takes.
+    TypeError if q, k and v, or what they were quantised from, are not of one library and dtype that the call takes.
     """
 
     def __init__(self, q: Any, k: Any, v: Any, options: dict[str, Any], fp8: bool, described: bool = False) -> None:
@@ -196,18 +192,8 @@ def memory_of(x: Any) -> Any:
 
 
 class Codes(NamedTuple):
-    """A call on the codes of its arrays.
-
-    Attributes
-    ----------
-    q, k, v : array
-        Codes, or floats.
-    memory : Memory
-        What `prepare` has to know of them.
-    scales : tuple of str
-        Names of the scales, which `scales_of` gives.
-    options : dict
-        Of the call.
+    """A call on the codes of its arrays: codes or floats, what `prepare` has to know of them, the names of the scales,
+    which `scales_of` gives, and the options.
     """
 
     q: Any

@@ -11,6 +11,7 @@ import numpy as np
 from .. import mods
 from ..mods import Mod, codegen, expr
 from ..mods.expr import INT64, Expr
+from ..mods.ranges import tables
 from ..spec import AttentionSpec, Operands, Slot
 from . import arrays
 
@@ -77,38 +78,22 @@ def _compose_graphs(
 def check_indices(
     mod: Mod, batch: int, heads: int, n_q: Any, n_k: int, least: np.ndarray, greatest: np.ndarray
 ) -> None:  # fmt: skip
-    """Check that every index that a modification computes is within its array, at all positions of the call.
+    """ValueError unless every index that a modification computes is within its array, at all positions of the call:
+    kernels do not check them. An index that may overflow can be any int64, unless clip() or % bounds it.
 
-    Kernels do not check indices. An index that may overflow can be any int64, unless clip() or % bounds it.
-
-    Parameters
-    ----------
-    mod
-        The modification.
-    batch, heads, n_q, n_k
-        Sizes of the call; n_q may be (B,).
-    least, greatest
-        Range of the q_offset of each batch entry, (B,).
-
-    Raises
-    ------
-    ValueError
-        An index may be out of range, or cannot be bounded.
+    n_q may be (B,). least, greatest: (B,), the range of each batch entry's q_offset.
     """
     loads = [node for node in expr.walk([mod.expr]) if node.op == "load"]
     if not loads or 0 in (batch, heads, np.max(n_q, initial=0), n_k):
         return
     last_row = np.maximum(np.broadcast_to(n_q, (batch,)), 1)[:, None] - 1
-    from ..mods.ranges import RangeTable
-
     env: dict[str, Any] = {
         "b": np.arange(batch)[:, None], "h": np.arange(heads), "row0": 0, "row1": last_row, "k0": 0, "k1": n_k - 1,
         "q0": least[:, None], "q1": greatest[:, None] + last_row, **mod.params,
     }  # fmt: skip
     # Arrays that indices are read from. Reading one on a device synchronizes, as the bounds check requires.
-    for name in {inner.value for node in loads for inner in expr.walk(node.args) if inner.op == "load"}:
-        array = mod.arrays[name] if isinstance(mod.arrays[name], np.ndarray) else mod.arrays[name].get()
-        env[name] = RangeTable(array) if array.dtype.kind in "iub" else array
+    read = {inner.value for node in loads for inner in expr.walk(node.args) if inner.op == "load"}
+    env |= tables({name: mod.arrays[name] for name in read})
     for node in loads:
         array = mod.arrays[node.value]
         for axis, index in enumerate(node.args):

@@ -24,12 +24,8 @@ _HERE: AbstractContextManager[None] = nullcontext()
 
 
 class Library:
-    """A library of arrays. The base class is for what follows the array API standard and DLPack.
-
-    Attributes
-    ----------
-    name : str
-        For messages.
+    """A library of arrays, with a name for messages. The base class is for what follows the array API standard and
+    DLPack.
     """
 
     name = "array API"
@@ -313,14 +309,8 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 class Foreign:
-    """The adapter between the arrays of a library and those of NumPy or CuPy, for one call.
-
-    Parameters
-    ----------
-    library
-        That of q.
-    q
-        The array that all others have to lie beside.
+    """The adapter between the arrays of a library, that of q, and those of NumPy or CuPy, for one call. All other
+    arrays have to lie beside q.
     """
 
     def __init__(self, library: Library, q: Any) -> None:
@@ -331,12 +321,8 @@ class Foreign:
         return self.library.scope(self.q)
 
     def to_native(self, **given: Any) -> dict[str, Any]:
-        """Arguments with NumPy's or CuPy's arrays; numbers, lists, functions and None stay what they are.
-
-        Raises
-        ------
-        TypeError
-            An array is of another library, on another device, or cannot be read in place.
+        """Arguments with NumPy's or CuPy's arrays; numbers, lists, functions and None stay what they are. TypeError for
+        an array of another library, on another device, or that cannot be read in place.
         """
         return {name: value if type(value) in _PLAIN else self._native(name, value) for name, value in given.items()}
 

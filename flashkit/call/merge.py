@@ -39,11 +39,6 @@ def merge(*parts: tuple[Any, Any], layout: str = "bhnd") -> tuple[Any, Any]:
     lse : array
         (..., Hq, Nq), float64 if an lse or out is, else float32.
 
-    Raises
-    ------
-    TypeError, ValueError
-        There is no part, or an array is invalid. The message names it and says what was expected.
-
     Notes
     -----
     A part without a visible key for a row, lse -inf, does not affect that row, whatever its out holds. A row without a

@@ -5,7 +5,6 @@ prepared call whose plan no other call can use.
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -81,21 +80,10 @@ class Planned:
         per_call: tuple[str, ...] = (), varies: bool = False, room: int | None = None, fp8: bool = False,
         scales: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
-        """
-        Parameters
-        ----------
-        given
-            q, k and v of a first call.
-        per_call
-            Names of the operands' arrays that each call passes.
-        varies
-            Whether calls may pass lengths; see `with_lengths`.
-        room
-            The most keys of such calls; by default those of k or of its pages.
-        fp8
-            Whether calls quantise their arrays first.
-        scales
-            Names of the operands' scales, which each call passes behind all else.
+        """given: q, k and v of a first call. per_call: names of the operands' arrays that each call passes. varies:
+        whether calls may pass lengths; see `with_lengths`. room: the most keys of such calls; by default those of k or
+        of its pages. fp8: whether calls quantise their arrays first. scales: names of the operands' scales, which each
+        call passes behind all else.
         """
         problem, operands, shape = prepared
         self._fp8 = fp8
@@ -205,11 +193,6 @@ class Planned:
         -------
         array or (array, array)
             out, or (out, lse) if the plan was made with return_lse=True.
-
-        Raises
-        ------
-        TypeError, ValueError
-            An argument is invalid. The message names it and says what was expected.
 
         Examples
         --------
@@ -496,22 +479,5 @@ def _unpickled(tensors: Any, options: Any, backend: Any, return_lse: Any, fp8: A
         raise ValueError(f"no pickled plan: {shown(tensors)}")
     if not OPTIONS.keys() >= options.keys():
         raise ValueError(f"no options of a plan: {shown(options)}")
-    q, k, v = (_laid_out(*each) for each in tensors)
+    q, k, v = (arrays.laid_out(*each) for each in tensors)
     return plan_for((q, k, v), options, backend, return_lse is True, fp8 is True)
-
-
-def _laid_out(kind: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, place: Any) -> Any:
-    """An array of this layout with arbitrary contents; its memory is not touched here."""
-    shape, strides, dtype = tuple(map(int, shape)), tuple(map(int, strides)), np.dtype(dtype)
-    reach = [(n - 1) * stride for n, stride in zip(shape, strides, strict=True)] if 0 not in shape else []
-    first, last = sum(x for x in reach if x < 0), sum(x for x in reach if x > 0)
-    size = last - first + dtype.itemsize
-    if kind != "cupy":
-        memory = np.empty(size + 2 * dtype.itemsize, np.uint8)
-        start = -first + (-memory.ctypes.data + first) % dtype.itemsize + (0 if place else 1)
-        return np.ndarray(shape, dtype, memory, start, strides)
-    import cupy
-
-    with cupy.cuda.Device(int(place)) if place is not None else nullcontext():
-        held = cupy.empty(size, np.uint8)
-        return cupy.ndarray(shape, dtype, held.data + -first, strides)

@@ -61,11 +61,6 @@ class Quantized:
     transposed : array or None
         The numbers of e4m3 once more, as Hopper's kernel reads those of v: see `quantize`.
 
-    Raises
-    ------
-    TypeError, ValueError
-        A field is invalid. The message names it and says what was expected.
-
     Examples
     --------
     >>> import numpy as np, flashkit
@@ -184,11 +179,6 @@ class Quantized:
         array
             New, of data's array type and shape.
 
-        Raises
-        ------
-        TypeError
-            It is no such dtype.
-
         Examples
         --------
         >>> import numpy as np, flashkit
@@ -254,11 +244,6 @@ def quantize(
     -------
     Quantized
         `attention` takes it for q, k and v. `.dequantize()` is the array that it stands for.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument is invalid. The message names it and says what was expected.
 
     Notes
     -----

@@ -40,9 +40,10 @@ def second_order(
     if options.get("page_table") is not None:
         raise UnsupportedError("second derivatives do not take page_table: keys in pages have no gradients")
     with Call("second_order", q, k, v, options) as call:
-        prepared = prepared_with(call, tangents)
         if call.foreign is not None:
+            tangents = call.foreign.to_native(**tangents)
             dout, dlse = call.foreign.to_native(dout=dout, dlse=dlse).values()
+        prepared = prepared_with(call, tangents)
         Once(prepared, backend, True).run(call)
         problem, operands, shape = prepared
         found = _pull_back(

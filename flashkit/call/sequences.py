@@ -335,21 +335,9 @@ def are_read(*graphs: Expr | None) -> bool:
 
 
 def check_default_offset(lengths: Any, n_q: int, graphs: Iterable[Expr | None]) -> None:
-    """Refuse the default offset, kv_lengths - Nq, where it may put queries that are padded before the first key.
-
-    Parameters
-    ----------
-    lengths
-        kv_lengths of a call without q_offset.
-    n_q
-        Queries of each batch entry.
-    graphs
-        The call's modifications; the offset only matters where they depend on the position of a query.
-
-    Raises
-    ------
-    ValueError
-        A length other than 0 is below n_q; or lengths are on a device, where they are not read, and n_q is above 1.
+    """ValueError where the default offset, kv_lengths - Nq, may put queries that are padded before the first key, and
+    the modifications depend on the position of a query: a length other than 0 is below n_q; or lengths are on a device,
+    where they are not read, and n_q is above 1.
     """
     if isinstance(lengths, np.ndarray):
         short = lengths[(lengths > 0) & (lengths < n_q)]

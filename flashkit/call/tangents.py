@@ -13,10 +13,18 @@ from .planned import Once
 
 
 def with_tangents(call: Call, backend: str | None, given: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
-    """out, lse and their tangents, native ones. given: the tangents of q, k and v by "dq", "dk" and "dv"."""
+    """out, lse and their tangents, native ones. given: "dq", "dk", "dv" and "dsinks", in the library of the call."""
+    if call.foreign is not None:
+        given = call.foreign.to_native(**given)
     prepared = prepared_with(call, given)
     out, lse = Once(prepared, backend, True).run(call)
-    tangents: Any = prepared.operands.tangents
+    op, tangents, dsinks = prepared.operands, prepared.operands.tangents, given.get("dsinks")
+    assert tangents is not None
+    if dsinks is not None:  # P of a sink is exp(sink - lse), and it has no value
+        xp: Any = arrays.namespace(prepared.problem.array_kind)
+        moved = xp.exp(op.sinks[:, None] - op.lse) * dsinks.astype(op.lse.dtype)[:, None]
+        tangents.lse[...] += moved
+        tangents.out[...] -= (moved[..., None] * op.out).astype(op.out.dtype)
     return out, lse, prepared.shape.like(tangents.out), prepared.shape.rows(tangents.lse)
 
 
@@ -24,8 +32,6 @@ def prepared_with(call: Call, given: dict[str, Any]) -> Prepared:
     """The call, prepared, with these tangents, checked, and arrays for those of its results."""
     call.dequantise()
     call.require_arrays()
-    if call.foreign is not None:
-        given = call.foreign.to_native(**given)
     primals = {"q": call.q, "k": call.k, "v": call.v}
     prepared = prepare(call.q, call.k, call.v, out=call.out, **call.options)
     problem, operands, shape = prepared

@@ -20,16 +20,10 @@ _THIRD = "flashkit has no third derivatives of attention, and no forward-mode de
 
 def tangents(call: Call, q: Any, k: Any, v: Any, dq: Any, dk: Any, dv: Any, dsinks: Any = None) -> tuple[Any, Any]:
     """The tangents of out and lse."""
-    keywords = keywords_of(*call)
-    (out, lse), (dout, dlse) = api.attention_jvp(
-        *_contiguous(q, k, v), *_contiguous(dq, dk, dv), return_lse=True, **keywords
-    )
-    if dsinks is not None:  # P of a sink is exp(sink - lse), and it has no value
-        moved = torch.exp(keywords["sinks"].to(lse.dtype)[:, None] - lse) * dsinks.to(lse.dtype)[:, None]
-        dlse = dlse + moved
-        moved = moved.transpose(-1, -2) if keywords.get("layout") == "bnhd" or "cu_seqlens" in keywords else moved
-        dout = dout - (moved[..., None] * out).to(dout.dtype)
-    return dout, dlse
+    moved = dict(zip(("dq", "dk", "dv", "dsinks"), _contiguous(dq, dk, dv, dsinks)))
+    q, k, v = _contiguous(q, k, v)
+    _, found = api.jvp_of(q, k, v, moved, **keywords_of(*call))
+    return found[0], found[1]
 
 
 def _contiguous(*tensors: Any) -> list[Any]:

@@ -47,11 +47,6 @@ class Mods:
     block_mask
         A flashkit.BlockMask, or one of torch.nn.attention.flex_attention, whose mask_mod is traced.
 
-    Raises
-    ------
-    TypeError
-        A function cannot be traced.
-
     Examples
     --------
     >>> import torch
@@ -81,13 +76,7 @@ class Mods:
 
     @classmethod
     def of_content(cls, text: str, tensors: Iterable[Any]) -> Mods:
-        """The modifications with this content.
-
-        Raises
-        ------
-        ValueError
-            It is none that `content` gives.
-        """
+        """The modifications with this content; ValueError if it is none that `content` gives."""
         made = cls.__new__(cls)
         made._content = text, tuple(tensors)
         made._parts = _from_content(*made._content)

@@ -21,19 +21,8 @@ from . import interop
 
 
 def trace(function: Mod | Callable[..., Any], kind: ModKind) -> Mod:
-    """A Mod of a function that may use PyTorch.
-
-    Parameters
-    ----------
-    function
-        A Mod, a function that flashkit.mods takes, or one of flex_attention.
-    kind
-        "score": (score, b, h, q, k) -> score. "mask": (b, h, q, k) -> bool.
-
-    Raises
-    ------
-    TypeError
-        It is neither, or uses what has no counterpart in flashkit.
+    """A Mod of a Mod, a function that flashkit.mods takes, or one of flex_attention, which may use PyTorch. TypeError
+    if it is none of these, or uses what has no counterpart in flashkit.
     """
     if isinstance(function, Mod) or not callable(function):
         return mods.trace(function, kind)

@@ -14,16 +14,10 @@ import numpy as np
 
 
 class View:
-    """A tensor on a CUDA device as what a plan reads of an array of CuPy: layout and address.
+    """A tensor on a CUDA device as what a plan reads of an array of CuPy: layout and address. It keeps the tensor
+    alive.
 
     To make an array of CuPy takes several times as long, so only a call that finds no plan makes them of its views.
-
-    Attributes
-    ----------
-    tensor : torch.Tensor
-        Whose memory it is. It is kept alive.
-    ptr : int
-        The address of its first element.
     """
 
     __slots__ = "_layout", "ptr", "tensor"

@@ -61,11 +61,6 @@ class Vjp(Generic[A]):
             One gradient for each name in `wrt`, in this order, of the shape and dtype of the input; that of a number
             has no axes, and is float32, or float64 for float64 inputs. Sums over pairs are in these precisions.
 
-        Raises
-        ------
-        TypeError, ValueError
-            An argument is invalid. The message names it and says what was expected.
-
         Examples
         --------
         >>> import numpy as np, flashkit

@@ -46,11 +46,6 @@ def weights(q: Any, k: Any, *, rows: Any = None, heads: Any = None, **given: Unp
         with sinks to less, without a visible key to 0. With dropout_p, weights are dropped and scaled. In packed
         sequences the last axis has the tokens of k, and with a page table the positions of the longest sequence.
 
-    Raises
-    ------
-    TypeError, ValueError
-        An argument is invalid. The message names it and says what was expected.
-
     References
     ----------
     Vaswani et al., "Attention Is All You Need", 2017, arXiv 1706.03762, section 3.2.1.
@@ -112,8 +107,6 @@ def plot_weights(
     ------
     ImportError
         matplotlib is not installed: pip install matplotlib.
-    TypeError, ValueError
-        An argument is invalid.
 
     Examples
     --------

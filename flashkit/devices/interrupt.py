@@ -72,12 +72,6 @@ def run_off_main_thread(function: Callable[[], T], stop: Callable[[], None] | No
 
     stop: makes the function end soon. A handler's exception then waits for that, whatever other handlers raise; without
     `stop` it does not. It is a function of C, such as a partial of one, which no handler breaks off.
-
-    Examples
-    --------
-    >>> from flashkit.devices.interrupt import run_off_main_thread
-    >>> run_off_main_thread(lambda: 3)
-    3
     """
     if threading.get_ident() != threading.main_thread().ident:
         return function()

@@ -27,39 +27,11 @@ Order = Literal[1, 2]
 
 
 def paper_tile(memory: int, head_dim: int, order: Order = 1) -> tuple[int, int]:
-    """(B_r, B_c), queries and keys of a tile, for M = `memory` elements: B_c = ceil(M / 4d), B_r = min(B_c, d).
+    """(B_r, B_c), queries and keys of a tile, for M = `memory` elements: B_c = ceil(M / 4d), B_r = min(B_c, d), as in
+    line 1 of Algorithm 1 of Dao et al., "FlashAttention", 2022, arXiv 2205.14135.
 
     Tiles of Q, K, V and O share the memory, and the score tile is no larger than one of them. In FlashAttention-2's
     order (order=2) queries and keys are swapped: the tile of the outer loop is the large one.
-
-    Parameters
-    ----------
-    memory
-        Elements of fast memory.
-    head_dim
-        d.
-    order
-        1: keys in the outer loop (FlashAttention); 2: queries (FlashAttention-2).
-
-    Returns
-    -------
-    tuple of int
-        (B_r, B_c).
-
-    Raises
-    ------
-    ValueError
-        A number is below 1.
-
-    References
-    ----------
-    Dao et al., "FlashAttention", 2022, arXiv 2205.14135, Algorithm 1, line 1.
-
-    Examples
-    --------
-    >>> from flashkit.devices import io_model
-    >>> io_model.paper_tile(memory=48 * 1024, head_dim=64)
-    (64, 192)
     """
     if memory < 1 or head_dim < 1:
         raise ValueError(f"memory, head_dim: expected numbers of elements >= 1, got {memory} and {head_dim}")
@@ -72,35 +44,12 @@ def traffic(
     order: Order, direction: Direction, n_q: int, n_k: int, head_dim: int, head_dim_v: int, block_q: int, block_k: int,
     kept: float = 1.0, group: int = 1,
 ) -> dict[str, int]:  # fmt: skip
-    """Elements that move between slow and fast memory, by array: what `reference.Traffic` counts.
+    """Elements that move between slow and fast memory, by array: what `reference.Traffic` counts. Sinks, dlse and the
+    arrays of modifications are not counted.
 
-    Sinks, dlse and the arrays of modifications are not counted.
-
-    Parameters
-    ----------
-    order
-        1: keys in the outer loop (FlashAttention); 2: queries (FlashAttention-2).
-    direction
-        "forward" or "backward".
-    n_q, n_k, head_dim, head_dim_v
-        Sizes of one head.
-    block_q, block_k
-        Queries and keys of a tile.
-    kept
-        Fraction of tiles that are not EMPTY. The result is exact if it is 1 or if the tiles divide n_q and n_k.
-    group
-        Query heads that share one key/value head.
-
-    Returns
-    -------
-    dict
-        Elements read and written, by the name of the array.
-
-    Examples
-    --------
-    >>> from flashkit.devices import io_model
-    >>> io_model.traffic(2, "forward", 1024, 1024, 64, 64, block_q=128, block_k=128)
-    {'q': 65536, 'k': 524288, 'v': 524288, 'out': 65536, 'lse': 1024}
+    order: 1, keys in the outer loop (FlashAttention), or 2, queries (FlashAttention-2). Sizes are of one head. kept:
+    the fraction of tiles that are not EMPTY; the result is exact if it is 1 or if the tiles divide n_q and n_k. group:
+    query heads that share one key/value head.
     """
     rounds = kept * -(-n_k // block_k)  # times each row of Q is read, on average
     q, o, row = n_q * head_dim, n_q * head_dim_v, n_q
@@ -284,31 +233,8 @@ def amx_candidates(
 def candidates(
     dtype: str, head_dim: int, head_dim_v: int, direction: Direction = "forward", *, l1d: int, l2: int, lanes: int = 8
 ) -> list[CpuTile]:
-    """Tiles that fit a CPU, ranked by the cost; deterministic.
-
-    Parameters
-    ----------
-    dtype, head_dim, head_dim_v, direction
-        The problem.
-    l1d, l2
-        Bytes of the caches.
-    lanes
-        float32 lanes of a vector register.
-
-    Returns
-    -------
-    list of CpuTile
-
-    Raises
-    ------
-    ValueError
-        No tile fits.
-
-    Examples
-    --------
-    >>> from flashkit.devices import io_model
-    >>> print(io_model.candidates("float32", 64, 64, l1d=32768, l2=1 << 20)[0])
-    192 x 128 in 4 x 3 registers
+    """Tiles that fit a CPU with caches of these bytes and vector registers of `lanes` float32 numbers, ranked by the
+    cost; deterministic. ValueError if none fits.
     """
     computing = 8 if dtype == "float64" else 4
     ranked = [

@@ -56,7 +56,7 @@ def path() -> Path:
 
 @dataclass(frozen=True)
 class Usage:
-    """Contents of the cache: number of files, of compiled kernels among them (.o, .cubin), and bytes of all files."""
+    """Contents of a directory: number of files, of compiled kernels among them (.o, .cubin), and bytes of all files."""
 
     files: int
     kernels: int
@@ -70,14 +70,16 @@ def limit() -> int:
 
 
 def usage() -> Usage:
-    """Count the contents of the cache. An untrusted directory counts as empty. Files that another process removes
-    meanwhile are not counted.
-    """
-    files = kernels = size = 0
+    """Count the contents of the cache. An untrusted directory counts as empty."""
     try:
-        root = Path(trust.resolve(path()))
+        return files_below(trust.resolve(path()))
     except OSError:
         return Usage(0, 0, 0)
+
+
+def files_below(root: str | Path) -> Usage:
+    """Count the files of a directory. Those that another process removes meanwhile are not counted."""
+    files = kernels = size = 0
     for folder, _, names in os.walk(root):  # a folder that is gone counts as empty
         for name in names:
             with suppress(OSError):
@@ -104,12 +106,11 @@ def clear() -> Usage:
 
 def prune(most: int) -> Usage:
     """Remove the kernels that were not used for the longest time, until the files take at most `most` bytes, and what
-    processes that were killed while writing have left. Returns what was removed.
+    processes that were killed while writing have left. Returns what was removed. UntrustedError if a folder may be
+    another user's; nothing is removed then.
 
     The files of a kernel, which differ in their suffix, are removed together. Each counts as whole blocks. A file that
     is removed while another process reads it is read to its end.
-
-    UntrustedError if a folder may be another user's; nothing is removed then.
     """
     kernels: dict[tuple[Path, str], list[tuple[Path, int]]] = {}
     used: dict[tuple[Path, str], float] = {}

@@ -8,21 +8,14 @@ the kernel cache.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 from .. import settings
 from ..errors import warn_once
 from . import trust
+from .kernel_cache import Usage, files_below
 
 PACKAGE = Path(__file__).parents[1]
 FOLDER = "prebuilt"
-
-
-class Contents(NamedTuple):
-    """Kernels for one target, and the bytes of their files."""
-
-    kernels: int
-    bytes: int
 
 
 def path() -> Path:
@@ -48,12 +41,7 @@ def read(folder: str, name: str) -> bytes | None:
     return None
 
 
-def contents() -> dict[str, Contents]:
+def contents() -> dict[str, Usage]:
     """What the package carries, by backend folder and target, such as "cpu/x86-64-v4" or "cuda/sm_90a"."""
-    by_target: dict[str, Contents] = {}
-    for file in sorted(path().rglob("*")):
-        if file.is_file():
-            target = file.parent.relative_to(path()).as_posix()
-            kernels, size = by_target.get(target, (0, 0))
-            by_target[target] = Contents(kernels + (file.suffix in (".o", ".cubin")), size + file.stat().st_size)
-    return by_target
+    targets = {file.parent for file in path().rglob("*") if file.is_file()}
+    return {target.relative_to(path()).as_posix(): files_below(target) for target in sorted(targets)}

@@ -39,15 +39,14 @@ from .schema import (
     Profile,
     ProfileWarning,
     Rate,
-    SchemaError,
     TileRow,
     known_fields,
     leaves,
     load_file,
     parse,
-    suggest,
     text_of,
 )
+from .strict_yaml import SchemaError, suggest
 
 __all__ = [
     "SCHEMA", "Profile", "ProfileWarning", "SchemaError", "TileRow", "by_name", "criteria", "directories", "files",
@@ -271,30 +270,11 @@ _lock = outer_lock()
 
 
 def for_device(kind: str) -> Profile:
-    """The merged profile of this machine's device.
+    """The merged profile of this machine's "cpu", or for "cuda" of the current device of the first call (the generic
+    CUDA profile if CuPy finds none). ValueError for another kind, or if FLASHKIT_CPU_LANES is invalid.
 
     Files are read once in a process. Unreadable ones are skipped with a ProfileWarning. Threads may call it at the same
     time.
-
-    Parameters
-    ----------
-    kind
-        "cpu", or "cuda" for the current device of the first call (the generic CUDA profile if CuPy finds none).
-
-    Returns
-    -------
-    Profile
-
-    Raises
-    ------
-    ValueError
-        For another kind, or if FLASHKIT_CPU_LANES is invalid.
-
-    Examples
-    --------
-    >>> from flashkit.devices import profiles
-    >>> profiles.for_device("cpu").device.kind
-    'cpu'
     """
     if kind not in _OTHER_KIND:
         raise ValueError(f"kind: expected 'cpu' or 'cuda', got {kind!r}")
@@ -351,27 +331,12 @@ def criteria(kind: str) -> dict[str, Any]:
 
 
 def write_user_profile(profile: dict[str, Any]) -> Path:
-    """Write a profile to the user's directory, where `for_device` finds it.
+    """Write the data of a profile file, {"schema": 1, "device": `criteria`, "tiles": {...}}, to the user's directory,
+    where `for_device` finds it; returns the file.
 
     An existing file of this device is updated: given fields replace its fields, rows replace rows of equal selector,
-    the rest stays. The file is replaced atomically under a lock.
-
-    Parameters
-    ----------
-    profile
-        The data of a profile file: {"schema": 1, "device": {...}, "tiles": {...}}. `criteria` gives the device section.
-
-    Returns
-    -------
-    Path
-        The file.
-
-    Raises
-    ------
-    ProfileError
-        The profile violates the schema. Nothing is written.
-    UntrustedError
-        Other users can write the directory. Nothing is written.
+    the rest stays. The file is replaced atomically under a lock. Nothing is written, but ProfileError raised, if the
+    profile violates the schema, and UntrustedError if other users can write the directory.
     """
     new = parse(dump({"schema": SCHEMA, **profile}), "<profile>")
     device = new.device

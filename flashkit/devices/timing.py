@@ -77,43 +77,15 @@ def interleaved(
     drop: float = math.inf, wait_idle: Callable[[], object] | None = None,
     synchronize: Callable[[], object] = lambda: None, clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Key, Timing]:  # fmt: skip
-    """Time every call in each round, in an order that is shuffled for each round.
+    """Time every call in each round, in an order that is shuffled for each round; a Timing for each key.
 
     Untimed calls of each come first: one that may compile, then one, or with `wait_idle` `SIZING_CALLS`, that set the
-    number of repeats of a sample.
+    number of repeats of a sample. No further round starts after `budget` seconds, once there are `min_rounds`.
 
-    Parameters
-    ----------
-    calls
-        Functions without arguments, by any key.
-    rounds
-        The most rounds.
-    budget
-        Seconds after which no further round starts, once there are `min_rounds`.
-    min_rounds
-        Rounds that are timed whatever the budget.
-    drop
-        After `max(DECIDING_ROUNDS, min_rounds)` rounds, a call whose best round takes more than `drop` times the best
-        of all calls is dropped.
-    wait_idle
-        Called before each sample to wait until the threads of the previous call sleep (`until_idle`).
-    synchronize
-        Called at the end of each sample and timed with it, to wait for a device that runs asynchronously.
-    clock
-        Returns seconds; tests pass a simulated one.
-
-    Returns
-    -------
-    dict
-        A Timing for each key.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flashkit.devices.timing import interleaved
-    >>> x = np.ones((256, 256))
-    >>> taken = interleaved({"sum": x.sum, "product": lambda: x @ x}, rounds=3)
-    >>> median, low, high = taken["product"].over(taken["sum"])
+    drop: after `max(DECIDING_ROUNDS, min_rounds)` rounds, a call whose best round takes more than `drop` times the best
+    of all calls is dropped. wait_idle: called before each sample, to wait until the threads of the previous call sleep
+    (`until_idle`). synchronize: called at the end of each sample and timed with it, to wait for a device that runs
+    asynchronously. clock: returns seconds; tests pass a simulated one.
     """
     def sample(call: Callable[[], object], repeats: int = 1) -> float:
         before = clock()

@@ -34,12 +34,6 @@ def resolve(path: str | os.PathLike[str], make: bool = False) -> str:
     written it, OSError if a component does not exist or cannot be read.
 
     make: create missing directories, for this user alone.
-
-    Examples
-    --------
-    >>> from flashkit.devices import trust
-    >>> trust.resolve("/..")
-    '/'
     """
     path = os.fspath(path)
     if not os.path.isabs(path):
@@ -116,13 +110,12 @@ def read(path: str | os.PathLike[str], max_bytes: int | None = None) -> bytes:
 
 
 def read_installed(folder: str | os.PathLike[str], *below: str) -> bytes:
-    """The content of the file `below` a folder of modules that this process runs.
+    """The content of the file `below` a folder of modules that this process runs. UntrustedError, or the OSError of
+    opening it.
 
-    Who can write the folder can have the process run any code, so the file is trusted if no one else can have
-    written it: it and the folders between belong to this user, to root or to the owner of the folder, and no group or
-    others can write them that cannot write the folder. It may be a hard link, by which installers share files.
-
-    UntrustedError, or the OSError of opening it.
+    Who can write the folder can have the process run any code, so the file is trusted if no one else can have written
+    it: it and the folders between belong to this user, to root or to the owner of the folder, and no group or others
+    can write them that cannot write the folder. It may be a hard link, by which installers share files.
     """
     path, top = os.fspath(folder), os.stat(folder)
     writers = 0 if top.st_mode & stat.S_ISVTX else top.st_mode & _OTHERS

@@ -13,20 +13,11 @@ from .transport import Pending, Transport
 
 
 class AllToAll:
-    """The transfers of one array, in one direction. Its memory is allocated here, before the first transfer.
+    """The transfers of one array of this shape, in one direction. Its memory is allocated here, before the first.
 
-    Parameters
-    ----------
-    shape, dtype
-        Of the rank's array.
-    axis
-        Of its tokens.
-    tokens
-        The positions of each rank's tokens.
-    heads
-        (axis, the heads of each rank) if a rank gets all tokens of these heads alone. Several ranks may have a head.
-    scatter
-        Whether `scatter` follows, and not `collect`.
+    axis: of its tokens. tokens: the positions of each rank's tokens. heads: (axis, the heads of each rank) if a rank
+    gets all tokens of these heads alone. Several ranks may have a head. scatter: whether `scatter` follows, and not
+    `collect`.
     """
 
     def __init__(

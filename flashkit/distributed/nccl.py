@@ -28,15 +28,7 @@ def unique_id() -> Any:
 
 
 class Nccl:
-    """A communicator of NCCL on the current device.
-
-    Parameters
-    ----------
-    control
-        Connects the hosts.
-    identity
-        Of `unique_id`, rank 0's.
-    """
+    """A communicator of NCCL on the current device. control: connects the hosts. identity: of `unique_id`, rank 0's."""
 
     def __init__(self, control: Mpi, identity: Any) -> None:
         import cupy

@@ -22,14 +22,8 @@ from .whole import Whole
 class RingAttention:
     """The transfers of a rank. All memory that is sent or received is allocated here, before the first transfer.
 
-    Parameters
-    ----------
-    whole, transport, order
-        The call, and which tokens each rank has.
-    k, v
-        The rank's keys and values, contiguous.
-    gradients
-        Whether the backward pass follows: memory for gradients in place of results.
+    k, v: the rank's keys and values, contiguous. gradients: whether the backward pass follows: memory for gradients in
+    place of results.
     """
 
     def __init__(

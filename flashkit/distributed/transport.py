@@ -52,14 +52,8 @@ class Done:
 
 
 class Mpi:
-    """Arrays of NumPy through MPI.
-
-    Parameters
-    ----------
-    comm
-        A communicator of mpi4py, which is duplicated: messages of the caller's do not meet those of flashkit.
-    timeout
-        Seconds that a transfer may take.
+    """Arrays of NumPy through MPI. The communicator of mpi4py is duplicated: messages of the caller's do not meet those
+    of flashkit. timeout: seconds that a transfer may take.
     """
 
     def __init__(self, comm: Any, timeout: float) -> None:

@@ -61,18 +61,8 @@ class Spans(NamedTuple):
 
 
 class Whole:
-    """A call on all tokens.
-
-    Parameters
-    ----------
-    q, k, v
-        A rank's arrays of NumPy or CuPy.
-    options
-        Of `attention`, native. bias and mask have the rows of the rank and all keys.
-    tokens
-        Numbers of queries and of keys of all ranks.
-    backend
-        As for `attention`.
+    """A call on all tokens, of a rank's native arrays and options; its bias and mask have the rows of the rank and all
+    keys. tokens: numbers of queries and of keys of all ranks.
     """
 
     def __init__(

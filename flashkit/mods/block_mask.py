@@ -23,7 +23,7 @@ from .expr import Expr
 from .mod import Mod, mask, trace
 from .patterns import Patterns
 from .placement import axis_lengths, entries, placed
-from .ranges import RangeTable
+from .ranges import tables
 from .tile_lists import EMPTY, FULL, PARTIAL, TileLists, tile_lists
 from .tracing import as_array
 
@@ -162,13 +162,6 @@ class BlockMask(Patterns):
         Returns
         -------
         BlockMask
-
-        Raises
-        ------
-        TypeError
-            The grid is not of bools.
-        ValueError
-            The grid has another number of axes, or sizes that do not match.
 
         Examples
         --------
@@ -434,7 +427,7 @@ class BlockMask(Patterns):
 
     @cached_property
     def _tables(self) -> dict[str, Any]:
-        return {name: RangeTable(a) if a.dtype.kind in "biu" else a for name, a in self._arrays.items()}
+        return tables(self._arrays)
 
     @cached_property
     def _state(self) -> Expr:

@@ -69,26 +69,13 @@ def assignments(
     exprs: Sequence[Expr], language: Language, load: Callable[[Expr, list[str]], str] | None = None,
     int32_arrays: frozenset[str] = frozenset(),
 ) -> tuple[list[tuple[Expr, str, str]], list[str]]:  # fmt: skip
-    """The operations in order, each once, and the text of each result.
+    """The operations of graphs in order, each once, as (node, name, text), and the text of each result.
 
-    The text refers to symbols, params and arrays by name, and to helpers that each language's prelude defines: `F`
-    (to the computing precision) and `I` (to 64-bit integer) in Python, `fk_...` functions in CUDA C++.
+    The text refers to symbols, params and arrays by name, and to helpers that each language's prelude defines: `F` (to
+    the computing precision) and `I` (to 64-bit integer) in Python, `fk_...` functions in CUDA C++.
 
-    Parameters
-    ----------
-    exprs
-        Graphs.
-    language
-        "cuda", "numba" or "numpy".
-    load
-        Gives the text that reads an array, or its least or greatest element, at indices; by default the language's.
-    int32_arrays
-        As in `expr.reaches`.
-
-    Returns
-    -------
-    steps : list of (node, name, text)
-    results : list of str
+    load: gives the text that reads an array, or its least or greatest element, at indices; by default the language's.
+    int32_arrays: as in `expr.reaches`.
     """
     names: dict[int, str] = {}
     steps: list[tuple[Expr, str, str]] = []
@@ -153,25 +140,8 @@ _HELPERS = "F", "I", "load_min", "load_max"
 
 
 def evaluate(expr: Expr, env: Mapping[str, Any], dtype: Any = np.float64) -> Any:
-    """Compute the expression with NumPy, or with CuPy if values are its arrays.
-
-    Parameters
-    ----------
-    expr
-        A graph.
-    env
-        Scalars, or arrays that broadcast, by the names of symbols, params and arrays.
-    dtype
-        The computing precision of floats.
-
-    Returns
-    -------
-    numpy.ndarray or scalar
-
-    Raises
-    ------
-    KeyError
-        A name has no value.
+    """Compute the expression with NumPy, or with CuPy if values are its arrays. env: scalars, or arrays that broadcast,
+    by the names of symbols, params and arrays; KeyError if one is missing. dtype: of floats.
     """
     kinds, function = _numpy_function(expr)
     missing = [name for name in kinds if name not in env]

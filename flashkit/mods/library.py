@@ -54,11 +54,6 @@ def sliding_window(left: int | None, right: int | None = 0) -> Mod:
     -------
     Mod
 
-    Raises
-    ------
-    ValueError
-        A number is negative.
-
     References
     ----------
     Beltagy et al., "Longformer", 2020, arXiv 2004.05150, section 3.1.
@@ -111,13 +106,6 @@ def prefix_lm(n: Any) -> Mod:
     -------
     Mod
 
-    Raises
-    ------
-    TypeError
-        The lengths are not integers.
-    ValueError
-        They have another number of axes.
-
     References
     ----------
     Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", 2020,
@@ -166,11 +154,6 @@ def dilated(step: int) -> Mod:
     -------
     Mod
 
-    Raises
-    ------
-    ValueError
-        The step is below 1.
-
     References
     ----------
     The dilated window of Longformer, arXiv 2004.05150, section 3.1, without its window.
@@ -204,11 +187,6 @@ def document(ids: Any, kv_ids: Any = None) -> Mod:
     Returns
     -------
     Mod
-
-    Raises
-    ------
-    ValueError
-        An array has another shape, or is not of integers.
 
     Examples
     --------
@@ -261,13 +239,6 @@ def visible(array: Any) -> Mod:
     -------
     Mod
 
-    Raises
-    ------
-    TypeError
-        The array is not of bools.
-    ValueError
-        It has more than four axes.
-
     Examples
     --------
     >>> from flashkit import mods
@@ -298,11 +269,6 @@ def softcap(cap: float) -> Mod:
     Returns
     -------
     Mod
-
-    Raises
-    ------
-    ValueError
-        The cap is not above 0.
 
     References
     ----------
@@ -337,11 +303,6 @@ def alibi(slopes: Any) -> Mod:
     -------
     Mod
 
-    Raises
-    ------
-    ValueError
-        The slopes have another number of axes.
-
     References
     ----------
     Press et al., "Train Short, Test Long", 2022, arXiv 2108.12409, section 3.
@@ -375,11 +336,6 @@ def bias(array: Any) -> Mod:
     Returns
     -------
     Mod
-
-    Raises
-    ------
-    ValueError
-        It has more than four axes.
 
     Examples
     --------

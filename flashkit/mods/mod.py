@@ -97,11 +97,6 @@ class Mod:
         -------
         Mod
 
-        Raises
-        ------
-        TypeError
-            One of the two is no score modification.
-
         Examples
         --------
         >>> from flashkit import mods
@@ -112,22 +107,11 @@ class Mod:
         return combine(after, "score", self, other)
 
     def snapshot(self, *, whole: bool = False) -> Mod:
-        """The same modification with values of its own, so that a kernel reads what was checked.
+        """The same modification with values of its own, so that a kernel reads what was checked. TypeError or
+        ValueError if a value has another kind, range or number of axes than the function was traced with.
 
-        Parameters
-        ----------
-        whole
-            Copy all arrays. By default integers, and bools that an index depends on, are copied; other arrays are
-            views, of which only the contents can change afterwards.
-
-        Returns
-        -------
-        Mod
-
-        Raises
-        ------
-        TypeError, ValueError
-            A value has another kind, range or number of axes than the function was traced with.
+        whole: copy all arrays. By default integers, and bools that an index depends on, are copied; other arrays are
+        views, of which only the contents can change afterwards.
         """
         params, arrays = dict(self.params), dict(self.arrays)
         traced, indexing = values_of(self.expr)
@@ -205,12 +189,8 @@ class Mod:
 
 
 def _restored(kind: Any, graph: Any, params: Any, arrays: Any) -> Mod:
-    """The modification whose pickled form this is.
-
-    Raises
-    ------
-    TypeError, ValueError
-        It is none that tracing gives: kernels read its values by what tracing guarantees.
+    """The modification whose pickled form this is. TypeError or ValueError if it is none that tracing gives: kernels
+    read its values by what tracing guarantees.
     """
     if type(kind) is not str or kind not in SYMBOLS or type(graph) is not Expr:
         raise ValueError(f"no pickled modification: kind {shown(kind)} with a {type(graph).__name__} as its graph")
@@ -400,11 +380,6 @@ def combine(join: Callable[..., Expr], kind: ModKind, *mods: Mod | Callable[...,
     Returns
     -------
     Mod
-
-    Raises
-    ------
-    TypeError
-        One of them is of the other kind, or cannot be traced.
 
     Examples
     --------

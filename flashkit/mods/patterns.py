@@ -13,9 +13,29 @@ from typing import Any, Self
 import numpy as np
 
 from ..numeric import integer
+from ..options import F, filled
 from . import expr
 from .expr import Expr
 from .mod import mask
+
+_SIZES = """Parameters
+----------
+n_q, n_k
+    Numbers of queries and keys."""
+
+_BLOCKS = """block
+    Queries and keys of a block, and of a tile.
+q_offset
+    Position of the first query; n_k - n_q by default.
+
+Returns
+-------
+BlockMask"""
+
+
+def _documented(function: F) -> F:
+    """A constructor with what the docstrings of all have in common for {sizes} and {blocks}."""
+    return filled(filled(function, "sizes", _SIZES), "blocks", _BLOCKS)
 
 
 class Patterns:
@@ -25,30 +45,16 @@ class Patterns:
     from_dense: Callable[..., Self]
 
     @classmethod
+    @_documented
     def local(
         cls, n_q: int, n_k: int, left_blocks: int, right_blocks: int = 0, block: int = 128, q_offset: Any = None
     ) -> Self:
         """A block sees `left_blocks` blocks before it, itself, and `right_blocks` blocks after it.
 
-        Parameters
-        ----------
-        n_q, n_k
-            Numbers of queries and keys.
+        {sizes}
         left_blocks, right_blocks
             Numbers of blocks, 0 or more.
-        block
-            Queries and keys of a block, and of a tile.
-        q_offset
-            Position of the first query; n_k - n_q by default.
-
-        Returns
-        -------
-        BlockMask
-
-        Raises
-        ------
-        ValueError
-            A number is out of range.
+        {blocks}
 
         Examples
         --------
@@ -64,32 +70,18 @@ class Patterns:
         return cls._blockwise(seen, n_q, n_k, block, q_offset, **counts)
 
     @classmethod
+    @_documented
     def dilated(
         cls, n_q: int, n_k: int, step_blocks: int, reach_blocks: int, block: int = 128, q_offset: Any = None
     ) -> Self:
         """A dilated window: a block sees `reach_blocks` blocks to each side, at multiples of `step_blocks` from it.
 
-        Parameters
-        ----------
-        n_q, n_k
-            Numbers of queries and keys.
+        {sizes}
         step_blocks
             Distance between visible blocks, 1 or more.
         reach_blocks
             Number of visible blocks to each side, 0 or more.
-        block
-            Queries and keys of a block, and of a tile.
-        q_offset
-            Position of the first query; n_k - n_q by default.
-
-        Returns
-        -------
-        BlockMask
-
-        Raises
-        ------
-        ValueError
-            A number is out of range.
+        {blocks}
 
         References
         ----------
@@ -109,28 +101,14 @@ class Patterns:
         return cls._blockwise(seen, n_q, n_k, block, q_offset, reach_blocks=reach_blocks)
 
     @classmethod
+    @_documented
     def strided(cls, n_q: int, n_k: int, stride_blocks: int, block: int = 128, q_offset: Any = None) -> Self:
         """The strided pattern of Sparse Transformer: the last `stride_blocks` blocks, and every stride-th block before.
 
-        Parameters
-        ----------
-        n_q, n_k
-            Numbers of queries and keys.
+        {sizes}
         stride_blocks
             1 or more.
-        block
-            Queries and keys of a block, and of a tile.
-        q_offset
-            Position of the first query; n_k - n_q by default.
-
-        Returns
-        -------
-        BlockMask
-
-        Raises
-        ------
-        ValueError
-            A number is out of range.
+        {blocks}
 
         References
         ----------
@@ -152,32 +130,18 @@ class Patterns:
         return cls._blockwise(seen, n_q, n_k, block, q_offset)
 
     @classmethod
+    @_documented
     def fixed(
         cls, n_q: int, n_k: int, stride_blocks: int, summary_blocks: int = 1, block: int = 128, q_offset: Any = None
     ) -> Self:
         """The fixed pattern of Sparse Transformer: the own segment, and the last blocks of each earlier segment.
 
-        Parameters
-        ----------
-        n_q, n_k
-            Numbers of queries and keys.
+        {sizes}
         stride_blocks
             Blocks of a segment (l in the paper), 1 or more.
         summary_blocks
             Visible blocks at the end of an earlier segment (c in the paper), 0 to stride.
-        block
-            Queries and keys of a block, and of a tile.
-        q_offset
-            Position of the first query; n_k - n_q by default.
-
-        Returns
-        -------
-        BlockMask
-
-        Raises
-        ------
-        ValueError
-            A number is out of range.
+        {blocks}
 
         References
         ----------
@@ -202,30 +166,16 @@ class Patterns:
         return cls._blockwise(seen, n_q, n_k, block, q_offset, summary_blocks=summary_blocks)
 
     @classmethod
+    @_documented
     def butterfly(
         cls, n_q: int, n_k: int, max_stride_blocks: int | None = None, block: int = 128, q_offset: Any = None
     ) -> Self:
         """The flat block butterfly: a block sees itself and the blocks whose index differs from its own in one bit.
 
-        Parameters
-        ----------
-        n_q, n_k
-            Numbers of queries and keys.
+        {sizes}
         max_stride_blocks
             A power of two; the bits below it count. All bits by default.
-        block
-            Queries and keys of a block, and of a tile.
-        q_offset
-            Position of the first query; n_k - n_q by default.
-
-        Returns
-        -------
-        BlockMask
-
-        Raises
-        ------
-        ValueError
-            A number is out of range.
+        {blocks}
 
         References
         ----------
@@ -257,16 +207,14 @@ class Patterns:
         return cls._blockwise(seen, n_q, n_k, block, q_offset)
 
     @classmethod
+    @_documented
     def bigbird(
         cls, n_q: int, n_k: int, window_blocks: int = 3, global_blocks: int = 2, random_blocks: int = 3, seed: int = 0,
         block: int = 128, q_offset: Any = None,
     ) -> Self:  # fmt: skip
         """Big Bird: a window of blocks, global blocks, and random blocks in each row.
 
-        Parameters
-        ----------
-        n_q, n_k
-            Numbers of queries and keys.
+        {sizes}
         window_blocks
             Blocks of the window around the own block, an odd number.
         global_blocks
@@ -275,19 +223,7 @@ class Patterns:
             Further visible blocks in each row, or as many as are left.
         seed
             Of the random blocks.
-        block
-            Queries and keys of a block, and of a tile.
-        q_offset
-            Position of the first query; n_k - n_q by default.
-
-        Returns
-        -------
-        BlockMask
-
-        Raises
-        ------
-        ValueError
-            A number is out of range.
+        {blocks}
 
         References
         ----------
@@ -315,35 +251,21 @@ class Patterns:
         return base | cls.from_dense(grid, block, block, n_q, n_k)
 
     @classmethod
+    @_documented
     def longformer(
         cls, n_q: int, n_k: int, window_tokens: int, global_tokens: Any = (), dilation_tokens: int = 1,
         block: int = 128, q_offset: Any = None,
     ) -> Self:  # fmt: skip
         """Longformer: a (dilated) sliding window in tokens, and global tokens.
 
-        Parameters
-        ----------
-        n_q, n_k
-            Numbers of queries and keys.
+        {sizes}
         window_tokens
             A token sees window // 2 tokens to each side.
         global_tokens
             Positions, 0 to n_k - 1, that see all and are seen by all.
         dilation_tokens
             Distance between the tokens of the window, 1 or more.
-        block
-            Queries and keys of a block, and of a tile.
-        q_offset
-            Position of the first query; n_k - n_q by default.
-
-        Returns
-        -------
-        BlockMask
-
-        Raises
-        ------
-        ValueError
-            A number is out of range.
+        {blocks}
 
         References
         ----------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,12 @@ class RangeTable:
             (np.maximum if which else np.minimum)(finer[0:-1:2], finer[1::2], out=half[:pairs])
             known[levels] = np.moveaxis(half, 0, axis)
         return known[levels]
+
+
+def tables(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays of a modification, on the host, with a RangeTable for each that has exact bounds."""
+    host = {name: a.get() if hasattr(a, "get") else np.asarray(a) for name, a in arrays.items()}
+    return {name: RangeTable(a) if a.dtype.kind in "biu" else a for name, a in host.items()}
 
 
 def _cover(low: np.ndarray, high: np.ndarray, n: int) -> list[tuple[int, np.ndarray, np.ndarray]]:

@@ -91,21 +91,10 @@ _CHUNK = 1 << 15  # squares classified at once: bounds memory to a few megabytes
 
 
 def squares(classify: Classify, groups: int, tiles: tuple[int, int]) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Every FULL tile once, in squares as large as possible, and every PARTIAL tile, at level 0.
+    """Every FULL tile once, in squares as large as possible, and every PARTIAL tile, at level 0: (level, class,
+    squares), these int64 (3, n): group, row and column, in squares of 2**level tiles a side.
 
-    Parameters
-    ----------
-    classify
-        Classifies squares of tiles.
-    groups
-        Number of independent masks, b * heads + h.
-    tiles
-        Rows and columns of tiles.
-
-    Yields
-    ------
-    level, class, squares
-        squares is int64 (3, n): group, row and column, in squares of 2**level tiles a side.
+    groups: number of independent masks, b * heads + h. tiles: rows and columns of tiles.
     """
     if 0 in tiles:
         return

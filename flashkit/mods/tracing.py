@@ -48,12 +48,8 @@ def is_marked_pure(function: Any) -> bool:
 
 
 def as_array(name: str, value: Any, expected: str = "an array") -> np.ndarray:
-    """The value as a NumPy array; `expected` is for the error.
-
-    Raises
-    ------
-    TypeError
-        It is a masked array, whose mask a plain array would drop, or its lists are of different lengths.
+    """The value as a NumPy array; `expected` is for the error. TypeError if it is a masked array, whose mask a plain
+    array would drop, or its lists are of different lengths.
     """
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{name}: expected a plain array, got a masked array; pass x.filled(...)")
@@ -64,12 +60,8 @@ def as_array(name: str, value: Any, expected: str = "an array") -> np.ndarray:
 
 
 def native_array(name: str, value: Any) -> Any:
-    """An array of NumPy or CuPy for an array of any library, or for what NumPy makes one of.
-
-    Raises
-    ------
-    TypeError
-        Another library's array cannot be read in place; or see `as_array`.
+    """An array of NumPy or CuPy for an array of any library, or for what NumPy makes one of. TypeError if another
+    library's array cannot be read in place; see also `as_array`.
     """
     value = interop.native(name, value)
     return value if hasattr(value, "__cuda_array_interface__") else as_array(name, value)
@@ -83,13 +75,7 @@ DTYPES: dict[str, Kind] = {
 
 
 def value_kind(name: str, value: Any) -> Kind:
-    """The kind of a value; `name` is for the error.
-
-    Raises
-    ------
-    TypeError
-        For another dtype.
-    """
+    """The kind of a value; TypeError for another dtype. `name` is for the error."""
     kind = DTYPES.get(str(value.dtype.name))
     if kind is None:
         raise TypeError(f"{name}: expected dtype bool, an integer or a float of up to 64 bits, got {value.dtype}")
@@ -139,12 +125,8 @@ def trace_graph(
 
 
 def check_traced(graph: Expr, kind: ModKind) -> None:
-    """Check that a graph is one that `trace_graph` could have made.
-
-    Raises
-    ------
-    ValueError
-        It gives another kind, has symbols or integers that no modification has, or uses one name in two ways.
+    """Check that a graph is one that `trace_graph` could have made. ValueError if it gives another kind, has symbols or
+    integers that no modification has, or uses one name in two ways.
     """
     if graph.kind != {"mask": "bool", "score": "float"}[kind]:
         raise ValueError(f"the graph of a {kind} mod gives {graph.kind}")

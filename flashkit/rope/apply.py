@@ -12,10 +12,9 @@ import numpy as np
 
 from ..call import arrays, interop
 from ..call.checks import can_write, check_out, choice, flag
+from ..call.sequences import integers_of
 from ..call.shape import LAYOUTS, Shape
 from ..mods.expr import MAX_POSITION
-from ..mods.tracing import as_array
-from ..numeric import described
 from ..spec import DTYPES
 from .tables import cos_sin, rates
 
@@ -62,11 +61,6 @@ def rotary(
     -------
     array
         Of x's shape and dtype.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument is invalid. The message names it and says what was expected.
 
     References
     ----------
@@ -189,12 +183,8 @@ def checked_table(cos: Any, sin: Any, interleaved: Any, x: Any, dtype: str) -> T
 
 def _positions(positions: Any, kind: str, shape: Shape, batch: int, n: int, rows: int | None) -> Any:
     """int64 (B, N), a copy, below `rows` where they lie on the host."""
-    on_device = kind != "numpy" and arrays.kind_of(positions) == kind
     what = "integers (N,) or (..., N), one for each token,"
-    where = np.arange(n) if positions is None else positions if on_device else as_array("positions", positions, what)
-    where = where.view() if on_device else np.array(where)
-    if where.dtype.kind not in "iu":
-        raise TypeError(f"positions: expected {what} got {described(positions)}")
+    where, on_device = integers_of("positions", np.arange(n) if positions is None else positions, kind, what)
     if where.shape not in ((n,), (*shape.batch, n)):
         raise ValueError(f"positions: expected shape {(n,)} or {(*shape.batch, n)}, got {where.shape}")
     xp = arrays.namespace(kind)
@@ -202,7 +192,7 @@ def _positions(positions: Any, kind: str, shape: Shape, batch: int, n: int, rows
     whole[...] = where if where.ndim == 1 else where.reshape(batch, n)
     if on_device:
         return whole if rows is None else xp.clip(whole, 0, max(rows - 1, 0), out=whole)
-    low, high = (int(where.min()), int(where.max())) if where.size else (0, -1)  # `whole` may have wrapped
+    low, high = (int(where.min()), int(where.max())) if where.size else (0, -1)
     most = MAX_POSITION if rows is None else rows
     if low < 0 or high >= most:
         rows_of_table = "" if rows is None else ", the table's rows"

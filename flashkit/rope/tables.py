@@ -54,11 +54,6 @@ def rotary_table(
     cos, sin : array
         (n, dims / 2). For "yarn" both are multiplied by its attention factor.
 
-    Raises
-    ------
-    TypeError, ValueError
-        An argument is invalid. The message names it and says what was expected.
-
     References
     ----------
     Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, arXiv 2104.09864, section 3.4.

@@ -66,12 +66,5 @@ def _parts(width: int, named: int, numbers: Sequence[str], rows: Sequence[Sequen
 
 
 def digits(x: float) -> str:
-    """Three significant digits without an exponent.
-
-    Examples
-    --------
-    >>> from flashkit.tools import console
-    >>> console.digits(0.0012345), console.digits(123.456)
-    ('0.00123', '123')
-    """
+    """Three significant digits without an exponent."""
     return f"{x:.{max(0, 2 - math.floor(math.log10(x)))}f}" if x > 0 else "0"

@@ -52,35 +52,14 @@ class Prebuilt(NamedTuple):
 def prebuild(
     folder: Path | None = None, cpu: Iterable[str] | None = None, gpu: Iterable[str] | None = None
 ) -> Iterator[Prebuilt]:
-    """Compile the kernels of usual calls.
+    """Compile the kernels of usual calls; yields each file as it is written.
 
-    Parameters
-    ----------
-    folder
-        Where to write them, a new folder. By default into the package, which then uses them, in place of those that
-        it has.
-    cpu
-        Classes of CPUs, of whatever architecture; by default all.
-    gpu
-        Architectures of GPUs; by default all of GPUS. They need NVRTC, but no device.
+    folder: where to write them, a new one. By default into the package, which then uses them, in place of those that it
+    has. cpu: classes of CPUs, of whatever architecture; by default all. gpu: architectures; by default all of GPUS.
+    They need NVRTC, but no device.
 
-    Yields
-    ------
-    Prebuilt
-        For each file, as it is written.
-
-    Raises
-    ------
-    ValueError
-        Of an unknown class or architecture, or a folder that is not empty.
-    CompileError
-        A kernel does not compile, or NVRTC is of another version than NVRTC.
-
-    Examples
-    --------
-    >>> from flashkit.tools.prebuild import prebuild
-    >>> for made in prebuild(gpu=[]):  # doctest: +SKIP
-    ...     print(made.name, made.bytes)
+    ValueError for an unknown class or architecture, or a folder that is not empty; CompileError if a kernel does not
+    compile, or NVRTC is of another version than NVRTC.
     """
     from ..backends.cpu import target
     from ..backends.cuda_common import compiler

@@ -12,6 +12,7 @@ import numpy as np
 
 from .. import api, dispatch
 from ..devices import host
+from ..spec import dtype_of
 
 DTYPES = ("float32", "float16", "bfloat16")
 HEAD_DIMS = (64, 128)
@@ -27,27 +28,10 @@ class Warmed(NamedTuple):
 
 
 def warm(dtypes: Sequence[str] = DTYPES, head_dims: Sequence[int] = HEAD_DIMS) -> Iterator[Warmed]:
-    """Compile plain and causal attention for every combination of these, in parallel, on every available backend.
+    """Compile plain and causal attention for every combination of these, in parallel, on every available backend;
+    yields each kind of call, as it is done. An error of one does not end the others.
 
     numba_cuda, which takes minutes and is never chosen by default, is left out unless FLASHKIT_BACKEND selects it.
-
-    Parameters
-    ----------
-    dtypes
-        Names of dtypes.
-    head_dims
-        Head dims of q, k and v.
-
-    Yields
-    ------
-    Warmed
-        For each kind of call, as it is done. An error of one does not end the others.
-
-    Examples
-    --------
-    >>> from flashkit.tools.warm import warm
-    >>> for one in warm(["float32"], [64]):  # doctest: +SKIP
-    ...     print(one.label, one.error or "compiled")
     """
     calls = [(name, *what) for name in _compiled() for what in itertools.product(dtypes, head_dims, (False, True))]
     with ThreadPoolExecutor(host.cpu_count()) as pool:
@@ -75,9 +59,7 @@ def _one(name: str, dtype: str, head_dim: int, causal: bool) -> Warmed:
 
 
 def _array(kind: str, dtype: str, head_dim: int) -> Any:
-    import ml_dtypes
-
-    array = np.ones((1, 1, 16, head_dim), getattr(ml_dtypes, dtype, dtype))
+    array = np.ones((1, 1, 16, head_dim), dtype_of(dtype))
     if kind == "numpy":
         return array
     import cupy

@@ -1,6 +1,6 @@
 """What happens at the edges: rows without keys, empty sizes, NaN and infinity, odd memory, one seed, the same bits.
 
-The rules are in flashkit/reference.py ("At the edges") and hold for every backend; tests that say `backend` run on all.
+The rules are in flashkit/reference ("At the edges") and hold for every backend; tests that say `backend` run on all.
 """
 
 from __future__ import annotations

@@ -278,7 +278,7 @@ def test_what_fails_with_two_tiles_is_not_the_tile(monkeypatch: pytest.MonkeyPat
 def test_every_target_is_of_a_generation_that_supports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune_cuda.device, "current", lambda: HOPPER)
     monkeypatch.setattr(tune_cuda.profiles, "for_device", lambda kind: profiles.by_name("generic_cuda"))
-    tunable = tune_cuda.TunableCuda(CupyRawBackend())
+    tunable = tune_cuda.CudaTuner(CupyRawBackend())
     targets = tunable.targets(tune_cuda.FULL, None)
     assert len({target.key for target in targets}) == len(targets)
     assert {target.generation for target in targets if target.dtype == "float64"} == {"simt"}
@@ -315,7 +315,8 @@ def test_what_is_tuned_replaces_the_row_in_use_for_its_calls_alone(monkeypatch: 
     """A tile that was timed with 4,096 tokens says nothing of 300."""
     monkeypatch.setattr(tune_cuda.device, "current", lambda: HOPPER)
     monkeypatch.setattr(tune_cuda.profiles, "for_device", lambda kind: profiles.by_name("generic_cuda"))
-    runner = tune_cuda.CudaRunner(CupyRawBackend(), tune_cuda.QUICK, [])
+    runner = tune_cuda.CudaTuner(CupyRawBackend())
+    runner.begin(tune_cuda.QUICK, [])
     target = tune_cuda.Target("forward", "bfloat16", 64, generation="sm90")
     in_use = runner.row_in_use(target)
     assert in_use is not None and runner.in_use(target).block_q == in_use.block_q == 192

@@ -3,8 +3,8 @@
 A fault takes away a part of the algorithm, `CORE`, and its failure would be silent: some result is wrong. It names a
 place and what replaces an expression or a statement there:
 
-    "reference:softmax"         a function or class of a module of flashkit, or all of it, "reference:"; old and new
-                                are Python, compared as syntax, so the fault survives edits around it
+    "reference.steps:softmax"   a function or class of a module of flashkit, or all of it, "reference.steps:"; old and
+                                new are Python, compared as syntax, so the fault survives edits around it
     "sm90/mainloop.cuh"         a file of cupy_raw's kernels; old and new are text
 
 The old code occurs exactly once in its place. tests/tools/test_mutants.py holds every fault to this. Choose faults by

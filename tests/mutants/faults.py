@@ -14,13 +14,16 @@ CPU, COMMON, NUMBA = (f"backends.{name}" for name in ("cpu", "cuda_common", "num
 ROWS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     # the definition, expressions, masks
     "tests/unit/test_reference.py": (
-        ("scale", "reference:scores", "matmul(q, k.T) * scale", "matmul(q, k.T)"),
-        ("sink", "reference:softmax", "row_sum(e) + np.exp(sink - finite(m))", "row_sum(e)"),
-        ("rescale", "reference:online_softmax", "rescale * l + row_sum(p)", "l + row_sum(p)"),
-        ("rescale", "reference:accumulate", "o_acc * rescale[:, None]", "o_acc"),
-        ("gradient", "reference:tile_gradients", "p * (dp - delta[:, None])", "p * dp"),
-        ("heads", "reference:standard_gradients", 'head.memory["dk"][...] += dk', 'head.memory["dk"][...] = dk'),
-        ("offset", "reference:tile_states", "row1 + head.offset", "row1"),
+        ("scale", "reference.steps:scores", "matmul(q, k.T) * scale", "matmul(q, k.T)"),
+        ("sink", "reference.steps:softmax", "row_sum(e) + np.exp(sink - finite(m))", "row_sum(e)"),
+        ("rescale", "reference.steps:online_softmax", "rescale * l + row_sum(p)", "l + row_sum(p)"),
+        ("rescale", "reference.steps:accumulate", "o_acc * rescale[:, None]", "o_acc"),
+        ("gradient", "reference.steps:tile_gradients", "p * (dp - delta[:, None])", "p * dp"),
+        (
+            "heads", "reference.definition:standard_gradients", 'head.memory["dk"][...] += dk',
+            'head.memory["dk"][...] = dk',
+        ),
+        ("offset", "reference.heads:tile_states", "row1 + head.offset", "row1"),
     ),
     "tests/unit/test_mods.py tests/unit/test_expr.py tests/unit/test_dropout.py": (
         ("mask edge", "mods.library:_window", "q - left <= k", "q - left < k"),

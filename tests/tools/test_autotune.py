@@ -33,7 +33,7 @@ PEAKS = MeasuredPeaks(20.0, 100.0, 200.0, {"float32": 0.2, "float64": 0.1})
 
 
 class Machine:
-    """A simulated TileRunner: functions give the seconds and the errors of a tile; timing advances its clock."""
+    """A simulated Tuner: functions give the seconds and the errors of a tile; timing advances its clock."""
 
     def __init__(
         self, seconds: Callable[[CpuTile], float], complaint: Callable[[CpuTile], str] = lambda tile: ""
@@ -78,17 +78,23 @@ class Machine:
         return spend
 
 
-class Simulated(cpu.TunableCpu):
+class Simulated(cpu.CpuTuner):
     """The CPU backend on a simulated machine."""
 
     def __init__(self, machine: Machine) -> None:
-        self.machine = machine
-
-    def runner(self, effort: Effort, targets: Sequence[Target]) -> Any:
-        return self.machine
+        super().__init__()
+        for name in ("in_use", "row_in_use", "candidates", "flops", "verify", "time"):
+            setattr(self, name, getattr(machine, name))
 
     def measure_peaks(self) -> MeasuredPeaks:
         return PEAKS
+
+
+def tuner(head_dim: int) -> cpu.CpuTuner:
+    """Of small problems on this CPU."""
+    made = cpu.CpuTuner()
+    made.begin(Effort(("float32",), (head_dim,), 256, 1, 1, 2, 1.0), [])
+    return made
 
 
 def autotune(machine: Machine, **options: Any) -> list[Outcome]:
@@ -356,7 +362,7 @@ def test_the_command_says_that_no_profile_was_written(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], load: list[float]
 ) -> None:
     monkeypatch.setattr(cpu, "QUICK", EFFORT)
-    monkeypatch.setattr(command, "tunable_backends", lambda backend: [Simulated(Machine(block_size))])
+    monkeypatch.setattr(command, "tuners", lambda backend: [Simulated(Machine(block_size))])
     load[0] = 0.4
     assert cli.run(["autotune", "--quick"]) == 1
     assert "no profile was written" in capsys.readouterr().err
@@ -364,10 +370,10 @@ def test_the_command_says_that_no_profile_was_written(
 
 
 def test_the_log_depends_on_device_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = command.log_path(cpu.TunableCpu())
+    here = command.log_path(cpu.CpuTuner())
     assert here.suffix == ".jsonl"
     monkeypatch.setattr(environment, "versions", lambda: {"numba": "9.9"})
-    assert command.log_path(cpu.TunableCpu()) != here
+    assert command.log_path(cpu.CpuTuner()) != here
 
 
 # --- trials on this machine -------------------------------------------------------------------------------------------
@@ -376,7 +382,7 @@ def test_the_log_depends_on_device_and_versions(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_tiles_on_this_cpu_are_verified_and_timed(direction: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(direction, "float32", 16, causal=True)
-    runner = cpu.CpuRunner(Effort(("float32",), (16,), 256, 1, 1, 2, 1.0))
+    runner = tuner(16)
     tile = runner.in_use(target)
     others = [t for t in runner.candidates(target) if t != tile][:1]
     assert runner.verify(target, tile) == ""
@@ -384,37 +390,37 @@ def test_tiles_on_this_cpu_are_verified_and_timed(direction: Any, monkeypatch: p
     assert all(t.best > 0 for t in timings.values())
     assert runner.flops(target) > 0
 
-    forward = type(runner.backend).forward
+    forward = type(runner.kernels).forward
 
     def spoilt(self: Any, plan: Any, operands: Any) -> None:
         forward(self, plan, operands)
         operands.lse[...] = 0
 
     if direction == "forward":
-        monkeypatch.setattr(type(runner.backend), "forward", spoilt)
+        monkeypatch.setattr(type(runner.kernels), "forward", spoilt)
         assert runner.verify(target, tile).startswith("lse is off by ")
-        monkeypatch.setattr(type(runner.backend), "forward", lambda *_: None)
+        monkeypatch.setattr(type(runner.kernels), "forward", lambda *_: None)
         assert runner.verify(target, tile).startswith("out is off by nan")
 
 
 def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target("backward", "float32", 8, causal=False)
-    runner = cpu.CpuRunner(Effort(("float32",), (8,), 256, 1, 1, 2, 1.0))
-    backward = type(runner.backend).backward
+    runner = tuner(8)
+    backward = type(runner.kernels).backward
 
     def spoilt(self: Any, plan: Any, operands: Any, gradients: Any) -> None:
         backward(self, plan, operands, gradients)
         gradients.dk[0, -1, -1, 0] *= 1.001
 
-    monkeypatch.setattr(type(runner.backend), "backward", spoilt)
+    monkeypatch.setattr(type(runner.kernels), "backward", spoilt)
     assert runner.verify(target, runner.in_use(target)).startswith("dk is off by ")
 
 
 @pytest.mark.slow
 def test_autotune_end_to_end() -> None:
     q, row = np.ones((1, 4, 256, 64), np.float32), None
-    for _ in range(8):  # on a slow machine the first runs end with the peaks, and the next go on from there
-        assert cli.run(["autotune", "--quick", "--budget", "8", "--backend", "cpu"]) == 0
+    for _ in range(16):  # on a slow machine the first runs end with the peaks, and the next go on from there
+        assert cli.run(["autotune", "--quick", "--dtype", "float32", "--budget", "4", "--backend", "cpu"]) == 0
         (file,) = profiles.user_dir().glob("*.yaml")
         if row := profiles.load_file(file).tile("cpu.forward", dtype="float32", head_dim=64, mask=False):
             break
@@ -425,14 +431,14 @@ def test_autotune_end_to_end() -> None:
 @pytest.mark.parametrize("method", ["amx", "avx512bf16"])
 def test_amx_has_tables_and_candidates_of_its_own(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bf16, "select", lambda: bf16.Method(method, "a test says so"))
-    runner = cpu.CpuRunner(cpu.FULL)
+    runner = cpu.CpuTuner()
     for dtype in ("bfloat16", "float32"):
         for direction in ("forward", "backward"):
             target, by_amx = Target(direction, dtype, 64), (dtype, method) == ("bfloat16", "amx")
-            assert cpu.TunableCpu().table(target) == f"{'cpu_amx' if by_amx else 'cpu'}.{direction}"
+            assert runner.table(target) == f"{'cpu_amx' if by_amx else 'cpu'}.{direction}"
             memory = io_model.cpu_memory(runner.profile)
             assert (runner.candidates(target) == io_model.amx_candidates(64, 64, direction, **memory)) == by_amx
     outcome = Outcome(Target("forward", "bfloat16", 64), IN_USE, IN_USE, 1.0, 100.0, 1, 0, True)
-    assert list(command.profile_of([outcome], PEAKS, cpu.TunableCpu())["tiles"]) == [
+    assert list(command.profile_of([outcome], PEAKS, cpu.CpuTuner())["tiles"]) == [
         "cpu_amx.forward" if method == "amx" else "cpu.forward"
     ]

@@ -30,9 +30,9 @@ def device() -> None:
 def test_wrong_results_are_found(direction: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import cupy
 
-    (tunable,) = command.tunable_backends("cupy_raw")
-    (target, *_) = [t for t in tunable.targets(SMALL, None) if t.direction == direction]
-    runner: Any = tunable.runner(SMALL, [target])
+    runner: Any = command.tuners("cupy_raw")[0]
+    (target, *_) = [t for t in runner.targets(SMALL, None) if t.direction == direction]
+    runner.begin(SMALL, [target])
     tile = runner.in_use(target)
     assert runner.candidates(target)[0].generation == target.generation
     assert runner.verify(target, tile) == ""

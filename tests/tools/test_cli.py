@@ -84,7 +84,7 @@ def explained(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         said.update(q=q, k=k, v=v, **options)
         return Explanation()
 
-    monkeypatch.setattr(flashkit, "explain", explain, raising=False)
+    monkeypatch.setattr(flashkit.api, "explain", explain, raising=False)
     return said
 
 
@@ -328,12 +328,11 @@ def test_an_example_names_the_packages_it_misses(
 # ---- the installation ----------------------------------------------------------------------------------------------
 
 
-def test_help_shows_brackets_and_leaves_out_what_follows_a_form_feed(run: Any) -> None:
+def test_help_shows_brackets_and_no_former_names(run: Any) -> None:
     status, out, _ = run("explain", "--help")
     shown = " ".join(out.replace("│", " ").split())
     assert status == 0
     assert "Number of keys (default: as many as queries)" in shown
-    assert "Raises" not in shown
     assert "--peers" not in run("bench", "--help")[1]
 
 

@@ -20,8 +20,8 @@ from flashkit.call.explanation import Explanation
 
 MODULES = [
     "api", "call.merge", "call.planned", "call.explanation", "call.weights", "dispatch", "errors", "mods.block_mask",
-    "mods.expr.functions", "mods.library", "mods.mod", "mods.patterns", "devices.io_model", "reference",
-    "rope.apply", "rope.tables",
+    "mods.expr.functions", "mods.library", "mods.mod", "mods.patterns", "devices.io_model",
+    "reference.algorithms", "reference.definition", "rope.apply", "rope.tables",
 ]  # fmt: skip
 MASK = flashkit.BlockMask
 

@@ -18,7 +18,7 @@ import yaml
 import flashkit
 from flashkit import dispatch
 from flashkit.call import plans
-from flashkit.devices import host, io_model, profiles, schema
+from flashkit.devices import host, io_model, profiles, schema, strict_yaml
 from flashkit.tools import cli
 from flashkit.tools.doctor import probes
 
@@ -200,11 +200,11 @@ class TestBadProfile:
         """Where PyYAML has no libyaml."""
 
         class Loader(yaml.SafeLoader):
-            yaml_implicit_resolvers = schema._Loader.yaml_implicit_resolvers
+            yaml_implicit_resolvers = strict_yaml._Loader.yaml_implicit_resolvers
 
         if name == "more than this CPU has":
             pytest.skip("a tile for other CPUs")
-        monkeypatch.setattr(schema, "_Loader", Loader)
+        monkeypatch.setattr(strict_yaml, "_Loader", Loader)
         with pytest.raises(profiles.ProfileError, match=r"mine\.yaml:[0-9]+: "):
             profiles.parse(TEXTS[name][0], "mine.yaml")
 

@@ -142,7 +142,7 @@ def test_neon_code_uses_fused_products_and_does_not_spill() -> None:
     assert widest.count("fmla") == 24 and "[sp" not in widest
 
 
-@pytest.mark.parametrize("instructions", ["avx512bf16", "amx"])
+@pytest.mark.parametrize("instructions", ["avx512bf16", pytest.param("amx", marks=pytest.mark.exhaustive)])
 def test_every_micro_kernel_is_ordered_for_the_tuned_cpu(instructions: str) -> None:
     wanted = target.of_class("x86-64-v4", instructions)
     assert wanted.tune == ("" if instructions == "amx" else "znver4")

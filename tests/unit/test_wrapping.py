@@ -324,7 +324,7 @@ def inputs(n_q: int = 150, n_k: int = 210) -> list[np.ndarray]:
 
 def test_a_fresh_kernel_is_held_against_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not against an algorithm with tiles, which could be wrong about them as the kernel is."""
-    monkeypatch.setattr(reference, "tile_states", None)
+    monkeypatch.setattr(reference.algorithms, "tile_states", None)
     spec, _ = problem_of(mods.mask(HASHES["below"]))
     problem = verify.sample_problem(spec)
     out, _ = reference.standard(spec, problem)

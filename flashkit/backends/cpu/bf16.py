@@ -26,14 +26,8 @@ class Method(NamedTuple):
 
 
 def select() -> Method:
-    """The method that the environment names, or else the best one, and the reason.
-
-    Raises
-    ------
-    ValueError
-        The environment names no method.
-    UnsupportedError
-        This machine does not have the instructions.
+    """The method that the environment names, or else the best one, and the reason. ValueError if the environment names
+    none, UnsupportedError if this machine does not have the instructions.
     """
     wanted = settings.CPU_BF16.read()
     if wanted is None:

@@ -86,12 +86,7 @@ class ValueSums:
     add to different elements; else each work tile has sums of its own, if they are small; else a work tile takes all
     that add to the same elements in turn. So the order of each sum is fixed.
 
-    Attributes
-    ----------
-    serial : (int, int)
-        Batch entries and key/value heads of a work tile.
-    splits_share : bool
-        Whether the keys of a head cannot be split.
+    serial: batch entries and key/value heads of a work tile. splits_share: whether the keys of a head cannot be split.
     """
 
     def __init__(self, plan: CpuPlan, gradients: Gradients, batch: int, heads_kv: int, most_bytes: int) -> None:

@@ -31,25 +31,9 @@ PREFETCH_DISTANCE = 8192
 
 
 def peak_flops(dtype: str, tile: CpuTile, threads: int, *, depth: int = 128, samples: int = 15) -> float:
-    """Measure the FLOP/s of `gemm` in the tile's register block on all threads at once, operands in L1.
+    """The FLOP/s of `gemm` in the tile's register block on all threads at once, operands in L1; the best sample counts.
 
-    Parameters
-    ----------
-    dtype
-        The type that is computed in: "float64" or "float32".
-    tile
-        Its register block is measured.
-    threads
-        Threads that multiply at the same time.
-    depth
-        Length of the sums, a typical head dim.
-    samples
-        The most samples; the best counts.
-
-    Returns
-    -------
-    float
-        FLOP/s of all threads together.
+    dtype: that is computed in, "float64" or "float32". depth: length of the sums, a typical head dim.
     """
     block, kind = RegisterBlock.of(dtype, tile), np.dtype(dtype)
     width = block.vectors * block.lanes
@@ -66,25 +50,9 @@ def peak_flops(dtype: str, tile: CpuTile, threads: int, *, depth: int = 128, sam
 
 
 def bandwidth(nbytes: int, lanes: int, threads: int, *, samples: int = 15) -> float:
-    """Measure the bytes/s that all threads together read, each from an array of its own of about nbytes / threads.
-
-    An array larger than the last-level cache is read from main memory; one smaller than a core's L2 is read from L2.
-
-    Parameters
-    ----------
-    nbytes
-        Size of all arrays together.
-    lanes
-        float32 lanes of the vectors that are loaded.
-    threads
-        Threads that read at the same time.
-    samples
-        The most samples; the best counts.
-
-    Returns
-    -------
-    float
-        Bytes/s of all threads together.
+    """The bytes/s that all threads together read, each from an array of its own of about nbytes / threads: from main
+    memory if the arrays are larger than the last-level cache, from L2 if they are smaller than a core's. lanes: float32
+    numbers of a vector.
     """
     lines = max(1, nbytes // threads // LINE)
     times = max(1, round(SAMPLE * 2e10 / (LINE * lines)))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from ...devices.schema import Profile, TileRow, not_followed
 from ...errors import UnsupportedError
 from ...spec import AttentionSpec, Direction, Problem, Verdict
+from ..base import refused
 from .arguments import Arguments
 from .device import Device
 from .launch import Library
@@ -58,17 +59,13 @@ class Generation(Protocol):
     directions: tuple[Direction, ...]
 
     takes_fp8: bool = False
-    """Whether it is asked about problems whose q, k and v are codes of e4m3."""
-
     takes_stats: bool = False
     takes_jvp: bool = False
-    """Whether about those whose forward pass has more results; see `base.TakesMore`."""
-
     takes_wrt: bool = False
-    """Whether its backward pass sums gradients by values of score modifications,"""
+    """Whether it is asked about what `base.EXTRAS` lists,"""
 
     takes_wrt_in_order: bool = False
-    """and in an order that gives the same bits."""
+    """and sums gradients by values of score modifications in an order that gives the same bits."""
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         """Whether these kernels can compute it and have enough work for it, or the reason why not."""
@@ -166,14 +163,8 @@ def supports_16bit(spec: AttentionSpec, most: int) -> Verdict:
 def asked(generation: Generation, problem: Problem, device: Device, direction: Direction) -> Verdict:
     """The answer of `supports`, or the refusal of what a generation does not know."""
     spec = problem.spec
-    if spec.fp8 and not generation.takes_fp8:
-        return Verdict(False, "it has no kernels for codes of e4m3")
-    if spec.stats and not generation.takes_stats:
-        return Verdict(False, "its kernels compute no statistics")
-    if spec.jvp and not generation.takes_jvp:
-        return Verdict(False, "it has no kernels for tangents")
-    if spec.wrt and direction == "backward" and not generation.takes_wrt:
-        return Verdict(False, "it has no gradients by values of score modifications")
+    if reason := refused(generation, spec, direction):
+        return Verdict(False, reason)
     if spec.wrt and direction == "backward" and spec.deterministic and not generation.takes_wrt_in_order:
         return Verdict(False, "it sums gradients by values of score modifications in any order")
     return generation.supports(problem, device, direction)

@@ -4,9 +4,8 @@ A tile's class lists what lies in shared memory, in order, once for the host and
 come the bytes to ask for and the constants AT_... that the kernel's head gets, so that a kernel never adds up offsets
 itself.
 
-    smem = SmemLayout()
+    smem = SmemLayout(Q_PIPE=16 * 2)             # AT_Q_PIPE: full and empty barriers
     smem.add("Q", 2 * 64 * 128, align=1024)      # AT_Q
-    smem.add("Q_PIPE", 16 * 2)                   # AT_Q_PIPE: full and empty barriers
     smem.constants(), smem.bytes
 """
 
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...spec import ITEMSIZE
+from ...spec import ITEMSIZE, AttentionSpec
 from . import launch
 from .arguments import Arguments
 from .params import AT
@@ -35,9 +34,11 @@ _LONG_SEQUENCE = 4
 class SmemLayout:
     """Parts of shared memory, one after the other. Offsets and sizes are in bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, **parts: int) -> None:
         self.offsets: dict[str, int] = {}
         self.bytes = 0
+        for name, size in parts.items():
+            self.add(name, size)
 
     def add(self, name: str, size: int, align: int = 1) -> int:
         """Put a part behind the others, at a multiple of `align`; returns its offset."""
@@ -52,6 +53,18 @@ class SmemLayout:
     def constants(self) -> dict[str, int]:
         """The constants of a kernel's head: AT_<name> of each part, and SHARED_BYTES."""
         return {**{f"AT_{name}": offset for name, offset in self.offsets.items()}, "SHARED_BYTES": self.bytes}
+
+
+class SmemTile:
+    """A tile of a kernel that keeps its operands in shared memory."""
+
+    def smem(self, spec: AttentionSpec) -> SmemLayout:
+        """The shared memory of a CTA."""
+        raise NotImplementedError
+
+    def shared_memory(self, spec: AttentionSpec) -> int:
+        """Bytes of it."""
+        return self.smem(spec).bytes
 
 
 def stage_constants(stage: SmemLayout) -> dict[str, int]:

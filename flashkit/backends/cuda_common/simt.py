@@ -73,10 +73,7 @@ class SimtTile:
         )
         stage = max((rows + columns) * (self.chunk + 16 // size), self.keys * self.accumulator_columns(dim))
         pitch = columns + (self.threads_x if self.threads_x < 32 else 0)
-        smem = SmemLayout()
-        smem.add("STAGES", 2 * stage * size)
-        smem.add("P", rows * pitch * size)
-        return smem
+        return SmemLayout(STAGES=2 * stage * size, P=rows * pitch * size)
 
     def shared_memory(self, part: Part, spec: AttentionSpec) -> int:
         """Bytes of shared memory of a CTA."""

@@ -216,19 +216,10 @@ class LaunchGeometry(NamedTuple):
 class Backward:
     """The three kernels of the backward pass: bwd_preprocess, sm90_backward, bwd_postprocess.
 
-    Parameters
-    ----------
-    spec
-        May be deterministic where the call need not be.
-    library
-        The kernels; `kernels` compiles others of the same backend.
-    fallback
-        Takes the calls that TMA cannot address, and non-positive scales.
-    fused_preprocess
-        Whether the backward kernel does most of bwd_preprocess.
-    early
-        Whether kernels are launched while the one before runs (programmatic dependent launch): bwd_postprocess then
-        converts each query tile as soon as its dQ is complete.
+    spec: may be deterministic where the call need not be. library: the kernels; `kernels` compiles others of the same
+    backend. fallback: takes the calls that TMA cannot address, and non-positive scales. fused_preprocess: whether the
+    backward kernel does most of bwd_preprocess. early: whether kernels are launched while the one before runs
+    (programmatic dependent launch): bwd_postprocess then converts each query tile as soon as its dQ is complete.
     """
 
     addressed: tuple[str, ...] = _ADDRESSED

@@ -14,7 +14,7 @@ from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Choice, Generation, Pass, TileTables, tile_of
 from ..cuda_common.launch import Kernel, check_grid
-from ..cuda_common.memory import SmemLayout, bytes_of_keys, heads_per_l2_group, stage_constants
+from ..cuda_common.memory import SmemLayout, SmemTile, bytes_of_keys, heads_per_l2_group, stage_constants
 from ..cuda_common.params import AT
 from ..cuda_common.sm80_bwd_launch import OrderedBackward
 from ..cuda_common.sm90_launch import FEW_ROWS
@@ -55,7 +55,7 @@ def _score_constants(spec: AttentionSpec) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Sm80Tile:
+class Sm80Tile(SmemTile):
     """A tile of the forward pass, the warps that share it, the stages of K and V in shared memory, and the waves of
     CTAs that split-KV makes.
     """
@@ -84,23 +84,21 @@ class Sm80Tile:
     def stage(self, spec: AttentionSpec) -> SmemLayout:
         """A stage of K and V."""
         size = ITEMSIZE[spec.dtype]
-        stage = SmemLayout()
-        for name, dim in (("STAGE_K", spec.head_dim), ("STAGE_V", spec.head_dim_v)):
-            stage.add(name, self.block_k * pitch(dim, size, self.granule, size == 4))
-        return stage
+        k, v = (pitch(dim, size, self.granule, size == 4) for dim in (spec.head_dim, spec.head_dim_v))
+        return SmemLayout(STAGE_K=self.block_k * k, STAGE_V=self.block_k * v)
 
     def smem(self, spec: AttentionSpec) -> SmemLayout:
         """The shared memory of a CTA. Warps that share rows exchange P, row maxima and row sums."""
         size, shared_rows = ITEMSIZE[spec.dtype], self.warps_k > 1
-        smem = SmemLayout()
-        smem.add("Q", self.block_q * pitch(spec.head_dim, size, self.granule, size == 4))
-        smem.add("KV", self.stages * self.stage(spec).bytes)
-        smem.add("TILE_LIST", _TILE_LIST)
-        smem.add("TILE_ROWS", self.looked_up(spec) * self.block_k // self.page_run(spec) * 16)
-        smem.add("P", self.block_q * (self.block_k * size + 16) * shared_rows)
-        smem.add("ROW_REDUCE", self.block_q * self.warps_k * 4 * shared_rows)
-        smem.add("ROW_STATE", self.block_q * self.warps_k * (48 if spec.stats else 32))
-        return smem
+        return SmemLayout(
+            Q=self.block_q * pitch(spec.head_dim, size, self.granule, size == 4),
+            KV=self.stages * self.stage(spec).bytes,
+            TILE_LIST=_TILE_LIST,
+            TILE_ROWS=self.looked_up(spec) * self.block_k // self.page_run(spec) * 16,
+            P=self.block_q * (self.block_k * size + 16) * shared_rows,
+            ROW_REDUCE=self.block_q * self.warps_k * 4 * shared_rows,
+            ROW_STATE=self.block_q * self.warps_k * (48 if spec.stats else 32),
+        )
 
     def looked_up(self, spec: AttentionSpec) -> int:
         """Key tiles whose rows are looked up at a time: two that are copied and the next, or as many as stages."""
@@ -114,10 +112,6 @@ class Sm80Tile:
             if threads % across or run % (threads // across):
                 return 1
         return run
-
-    def shared_memory(self, spec: AttentionSpec) -> int:
-        """Bytes of shared memory of a CTA."""
-        return self.smem(spec).bytes
 
     def resident(self, spec: AttentionSpec, device: Device) -> int:
         """Resident CTAs per SM with 255 registers a thread."""
@@ -218,7 +212,7 @@ class Sm80Forward:
 
 
 @dataclass(frozen=True)
-class Sm80BackwardTile:
+class Sm80BackwardTile(SmemTile):
     """A tile of the backward pass, and how its warps share each product: kernels/sm80/backward.cu."""
 
     block_q: int
@@ -244,30 +238,17 @@ class Sm80BackwardTile:
 
     def stage(self, spec: AttentionSpec) -> SmemLayout:
         """A stage of Q and dO, with bwd_lse and delta of their rows."""
-        stage = SmemLayout()
-        stage.add("STAGE_Q", self.block_q * self._pitch(spec.head_dim, spec))
-        stage.add("STAGE_DOUT", self.block_q * self._pitch(spec.head_dim_v, spec))
-        stage.add("STAGE_ROWS", self.block_q * 8)
-        return stage
+        q, dout = (self.block_q * self._pitch(dim, spec) for dim in (spec.head_dim, spec.head_dim_v))
+        return SmemLayout(STAGE_Q=q, STAGE_DOUT=dout, STAGE_ROWS=self.block_q * 8)
 
     def smem(self, spec: AttentionSpec) -> SmemLayout:
         """The shared memory of a CTA."""
         fragments = self.block_q * (self.block_k * ITEMSIZE[spec.dtype] + 16)
-        smem = SmemLayout()
-        smem.add("K", self.block_k * self._pitch(spec.head_dim, spec))
-        smem.add("V", self.block_k * self._pitch(spec.head_dim_v, spec))
-        smem.add("QDO", 2 * self.stage(spec).bytes)
-        smem.add("P", fragments)
-        smem.add("DS", fragments)
-        smem.add("TILE_LIST", _TILE_LIST)
-        return smem
+        k, v = (self.block_k * self._pitch(dim, spec) for dim in (spec.head_dim, spec.head_dim_v))
+        return SmemLayout(K=k, V=v, QDO=2 * self.stage(spec).bytes, P=fragments, DS=fragments, TILE_LIST=_TILE_LIST)
 
     def _pitch(self, dim: int, spec: AttentionSpec) -> int:
         return pitch(dim, ITEMSIZE[spec.dtype], self.granule, _pad_rows(spec))
-
-    def shared_memory(self, spec: AttentionSpec) -> int:
-        """Bytes of shared memory of a CTA."""
-        return self.smem(spec).bytes
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         """Whether shared memory suffices, and registers for the scores of a lane."""

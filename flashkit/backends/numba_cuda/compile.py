@@ -37,16 +37,8 @@ _compiling = threading.local()
 
 
 def kernel(threads: int, blocks: int = 1, maps: Sequence[str] = ()) -> Callable[[Any], Any]:
-    """Mark a function of Params as a kernel.
-
-    Parameters
-    ----------
-    threads
-        Threads of a CTA.
-    blocks
-        CTAs that fit on an SM by their registers (the second launch bound).
-    maps
-        Names of tensor maps, which are further parameters of 128 bytes by value.
+    """Mark a function of Params as a kernel: threads of a CTA, CTAs that fit on an SM by their registers (the second
+    launch bound), and names of tensor maps, which are further parameters of 128 bytes by value.
     """
 
     def mark(function: Any) -> Any:

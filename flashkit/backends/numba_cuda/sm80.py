@@ -19,7 +19,7 @@ from ..cuda_common.arguments import (
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Choice, Generation, Kernels, TileTables, supports_16bit, tile_of
 from ..cuda_common.launch import check_grid
-from ..cuda_common.memory import SmemLayout, bytes_of_keys, heads_per_l2_group, stage_constants
+from ..cuda_common.memory import SmemLayout, SmemTile, bytes_of_keys, heads_per_l2_group, stage_constants
 from ..cuda_common.params import AT
 from ..cuda_common.sm80_bwd_launch import LaunchGeometry, OrderedBackward
 from ..cuda_common.verify import Fallback
@@ -38,7 +38,7 @@ def row_bytes(dim: int, spec: AttentionSpec) -> int:
 
 
 @dataclass(frozen=True)
-class Tile:
+class Tile(SmemTile):
     """A tile of the forward pass: query rows, 16 or 32 for each of four warps; keys; stages of K and V in shared
     memory.
     """
@@ -55,21 +55,13 @@ class Tile:
 
     def stage(self, spec: AttentionSpec) -> SmemLayout:
         """A stage of K and V."""
-        stage = SmemLayout()
-        stage.add("STAGE_K", self.block_k * row_bytes(spec.head_dim, spec))
-        stage.add("STAGE_V", self.block_k * row_bytes(spec.head_dim_v, spec))
-        return stage
+        k, v = (self.block_k * row_bytes(dim, spec) for dim in (spec.head_dim, spec.head_dim_v))
+        return SmemLayout(STAGE_K=k, STAGE_V=v)
 
     def smem(self, spec: AttentionSpec) -> SmemLayout:
         """The shared memory of a CTA. O reuses the memory of Q."""
-        smem = SmemLayout()
-        smem.add("Q", self.block_q * max(row_bytes(dim, spec) for dim in (spec.head_dim, spec.head_dim_v)))
-        smem.add("KV", self.stages * self.stage(spec).bytes)
-        return smem
-
-    def shared_memory(self, spec: AttentionSpec) -> int:
-        """Bytes of shared memory of a CTA."""
-        return self.smem(spec).bytes
+        row = max(row_bytes(dim, spec) for dim in (spec.head_dim, spec.head_dim_v))
+        return SmemLayout(Q=self.block_q * row, KV=self.stages * self.stage(spec).bytes)
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         """Whether shared memory suffices, and registers for a lane's part of O."""
@@ -119,7 +111,7 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class BackwardTile:
+class BackwardTile(SmemTile):
     """A tile of the backward pass and its warps, each of which has 32 rows of every product:
     kernels/sm80/bwd_layout.py.
     """
@@ -139,29 +131,16 @@ class BackwardTile:
 
     def stage(self, spec: AttentionSpec) -> SmemLayout:
         """A stage of Q and dO, with bwd_lse and delta of their rows; swizzled tiles begin on 1024 bytes."""
-        stage = SmemLayout()
-        stage.add("STAGE_Q", self.block_q * row_bytes(spec.head_dim, spec))
-        stage.add("STAGE_DOUT", self.block_q * row_bytes(spec.head_dim_v, spec))
-        stage.add("STAGE_ROWS", 1024 * -(-self.block_q // 128))
-        return stage
+        q, dout = (self.block_q * row_bytes(dim, spec) for dim in (spec.head_dim, spec.head_dim_v))
+        return SmemLayout(STAGE_Q=q, STAGE_DOUT=dout, STAGE_ROWS=1024 * -(-self.block_q // 128))
 
     def smem(self, spec: AttentionSpec) -> SmemLayout:
         """The shared memory of a CTA; SCALE holds the softmax scale."""
         fragments = self.block_q * (2 * self.block_k + 16)
-        smem = SmemLayout()
-        smem.add("K", self.block_k * row_bytes(spec.head_dim, spec))
-        smem.add("V", self.block_k * row_bytes(spec.head_dim_v, spec))
-        smem.add("QDO", 2 * self.stage(spec).bytes)
-        smem.add("P", fragments)
-        smem.add("DS", fragments)
-        smem.add("TILE_COUNTER", 4)
-        smem.add("SCALE", 4)
-        smem.add("END", 8)
-        return smem
-
-    def shared_memory(self, spec: AttentionSpec) -> int:
-        """Bytes of shared memory of a CTA."""
-        return self.smem(spec).bytes
+        k, v = (self.block_k * row_bytes(dim, spec) for dim in (spec.head_dim, spec.head_dim_v))
+        return SmemLayout(
+            K=k, V=v, QDO=2 * self.stage(spec).bytes, P=fragments, DS=fragments, TILE_COUNTER=4, SCALE=4, END=8
+        )
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         columns = 64 * -(-spec.head_dim // 64) * self.block_q / (32 * self.warps)  # of dQ for a warp

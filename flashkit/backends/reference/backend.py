@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ...reference import flash_attention_2, flash_attention_2_backward, standard_jvp, statistics
+from ...reference import flash_attention_2, flash_attention_backward, standard_jvp, statistics
 from ...spec import AttentionSpec, Gradients, Operands, Problem, Verdict
 
 
@@ -24,7 +24,7 @@ class Plan:
 
 
 class ReferenceBackend:
-    """FlashAttention-2 of flashkit/reference.py on NumPy arrays, in the accumulators' dtype."""
+    """FlashAttention-2 of flashkit/reference on NumPy arrays, in the accumulators' dtype."""
 
     name = "reference"
     array_kinds = ("numpy",)
@@ -59,7 +59,7 @@ class ReferenceBackend:
             operands.stats.entropy[...], operands.stats.max_logit[...] = found["entropy"], found["max_logit"]
 
     def backward(self, plan: Plan, operands: Operands, gradients: Gradients) -> None:
-        result = flash_attention_2_backward(
+        result = flash_attention_backward(
             plan.spec, operands, gradients.dout, gradients.dlse, *plan.tile, values=gradients.values
         )
         for name, values in result._asdict().items():

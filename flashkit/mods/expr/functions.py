@@ -28,11 +28,6 @@ def where(condition: Any, x: Any, y: Any) -> Expr:
     Expr
         Of the kind of x and y; a float if one of them is.
 
-    Raises
-    ------
-    TypeError
-        The condition is no bool.
-
     Examples
     --------
     >>> import flashkit

@@ -29,8 +29,7 @@ INT64 = -(2**63), 2**63 - 1
 MAX_POSITION = 2**48
 """Greatest absolute value of positions, rows and keys."""
 MAX_PARAM = 2**60
-"""Greatest absolute value of integer params, so that a position and a few of them add up without overflow; see
-mods.trace."""
+"""Greatest absolute value of integer params: a position and a few of them add up without overflow (mods.trace)."""
 
 MAX_INTEGER = 2**30
 """Greatest absolute value of a float as an integer (functions.to_int): float32 holds it, and indices are made of it."""
@@ -306,14 +305,11 @@ def arithmetic(op: str, *operands: Any) -> Expr:
     kind: Kind = "float" if any(a.kind == "float" for a in args) else "int"
     if kind == "float":
         args = tuple(map(to_float, args))
-    if op == "add" and is_const(args[0], 0):
-        return args[1]
-    if op in ("add", "sub") and is_const(args[1], 0):
+    neutral = {"add": 0, "sub": 0, "mul": 1}.get(op)
+    if neutral is not None and is_const(args[1], neutral):
         return args[0]
-    if op == "mul" and is_const(args[0], 1):
+    if neutral is not None and op != "sub" and is_const(args[0], neutral):
         return args[1]
-    if op == "mul" and is_const(args[1], 1):
-        return args[0]
     return _fold(op, args, kind)
 
 
@@ -440,12 +436,8 @@ def walk(roots: Iterable[Expr]) -> list[Expr]:
 
 
 def from_rows(rows: Any) -> Expr:
-    """The graph whose pickled form this is; its nodes are interned again.
-
-    Raises
-    ------
-    ValueError
-        A row is no node of an expression, or names an operand that does not come before it.
+    """The graph whose pickled form this is; its nodes are interned again. ValueError if a row is no node of an
+    expression, or names an operand that does not come before it.
     """
     nodes: list[Expr] = []
     for row in rows:

@@ -24,14 +24,8 @@ class End:
     Every operation on ends asks whether its exact result can lie beyond int64. So what a rule makes of ends says itself
     where it holds, whatever the rule computes in between.
 
-    Attributes
-    ----------
-    node : Expr
-        The expression.
-    reach : (int, int)
-        What it can be in any call.
-    doubts : tuple of Expr
-        The results that may have wrapped on the way to it, computed in floating point: it holds where these are small.
+    reach: what the node can be in any call. doubts: the results that may have wrapped on the way to it, computed in
+    floating point: it holds where these are small.
     """
 
     __slots__ = ("doubts", "node", "reach")

@@ -37,21 +37,9 @@ from .operations import OPS
 def reaches(
     exprs: Iterable[Expr], int32_arrays: frozenset[str] = frozenset()
 ) -> tuple[dict[Expr, Reach | None], set[Expr]]:
-    """The values that each node can have in any call, by the rules of the table on exact integers.
-
-    Parameters
-    ----------
-    exprs
-        Graphs.
-    int32_arrays
-        Names of arrays whose elements have at most 32 bits.
-
-    Returns
-    -------
-    ranges : dict
-        (least, greatest) of each integer or bool node, None for a float.
-    overflowing : set
-        The nodes that may overflow. Their result may be any int64.
+    """The values that each node can have in any call, by the rules of the table on exact integers: (least, greatest) of
+    each integer or bool node, None for a float; and the nodes that may overflow, whose result may be any int64.
+    int32_arrays: names of arrays whose elements have at most 32 bits.
     """
     known: dict[Expr, Reach | None] = {}
     overflowing: set[Expr] = set()

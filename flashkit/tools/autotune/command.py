@@ -16,12 +16,12 @@ from ...devices import profiles, trust
 from ...spec import ITEMSIZE
 from ..bench.environment import BackgroundLoad, background_warning, now
 from ..console import digits, print_table, progress, stdout
-from .cpu import TunableCpu
-from .cuda import TunableCuda
+from .cpu import CpuTuner
+from .cuda import CudaTuner
 from .log import Disturbance, Log, MeasuredPeaks, four_digits
 from .search import Outcome, Search
 from .targets import Effort, Target
-from .trials import TunableBackend
+from .trials import Tuner
 
 BACKENDS = "cpu", "cupy_raw", "numba_cuda"
 DEFAULT_BACKENDS = BACKENDS[:2]
@@ -42,51 +42,23 @@ class Outcomes(list[Outcome]):
 def autotune(
     *, quick: bool = False, dtypes: Sequence[str] | None = None, budget: float | None = None, resume: bool = True,
     output: Path | None = None, backend: str | None = None, force: bool = False,
-    clock: Callable[[], float] = time.monotonic, tuned: Sequence[TunableBackend] | None = None,
+    clock: Callable[[], float] = time.monotonic, tuned: Sequence[Tuner] | None = None,
 ) -> Outcomes:  # fmt: skip
     """Tune backends and write a profile of each device; prints a report on stdout and progress on stderr.
 
-    Parameters
-    ----------
-    quick
-        Few candidates, the most used sizes.
-    dtypes
-        Only these.
-    budget
-        Seconds for each backend, after which nothing more is started. What was found by then is written.
-    resume
-        Go on with the log of an interrupted run. False: discard it.
-    output
-        The file of the profile, instead of one in the user's profile directory.
-    backend
-        "cpu", "cupy_raw" or "numba_cuda". By default the first two, as far as they are available.
-    force
-        Write the profile even if other processes disturbed the measurements, now or in the run that is resumed.
-    clock, tuned
-        For tests: a simulated clock, simulated backends.
+    The arguments are those of the command. budget: seconds for each backend, after which nothing more is started.
+    output: the file of the profile, instead of one in the user's profile directory. clock, tuned: for tests, a
+    simulated clock and simulated backends.
 
-    Returns
-    -------
-    Outcomes
-        One for each target that was timed, and whether the profiles were written.
-
-    Raises
-    ------
-    ValueError
-        For an unknown dtype, for a backend that is unknown or cannot be tuned here, and for one output of several
-        backends.
-
-    Examples
-    --------
-    >>> from flashkit.tools.autotune.command import autotune
-    >>> outcomes = autotune(quick=True, dtypes=["float32"], budget=60.0, backend="cpu")  # doctest: +SKIP
+    ValueError for an unknown dtype, for a backend that is unknown or cannot be tuned here, and for one output of
+    several backends.
     """
     for dtype in dtypes or ():
         if dtype not in ITEMSIZE:
             raise ValueError(f"dtype: expected {', '.join(ITEMSIZE)}, got {dtype!r}")
-    backends = tunable_backends(backend) if tuned is None else tuned
+    backends = tuners(backend) if tuned is None else tuned
     if output is not None and len(backends) > 1:
-        names = " or ".join(tunable.backend for tunable in backends)
+        names = " or ".join(tuner.backend for tuner in backends)
         raise ValueError(f"--output: expected one backend, as a profile is of one device; choose by --backend {names}")
     found = Outcomes()
     for one in backends:
@@ -96,7 +68,7 @@ def autotune(
     return found
 
 
-def tunable_backends(backend: str | None = None) -> list[TunableBackend]:
+def tuners(backend: str | None = None) -> list[Tuner]:
     """The backend of this name, or by default those of DEFAULT_BACKENDS that are available. ValueError if the backend
     is unknown or not available.
     """
@@ -107,7 +79,7 @@ def tunable_backends(backend: str | None = None) -> list[TunableBackend]:
         raise ValueError(f"backend {backend!r} cannot be tuned here: {reasons[backend]}")
     available = [name for name, reason in reasons.items() if not reason]
     registry: Any = dispatch.registry()
-    return [TunableCpu() if name == "cpu" else TunableCuda(registry[name]) for name in available]
+    return [CpuTuner() if name == "cpu" else CudaTuner(registry[name]) for name in available]
 
 
 def _unavailable(name: str) -> str:
@@ -117,49 +89,49 @@ def _unavailable(name: str) -> str:
     return dispatch.registry()[name].available().reason
 
 
-def log_path(tunable: TunableBackend) -> Path:
+def log_path(tuner: Tuner) -> Path:
     """The log of this device with these versions of flashkit's kernels and of the software they depend on."""
-    identity = repr(tunable.identity())
-    slug = re.sub(r"[^a-z0-9]+", "-", str(profiles.criteria(tunable.kind)["name"]).lower()).strip("-")
+    identity = repr(tuner.identity())
+    slug = re.sub(r"[^a-z0-9]+", "-", str(profiles.criteria(tuner.kind)["name"]).lower()).strip("-")
     digest = hashlib.sha256(identity.encode()).hexdigest()[:10]
-    return profiles.user_dir().parent / "autotune" / f"{tunable.backend}-{slug}-{digest}.jsonl"
+    return profiles.user_dir().parent / "autotune" / f"{tuner.backend}-{slug}-{digest}.jsonl"
 
 
 def _tune(
-    tunable: TunableBackend, quick: bool, dtypes: Sequence[str] | None, budget: float | None, resume: bool,
+    tuner: Tuner, quick: bool, dtypes: Sequence[str] | None, budget: float | None, resume: bool,
     output: Path | None, force: bool, clock: Callable[[], float],
 ) -> tuple[list[Outcome], Path | None]:  # fmt: skip
     """Tune one backend: the outcomes, and the file of the profile, if it was written."""
-    effort = tunable.effort(quick)
+    effort = tuner.effort(quick)
     end = clock() + (effort.budget if budget is None else budget)
-    log, targets = Log(log_path(tunable), tunable.tile, resume), tunable.targets(effort, dtypes)
+    log, targets = Log(log_path(tuner), tuner.tile, resume), tuner.targets(effort, dtypes)
     try:
         with BackgroundLoad() as load:
-            outcomes = list(_search(tunable, targets, log, effort, end, clock))
+            outcomes = list(_search(tuner, targets, log, effort, end, clock))
     finally:
         if background_warning(load.share):
             log.add(Disturbance(load.share or 0.0))
     warning = background_warning(log.disturbed)
     path = None
     if force or not warning:
-        path = _write(profile_of(outcomes, log.peaks, tunable), output)
+        path = _write(profile_of(outcomes, log.peaks, tuner), output)
     dispatch.forget()
     profiles.forget()
-    _report(outcomes, targets, log, path, tunable, warning)
+    _report(outcomes, targets, log, path, tuner, warning)
     return outcomes, path
 
 
 def _search(
-    tunable: TunableBackend, targets: Sequence[Target], log: Log, effort: Effort, end: float,
+    tuner: Tuner, targets: Sequence[Target], log: Log, effort: Effort, end: float,
     clock: Callable[[], float],
 ) -> Iterator[Outcome]:  # fmt: skip
     """Search target by target, each with an equal share of the time that is left, but no less than MIN_TIME."""
-    runner = tunable.runner(effort, targets)
+    tuner.begin(effort, targets)
     steps = 2 * effort.blocks + effort.shapes + 5
     with progress(steps * len(targets) + 1, TaskProgressColumn()) as update:
         update(description="bandwidths and peak FLOP/s")
         if log.peaks is None:
-            log.add(tunable.measure_peaks())
+            log.add(tuner.measure_peaks())
         best: dict[tuple[str, ...], float] = {}
         for number, target in enumerate(targets):
             update(description=str(target), completed=1 + number * steps)
@@ -167,31 +139,31 @@ def _search(
             deadline = clock() + min(left, max(left / (len(targets) - number), MIN_TIME))
             step = lambda: update(advance=1)
             rival_gflops = best.get(target.problem, 0.0)
-            outcome = Search(target, runner, log, effort, deadline, clock, step, rival_gflops).run()
+            outcome = Search(target, tuner, log, effort, deadline, clock, step, rival_gflops).run()
             if outcome is not None:
                 best[target.problem] = max(rival_gflops, outcome.gflops)
                 yield outcome
 
 
-def profile_of(outcomes: Sequence[Outcome], peaks: MeasuredPeaks | None, tunable: TunableBackend) -> dict[str, Any]:
+def profile_of(outcomes: Sequence[Outcome], peaks: MeasuredPeaks | None, tuner: Tuner) -> dict[str, Any]:
     """The fields of a profile file: the device, its measured peaks, and a row of a tile table for each outcome."""
-    versions = {name: version for name, version in tunable.versions().items() if name != "python"}
-    result: dict[str, Any] = {"schema": profiles.SCHEMA, "device": profiles.criteria(tunable.kind)}
+    versions = {name: version for name, version in tuner.versions().items() if name != "python"}
+    result: dict[str, Any] = {"schema": profiles.SCHEMA, "device": profiles.criteria(tuner.kind)}
     if peaks is not None:
 
         def measured(value: float) -> dict[str, Any]:
             return {"measured": value, "date": peaks.date[:10], "versions": versions}
 
-        sram = peaks.l2_bandwidth_gbs if tunable.sram == "l2" else peaks.l1_bandwidth_gbs
+        sram = peaks.l2_bandwidth_gbs if tuner.sram == "l2" else peaks.l1_bandwidth_gbs
         result["memory"] = {"bandwidth_gbs": measured(peaks.bandwidth_gbs), "sram_bandwidth_gbs": measured(sram)}
         result["peak_tflops"] = {dtype: measured(value) for dtype, value in peaks.peak_tflops.items()}
     tables: dict[str, list[dict[str, Any]]] = {}
     for o in outcomes:
-        speed = {"gflops": four_digits(o.gflops)} if tunable.kind == "cpu" else {"tflops": four_digits(o.gflops / 1000)}
+        speed = {"gflops": four_digits(o.gflops)} if tuner.kind == "cpu" else {"tflops": four_digits(o.gflops / 1000)}
         provenance = {**speed, "date": now()[:10], "versions": versions}
-        why = f"{o.why}; {tunable.conditions(o.target)}"
+        why = f"{o.why}; {tuner.conditions(o.target)}"
         row = {**o.conditions, **o.tile.row, "why": why, "measured": provenance}
-        tables.setdefault(tunable.table(o.target), []).append(row)
+        tables.setdefault(tuner.table(o.target), []).append(row)
     result["tiles"] = tables
     return result
 
@@ -208,13 +180,13 @@ def _write(profile: dict[str, Any], output: Path | None) -> Path:
 
 
 def _report(
-    outcomes: Sequence[Outcome], targets: Sequence[Target], log: Log, path: Path | None, tunable: TunableBackend,
+    outcomes: Sequence[Outcome], targets: Sequence[Target], log: Log, path: Path | None, tuner: Tuner,
     warning: str,
 ) -> None:  # fmt: skip
     """Print the measured peaks, a table of the outcomes, what is unfinished, and the paths that were written."""
     console = stdout()
     if log.peaks is not None:
-        p, (slow, middle, fast) = log.peaks, tunable.levels
+        p, (slow, middle, fast) = log.peaks, tuner.levels
         flops = ", ".join(f"{dtype} {digits(value)}" for dtype, value in p.peak_tflops.items())
         console.print(
             f"bandwidth in GB/s: {slow} {p.bandwidth_gbs:.1f}, {middle} {p.l2_bandwidth_gbs:.0f}, "

@@ -18,7 +18,7 @@ from ..bench import environment
 from ..bench.cases import Case
 from .log import MeasuredPeaks, four_digits
 from .targets import Effort, Target
-from .trials import VERIFIED_TOKENS, Task, TileRunner
+from .trials import VERIFIED_TOKENS, Task, Tuner
 
 QUICK = Effort(("float32",), (64, 128), tokens=1024, blocks=9, shapes=5, rounds=9, budget=100.0)
 FULL = Effort(
@@ -32,8 +32,8 @@ def by_amx(target: Target) -> bool:
     return target.dtype == "bfloat16" and bf16.select().name == "amx"
 
 
-class TunableCpu:
-    """The CPU backend as a TunableBackend."""
+class CpuTuner(Tuner):
+    """The CPU backend."""
 
     backend = "cpu"
     kind: Kind = "cpu"
@@ -41,19 +41,19 @@ class TunableCpu:
     levels = "main memory", "L2", "L1"
     sram: Literal["l1", "l2"] = "l2"
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels, self.profile = CpuBackend(), profiles.for_device("cpu")
+
     def effort(self, quick: bool) -> Effort:
         return QUICK if quick else FULL
 
     def targets(self, effort: Effort, dtypes: Sequence[str] | None) -> list[Target]:
         return effort.targets(dtypes)
 
-    def runner(self, effort: Effort, targets: Sequence[Target]) -> CpuRunner:
-        return CpuRunner(effort)
-
     def measure_peaks(self) -> MeasuredPeaks:
         """Bandwidths and peak FLOP/s by flashkit's own micro-kernels, on as many threads as a call uses."""
-        profile, count = profiles.for_device("cpu"), threads.count()
-        memory, lanes = profile.memory, host.lanes_of(profile.device.features)
+        memory, lanes, count = self.profile.memory, host.lanes_of(self.profile.device.features), threads.count()
         l1, l2, l3 = memory.l1d or 32 << 10, memory.l2 or 256 << 10, memory.l3 or 8 << 20
         flops = {
             dtype: max(peaks.peak_flops(dtype, tile, count) for tile in _blocks(dtype, lanes, l1, l2))
@@ -82,14 +82,6 @@ class TunableCpu:
         features = sorted(host.cpu_features())
         return features, host.cpu_caches(), threads.count(), self.versions(), objects.fingerprint()
 
-
-class CpuRunner(TileRunner):
-    """Runs tiles of the CPU backend."""
-
-    def __init__(self, effort: Effort) -> None:
-        super().__init__(effort.tokens)
-        self.backend, self.profile = CpuBackend(), profiles.for_device("cpu")
-
     def in_use(self, target: Target) -> CpuTile:
         plan = self.task(target).plan
         return plan.tile if target.direction == "forward" else plan.backward_tile
@@ -109,16 +101,16 @@ class CpuRunner(TileRunner):
         tokens, heads = VERIFIED_TOKENS if small else self.tokens, max(2 * threads.count(), 4)
         case = Case(tokens, target.head_dim, heads, target.dtype, target.causal)
         task = Task(case, target.direction, case.arrays())
-        task.plan = self.backend.plan(task.problem, self.profile)
+        task.plan = self.kernels.plan(task.problem, self.profile)
         if target.direction == "backward":  # it reads out and lse
-            self.backend.forward(task.plan, task.operands)
+            self.kernels.forward(task.plan, task.operands)
         return task
 
     def call(self, target: Target, tile: CpuTile, task: Task) -> Callable[[], object]:
         if target.direction == "forward":
-            return partial(self.backend.forward, replace(task.plan, tile=tile), task.operands)
+            return partial(self.kernels.forward, replace(task.plan, tile=tile), task.operands)
         plan = replace(task.plan, backward_tile=tile)
-        return partial(self.backend.backward, plan, task.operands, task.gradients)
+        return partial(self.kernels.backward, plan, task.operands, task.gradients)
 
 
 def _blocks(dtype: str, lanes: int, l1: int, l2: int) -> list[CpuTile]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -18,12 +17,12 @@ from ...backends.cuda_common.generation import IN_ROW, Choice, Generation, Pass,
 from ...call.arguments import prepare
 from ...devices import host, profiles, timing
 from ...devices.schema import Kind, TileRow
-from ...spec import ITEMSIZE, Problem
+from ...spec import ITEMSIZE, Problem, dtype_of
 from ..bench import environment
 from ..bench.cases import Case
 from .log import MeasuredPeaks, four_digits
 from .targets import Effort, Target
-from .trials import VERIFIED_TOKENS, Task, TileRunner
+from .trials import VERIFIED_TOKENS, Task, Tuner
 
 QUICK = Effort(("bfloat16", "float16", "float32"), (64, 128), tokens=2048, blocks=12, shapes=0, rounds=7, budget=150.0)
 FULL = Effort(
@@ -72,8 +71,8 @@ class CudaTile:
         return f"{self.block_q} x {self.block_k}, {rest}"
 
 
-class TunableCuda:
-    """A backend of CUDA kernels as a TunableBackend."""
+class CudaTuner(Tuner):
+    """A backend of CUDA kernels. Threads compile the candidates, and while a target is timed those of the next one."""
 
     kind: Kind = "cuda"
     tile: Any = CudaTile
@@ -81,7 +80,12 @@ class TunableCuda:
     sram: Literal["l1", "l2"] = "l1"
 
     def __init__(self, kernels: CudaBackend) -> None:
+        super().__init__()
         self.kernels, self.backend = kernels, kernels.name
+        self.profile, self.device = profiles.for_device("cuda"), device.current()
+        self.compiled: dict[tuple[Target, CudaTile], Future[Pass]] = {}
+        self.pool = ThreadPoolExecutor(host.cpu_count(), initializer=launch.stream)
+        self.problems: dict[Target, Problem] = {}
 
     def effort(self, quick: bool) -> Effort:
         return QUICK if quick else FULL
@@ -90,20 +94,17 @@ class TunableCuda:
         """A target for each generation that supports the problem, the newest first: the search gives up an older one
         that is far slower.
         """
-        profile, current, dense = profiles.for_device("cuda"), device.current(), effort.targets(dtypes)
+        dense = effort.targets(dtypes)
         full = (target for target in dense if target.direction == "forward" and not target.causal)
         targets = []
         for target in [*dense, *(replace(each, few=True) for each in full)]:
             problem = problem_of(target, effort.tokens)
-            tables = TileTables(self.backend, profile, current, target.direction)
+            tables = self.tables(target)
             for generation in self.kernels.allowed(target.direction):
-                able = generation.supports(problem, current, target.direction)
+                able = generation.supports(problem, self.device, target.direction)
                 if able and next(tables.choices(generation, problem), None):
                     targets.append(replace(target, generation=generation.name))
         return targets
-
-    def runner(self, effort: Effort, targets: Sequence[Target]) -> CudaRunner:
-        return CudaRunner(self.kernels, effort, targets)
 
     def measure_peaks(self) -> MeasuredPeaks:
         """Bandwidths by kernels that read, peak FLOP/s by cuBLAS."""
@@ -111,9 +112,8 @@ class TunableCuda:
 
         from ...backends.cuda_common import peaks
 
-        current = device.current()
-        free, l2 = cupy.cuda.Device(current.ordinal).mem_info[0], (host.cuda_device() or {}).get("l2", 4 << 20)
-        readers = peaks.Readers(current)
+        free, l2 = cupy.cuda.Device(self.device.ordinal).mem_info[0], (host.cuda_device() or {}).get("l2", 4 << 20)
+        readers = peaks.Readers(self.device)
         size = min(max(32 * l2, 1 << 30), free // 4) // 4096 * 4096
         main, middle, fast = readers.memory(size), readers.memory(l2 // 3 // 4096 * 4096, 50), readers.shared()
         synchronize = cupy.cuda.get_current_stream().synchronize
@@ -122,7 +122,7 @@ class TunableCuda:
             taken = timing.interleaved({"": work[0]}, rounds=5, synchronize=synchronize)
             return work[1] / taken[""].best
 
-        flops = {dtype: four_digits(per_second(peaks.product(np_dtype(dtype))) / 1e12) for dtype in ITEMSIZE}
+        flops = {dtype: four_digits(per_second(peaks.product(dtype_of(dtype))) / 1e12) for dtype in ITEMSIZE}
         main_gbs, l2_gbs, shared_gbs = (four_digits(per_second(work) / 1e9) for work in (main, middle, fast))
         return MeasuredPeaks(main_gbs, l2_gbs, shared_gbs, flops, environment.now())
 
@@ -142,47 +142,6 @@ class TunableCuda:
     def identity(self) -> Any:
         return host.cuda_device(), self.versions(), self.kernels.sources()
 
-
-def case_of(target: Target, tokens: int, small: bool = False) -> Case:
-    """The problem that is timed, or a small one that is verified."""
-    d, dtype = target.head_dim, target.dtype
-    if target.few and small:
-        return Case(1, d, 4, dtype, n_k=3333, heads_kv=1)
-    if target.few:
-        return Case(1, d, 32, dtype, n_k=DECODED_KEYS, heads_kv=8)
-    if small:
-        return Case(VERIFIED_TOKENS, d, 2, dtype, target.causal)
-    return Case(tokens, d, max(1, WIDTH // d), dtype, target.causal, batch=max(1, TOKENS // tokens))
-
-
-def problem_of(target: Target, tokens: int) -> Problem:
-    """The problem that kernels are chosen and compiled for, made of arrays without memory."""
-    case = case_of(target, tokens)
-    one = np.ones(target.head_dim, np_dtype(target.dtype))
-    stand_ins = (np.broadcast_to(one, shape) for shape in case.shapes[:3])
-    return replace(prepare(*stand_ins, **case.options)[0], array_kind="cupy")
-
-
-def np_dtype(name: str) -> Any:
-    import ml_dtypes
-
-    return np.dtype(getattr(ml_dtypes, name, name))
-
-
-class CudaRunner(TileRunner):
-    """Runs tiles of a backend on the current device.
-
-    Threads compile the candidates; those of the next target while the current one is timed.
-    """
-
-    def __init__(self, kernels: CudaBackend, effort: Effort, targets: Sequence[Target]) -> None:
-        super().__init__(effort.tokens)
-        self.kernels, self.profile, self.device = kernels, profiles.for_device("cuda"), device.current()
-        self.following = dict(itertools.pairwise(targets))
-        self.compiled: dict[tuple[Target, CudaTile], Future[Pass]] = {}
-        self.pool = ThreadPoolExecutor(host.cpu_count(), initializer=launch.stream)
-        self.problems: dict[Target, Problem] = {}
-
     def in_use(self, target: Target) -> CudaTile:
         return CudaTile.of(target.generation, self.choice(target).tile)
 
@@ -193,7 +152,7 @@ class CudaRunner(TileRunner):
         return next(self.tables(target).choices(self.generation(target), self.problem(target)))
 
     def tables(self, target: Target) -> TileTables:
-        return TileTables(self.kernels.name, self.profile, self.device, target.direction)
+        return TileTables(self.backend, self.profile, self.device, target.direction)
 
     def candidates(self, target: Target) -> list[CudaTile]:
         found = self.listed(target)
@@ -216,7 +175,7 @@ class CudaRunner(TileRunner):
         case = case_of(target, self.tokens, small)
         task = Task(case, target.direction, case.arrays(cupy))
         if target.direction == "backward":  # it reads out and lse
-            backend, plan = dispatch.plan(task.problem, self.kernels.name)
+            backend, plan = dispatch.plan(task.problem, self.backend)
             backend.forward(plan, task.operands)
         return task
 
@@ -262,3 +221,23 @@ class CudaRunner(TileRunner):
         if CudaTile.of(tile.generation, made.tile) != tile:
             raise ValueError(f"{tile} was replaced: {made.why}")
         return made
+
+
+def case_of(target: Target, tokens: int, small: bool = False) -> Case:
+    """The problem that is timed, or a small one that is verified."""
+    d, dtype = target.head_dim, target.dtype
+    if target.few and small:
+        return Case(1, d, 4, dtype, n_k=3333, heads_kv=1)
+    if target.few:
+        return Case(1, d, 32, dtype, n_k=DECODED_KEYS, heads_kv=8)
+    if small:
+        return Case(VERIFIED_TOKENS, d, 2, dtype, target.causal)
+    return Case(tokens, d, max(1, WIDTH // d), dtype, target.causal, batch=max(1, TOKENS // tokens))
+
+
+def problem_of(target: Target, tokens: int) -> Problem:
+    """The problem that kernels are chosen and compiled for, made of arrays without memory."""
+    case = case_of(target, tokens)
+    one = np.ones(target.head_dim, dtype_of(target.dtype))
+    stand_ins = (np.broadcast_to(one, shape) for shape in case.shapes[:3])
+    return replace(prepare(*stand_ins, **case.options)[0], array_kind="cupy")

@@ -20,7 +20,7 @@ import msgspec
 from ..bench.environment import now
 from .log import Log, Stage, Trial
 from .targets import DROP, Effort, Target, Tile
-from .trials import TileRunner
+from .trials import Tuner
 
 MARGIN = 0.02
 """A tile replaces the one in use if it is faster by this share, and faster in four of five rounds. Repeated runs differ
@@ -73,7 +73,7 @@ class Search:
     """
 
     target: Target
-    runner: TileRunner
+    tuner: Tuner
     log: Log
     effort: Effort
     deadline: float = math.inf
@@ -86,8 +86,8 @@ class Search:
         """All stages. None if the time was up before even the tile in use was timed."""
         logged = self.log.of(self.target.key)
         # A resumed search compares with the tile in the log: by now a profile may name another one.
-        self.before = next((t.tile for t in logged if t.stage == "in use"), None) or self.runner.in_use(self.target)
-        ranked = self.runner.candidates(self.target)
+        self.before = next((t.tile for t in logged if t.stage == "in use"), None) or self.tuner.in_use(self.target)
+        ranked = self.tuner.candidates(self.target)
         deadline, reserved = self.deadline, FINAL_SHARE * (self.deadline - self.clock())
         if math.isfinite(deadline):
             self.deadline = deadline - reserved
@@ -140,7 +140,7 @@ class Search:
         """Whether the tile gives right results; a tile that does not is logged."""
         status: Literal["wrong", "failed"] = "wrong"
         try:
-            problem = self.runner.verify(self.target, tile)
+            problem = self.tuner.verify(self.target, tile)
         except Exception as error:  # a candidate may fail in any way; the search goes on with the others
             status, problem = "failed", f"{type(error).__name__}: {error}"
         if problem:
@@ -150,11 +150,11 @@ class Search:
     def time(self, stage: Stage, batch: Sequence[Any]) -> None:
         tiles = list(dict.fromkeys([self.before, *batch]))
         rounds = self.effort.rounds * (2 if stage == "final" else 1)
-        timings = self.runner.time(self.target, tiles, rounds, max(self.deadline - self.clock(), 0.0))
+        timings = self.tuner.time(self.target, tiles, rounds, max(self.deadline - self.clock(), 0.0))
         for tile in batch:
             t = timings[tile]
             ratio, _, high = t.over(timings[self.before])
-            gflops = self.runner.flops(self.target) / t.median / 1e9
+            gflops = self.tuner.flops(self.target) / t.median / 1e9
             self.record(Trial(self.target.key, stage, tile, "ok", t.median, ratio, high, gflops, len(t.rounds)))
 
     def record(self, trial: Trial[Any]) -> None:
@@ -185,7 +185,7 @@ class Search:
         tried = {t.tile for t in timed} - {self.before}
         wrong = {t.tile for t in self.log.of(self.target.key) if t.status != "ok"}
         gain, gflops = 1 / (best.ratio or 1.0), best.gflops or 0.0
-        conditions = self.target.row_conditions(self.runner.row_in_use(self.target), self.effort.tokens)
+        conditions = self.target.row_conditions(self.tuner.row_in_use(self.target), self.effort.tokens)
         return Outcome(self.target, self.before, best.tile, gain, gflops, len(tried), len(wrong), complete, conditions)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -97,12 +98,52 @@ def _error(got: np.ndarray, exact: np.ndarray) -> float:
     return float(np.abs(got.astype(np.float64) - exact).max())
 
 
-class TileRunner(ABC):
-    """Runs tiles of targets on a device."""
+class Tuner(ABC):
+    """A backend that can be tuned on the device it runs on, and its trials.
 
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
+    tile: the type of its tiles. levels: names of the memories whose bandwidth is measured, the slowest first. sram:
+    which of them tiles of K and V are read from. following: the target after each.
+    """
+
+    backend: str
+    kind: Kind
+    tile: Any
+    levels: tuple[str, str, str]
+    sram: Literal["l1", "l2"]
+    tokens: int
+
+    def __init__(self) -> None:
         self.tasks: dict[tuple[Any, bool], Task] = {}
+        self.following: dict[Target, Target] = {}
+
+    def begin(self, effort: Effort, targets: Sequence[Target]) -> None:
+        """Before the trials of these targets."""
+        self.tokens, self.following = effort.tokens, dict(itertools.pairwise(targets))
+
+    @abstractmethod
+    def effort(self, quick: bool) -> Effort: ...
+
+    @abstractmethod
+    def targets(self, effort: Effort, dtypes: Sequence[str] | None) -> list[Target]: ...
+
+    @abstractmethod
+    def measure_peaks(self) -> MeasuredPeaks: ...
+
+    @abstractmethod
+    def table(self, target: Target) -> str:
+        """The tile table of a profile that attention asks for this target."""
+
+    @abstractmethod
+    def conditions(self, target: Target) -> str:
+        """The conditions of the measurement, for the `why` of a profile's row."""
+
+    @abstractmethod
+    def versions(self) -> dict[str, str]:
+        """Versions of the software that the speed depends on."""
+
+    @abstractmethod
+    def identity(self) -> Any:
+        """The device, versions and kernel sources that a log is valid for."""
 
     @abstractmethod
     def in_use(self, target: Target) -> Any:
@@ -148,37 +189,3 @@ class TileRunner(ABC):
         """Interleaved timings; budget: seconds."""
         calls = {tile: self.call(target, tile, self.task(target)) for tile in tiles}
         return timing.interleaved(calls, rounds=rounds, budget=budget, drop=DROP, synchronize=self.synchronize)
-
-
-class TunableBackend(Protocol):
-    """A backend that can be tuned, on the device it runs on.
-
-    tile: the type of its tiles. levels: names of the memories whose bandwidth is measured, the slowest first. sram:
-    which of them tiles of K and V are read from.
-    """
-
-    backend: str
-    kind: Kind
-    tile: Any
-    levels: tuple[str, str, str]
-    sram: Literal["l1", "l2"]
-
-    def effort(self, quick: bool) -> Effort: ...
-
-    def targets(self, effort: Effort, dtypes: Sequence[str] | None) -> list[Target]: ...
-
-    def runner(self, effort: Effort, targets: Sequence[Target]) -> TileRunner: ...
-
-    def measure_peaks(self) -> MeasuredPeaks: ...
-
-    def table(self, target: Target) -> str:
-        """The tile table of a profile that attention asks for this target."""
-
-    def conditions(self, target: Target) -> str:
-        """The conditions of the measurement, for the `why` of a profile's row."""
-
-    def versions(self) -> dict[str, str]:
-        """Versions of the software that the speed depends on."""
-
-    def identity(self) -> Any:
-        """The device, versions and kernel sources that a log is valid for."""

@@ -26,33 +26,12 @@ def main(
     *, quick: bool = False, output: Path | None = None, baselines: Sequence[str] | None = None,
     sizes: Sequence[int] | None = None, suites: Sequence[str] | None = None, device: str = "cpu",
 ) -> int:  # fmt: skip
-    """Run the benchmark: a table on stdout, progress and errors on stderr.
+    """Run the benchmark: a table on stdout, progress and errors on stderr. Returns the exit status: 0, 1 if a package
+    or a device is missing, 2 for an unknown name.
 
-    Parameters
-    ----------
-    quick
-        Few rounds, and without `suites` few cases.
-    output
-        Append results to this file as lines of JSON.
-    baselines
-        Names of the platform's baselines; by default those that are installed.
-    sizes
-        Numbers of tokens, instead of those of the suites. Dtypes, head dims and masks stay theirs.
-    suites
-        Names of the platform's suites, or "all". By default all; with `sizes` the first.
-    device
-        "cpu" or "cuda".
-
-    Returns
-    -------
-    int
-        The exit status: 0, 1 if a package or a device is missing, 2 for an unknown name.
-
-    Examples
-    --------
-    >>> from flashkit.tools.bench.command import main
-    >>> main(quick=True, baselines=["numpy"], sizes=[64])  # doctest: +SKIP
-    0
+    quick: few rounds, and without `suites` few cases. baselines: by default those that are installed. sizes: numbers of
+    tokens, instead of those of the suites, whose dtypes, head dims and masks stay. suites: names, or "all"; by default
+    all, with `sizes` the first.
     """
     try:
         platform = PLATFORMS["cuda" if device == "gpu" else device]()  # as some write it

@@ -62,24 +62,7 @@ app.add_typer(config.app, name="config", no_args_is_help=True)
 
 
 def run(arguments: list[str]) -> int:
-    """Run the command line.
-
-    Parameters
-    ----------
-    arguments
-        The words after `flashkit`.
-
-    Returns
-    -------
-    int
-        The exit status.
-
-    Examples
-    --------
-    >>> from flashkit.tools import cli
-    >>> cli.run(["explain", "--shape", "5"])
-    2
-    """
+    """Run the command line on the words after `flashkit`; returns the exit status."""
     try:
         app(arguments, prog_name="flashkit")
     except SystemExit as stop:

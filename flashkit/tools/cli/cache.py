@@ -35,7 +35,7 @@ def cache(context: typer.Context, as_json: Json = False) -> None:
         here = target.target().name
         stale = f"cpu/{here}" in carried and not objects.is_prebuilt(specialise.launcher_source())
     if as_json:
-        contents = {name: one._asdict() for name, one in carried.items()}
+        contents = {name: asdict(one) for name, one in carried.items()}
         package = {"path": str(prebuilt.path()), "enabled": enabled, "stale": stale, "contents": contents}
         print_json({"path": path, **asdict(used), "limit": limit, "cpu": here, "prebuilt": package})
         return
@@ -64,12 +64,6 @@ def cache_prebuild(
     Those of usual calls, for all common CPUs and GPUs. Takes minutes.
 
     Example: flashkit cache prebuild --cpu x86-64-v3 --gpu none
-
-    \f
-    Raises
-    ------
-    typer.Exit
-        Status 1 if a kernel does not compile, 2 for an unknown class or architecture.
     """
     from ...backends.cuda_common.compiler import CompileError
     from .. import doctor, prebuild
@@ -139,12 +133,6 @@ def cache_prune(
     """Remove compiled kernels that were not used for long.
 
     Example: flashkit cache prune --to 100M
-
-    \f
-    Raises
-    ------
-    typer.Exit
-        Status 2 for an invalid size.
     """
     from ...devices import kernel_cache
 
@@ -166,12 +154,6 @@ def cache_warm(
     In parallel, instead of in the first calls.
 
     Example: flashkit cache warm --dtype bfloat16 --head-dim 128
-
-    \f
-    Raises
-    ------
-    typer.Exit
-        Status 1 if a kernel does not compile or run, 2 for an unknown dtype or head dim.
     """
     from ...devices import progress
     from ...spec import ITEMSIZE, MAX_HEAD_DIM

@@ -24,12 +24,6 @@ def _group() -> None:
 @app.command("show")
 def config_show(as_json: Json = False) -> None:
     """Every FLASHKIT_* variable: value, default and meaning.
-
-    \f
-    Raises
-    ------
-    typer.Exit
-        Status 1 if a value is invalid.
     """
     listed = [_entry(setting) for setting in settings.ALL]
     wrong = [entry["error"] for entry in listed if entry["error"]]

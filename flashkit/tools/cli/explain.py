@@ -7,16 +7,18 @@ import math
 import re
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
-from ... import spec
+from ... import api
+from ...call.shape import HEADS_AND_TOKENS, LAYOUTS
+from ...call.views import cupy_for
 from ...options import OPTIONS, TYPES, with_axes
+from ...spec import DTYPES, dtype_of
 from ..doctor.text import wrapped
 from .common import Json, fail, numbers, print_json, warnings_on_stderr
 
-DTYPES = tuple(spec.DTYPES)
 ARRAYS = ("numpy", "cupy")
-LAYOUTS = ("bhnd", "bnhd")
 
 
 def _with_flags(command: Any) -> Any:
@@ -61,16 +63,9 @@ def explain(
     The answer of each backend, the tile, and the row of the profile that chose it.
 
     Example: flashkit explain --shape 4,32,1,128 --kv-heads 8 --keys 16384 --dtype bfloat16
-
-    \f
-    Raises
-    ------
-    typer.Exit
-        Status 1 if no backend supports the call or its arguments are invalid.
-    typer.BadParameter
-        For an option that is malformed; exit status 2.
     """
-    for name, value, known in (("--dtype", dtype, DTYPES), ("--array", array, ARRAYS), ("--layout", layout, LAYOUTS)):
+    choices = ("--dtype", dtype, (*DTYPES,)), ("--array", array, ARRAYS), ("--layout", layout, LAYOUTS)
+    for name, value, known in choices:
         if value not in known:
             expected = f"{', '.join(known[:-1])} or {known[-1]}"
             raise typer.BadParameter(f"got {value!r}, expected {expected}", param_hint=name)
@@ -84,8 +79,6 @@ def explain(
     if backend is not None:
         options["backend"] = backend
 
-    import flashkit
-
     try:
         if measure:
             q, k, v = (_random(each, dtype, array) for each in (q_shape, k_shape, v_shape))
@@ -96,7 +89,7 @@ def explain(
             of_array = of_heads if OPTIONS[name].axes == "heads" else of_pairs
             options[name] = _stand_in(of_array, "bool" if name == "mask" else "float32", array)
         with warnings_on_stderr():
-            explanation = flashkit.explain(q, k, v, measure=measure, **options)
+            explanation = api.explain(q, k, v, measure=measure, **options)
     except (ImportError, TypeError, ValueError, NotImplementedError, OverflowError) as error:
         raise fail(error) from None
     if as_json:
@@ -109,16 +102,11 @@ def explain(
         raise fail("no backend can compute this call; the reasons are above")
 
 
-def _axes(layout: str) -> tuple[int, int]:
-    """The axes of heads and of rows."""
-    return (2, 1) if layout == "bnhd" else (-3, -2)
-
-
 def _broad_shapes(
     q: tuple[int, ...], k: tuple[int, ...], layout: str
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shapes of numbers for each head, and for each pair."""
-    head_axis, row_axis = _axes(layout)
+    head_axis, row_axis = HEADS_AND_TOKENS[layout]
     heads = q[head_axis] if len(q) > 2 else 1
     batch = q[:-2] if layout == "bhnd" else (q[0], heads)
     return (heads,), (*batch, q[row_axis], k[row_axis])
@@ -135,7 +123,7 @@ def _shapes(
         raise typer.BadParameter("bnhd has four axes", param_hint="--shape")
     if kv_heads is not None and len(q) < 3:
         raise typer.BadParameter("a shape of two axes has no heads", param_hint="--kv-heads")
-    head_axis, row_axis = _axes(layout)
+    head_axis, row_axis = HEADS_AND_TOKENS[layout]
     k = list(q)
     k[row_axis] = q[row_axis] if keys is None else keys
     if kv_heads is not None:
@@ -144,30 +132,15 @@ def _shapes(
 
 
 def _stand_in(shape: tuple[int, ...], dtype: str, kind: str) -> Any:
-    """An array of this shape that occupies the memory of one element.
-
-    Raises
-    ------
-    ValueError
-        No array is so large.
-    """
-    import ml_dtypes
-    import numpy as np
-
-    from ...call.views import cupy_for
-
+    """An array of this shape that occupies the memory of one element; ValueError if no array is so large."""
     xp: Any = np if kind == "numpy" else cupy_for(f"--array {kind}")
-    scalar = getattr(ml_dtypes, dtype, dtype)
     if math.prod(shape) >= 2**60:
         raise ValueError(f"an array of shape {shape} has more elements than can be addressed")
-    return xp.broadcast_to(xp.ones((), dtype=scalar), shape)
+    return xp.broadcast_to(xp.ones((), dtype_of(dtype)), shape)
 
 
 def _random(shape: tuple[int, ...], dtype: str, kind: str) -> Any:
     """A normally distributed array of this shape."""
-    import ml_dtypes
-    import numpy as np
-
     if kind != "numpy":
         raise ValueError(f"--measure: expected NumPy arrays, got --array {kind}")
-    return np.random.default_rng(0).standard_normal(shape, np.float32).astype(getattr(ml_dtypes, dtype, dtype))
+    return np.random.default_rng(0).standard_normal(shape, np.float32).astype(dtype_of(dtype))

@@ -33,13 +33,6 @@ def autotune(
     Ctrl-C keeps what was measured.
 
     Example: flashkit autotune --quick --backend cpu
-
-    \f
-    Raises
-    ------
-    typer.Exit
-        Status 1 if other processes disturbed the measurements, so that no profile was written; 2 for an unknown dtype
-        or backend, 130 if interrupted.
     """
     from ..autotune import command
 
@@ -94,12 +87,6 @@ def bench(
     Calls are interleaved in one process.
 
     Example: flashkit bench --quick --baselines numpy,torch
-
-    \f
-    Raises
-    ------
-    typer.Exit
-        Status 1 if a package or a device is missing, 2 for an unknown name.
     """
     from ..bench.cases import MAX_TOKENS
 

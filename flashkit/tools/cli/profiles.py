@@ -54,12 +54,6 @@ def profile_show(
     """A merged profile, with the origin of every field.
 
     Example: flashkit profile show h200
-
-    \f
-    Raises
-    ------
-    typer.Exit
-        Status 1 if there is no profile of this name.
     """
     from ...devices import io_model, profiles
 
@@ -102,12 +96,6 @@ def profile_validate(
     """Check files against the schema.
 
     Exit status 1 if one is malformed; its line and field are named.
-
-    \f
-    Raises
-    ------
-    typer.Exit
-        Status 1 if a file is malformed or cannot be read.
     """
     from ...devices import profiles
 

@@ -37,23 +37,8 @@ PROBES: dict[str, Callable[[], Any]] = {
 
 
 def report(*topics: str) -> Report:
-    """Examine the installation.
-
-    Parameters
-    ----------
-    *topics
-        Names of PROBES; by default all of them, and "missing".
-
-    Returns
-    -------
-    dict
-        Plain data by topic. A probe that fails gives {"error": "..."}; this function never raises.
-
-    Examples
-    --------
-    >>> from flashkit.tools import doctor
-    >>> list(doctor.report("flashkit", "python"))
-    ['flashkit', 'python']
+    """Examine the installation: plain data by topic, a name of PROBES; by default all of them, and "missing". A probe
+    that fails gives {"error": "..."}; this function never raises.
     """
     found: Report = {name: _guarded(probe) for name, probe in PROBES.items() if not topics or name in topics}
     if not topics:
