@@ -20,10 +20,9 @@ from ..call.checks import window_of
 from ..call.chunks import joined, moved
 from ..mods import expr
 from ..numeric import integer
+from ..options import FIXED
 
-TAKEN = (
-    "scale", "softcap", "causal", "window", "alibi_slopes", "score_mod", "mask_mod", "deterministic", "backend",
-)  # fmt: skip
+TAKEN = {*FIXED} - {"layout", "precision"} | {"causal", "window", "alibi_slopes", "score_mod", "mask_mod", "backend"}
 
 
 class SpreadCache:
@@ -74,8 +73,8 @@ class SpreadCache:
         return_lse
             Return (out, lse).
         **options
-            scale, softcap, causal, window, alibi_slopes, score_mod, mask_mod, sinks, deterministic and backend of
-            `flashkit.attention`; positions are those in the sequence.
+            Of `flashkit.attention`: causal, window, alibi_slopes, score_mod, mask_mod and sinks, whose positions are
+            those in the sequence, the numbers of scores, deterministic and backend.
         """
         library = interop.adapter_of(q)
         with library.scope():
@@ -93,7 +92,7 @@ class SpreadCache:
 
     def _attend(self, q: Any, **options: Any) -> tuple[Any, Any]:
         """Attention to this rank's keys: out and lse."""
-        if unknown := options.keys() - {*TAKEN}:
+        if unknown := options.keys() - TAKEN:
             raise TypeError(f"SpreadCache.attend() got an unexpected argument {min(unknown)!r}")
         if q.ndim != 4:
             raise ValueError(f"q: expected shape (sequences, Hq, Nq, D), got {q.shape}")
@@ -109,7 +108,7 @@ class SpreadCache:
         key = expr.K // page * (page * self._ranks) + expr.K % page
         first = xp.asarray(self.lengths - n_q)
         places = {expr.K: (key, self._rank * page, 1), expr.Q: (expr.ROW, first, 1)}
-        plain = {name: x for name, x in options.items() if name in ("scale", "softcap", "deterministic", "backend")}
+        plain = {name: x for name, x in options.items() if name in (*FIXED, "backend")}
         moved_mods = {"score_mod": score, "mask_mod": mask}
         given = {name: moved(mod, places) for name, mod in moved_mods.items() if mod is not None}
         found: tuple[Any, Any] = self.own.attend(q, return_lse=True, q_offset=0, **{**plain, **given})

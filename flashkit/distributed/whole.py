@@ -21,7 +21,7 @@ from ..call.shape import HEADS_AND_TOKENS
 from ..errors import UnsupportedError
 from ..mods import expr
 from ..mods.dropout import ChunkSeed
-from ..options import DEFAULTS, with_axes
+from ..options import DEFAULTS, FIXED, with_axes
 from .placement import along
 
 
@@ -102,7 +102,7 @@ class Whole:
         plain = joined([mod or None for mod in by_position])
         self._plain, self._hidden = (None if x is None else hiding(x) for x in (plain, joined([plain, self._mask])))
         self._dropout: Any = (operands.dropout_p, operands.seed) if operands.dropout_p else None
-        self._fixed = {name: options[name] for name in _FIXED if name in options} | {"backend": backend}
+        self._fixed = {name: options[name] for name in FIXED if name in options} | {"backend": backend}
 
     def of_heads(self, heads: range) -> Whole:
         """The call on these query heads alone."""
@@ -243,9 +243,6 @@ class Whole:
             )
         shape = (*x.shape[:-2], self.tokens[0], x.shape[-1])
         return arrays.stand_in(self.xp.zeros((), x.dtype), shape)
-
-
-_FIXED = ("scale", "softcap", "layout", "deterministic", "precision")
 
 
 def _on_host(x: Any) -> Any:
