@@ -440,7 +440,7 @@ class Gradients:
 
     dout (B, Hq, Nq, Dv); dlse (B, Hq, Nq) or None; dq, dk, dv like q, k, v, C-contiguous; dsinks (Hq,) or None.
     values: the gradients by the slots of `spec.wrt`, in their shapes, a number's (); C-contiguous, of the accumulators'
-    dtype, and 0 before.
+    dtype, and 0 before; or None, where the backend makes an array, of any floating dtype.
     """
 
     dout: Any

@@ -77,6 +77,7 @@ class Optional(Backend, Protocol):
     spares_lse: bool  # whether a bound call takes None for an lse that the caller did not request
     takes_arrays: bool  # whether `per_call` may name arrays of modifications
     takes_scales: bool  # whether, behind all else, the scales of codes: those of q ("q_scale"), "k_scale" and "v_scale"
+    makes_values: bool  # whether it makes the arrays of `Gradients.values` where they are None
     takes_lengths: bool  # whether it may be ("kv_lengths", "q_offset"), and with pages "page_table" behind them
 
     def rate(self, problem: Problem, profile: Any, direction: Direction) -> float | None:

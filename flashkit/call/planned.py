@@ -43,7 +43,6 @@ class Recorded(NamedTuple):
     operands: Operands
     shape: Shape
     run: BoundBackward | None  # None without queries
-    backend: str | None  # the one that was asked for, if one was
 
 
 LENGTHS = "kv_lengths", "q_offset", "page_table"
@@ -92,8 +91,8 @@ class Planned:
         self._return_lse, self._shape, self._chosen, self._per_call = return_lse, shape, (chosen, plan), per_call
         self.scales = scales
         self.quantisers: dict[str, Any] = {}  # launches that quantise q, k and v of a call on codes, by name
-        self._run_backward: BoundBackward | None = None
-        self._asked, self.last_use = backend, 0
+        self._run_backward: dict[tuple[str, ...], BoundBackward] = {}  # by the names of `Gradients.values`
+        self._asked, self._forced, self.last_use = backend, dispatch.forced(backend), 0
         self.request: dict[str, Any] = {}
         fixed = {name: array for name, array in operands.arrays.items() if name not in per_call}
         self._values = tuple(fixed.values())
@@ -314,7 +313,7 @@ class Planned:
         """What the backward pass of a call of `run_on` needs. The operands are views: the caller may set the shape of
         an array object.
         """
-        (backend, plan), shape = self._chosen, self._shape
+        (backend, _), shape = self._chosen, self._shape
         if out.shape != self._out or out.dtype != self._dtype or lse.dtype != self._lse[1]:
             raise ValueError(
                 f"stored out and lse: expected shape {self._out} and dtypes {self._dtype} and {self._lse[1]}, as the "
@@ -328,18 +327,22 @@ class Planned:
             named = zip(self._per_call, per_call, strict=True)
             operands.arrays = operands.arrays | {name: x.view() for name, x in named}
         if 0 in q.shape[:3]:
-            return Recorded(self.problem, operands, shape, None, None)
+            return Recorded(self.problem, operands, shape, None)
         binds = hasattr(backend, "bind_backward") and (not per_call or getattr(backend, "takes_arrays", False))
-        run = self._backward if binds else partial(backend.backward, plan)
-        return Recorded(self.problem, operands, shape, run, dispatch.forced(self._asked))
+        run = self._backward if binds else partial(run_backward, self._chosen, self.problem, self._forced)
+        return Recorded(self.problem, operands, shape, run)
 
     def _backward(self, operands: Operands, gradients: Gradients) -> None:
-        if self._run_backward is None:
-            backend, plan = self._chosen
-            bind: Any = backend.bind_backward  # type: ignore[attr-defined]
-            names = (self._per_call,) if self._per_call else ()
-            self._run_backward = bind(plan, operands, gradients, *names)
-        self._run_backward(operands, gradients)
+        wrt = tuple(gradients.values)
+        if wrt not in self._run_backward:
+            backend, plan = _chosen_for(self._chosen, self.problem, self._forced, wrt)
+            if wrt and not getattr(backend, "makes_values", False):  # it binds arrays of sums, too
+                self._run_backward[wrt] = partial(run_backward, self._chosen, self.problem, self._forced)
+            else:
+                bind: Any = backend.bind_backward
+                names = (self._per_call,) if self._per_call else ()
+                self._run_backward[wrt] = bind(plan, operands, gradients, *names)
+        self._run_backward[wrt](operands, gradients)
 
     def _run_on(self, bound: Bound, q: Any, k: Any, v: Any, out: Any, *rest: Any) -> Any:
         lent = type(q) is View  # with memory for the result
@@ -420,7 +423,7 @@ class Once:
 
     def __init__(self, prepared: Prepared, backend: str | None, return_lse: bool) -> None:
         self.problem, self.operands, self._shape = prepared
-        self._return_lse, self._asked = return_lse, backend
+        self._return_lse, self._forced = return_lse, dispatch.forced(backend)
         self._chosen = dispatch.plan(self.problem, backend)
 
     def run(self, call: Call) -> Any:
@@ -445,9 +448,33 @@ class Once:
             operands.out, operands.lse = shape.to_four(out), lse.reshape(operands.lse.shape)
         elif not self.problem.spec.packed:  # whose lengths are new
             operands.kv_lengths = operands.kv_lengths.copy()  # the caller may change its array between the two passes
-        backend, plan = self._chosen
-        run = None if 0 in operands.q.shape[:3] else partial(backend.backward, plan)
-        return Recorded(self.problem, operands, shape, run, dispatch.forced(self._asked))
+        run = None
+        if 0 not in operands.q.shape[:3]:
+            run = partial(run_backward, self._chosen, self.problem, self._forced)
+        return Recorded(self.problem, operands, shape, run)
+
+
+def _chosen_for(chosen: tuple[Backend, Any], problem: Problem, forced: str | None, wrt: tuple[str, ...]) -> Any:
+    """The backend and the plan for gradients by these values, too."""
+    return dispatch.plan(replace(problem, spec=replace(problem.spec, wrt=wrt)), forced) if wrt else chosen
+
+
+def run_backward(
+    chosen: tuple[Backend, Any], problem: Problem, forced: str | None, operands: Operands, gradients: Gradients
+) -> None:
+    """A backward pass that nothing is kept for."""
+    backend, plan = _chosen_for(chosen, problem, forced, tuple(gradients.values))
+    if not getattr(backend, "makes_values", False):
+        clear_values(problem, operands, gradients)
+    backend.backward(plan, operands, gradients)
+
+
+def clear_values(problem: Problem, operands: Operands, gradients: Gradients) -> None:
+    """Make the arrays of gradients by values, zero."""
+    zeros: Any = arrays.namespace(problem.array_kind).zeros
+    for name in gradients.values:
+        shape = operands.arrays[name].shape if name in operands.arrays else ()
+        gradients.values[name] = zeros(shape, operands.lse.dtype)
 
 
 def plan_for(

@@ -75,7 +75,9 @@ def _backward_impl(
         known = known_plan(len(results), (q, k, v, *results), tensors, options, mods)
         dq, dk, dv, *others = backward(known, dout, dlse, out, lse, more, q, k, v, tensors, options, mods)
     numbers = [x.reshape(-1).to(lse.dtype) for x in others]
-    return dq, dk, dv, torch.cat(numbers) if numbers else lse.new_empty(0)  # a list has no batching rule of autograd's
+    if len(numbers) != 1:
+        numbers = [torch.cat(numbers) if numbers else lse.new_empty(0)]
+    return dq, dk, dv, *numbers  # a list has no batching rule of autograd's
 
 
 def unpacked(gradients: Any, tensors: Sequence[Any]) -> list[Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..options import DEFAULTS, OPTIONS, TYPES, Layout, Precision
+from ..options import DEFAULTS, OPTIONS, TYPES, Layout, Precision, Role
 from . import interop, torch_plans
 from .call import ONLY_TENSORS, Call
 from .planned import Planned
@@ -45,6 +45,9 @@ OPTION_DEFAULTS = tuple(
     {"window_left": None, "window_right": None, "backend": None}.get(name, DEFAULTS.get(name)) for name in OPTION_NAMES
 )
 LAYOUT = OPTION_NAMES.index("layout")
+PAIRS = frozenset(name for name in TENSORS if name in OPTIONS and OPTIONS[name].role is Role.PAIRS)
+"""Those of score modifications and masks, of which a plan reads the addresses."""
+
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 """Classes of tensors that are no more than their memory."""
 
@@ -86,7 +89,9 @@ def bhnd_in_bnhd_memory(q: Any, layout: str) -> bool:
 
 def known_plan(call: Any, given: tuple[Any, ...], tensors: Tensors, options: tuple[Any, ...], mods: Any) -> Any:
     """The plan of such a call, and whether its result is transposed; None if there is no such plan yet."""
-    return None if tensors or mods else torch_plans.find(torch_plans.name_of(call, options), given)
+    if mods or not PAIRS.issuperset(tensors):
+        return None
+    return torch_plans.find(torch_plans.name_of(call, (*tensors, *options)), (*given, *tensors.values()))
 
 
 def forward(
@@ -99,7 +104,7 @@ def forward(
         with interop.TORCH.scope(q):
             memory = View if q.is_cuda else interop.TORCH.memory
             # A plan reads addresses, whatever the order of the axes.
-            output = planned.run_on(memory(q), memory(k), memory(v), None)
+            output = planned.run_on(memory(q), memory(k), memory(v), None, *map(memory, tensors.values()))
             result = [interop.TORCH.own(x, q) for x in (output if with_lse else (output,))]
     else:
         qkv = q, k, v
@@ -113,15 +118,22 @@ def forward(
             planned = plan_of(call, backend, with_lse)
             output = call.to_caller(planned.run(call))
             result = [*output] if with_lse else [output]
-            if is_memory and not tensors and not mods and _serves_others(planned, call):
-                torch_plans.keep(torch_plans.name_of(with_lse, options), (q, k, v), (planned, transposed))
+            if is_memory and not mods and _serves_others(planned, call, tensors):
+                name = torch_plans.name_of(with_lse, (*tensors, *options))
+                torch_plans.keep(name, (q, k, v, *tensors.values()), (planned, transposed))
     out, lse = result if with_lse else (*result, None)
     return out.transpose(1, 2) if transposed else out, lse
 
 
-def _serves_others(planned: Any, call: Call) -> bool:
-    """Whether the plan serves any call of these layouts: it reads addresses, and of q, k and v alone."""
-    return isinstance(planned, Planned) and planned.reads_addresses and call.per_call is ONLY_TENSORS
+def _serves_others(planned: Any, call: Call, tensors: Tensors) -> bool:
+    """Whether the plan serves any call of these layouts: it reads addresses, and of q, k, v and these tensors alone."""
+    if not (isinstance(planned, Planned) and planned.reads_addresses):
+        return False
+    own = call.per_call.arrays
+    reads = call.per_call._replace(arrays=()) == ONLY_TENSORS and len(own) == len(tensors)
+    return reads and all(
+        type(x) in PLAIN and array.data.ptr == x.data_ptr() for array, x in zip(own, tensors.values(), strict=True)
+    )
 
 
 def results_of(dout: Any, dlse: Any, out: Any, lse: Any) -> tuple[Any, ...]:
@@ -141,7 +153,8 @@ def backward(
     if known is not None:
         planned, memory = known[0], interop.TORCH.memory
         with interop.TORCH.scope(q):
-            recorded = planned.recorded_on(memory(q), memory(k), memory(v), memory(out), memory(lse))
+            given = q, k, v, out, lse, *tensors.values()
+            recorded = planned.recorded_on(*map(memory, given))
             return _gradients(Vjp(recorded), q, memory(dout), None if dlse is None else memory(dlse), wrt)
     keywords = _keywords(tensors, options, mods)
     backend = keywords.pop("backend", None)
@@ -154,9 +167,10 @@ def backward(
         vjp: Any = Vjp(planned.recorded(call, native["out"], native["lse"], kept=True), call.options)
         vjp.check_names(wrt)
         gradients = _gradients(vjp, q, native["dout"], native["dlse"], wrt)
-        if is_memory and not tensors and not mods and _serves_others(planned, call):
+        if is_memory and not mods and _serves_others(planned, call, tensors):
             results = results_of(dout, dlse, out, lse)
-            torch_plans.keep(torch_plans.name_of(len(results), options), (q, k, v, *results), (planned, False))
+            name = torch_plans.name_of(len(results), (*tensors, *options))
+            torch_plans.keep(name, (q, k, v, *results, *tensors.values()), (planned, False))
     return gradients
 
 

@@ -43,6 +43,7 @@ class View:
     ndim = property(lambda self: len(self.layout[1]))
     data = property(lambda self: self)  # x.data.ptr and x.data.device_id, as of CuPy's arrays
     device_id = property(lambda self: self.layout[4])
+    size = property(lambda self: self.tensor.numel())
 
     def __len__(self) -> int:
         return len(self.tensor)
@@ -62,6 +63,14 @@ class View:
     def as_array(self, name: str) -> Any:
         """Its memory as an array of CuPy."""
         return cuda_array(sys.modules["torch"], name, self.tensor)
+
+    def sum(self, axes: tuple[int, ...]) -> View:
+        """The sum over these axes."""
+        return View(self.tensor.sum(axes))
+
+    def astype(self, dtype: Any, copy: bool = True) -> View:
+        """A copy of this dtype; itself where it has it, unless a copy is asked for."""
+        return self if self.dtype == dtype and not copy else View(self.tensor.to(_form((), dtype)[2], copy=copy))
 
     def copy(self) -> View:
         """A C-contiguous copy."""

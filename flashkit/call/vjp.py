@@ -5,17 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
-from .. import dispatch
 from ..errors import shown
 from ..mods.tracing import graph_name
-from ..spec import AttentionSpec, Gradients, reads_of
+from ..spec import Gradients, reads_of
 from . import arrays
 from .call import Adapter
-from .planned import Recorded
+from .planned import Recorded, clear_values
 
 WRT = ("q", "k", "v", "sinks")
 """Names in `wrt` beside those of values of score modifications."""
@@ -31,7 +28,7 @@ class Vjp(Generic[A]):
         self, recorded: Recorded, options: Mapping[str, Any] | None = None, adapters: Sequence[Adapter] = ()
     ) -> None:
         """options: the caller's. adapters: of the call, the outermost first."""
-        self.problem, self.operands, self.shape, self._run, self._backend = recorded
+        self.problem, self.operands, self.shape, self._run = recorded
         self._forms = {
             name: (x.shape, x.dtype) for name, x in (options or {}).items() if hasattr(x, "shape") and x is not None
         }  # of the caller's arrays, in which gradients are returned
@@ -133,10 +130,9 @@ class Vjp(Generic[A]):
         dq, dk, dv = empty(op.q.shape, dtype), empty(op.k.shape, dtype), empty(op.v.shape, dtype)
         dsinks = xp.empty_like(op.sinks) if "sinks" in wrt else None
         slots = {name: slot for name in wrt if (slot := self._slot(name)) is not None}
-        values = {
-            slot: xp.zeros(op.arrays[slot].shape if slot in op.arrays else (), op.lse.dtype) for slot in slots.values()
-        }
-        self.fill(Gradients(shape.to_four(dout), dlse, dq, dk, dv, dsinks, values))
+        gradients = Gradients(shape.to_four(dout), dlse, dq, dk, dv, dsinks, dict.fromkeys(sorted(slots.values())))
+        self.fill(gradients)
+        values = gradients.values
         if dsinks is not None and "sinks" in self._forms:
             dsinks = dsinks.astype(self._forms["sinks"][1], copy=False)
         tensors = {"q": dq, "k": dk, "v": dv}
@@ -159,13 +155,10 @@ class Vjp(Generic[A]):
     def fill(self, gradients: Gradients) -> None:
         """Compute these gradients."""
         if self._run is None:
+            clear_values(self.problem, self.operands, gradients)
             for tensor in (gradients.dq, gradients.dk, gradients.dv, gradients.dsinks):
                 if tensor is not None:
                     tensor[...] = 0
-        elif gradients.values:
-            spec = _with_values(self.problem.spec, tuple(sorted(gradients.values)))
-            backend, plan = dispatch.plan(replace(self.problem, spec=spec), self._backend)
-            backend.backward(plan, self.operands, gradients)
         else:
             self._run(self.operands, gradients)
 
@@ -177,8 +170,3 @@ class Vjp(Generic[A]):
         if array.shape != shape:
             raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")
         return array
-
-
-@lru_cache(maxsize=256)
-def _with_values(spec: AttentionSpec, wrt: tuple[str, ...]) -> AttentionSpec:
-    return replace(spec, wrt=wrt)

@@ -16,6 +16,7 @@ import pytest
 import flashkit
 from flashkit import mods, reference
 from flashkit.call.arguments import prepare
+from flashkit.call.planned import Recorded, clear_values
 from flashkit.call.vjp import Vjp
 
 Options = dict[str, Any]
@@ -97,13 +98,12 @@ def definition(
     operands.out, operands.lse = reference.standard(problem.spec, operands)
 
     def run(_: Any, to: Any) -> None:
+        clear_values(problem, operands, to)
         slots = tuple(sorted(to.values))
         spec = dataclasses.replace(problem.spec, wrt=slots)
         reference.standard_gradients(spec, operands, to.dout, None, dtype, to.values)
 
-    vjp: Vjp[Any] = Vjp((problem, operands, shape, run, None), options)  # type: ignore[arg-type]
-    with mock.patch.object(vjp, "fill", lambda to: run(None, to)):
-        return vjp.gradients(dout, None, wrt)
+    return Vjp[Any](Recorded(problem, operands, shape, run), options).gradients(dout, None, wrt)
 
 
 def magnitude(head: Any, s: Any, p: Any, ds: Any, rows: Any, keys: Any) -> None:

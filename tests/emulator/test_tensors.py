@@ -47,6 +47,12 @@ class Tensor(torch.Tensor):
     def clone(self, **options: Any) -> Any:
         return on_device_as_it_is(on_host(self).clone(**options))
 
+    def to(self, *form: Any, **options: Any) -> Any:
+        return on_device(on_host(self).to(*form, **options))
+
+    def sum(self, *axes: Any) -> Any:
+        return on_device(on_host(self).sum(*axes))
+
     def resolve_neg(self) -> Any:
         return on_device(on_host(self).resolve_neg())
 
@@ -89,7 +95,7 @@ def tagged(x: Any) -> Any:
         return {name: tagged(each) for name, each in x.items()}
     memory = cupy.DEVICE.memory.bytes
     here = isinstance(x, torch.Tensor) and 0 <= torch.Tensor.data_ptr(x) - memory.ctypes.data < len(memory)
-    return x.as_subclass(Tensor) if here else x
+    return x.as_subclass(Tensor) if here and type(x) is not Tensor else x
 
 
 @pytest.fixture(autouse=True)
@@ -103,13 +109,18 @@ def torch_on_the_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setattr(torch_autograd, "PLAIN", plain)
     monkeypatch.setattr(torch_passes, "PLAIN", plain)
     torch.manual_seed(0)
-    backward = torch_autograd.backward
+    backward, known = torch_autograd.backward, torch_autograd.known_plan
+
+    def known_of_tagged(call: Any, given: Any, tensors: Any, *rest: Any) -> Any:
+        with torch._C._EnableTorchFunction():
+            return known(call, tuple(map(tagged, given)), tagged(tensors), *rest)
 
     def tagging(*given: Any) -> Any:
         with torch._C._EnableTorchFunction():  # `torch.autograd.grad` disables it, so that results are plain tensors
             return backward(*map(tagged, given))
 
     monkeypatch.setattr(torch_autograd, "backward", tagging)
+    monkeypatch.setattr(torch_autograd, "known_plan", known_of_tagged)
     yield
     STATE.held.clear()
     STATE.stream = 0
@@ -124,8 +135,8 @@ def same(found: Any, expected: Any) -> None:
     torch.testing.assert_close(on_host(found), on_host(expected), atol=1e-5, rtol=1e-5)
 
 
-def check(inputs: list[Any], known: bool = True, **options: Any) -> None:
-    """Both passes are those on a CPU. known: whether the second and third call make no array of CuPy."""
+def check(inputs: list[Any], known: bool = True, since: int = 1, **options: Any) -> None:
+    """Both passes are those on a CPU. known: whether calls since the second, or a later one, make no array of CuPy."""
     host = [x.detach().requires_grad_() for x in inputs]
     expected, lse = ft.attention(*host, **options, return_lse=True)
     lent = {name: on_device(x) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
@@ -148,7 +159,7 @@ def check(inputs: list[Any], known: bool = True, **options: Any) -> None:
         for gradient, wanted_ in zip(torch.autograd.grad([out, lse_][:results], given, towards), wanted, strict=True):
             same(gradient, wanted_)
             assert gradient.stride() == wanted_.stride()
-        assert turn == 0 or (STATE.arrays == 0) == known
+        assert turn < since or (STATE.arrays == 0) == known
 
 
 def test_calls_of_one_layout_make_no_arrays() -> None:
@@ -158,10 +169,28 @@ def test_calls_of_one_layout_make_no_arrays() -> None:
     check(qkv((1, 12, 2, 8)), layout="bnhd")
     check([x.detach() for x in qkv((2, 12, 8))], scale=0.3)
     check([x.detach() for x in qkv((12, 8))], softcap=2.0, window=(3, None))
+    check(qkv(), since=3, bias=torch.randn(2, 12, 12))  # one with such results was before
+    check(qkv(), since=3, mask=torch.randn(1, 1, 12, 12) > 0, alibi_slopes=torch.rand(2), causal=True)
+
+
+def test_gradients_by_biases() -> None:
+    """In the shape and dtype of the caller's tensor, of a call that finds a plan, too."""
+    q, k, v = (x.detach() for x in qkv((2, 2, 12, 8)))
+    for shape, dtype in ((2, 12, 12), torch.float32), ((1, 1, 12, 12), torch.float64), ((12, 12), torch.float32):
+        bias = torch.randn(shape).to(dtype)
+        host, dout = bias.clone().requires_grad_(), torch.randn(q.shape)
+        (wanted,) = torch.autograd.grad(ft.attention(q, k, v, bias=host), host, dout)
+        for turn in range(3):
+            given = on_device(bias).requires_grad_()
+            STATE.arrays = 0
+            (found,) = torch.autograd.grad(
+                ft.attention(*map(on_device, (q, k, v)), bias=given), given, on_device_as_it_is(dout)
+            )
+            assert found.dtype == dtype and (turn < 2 or STATE.arrays == 0)
+            torch.testing.assert_close(on_host(found), wanted, atol=2e-2, rtol=2e-2)
 
 
 def test_other_calls_make_them() -> None:
-    check(qkv(), known=False, bias=torch.randn(2, 12, 12))
     check(qkv(), known=False, sinks=torch.zeros(2), causal=True)
     packed = [x.detach() for x in qkv((12, 2, 8))]
     check(packed, known=False, cu_seqlens=torch.tensor([0, 5, 12]), causal=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -45,6 +45,8 @@ class Arguments(KernelArguments):
     def __init__(self, spec: AttentionSpec, operands: Operands) -> None:
         self.spec, self.alive, self.scale, self._blocks = spec, list[Any](), operands.scale, operands.blocks
         self.ordered: dict[str, Any] = {}  # memory of sums by value
+        self.shapes: dict[str, tuple[int, ...]] = {}  # of arrays of the modification
+        self.stores_values = False  # kernels store gradients by values, in the dtype of the operands
         self.uploaded = False  # whether something was copied to the device
         self.entries, self.heads, self.n_q, _ = operands.q.shape
         self.heads_kv, self.n_k = operands.k.shape[1:3]
@@ -142,8 +144,12 @@ class Arguments(KernelArguments):
         self.tensors(dout=gradients.dout, dlse=gradients.dlse, dq=gradients.dq, dk=gradients.dk, dv=gradients.dv)
         if gradients.dsinks is not None:
             self.set(dsinks=gradients.dsinks.data.ptr)
+
+    def sums(self, values: Mapping[str, Any]) -> None:
+        """Set the arrays of gradients by values of the modification."""
+        self.ordered = {}
         for name, (at, slot) in modification.sums_of(self.spec).items():
-            sums = gradients.values[name]
+            sums = values[name]
             if modification.orders_sums(self.spec):
                 self.ordered[name] = ordered_sums.memory(sums)
             address = self.ordered.get(name, sums).data.ptr
@@ -248,6 +254,7 @@ class Arguments(KernelArguments):
                 array = operands.array(slot)
                 self._address_words[slot.name] = VALUES + len(words)
                 itemsize = array.dtype.itemsize
+                self.shapes[slot.name] = array.shape
                 words += [self.address(array), *(stride // itemsize for stride in array.strides)]
         return words
 

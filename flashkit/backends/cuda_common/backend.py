@@ -7,11 +7,14 @@ errors.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from ... import settings
 from ...devices.lazy import cached_property
@@ -36,6 +39,7 @@ _MAX_FORMS = 16
 """Layouts of out, dout and dlse that a bound backward pass has argument blocks for."""
 
 _BACKWARD_AT = addresses(("q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv"))
+_ADDS: Any = lambda _: (False, False)  # of passes that add to zeros
 _DLSE, _DSINKS = AT["dlse"], AT["dsinks"]
 
 
@@ -64,7 +68,7 @@ class CudaBackend:
     """Of k in the forward pass."""
 
     efficiency = 0.5
-    spares_lse = takes_arrays = takes_scales = takes_stats = takes_jvp = takes_wrt = True
+    spares_lse = takes_arrays = takes_scales = takes_stats = takes_jvp = takes_wrt = makes_values = True
 
     @property
     def takes_fp8(self) -> bool:
@@ -156,6 +160,7 @@ class CudaBackend:
         run = plan.backward[0].run
         arguments = Arguments(plan.problem.spec, operands)
         arguments.gradients(gradients)
+        _make_values(plan, arguments, gradients, launch.stream())
         _pull_back(plan, run, arguments, operands, gradients, _end_of_keys(operands), launch.stream())
         arguments.finish_sums(gradients)
 
@@ -240,7 +245,10 @@ class CudaBackend:
                 words[at] = _address(op.arrays[name], layout)
             stream = stream_of()
             wait_for_uploads(stream)
+            if to.values:
+                _make_values(plan, arguments, to, stream)
             _pull_back(plan, run, arguments, op, to, end, stream)
+            arguments.finish_sums(to)
             pool.append(arguments)
 
         return call
@@ -311,6 +319,24 @@ def _absent(name: str) -> bool:
 def _layout(array: Any) -> tuple[Any, ...] | None:
     """None for scales, which have other axes in the operands than in the call."""
     return None if array is None else (array.shape, array.strides, array.dtype)
+
+
+def _make_values(plan: CudaPlan, arguments: Arguments, gradients: Gradients, stream: int) -> None:
+    """Make the arrays of gradients by values: zeros, unless the pass stores all elements."""
+    spec = plan.problem.spec
+    if not spec.wrt:
+        return
+    import cupy
+
+    arguments.stores_values, whole = getattr(plan.backward[0], "writes_values", _ADDS)(arguments)
+    dtype = gradients.dq.dtype if arguments.stores_values else spec.lse_dtype
+    # Views of other libraries have memory of these.
+    empty = cupy.empty if modification.orders_sums(spec) else getattr(gradients.dq, "empty", cupy.empty)
+    for name in spec.wrt:
+        gradients.values[name] = made = empty(arguments.shapes.get(name, ()), np.dtype(dtype))
+        if not whole:
+            launch.clear(made.data.ptr, math.prod(made.shape) * made.dtype.itemsize, stream)
+    arguments.sums(gradients.values)
 
 
 def _pull_back(
