@@ -708,3 +708,64 @@ def test_what_positions_are_computed_with() -> None:
     assert found(mods.score(lambda s, b, h, q, k: s - 1025 * (q - k))) == "any"
     assert found(mods.score(lambda s, b, h, q, k, *, n=7: s - (q + n))) == "any"
     assert found(mods.score(lambda s, b, h, q, k: s - (q - k) // 2)) == "any"
+
+
+def test_what_is_known_of_a_bias() -> None:
+    """Hopper's backward kernels take a dense one in tiles, and one by distance once for each distance."""
+    x = np.zeros((2, 4, 64, 32), np.float16)
+
+    def spec_of(**options: Any) -> AttentionSpec:
+        return arguments.prepare(x, x, x, **options)[0].spec
+
+    def bias(*shape: int, dtype: Any = np.float16) -> np.ndarray:
+        return np.zeros(shape, dtype)
+
+    for shape, head, entry in ((1, 4, 64, 64), 1, None), ((2, 1, 64, 64), None, 0), ((4, 64, 64), 0, None):
+        found = modification.dense_bias(spec_of(bias=bias(*shape)))
+        assert found is not None and (found.head, found.entry) == (head, entry)
+    for shape in (2, 4, 64, 1), (2, 4, 1, 64), (1,):  # not of pairs
+        assert modification.dense_bias(spec_of(bias=bias(*shape))) is None
+    assert modification.dense_bias(spec_of(bias=bias(4, 64, 64), softcap=3.0)) is None
+
+    tile = sm90_bwd_launch.BackwardTile(128)
+    device = MODELS["sm_90a"]
+    narrow, exact = spec_of(bias=bias(4, 64, 64)), spec_of(bias=bias(4, 64, 64, dtype=np.float64))
+    _, staged = sm90_backward.staged_bias(narrow, tile, device)
+    assert (staged.block_q, staged.key_buffers, staged.bias_bytes) == (64, 2, 2)
+    assert sm90_backward.staged_bias(exact, tile, device) == (None, tile)
+    assert sm90_backward.staged_bias(replace(narrow, dropout=True), tile, device) == (None, tile)
+
+    table = mods.t5_bias(np.zeros((8, 4), np.float32))
+    assert modification.adds_by_distance(spec_of(score_mod=table))
+    assert modification.adds_by_distance(spec_of(score_mod=table.then(table), causal=True))
+    assert not modification.adds_by_distance(spec_of(score_mod=table, softcap=2.0))
+    assert not modification.adds_by_distance(spec_of(bias=bias(64, 64)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["without", "stored", "summed", "by distance"])
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.one_in(4)
+def test_sm90_backward_with_a_bias_spills_outside_of_its_loop(d: int, way: str) -> None:
+    """From the products of S to those of dV, nothing but in tiles that are not of finite rows and keys."""
+    x, values = np.zeros((1 if way == "stored" else 2, 4, 64, d), ml_dtypes.bfloat16), np.zeros((8, 4), np.float32)
+    added: Any = {"bias": np.zeros((1, 4, 64, 64), ml_dtypes.bfloat16)}
+    if way == "by distance":
+        added = {"score_mod": mods.t5_bias(values)}
+    problem, _, _ = arguments.prepare(x, x, x, **added)
+    spec = problem.spec if way == "without" else replace(problem.spec, wrt=(problem.spec.slots[-1].name,))
+    given, tile = sm90_backward.staged_bias(spec, tile_of(spec, "sm90", "backward"), MODELS["sm_90a"])
+    stores = sm90_backward.stores_ds(replace(problem, spec=spec), given)
+    assert ((given is None) == (way == "by distance")) and stores == (way == "stored")
+    sums = way == "summed"
+    constants, functions = sm90_backward.source(spec, tile, False, given, stores, entries_first=sums, clears_sums=sums)
+    found = compiler.binary(specialise.source("sm90/backward", spec, constants, functions), "sm_90a")
+    assert found.resources["bwd_preprocess"].spills == found.resources["bwd_postprocess"].spills == 0
+    assert found.resources["sm90_backward"].spills <= 320
+    text = disassembled(found.path)
+    text = text[text.index(".text.sm90_backward:") :]
+    lines = text[: text.find(".section", 10)].splitlines()
+    weights = [i for i, line in enumerate(lines) if "MUFU.EX2" in line]
+    usual = lines[weights[-1] - 200 : weights[-1]]  # of tiles whose pairs are all visible
+    assert sum("MUFU.EX2" in line for line in usual) >= 30
+    assert spilled(usual) <= 4

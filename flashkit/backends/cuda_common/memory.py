@@ -111,11 +111,17 @@ class Workspace:
         self.bytes = offset + size
         self._addresses.append((AT[name], offset))
 
-    def tensor(self, name: str, itemsize: int, tokens: int, elements: int = 1, zeros: bool = False) -> None:
-        """A tensor (B, Hq, tokens, elements), C-contiguous; packed sequences share one batch entry."""
-        heads = self._heads
-        self.memory(name, itemsize * self._batch * heads * tokens * elements, zeros)
-        strides = 0 if self._packed else heads * tokens * elements, tokens * elements, elements
+    def tensor(
+        self, name: str, itemsize: int, tokens: int, elements: int = 1, zeros: bool = False, entries_first: bool = False
+    ) -> None:
+        """A tensor (B, Hq, tokens, elements), C-contiguous; packed sequences share one batch entry. entries_first: in
+        the order (Hq, B, tokens, elements).
+        """
+        heads, row = self._heads, tokens * elements
+        self.memory(name, itemsize * self._batch * heads * row, zeros)
+        strides = (0 if self._packed else heads * row), row, elements
+        if entries_first:
+            strides = row, self._batch * row, elements
         self._words += [(AT[name] + i, stride) for i, stride in enumerate(strides, 1)]
 
     def allocate(self, arguments: Arguments, stream: int) -> Any:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf, prod
+from typing import NamedTuple
 
 from ...mods import expr
 from ...mods.expr import Expr
@@ -76,6 +77,53 @@ def adds_rows(spec: AttentionSpec) -> bool:
     others = [index for index in indices if not any(index is x for x in (expr.ROW, expr.Q, expr.K))]
     along_keys = sum(index is expr.K for index in indices) == 1
     return along_keys and not any(expr.uses(index, expr.ROW, expr.Q, expr.K) for index in others)
+
+
+class DenseBias(NamedTuple):
+    """An array that a score modification adds: x[.., row, k], after axes of heads and batch entries."""
+
+    slot: Slot
+    at: int
+    """Index of its address among Params::values."""
+
+    head: int | None
+    entry: int | None
+    """The axes of heads and of batch entries, if it has them. Others have one element."""
+
+
+def dense_bias(spec: AttentionSpec) -> DenseBias | None:
+    """The bias, if adding it is all that the score modification does."""
+    score = spec.score
+    if score is None or score.op != "add" or not any(x is expr.S for x in score.args):
+        return None
+    load = next((x for x in score.args if x.op == "load"), None)
+    if load is None or len(load.args) < 2 or load.args[-2] is not expr.ROW or load.args[-1] is not expr.K:
+        return None
+    axes: dict[Expr, int] = {}
+    for axis, index in enumerate(load.args[:-2]):
+        if index in axes or not (index is expr.B or index is expr.H or expr.is_const(index, 0)):
+            return None
+        if not expr.is_const(index, 0):
+            axes[index] = axis
+    at = 0
+    for slot in spec.slots:
+        if slot.name == load.value:
+            return DenseBias(slot, at, axes.get(expr.H), axes.get(expr.B))
+        at += entries(slot)
+    return None
+
+
+def adds_by_distance(spec: AttentionSpec) -> bool:
+    """Whether the score modification adds to scores, and only what depends on q - k, the batch entry and the head."""
+    node = spec.score
+    if node is None:
+        return False
+    while node is not expr.S:
+        terms = [x for x in node.args if not expr.uses(x, expr.S)]
+        if node.op != "add" or len(terms) != 1 or Read("", (), terms[0]).of_distance() is None:
+            return False
+        node = next(x for x in node.args if x is not terms[0])
+    return True
 
 
 def unsupported(spec: AttentionSpec) -> str:

@@ -45,7 +45,8 @@ def cluster_size(spec: AttentionSpec) -> int:
 class BackwardTile:
     """A tile of the backward pass: query tiles of `block_q` rows, 64 or 128; work tiles of `block_k` keys, 128: 64 for
     each of two consumer warp groups or, in a cluster, for each of two CTAs. `stages`, `dout_stages` and `key_buffers`:
-    how many tiles of Q, dO and K are in shared memory at once.
+    how many tiles of Q, dO and K are in shared memory at once. `bias_bytes`: of an element of a dense bias whose tiles
+    are there too, or 0.
     """
 
     block_q: int
@@ -53,6 +54,7 @@ class BackwardTile:
     stages: int = 2
     dout_stages: int = 2
     key_buffers: int = 2
+    bias_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.block_q not in (64, 128) or self.block_k != 128:
@@ -88,6 +90,7 @@ class BackwardTile:
         smem.add("DOUT", self.dout_stages * self.block_q * row * chunks_v)
         smem.add("DS", 2 * self.block_q * keys * 2)
         smem.add("DQ", 0 if cluster > 1 else self.dq_accum_bytes(spec))
+        smem.add("BIAS", self.stages * self.block_q * keys * self.bias_bytes)
         smem.add("LSE", self.stages * self.block_q * 4)
         smem.add("DELTA", self.dout_stages * self.block_q * 4)
         smem.add("Q_PIPE", 2 * barrier * self.stages)
@@ -142,7 +145,7 @@ class BackwardTile:
             "KEY_BUFFERS": self.key_buffers, "CLUSTER_SIZE": cluster_size(spec), "DETERMINISTIC": spec.deterministic,
             "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24, "WATCHDOG": WATCHDOG,
             "SMALL_SCORE": positions(spec) != "any", "FAST_MATH": True, "NUM_LISTS": lists, "LIST_CAPACITY": capacity,
-            "LIST_BYTES": _list_bytes(capacity), **self.smem(spec).constants(),
+            "LIST_BYTES": _list_bytes(capacity), "BIAS_BYTES": self.bias_bytes, **self.smem(spec).constants(),
         }  # fmt: skip
 
 
@@ -225,6 +228,12 @@ class Backward:
     addressed: tuple[str, ...] = _ADDRESSED
     """Tensors whose rows have to be multiples of 16 bytes."""
 
+    entries_first = False
+    """Whether batch entries of a head follow one another."""
+
+    clears_sums = False
+    """Whether the kernels clear sums of gradients by values, which all entries of a head add to."""
+
     postprocess_tiles = 1
     """Query tiles of packed sequences that a CTA of bwd_postprocess may take."""
 
@@ -256,14 +265,16 @@ class Backward:
             return LaunchGeometry(0, 0, 0, False, workspace, [])
         check_grid(query_tiles, work_tiles)
         for name in ("bwd_lse", "delta"):
-            workspace.tensor(name, 4, tiles_q * tile.block_q)
-        workspace.tensor("dq_accum", 4, tiles_q, tile.dq_accum_bytes(spec) // 4)
-        workspace.tensor("dq_semaphore", 4, tiles_q, 1 + cluster * -(-tiles_k // _KEY_TILES_PER_WORD))
+            workspace.tensor(name, 4, tiles_q * tile.block_q, entries_first=self.entries_first)
+        semaphore = 1 + cluster * -(-tiles_k // _KEY_TILES_PER_WORD)
+        for name, elements in ("dq_accum", tile.dq_accum_bytes(spec) // 4), ("dq_semaphore", semaphore):
+            workspace.tensor(name, 4, tiles_q, elements, entries_first=self.entries_first)
         # PreprocessCounters of kernels/sm90/dq_accum.cuh
         workspace.memory("preprocess_counters", 4 * (1 + 2 * kv_heads))
 
         in_flight, per_kv_head = self.kv_heads_in_flight(arguments), tiles_q * spec.group
-        preprocessed = min(query_tiles, in_flight * per_kv_head + _LEAD // cluster * -(-per_kv_head // tiles_k))
+        ready, lead = (arguments.entries, self.device.sms) if self.clears_sums else (in_flight, _LEAD // cluster)
+        preprocessed = min(query_tiles, ready * per_kv_head + lead * -(-per_kv_head // tiles_k))
         if self._fused_preprocess and not has_long_work_tiles(
             self._mask_kind, arguments.n_q, arguments.n_k, arguments.density
         ):
@@ -285,11 +296,15 @@ class Backward:
 
     def run(self, arguments: Arguments, stream: int) -> None:
         geometry = arguments.known(self, self.geometry)
-        if geometry is None or not aligned(arguments, _ADDRESSES):
+        if geometry is None or not self.takes(arguments):
             return self._fallback.run(arguments, stream)
         if not geometry.postprocess_ctas:
             return None
         return self.launch(arguments, geometry, [maps[arguments.words[at]] for at, maps in geometry.maps], stream)
+
+    def takes(self, arguments: Arguments) -> bool:
+        """Whether TMA can address the arrays of the call, whose strides it can."""
+        return aligned(arguments, _ADDRESSES)
 
     def launch(self, arguments: Arguments, geometry: LaunchGeometry, maps: Sequence[TensorMap], stream: int) -> None:
         """Enqueue the kernels. maps: of each of the boxes."""

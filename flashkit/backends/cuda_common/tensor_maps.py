@@ -33,11 +33,19 @@ def strides_fit(arguments: Arguments, names: Sequence[str]) -> bool:
     """
     words = arguments.words
     for name in names:
-        at, itemsize = AT[name], _itemsize(dtype_of(arguments, name))
-        for stride, size in zip(words[at + 1 : at + 4], _extents(arguments, name)):
-            if size > 1 and (stride <= 0 or stride * itemsize % _ALIGNMENT or stride * itemsize >= 2**40):
-                return False
+        at = AT[name]
+        if not layout_fits(dtype_of(arguments, name), _extents(arguments, name), words[at + 1 : at + 4]):
+            return False
     return True
+
+
+def layout_fits(dtype: str, sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """The same of axes of one array."""
+    itemsize = _itemsize(dtype)
+    return not any(
+        size > 1 and (stride <= 0 or stride * itemsize % _ALIGNMENT or stride * itemsize >= 2**40)
+        for size, stride in zip(sizes, strides)
+    )
 
 
 def dtype_of(arguments: Arguments, name: str) -> str:

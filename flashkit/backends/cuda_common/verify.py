@@ -208,6 +208,10 @@ def _computed(compiled: Pass, spec: AttentionSpec, problem: Operands, direction:
     with cupy.cuda.Stream(non_blocking=True) as stream:
         # One element each, with strides of 0, so that every index reads it.
         arrays = {name: _Strided(cupy.asarray(x[(0,) * x.ndim]), (0,) * x.ndim) for name, x in problem.arrays.items()}
+        bias: Any = getattr(compiled, "bias", None)
+        if bias is not None:  # TMA reads no stride of 0
+            shape = [spec.group if axis == bias.head else 1 for axis in range(bias.slot.ndim - 2)] + [ROWS, KEYS]
+            arrays[bias.slot.name] = cupy.asarray(np.full(shape, _element(bias.slot)))
         is_transposed = spec.fp8 is not None and spec.fp8.transposed
         values = transposed_codes(np, problem.v.view(np.uint8)) if is_transposed else problem.v
         q, k, v = (cupy.asarray(x) for x in (problem.q, problem.k, values))
@@ -239,7 +243,14 @@ def _computed(compiled: Pass, spec: AttentionSpec, problem: Operands, direction:
                 gradients.values[name] = _Strided(array, array.strides * ndim)
             arguments = Arguments(spec, operands)
             arguments.gradients(gradients)
+            if bias is not None and spec.wrt:
+                arguments.stores_values, _ = compiled.writes_values(arguments)  # type: ignore[attr-defined]
+                dtype = spec.dtype if arguments.stores_values else spec.lse_dtype
+                gradients.values = {bias.slot.name: cupy.asarray(np.zeros(shape, _numpy_dtype(dtype)))}
+            arguments.sums(gradients.values)
             compiled.run(arguments, stream.ptr)
+            if bias is not None and spec.wrt:
+                sums = [cupy.asarray(_diagonals(gradients.values[bias.slot.name].get()))]
             gradients.values = dict(zip(spec.wrt, sums))
             arguments.finish_sums(gradients)
             results = [gradients.dq, gradients.dk, gradients.dv, *([gradients.dsinks] if spec.sinks else []), *sums]
@@ -256,11 +267,18 @@ def _on_device(scale: np.ndarray) -> Any:
     return cupy.broadcast_to(cupy.asarray(once), scale.shape)
 
 
+def _diagonals(array: np.ndarray) -> np.ndarray:
+    """The sums of elements whose indices have the same sum, as where all strides are one element."""
+    places = np.indices(array.shape).sum(0)
+    return np.bincount(places.ravel(), array.astype(np.float64).ravel(), array.ndim * _EXTENT)
+
+
 class _Strided:
     """Memory with the attributes of an array that Arguments reads, and other strides."""
 
     def __init__(self, array: Any, strides: tuple[int, ...]) -> None:
         self.data, self.dtype, self.size, self.strides = array.data, array.dtype, array.size, strides
+        self.shape = (_EXTENT,) * len(strides)
         self.array = array
 
 

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 from ...mods import expr
 from ...spec import AttentionSpec, Problem, Verdict
-from ..cuda_common import arguments, compiler, sm90_bwd_launch
+from ..cuda_common import arguments, compiler, modification, sm90_bwd_launch
 from ..cuda_common.affine_score import affine_score
-from ..cuda_common.generation import Choice, TileTables
-from ..cuda_common.modification import adds_rows, looks_at_ranges, positions, slope_is_one, values_of
-from ..cuda_common.sm90_bwd_launch import BackwardTile, cluster_size
+from ..cuda_common.arguments import Arguments, aligned
+from ..cuda_common.device import Device
+from ..cuda_common.generation import Choice, Pass, TileTables
+from ..cuda_common.modification import (
+    DenseBias,
+    adds_rows,
+    dense_bias,
+    looks_at_ranges,
+    positions,
+    slope_is_one,
+    sums_of,
+    values_of,
+)
+from ..cuda_common.params import VALUES
+from ..cuda_common.sm90_bwd_launch import BackwardTile, LaunchGeometry, cluster_size
 from ..cuda_common.sm90_launch import chunks, padded
+from ..cuda_common.tensor_maps import Maps, layout_fits
 from ..cuda_common.verify import Fallback
 from . import specialise
 from .sm80 import OLDER
@@ -85,37 +100,156 @@ def can_fuse_preprocess(spec: AttentionSpec, tile: BackwardTile) -> bool:
     return room and not spec.deterministic and (spec.score is None or chunks(spec.head_dim) > 1)
 
 
-def source(spec: AttentionSpec, tile: BackwardTile, fused_preprocess: bool) -> tuple[dict[str, int], str]:
-    """Constants and generated functions of kernels/sm90/backward.cu."""
-    constants = {**tile.constants(spec), "FUSED_PREPROCESS": fused_preprocess, "NUM_TERMS": 1, "VALUE_WARPS": 0}
+def staged_bias(spec: AttentionSpec, tile: BackwardTile, device: Device) -> tuple[DenseBias | None, BackwardTile]:
+    """The bias whose tiles pass through shared memory, and a tile with room for them; or None and the tile given."""
+    bias = dense_bias(spec)
+    if bias is None or spec.packed or spec.dropout or spec.dtype == "float32" or cluster_size(spec) > 1:
+        return None, tile
+    size = {"float16": 2, "bfloat16": 2, "float32": 4}.get(str(bias.slot.dtype))
+    for rows, buffers in (tile.block_q, tile.key_buffers), (tile.block_q, 1), (64, tile.key_buffers), (64, 1):
+        smaller = replace(tile, block_q=rows, key_buffers=buffers, bias_bytes=size or 0)
+        if size and smaller.fits(spec, device):
+            return bias, smaller
+    return None, tile
+
+
+def adds_by_distance(spec: AttentionSpec) -> bool:
+    """Whether the kernel has a path for a score modification that adds what depends on distances alone."""
+    plain = not (spec.dropout or spec.dtype == "float32" or cluster_size(spec) > 1 or takes_affine_path(spec))
+    return plain and modification.adds_by_distance(spec)
+
+
+def stores_ds(problem: Problem, bias: DenseBias | None) -> bool:
+    """Whether dS is the gradient by the bias: each pair has an element of its own."""
+    if bias is None or not sums_by_warps(problem.spec):
+        return False
+    return (bias.entry is not None or problem.batch == 1) and (bias.head is not None or problem.heads == 1)
+
+
+SMALL_BIAS = 16_000_000  # bytes that stay in L2 whatever the order of heads
+
+
+def puts_entries_first(problem: Problem, bias: DenseBias | None) -> bool:
+    """Whether batch entries of a head follow one another, as they share a bias that is not small."""
+    if bias is None or bias.entry is not None or problem.spec.group > 1:
+        return False
+    elements = (problem.heads if bias.head is not None else 1) * problem.n_q * problem.n_k
+    return problem.batch > 1 and elements * (8 if problem.spec.wrt else 4) > SMALL_BIAS
+
+
+def source(
+    spec: AttentionSpec, tile: BackwardTile, fused_preprocess: bool, bias: DenseBias | None = None,
+    stores: bool = False, entries_first: bool = False, clears_sums: bool = False,
+) -> tuple[dict[str, int], str]:  # fmt: skip
+    """Constants and generated functions of kernels/sm90/backward.cu. bias: of staged_bias(). The others are attributes
+    of the pass.
+    """
+    constants = {
+        **tile.constants(spec), "FUSED_PREPROCESS": fused_preprocess, "NUM_TERMS": 1, "VALUE_WARPS": 0,
+        "BIAS_IS_BFLOAT16": False, "BIAS_OF_HEADS": False, "BIAS_OF_ENTRIES": False,
+        "BIAS_BY_DISTANCE": adds_by_distance(spec), "STORES_DS": stores, "ENTRIES_FIRST": entries_first,
+        "CLEARS_SUMS": clears_sums,
+    }  # fmt: skip
     if sums_by_warps(spec):
         constants |= {"VALUE_WARPS": 2}
-        if max(spec.head_dim, spec.head_dim_v) <= 64:
+        if max(spec.head_dim, spec.head_dim_v) <= 64 and not stores:
             constants |= {"CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40}
-    return constants, functions(spec, tile)
+    if bias is None:
+        return constants, functions(spec, tile)
+    constants |= {
+        "BIAS_IS_BFLOAT16": str(bias.slot.dtype) == "bfloat16", "BIAS_OF_HEADS": bias.head is not None,
+        "BIAS_OF_ENTRIES": bias.entry is not None,
+    }  # fmt: skip
+    return constants, "#define BIAS_MAPS\n" + functions(spec, tile)
 
 
 class Sm90Backward(sm90_bwd_launch.Backward):
-    """The backward pass."""
+    """The backward pass.
+
+    Parameters
+    ----------
+    stages_bias
+        Whether tiles of a dense bias may pass through shared memory.
+    """
 
     postprocess_tiles = 8  # convert_some() of kernels/sm90/bwd_preprocess.cuh
 
-    def __init__(self, problem: Problem, choice: Choice, tables: TileTables) -> None:
+    def __init__(self, problem: Problem, choice: Choice, tables: TileTables, stages_bias: bool = True) -> None:
         spec, tile, device = replace(problem.spec, deterministic=in_order(problem)), choice.tile, tables.device
+        self.bias: DenseBias | None = None
+        if stages_bias:
+            self.bias, tile = staged_bias(spec, tile, device)
+        self.stores = stores_ds(problem, self.bias)
+        self.entries_first = puts_entries_first(problem, self.bias)
+        of_heads = self.bias is not None and self.bias.head is not None
+        self.clears_sums = self.entries_first and of_heads and sums_by_warps(problem.spec)
         kind = sm90_bwd_launch.mask_kind(spec)
         # The density of a block mask is known only when the kernels are launched.
         long = sm90_bwd_launch.has_long_work_tiles(kind, problem.n_q, problem.n_k, density=1)
         fused, arch = long and can_fuse_preprocess(spec, tile), compiler.target(device.capability)
-        constants, wgmma = source(spec, tile, fused)
+        constants, wgmma = source(spec, tile, fused, self.bias, self.stores, self.entries_first, self.clears_sums)
         if spec.wrt:  # of the call: that dQ is accumulated in order does not order these sums
             asked = problem.spec
             constants |= {
                 "ORDERED_SUMS": False, "VALUES": values_of(asked), "PARAMS_WORDS": arguments.size(asked),
             }  # fmt: skip
         library = specialise.library("sm90/backward", spec, tuple(constants.items()), arch, wgmma)
-        fallback, early = Fallback(partial(tables.plan, OLDER, problem), spec, device, "backward"), not spec.packed
+        other: partial[Pass] = partial(tables.plan, OLDER, problem)
+        if self.bias is not None:
+            other = cast("partial[Pass]", partial(Sm90Backward, problem, choice, tables, stages_bias=False))
+        fallback, early = Fallback(other, problem.spec, device, "backward"), not spec.packed
         super().__init__(spec, device, tile, choice.why, library, specialise.library, fallback, fused, early)
 
     def boxes(self) -> list[tuple[str, int, int]]:
         dim_v = self.spec.head_dim_v
         return [*super().boxes(), ("out", dim_v, 64), ("dout", dim_v, 64)]  # ROWS_PER_LOAD of bwd_preprocess.cuh
+
+    def geometry(self, arguments: Arguments) -> LaunchGeometry | None:
+        found = super().geometry(arguments)
+        if found is None or self.bias is None:
+            return found
+        maps = self._bias_maps(arguments, self.bias)
+        return None if maps is None else found._replace(maps=[*found.maps, *maps])
+
+    def _bias_maps(self, arguments: Arguments, bias: DenseBias) -> list[tuple[int, Maps]] | None:
+        """Those of the bias and of its gradient, which only a kernel that stores it uses; None where TMA cannot address
+        them.
+        """
+        shape, words = arguments.shapes[bias.slot.name], arguments.words
+        first = VALUES + bias.at
+        given = list(words[first + 1 : first + 1 + len(shape)])
+        contiguous = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        layouts = [(first, str(bias.slot.dtype), given)]
+        if self.stores:
+            layouts.append((VALUES + sums_of(self.spec)[bias.slot.name][0], self.spec.dtype, contiguous))
+        sizes = [1 if axis is None else shape[axis] for axis in (bias.entry, bias.head)] + [shape[-2], shape[-1]]
+        fit = sizes[2] >= arguments.n_q and sizes[3] >= arguments.n_k
+        if self.stores:  # plans serve several sizes
+            fit &= sizes[:2] == [arguments.entries, arguments.heads]
+        if self.clears_sums:  # by 16 bytes
+            fit &= shape[-1] % 4 == 0
+        found = []
+        for at, dtype, all_strides in layouts:
+            strides = [0 if axis is None else all_strides[axis] for axis in (bias.entry, bias.head)]
+            strides += all_strides[-2:]
+            fit &= layout_fits(dtype, sizes[:3], strides[:3]) and strides[3] == 1
+            batch, heads = sizes[:2]
+            layout = dtype, *strides[:3], arguments.n_k, 1, heads, arguments.n_q, batch, self.tile.block_q
+            found.append((at, Maps(*layout)))
+        return [found[0], found[-1]] if fit else None
+
+    def takes(self, arguments: Arguments) -> bool:
+        return self._addresses_fit(arguments) and arguments.stores_values == self.stores
+
+    def _addresses_fit(self, arguments: Arguments) -> bool:
+        return super().takes(arguments) and (self.bias is None or aligned(arguments, [VALUES + self.bias.at]))
+
+    def writes_values(self, arguments: Arguments) -> tuple[bool, bool]:
+        """Whether the kernels store gradients by values, in the operands' dtype; and whether they write all elements,
+        which so need not be 0 before.
+        """
+        if self.bias is None or not (arguments.known(self, self.geometry) and self._addresses_fit(arguments)):
+            return False, False
+        whole = arguments.shapes[self.bias.slot.name][-2:] == (arguments.n_q, arguments.n_k)
+        skips = self.spec.mask is not None or self.spec.kv_lengths  # tiles without a visible pair
+        return self.stores, whole and (self.clears_sums or (self.stores and not skips))

@@ -28,11 +28,21 @@
 #include "sm90/bwd_mainloop.cuh"
 #endif
 
+#ifdef BIAS_MAPS
+#define MORE_MAPS , const __grid_constant__ TensorMap bias_map, const __grid_constant__ TensorMap dbias_map
+#else
+#define MORE_MAPS
+#endif
+
 extern "C" __global__ void __cluster_dims__(CLUSTER_SIZE, 1, 1) __launch_bounds__(THREADS, 1)
 sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
               const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dout_map,
               const __grid_constant__ TensorMap dk_map, const __grid_constant__ TensorMap dv_map,
-              const __grid_constant__ TensorMap out_rows_map, const __grid_constant__ TensorMap dout_rows_map) {
+              const __grid_constant__ TensorMap out_rows_map,
+              const __grid_constant__ TensorMap dout_rows_map MORE_MAPS) {
+#ifndef BIAS_MAPS
+    const TensorMap &bias_map = q_map, &dbias_map = q_map;
+#endif
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = uniform(address_of(shared));
     if (threadIdx.x == 0) {
@@ -66,11 +76,11 @@ sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gr
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         QueryTileList* lists = reinterpret_cast<QueryTileList*>(shared + AT_LISTS);
         const KvSource kv{p, k_map, v_map, base};
-        if (warp == 0) producer(p, kv, q_map, dout_map, base, lists);
+        if (warp == 0) producer(p, kv, q_map, dout_map, bias_map, base, lists);
         else if (warp == 1) scheduler(p, kv, base, lists);
         else if (FUSED_PREPROCESS) fused_preprocess(p, out_rows_map, dout_rows_map, base, threadIdx.x - 64);
         else if (DETERMINISTIC) dq_semaphore_warp(p, base, warp - 2);
-        else if (VALUE_WARPS) value_sums_warp(p, base, warp - 2);
+        else if (VALUE_WARPS) value_sums_warp(p, dbias_map, base, warp - 2);
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
         consumer(p, dk_map, dv_map, base, role - 1);

@@ -7,7 +7,7 @@
 // warp groups 1, 2            consumers: bwd_mainloop.cuh, or bwd_mainloop_cluster.cuh where CLUSTER_SIZE is 2
 //
 // From the head: BLOCK_Q, BLOCK_K, STAGES (of Q), DOUT_STAGES, KEY_BUFFERS (of K), CLUSTER_SIZE, DETERMINISTIC,
-// FUSED_PREPROCESS, VALUE_WARPS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, WATCHDOG, NUM_LISTS, LIST_CAPACITY,
+// FUSED_PREPROCESS, VALUE_WARPS, BIAS_BYTES, CONSUMER_REGISTERS, PRODUCER_REGISTERS, WATCHDOG, NUM_LISTS, LIST_CAPACITY,
 // LIST_BYTES, SHARED_BYTES, SMALL_SCORE (modification.positions), and the offsets of shared memory, laid out by
 // BackwardTile.smem (cuda_common/sm90_bwd_launch.py):
 //
@@ -17,6 +17,7 @@
 //     AT_Q, AT_DOUT    [STAGES][BLOCK_Q][..], [DOUT_STAGES][BLOCK_Q][..]
 //     AT_DS            [2][BLOCK_Q][CTA_KEYS]        dS of two query tiles; in a cluster, of one and of the peer's keys
 //     AT_DQ            a tile of dQ on its way to dq_accum, unless in a cluster
+//     AT_BIAS          [STAGES][BLOCK_Q][CTA_KEYS]   BIAS_BYTES: the tile of a dense bias, loaded with Q
 //     AT_LSE, AT_DELTA [STAGES][BLOCK_Q], [DOUT_STAGES][BLOCK_Q]   float32, loaded with Q and with dO
 //     AT_Q_PIPE, AT_DOUT_PIPE, AT_K_PIPE, AT_V_PIPE, AT_PEER_K_PIPE, AT_LIST_PIPE   full and empty barriers
 //     AT_DS_PIPE       consumers to consumers: dS is in shared memory
@@ -64,10 +65,11 @@ constexpr int BYTES_K = CTA_KEYS * CHUNK_ROW * CHUNKS, BYTES_V = CTA_KEYS * CHUN
 constexpr int BYTES_PEER_K = CLUSTER_SIZE > 1 ? CTA_KEYS * CHUNK_ROW * DQ_CHUNKS : 0;
 constexpr int BYTES_Q = BLOCK_Q * CHUNK_ROW * CHUNKS, BYTES_DOUT = BLOCK_Q * CHUNK_ROW * CHUNKS_V;
 constexpr int BYTES_ROW_STATS = BLOCK_Q * 4;
-constexpr int BYTES_DS = BLOCK_Q * CTA_KEYS * 2, BYTES_ZEROS = 512;
+constexpr int BYTES_DS = BLOCK_Q * CTA_KEYS * 2, BYTES_BIAS = BLOCK_Q * CTA_KEYS * BIAS_BYTES, BYTES_ZEROS = 512;
 static_assert(AT_PEER_K - AT_K == KEY_BUFFERS * BYTES_K && AT_V - AT_PEER_K == BYTES_PEER_K && AT_Q - AT_V == BYTES_V &&
               AT_DOUT - AT_Q == STAGES * BYTES_Q && AT_DS - AT_DOUT == DOUT_STAGES * BYTES_DOUT &&
-              AT_DQ - AT_DS == 2 * BYTES_DS && AT_LSE - AT_DQ == (CLUSTER_SIZE > 1 ? 0 : BYTES_DQ) &&
+              AT_DQ - AT_DS == 2 * BYTES_DS && AT_BIAS - AT_DQ == (CLUSTER_SIZE > 1 ? 0 : BYTES_DQ) &&
+              AT_LSE - AT_BIAS == STAGES * BYTES_BIAS &&
               AT_ZEROS + BYTES_ZEROS == SHARED_BYTES, "BackwardTile.smem and the kernel differ");
 
 // --- what is masked --------------------------------------------------------------------------------------------------
@@ -88,6 +90,18 @@ constexpr bool FROM_DIAGONAL = DETERMINISTIC && HAS_MASK;
 // Of packed sequences many may have no more keys than a work tile: what it adds to dQ is all of it. Consumers then
 // store it as dQ, and there is nothing to convert for bwd_postprocess.
 constexpr bool STORES_DQ = IS_PACKED && DETERMINISTIC && CLUSTER_SIZE == 1;
+
+// --- a dense bias ----------------------------------------------------------------------------------------------------
+
+// BIAS_BYTES: of an element of a dense bias that TMA can address (cuda_common/modification.py, DenseBias), whose tile
+// comes with Q; else 0. BIAS_OF_HEADS, BIAS_OF_ENTRIES: whether heads, and batch entries, have biases of their own.
+constexpr int BIAS_CHUNK = CHUNK_ROW / larger(BIAS_BYTES, 1);  // keys
+static_assert(BIAS_BYTES == 0 || (CLUSTER_SIZE == 1 && !IS_PACKED && !HAS_DROPOUT), "rows are those of the bias");
+
+// From a key on.
+DEVICE Box bias_box(int b, int h, int row, int key) {
+    return {key, row, BIAS_OF_HEADS ? h : 0, BIAS_OF_ENTRIES ? b : 0};
+}
 
 // --- scheduling ------------------------------------------------------------------------------------------------------
 
@@ -165,15 +179,21 @@ DEVICE int ceil_div(long long n, int block) { return (int)((n + block - 1) / blo
 //
 // Which work tile each CTA of Hopper's persistent backward kernel takes, and in which order.
 
+// ENTRIES_FIRST: batch entries of a head follow one another, as they share a bias, which so stays in L2; else heads of a
+// batch entry.
+static_assert(!ENTRIES_FIRST || (GQA_GROUP == 1 && !IS_PACKED), "a key/value head has one query head");
+
 // Heads of all batch entries; of packed sequences, whose tiles follow each other, those of one entry.
 DEVICE int num_kv_heads(const Params& p) { return (int)(p.heads / GQA_GROUP * num_entries(p)); }
 DEVICE int kv_head_index(const Params& p, int b, int head) {
+    if constexpr (ENTRIES_FIRST) return head * (int)num_entries(p) + b;
     return (IS_PACKED ? 0 : b * ((int)p.heads / GQA_GROUP)) + head;
 }
 DEVICE int tiles_of_queries(const Params& p) { return (int)num_q_tiles(p, BLOCK_Q); }  // of a head
 // The index of a query tile among all, as they lie in dq_accum: those of a key/value head follow one another.
 DEVICE int query_tile_index(const Params& p, int b, int h, int tile) {
-    return (IS_PACKED ? h : b * (int)p.heads + h) * tiles_of_queries(p) + (int)q_tile_number(p, b, tile, BLOCK_Q);
+    const int head = ENTRIES_FIRST ? kv_head_index(p, b, h) : IS_PACKED ? h : b * (int)p.heads + h;
+    return head * tiles_of_queries(p) + (int)q_tile_number(p, b, tile, BLOCK_Q);
 }
 // Of a head; not of packed sequences, which TileScheduler::tiles() counts.
 DEVICE int tiles_of_keys(const Params& p) { return (int)num_k_tiles(p, BLOCK_K); }
@@ -214,6 +234,10 @@ struct TileScheduler {
                                         : tile_coord(index, tiles, first, (int)p.heads_per_l2_group);
         const int bh = in_tail ? first + coord.bh : coord.bh;
         const int number = FROM_DIAGONAL && !in_tail ? tiles - 1 - coord.tile : coord.tile;
+        if constexpr (ENTRIES_FIRST) {
+            const int entries = (int)num_entries(p);
+            return {bh % entries, bh / entries, number * BLOCK_K};
+        }
         const SeqTile at = IS_PACKED ? packed.tile(number) : SeqTile{bh / heads, number};
         return {(int)at.b, bh % heads, (int)at.tile * BLOCK_K};
     }

@@ -22,7 +22,8 @@
 
 // The order of what does not depend on each other was found by timing (docs/notes/hopper-backward.md).
 constexpr bool DK_FIRST = CHUNKS == 1 && !FROM_DIAGONAL;  // not where the next CTA waits for this one's dQ at once
-constexpr bool PING_PONG = HAS_SCORE && !DK_FIRST && !DETERMINISTIC;  // warp groups alternate at issuing dV, dQ and dK
+// Warp groups alternate at issuing dV, dQ and dK.
+constexpr bool PING_PONG = HAS_SCORE && BIAS_BYTES == 0 && !DK_FIRST && !DETERMINISTIC;
 constexpr int PING_PONG_BARRIER = 1;  // plus the warp group: its named barrier
 constexpr int EARLY_LSE = S_REGS <= 32 ? S_REGS / 4 : 4;  // pairs of log-sum-exps that are loaded before S is complete
 
@@ -119,6 +120,8 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
         issue_s(n);
         AffineTile affine{};
         if (!AFFINE_PER_STEP) affine = affine_tile(p, {base, n, number, wg}, warp, lane);
+        BiasFragment bias;
+        bias.find(p, {base, n, number, wg}, warp, lane);
         pipe_v.consumer_wait(number);
         bool first = true, last, is_whole = false;
         // query tiles, as indices among all: whose dQ is in shared memory, and the one before n
@@ -140,6 +143,7 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
 #pragma unroll
             for (int i = 0; i < EARLY_LSE; ++i) load_row_stats(early_lse[i], lse, i);
             if (AFFINE_PER_STEP) affine = affine_tile(p, id, warp, lane);
+            bias.load(base + AT_BIAS + stage * BYTES_BIAS, wg, warp, lane);
             add_bias_early(affine, early_lse);
             pipe_dout.consumer_wait(n);
             wgmma_wait<0>();  // S, and dK of the step before
@@ -149,7 +153,7 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
             unsigned p_frag[S_REGS / 2];
             DropoutMask dropout;
             const bool unmasked = softmax_p(p, id, tile_desc, keys_finite, s, p_frag, early_lse, lse, scale_log2,
-                                            dropout, affine);
+                                            dropout, affine, bias);
             const RowDeltas deltas(stats_of_lane + AT_DELTA + dout_stage * BYTES_ROW_STATS);
             warpgroup_barrier_sync();
             issue_rs(dv_acc, p_frag, dout_tile, !first);
@@ -160,7 +164,7 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
             unsigned ds[S_REGS / 2];
             if (unmasked || !CLEARS_KEYS) compute_ds<true>(p, s, dp, ds, deltas, dropout);
             else compute_ds<false>(p, s, dp, ds, deltas, dropout);
-            if constexpr (HAS_VALUES && VALUE_WARPS == 0) add_values(p, id, s, dp, deltas, sums);
+            if constexpr (HAS_VALUES && VALUE_WARPS == 0) add_values(p, id, s, dp, deltas, sums, warp, lane);
             auto issue_dq_and_dk = [&]() {
                 if (DK_FIRST) issue_dk(n, ds, first);
                 if (!first) pipe_ds.consumer_wait(n - 1);
@@ -189,6 +193,7 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
             if (!last) pipe_q.consumer_wait(n + 1);
             issue_s(last ? n : n + 1);  // unconditional as well; unused after the last step
             if (AFFINE_AHEAD && !last) affine = affine_tile(p, {base, n + 1, number, wg}, warp, lane);
+            if (!last) bias.find(p, {base, n + 1, number, wg}, warp, lane);
             wgmma_wait<1>();  // dQ, dK
             fence_operand(dq), fence_operand(ds);
             pipe_q.consumer_release(n, lane), pipe_dout.consumer_release(n, lane);

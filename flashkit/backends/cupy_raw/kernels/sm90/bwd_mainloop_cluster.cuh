@@ -85,14 +85,15 @@ DEVICE void ds_consumer(const Params& p, const TensorMap& dv_map, unsigned base,
             const RowDeltas deltas(stats_of_lane + AT_DELTA + dout_stage * BYTES_ROW_STATS);
             unsigned p_frag[S_REGS / 2], ds[S_REGS / 2];
             DropoutMask dropout;
+            BiasFragment no_bias;
             const bool unmasked = softmax_p(p, id, tile_desc, keys_finite, s, p_frag, early_lse, lse, scale_log2,
-                                            dropout, affine);
+                                            dropout, affine, no_bias);
             issue_rs(dv_acc, p_frag, base + AT_DOUT + dout_stage * BYTES_DOUT, !first);
             wgmma_wait<1>();  // dP
             fence_operand(dp);
             if (unmasked || !CLEARS_KEYS) compute_ds<true>(p, s, dp, ds, deltas, dropout);
             else compute_ds<false>(p, s, dp, ds, deltas, dropout);
-            if constexpr (HAS_VALUES) add_values(p, id, s, dp, deltas, sums);
+            if constexpr (HAS_VALUES) add_values(p, id, s, dp, deltas, sums, warp, lane);
             pipe_ds.producer_acquire(n), pipe_dsmem.producer_acquire(n);
 #pragma unroll
             for (int k = 0; k < BLOCK_Q / 16; ++k)

@@ -129,7 +129,7 @@ template <bool PARTIAL_TILE, typename POSITION>
 DEVICE void softmax_p_general(const Params& p, const FragmentCoord& at, float (&s)[S_REGS],
                               unsigned (&p_frag)[S_REGS / 2], unsigned lse_address, float scale_log2,
                               const DropoutMask& dropout) {
-    constexpr bool LOOPS = SMALL_SCORE && sizeof(POSITION) == 8;  // as in mask_scores()
+    constexpr bool LOOPS = (SMALL_SCORE || HAS_BIAS) && sizeof(POSITION) == 8;  // as in mask_scores()
     const int n_q = at.seq.n_q(), n_k = at.seq.n_k();
     const long long offset = at.seq.q_position();
     const float scale = IS_FLOAT32 ? scale_log2
@@ -231,13 +231,25 @@ DEVICE void softmax_p_affine(float (&s)[S_REGS], unsigned (&p_frag)[S_REGS / 2],
     });
 }
 
+// --- a bias ----------------------------------------------------------------------------------------------------------
+
+// s + bias. PARTIAL_TILE: masked scores are -inf, whatever the bias is.
+template <bool PARTIAL_TILE, int EARLY>
+DEVICE void softmax_p_biased(float (&s)[S_REGS], unsigned (&p_frag)[S_REGS / 2], const float (&early)[EARLY][2],
+                             unsigned lse_address, float scale_log2, const BiasFragment& bias) {
+    softmax_p_each(s, p_frag, early, lse_address, [&](float& x, float lse, int n, int half, int c) {
+        const float w = exp2_fast(fmaf(x, scale_log2, fmaf(bias.get(n, half, c), LOG2E, -lse)));
+        return x = PARTIAL_TILE && x == HIDDEN ? 0.0f : w;
+    });
+}
+
 // --- all -------------------------------------------------------------------------------------------------------------
 
 // Takes the path that fits the tile; returns whether all pairs are visible. keys_finite: those of the fragment.
 template <int EARLY>
 DEVICE bool softmax_p(const Params& p, const FragmentId& id, int tile_desc, bool keys_finite, float (&s)[S_REGS],
                       unsigned (&p_frag)[S_REGS / 2], float (&early)[EARLY][2], unsigned lse_address, float scale_log2,
-                      DropoutMask& dropout, const AffineTile& affine) {
+                      DropoutMask& dropout, const AffineTile& affine, BiasFragment& bias) {
     const bool full = (tile_desc >> 2 * id.key_group & 3) == FULL;
     if constexpr (!HAS_SCORE && !HAS_DROPOUT) {
         if (!full) {
@@ -259,11 +271,25 @@ DEVICE bool softmax_p(const Params& p, const FragmentId& id, int tile_desc, bool
             return true;
         }
     }
+    if constexpr (HAS_BIAS) {
+        if (keys_finite && !(tile_desc & TileDesc::NONFINITE_ROWS)) {
+            if (full) {
+                softmax_p_biased<false>(s, p_frag, early, lse_address, scale_log2, bias);
+                return false;
+            }
+            mask_scores(p, coord_of(p, id), s);
+#pragma unroll
+            for (int i = 0; i < EARLY; ++i) load_row_stats(early[i], lse_address, i);
+            bias.load_again();
+            softmax_p_biased<true>(s, p_frag, early, lse_address, scale_log2, bias);
+            return false;
+        }
+    }
     const FragmentCoord at = coord_of(p, id);
     if constexpr (HAS_DROPOUT) dropout.fill(p, at.b, at.h, at.row0, at.k0);
     const long long offset = at.seq.q_position();
     const bool near = SMALL_SCORE && positions_are_near(p, offset);
-    if (HAS_SCORE && !AFFINE_PATH && full && near)
+    if (HAS_SCORE && !AFFINE_PATH && !HAS_BIAS && full && near)
         softmax_p_general<false, int>(p, at, s, p_frag, lse_address, scale_log2, dropout);
     else if (near) softmax_p_general<true, int>(p, at, s, p_frag, lse_address, scale_log2, dropout);
     else softmax_p_general<true, long long>(p, at, s, p_frag, lse_address, scale_log2, dropout);

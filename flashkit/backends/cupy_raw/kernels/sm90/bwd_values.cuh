@@ -1,6 +1,8 @@
 // The gradient by a bias, whose elements lie along the keys (cuda_common/modification.py, adds_rows): VALUES_BY_WARPS,
 // the warps 2 and 3 of warp group 0 add dS, which is in shared memory for dQ, to the sums, four keys at once. Each has
 // the keys of a consumer warp group. So no consumer waits for its additions.
+//
+// STORES_DS: each pair has an element of its own, so that dS is the gradient, and leaves by TMA as it is.
 #pragma once
 #include "sm90/dq_accum.cuh"
 
@@ -17,7 +19,7 @@ DEVICE void load_ds(float (&x)[VALUE_KEYS], unsigned address) {
     }
 }
 
-DEVICE void value_sums_warp(const Params& p, unsigned base, int group) {
+DEVICE void value_sums_warp(const Params& p, const TensorMap& dbias_map, unsigned base, int group) {
     const auto pipe_q = q_pipe(base);
     const auto pipe_k = k_pipe(base);
     const auto pipe_ds = ds_pipe(base);
@@ -43,6 +45,18 @@ DEVICE void value_sums_warp(const Params& p, unsigned base, int group) {
             __syncwarp();
             pipe_q.consumer_release(n, lane);
             last = desc & TileDesc::LAST_TILE;
+            if constexpr (STORES_DS) {
+                pipe_ds.consumer_wait(n);
+                if (elect_one()) {
+                    const Box box = bias_box(b, h, (desc >> 8) * BLOCK_Q, key - VALUE_KEYS * part);
+                    tma_store<1>(dbias_map, box, base + AT_DS + n % 2 * BYTES_DS + group * BLOCK_Q * CHUNK_ROW);
+                    bulk_commit(), bulk_wait_read();
+                }
+                __syncwarp();
+                pipe_ds.consumer_release(n, lane);
+                ++n;
+                continue;
+            }
             const int row0 = (desc >> 8) * BLOCK_Q + lane / VALUE_LANES;  // the lane's first one; it has every second
             auto sum_at = [&](int row, int k) {
                 const long long place = ValueSums::first_at(b, h, row, row + offset, k, p);
@@ -73,4 +87,5 @@ DEVICE void value_sums_warp(const Params& p, unsigned base, int group) {
             ++n;
         } while (!last);
     }
+    bulk_wait();
 }
