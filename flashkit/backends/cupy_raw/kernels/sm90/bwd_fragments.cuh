@@ -248,6 +248,62 @@ DEVICE void compute_ds(const Params& p, const float (&p_slope)[S_REGS], float (&
     }
 }
 
+// Sums x of a lane's pairs by distance, 2 m + c, to the elements that the distances read. Of those that many share, as in
+// buckets, a warp adds each once; the others it adds lane by lane.
+DEVICE void add_by_distance(const Params& p, const WarpDistances& distances, const float (&x)[S_REGS / 2 + 2],
+                            ValueSums& sums, int lane) {
+    constexpr int MOST = 16, WORDS = DISTANCES_OF_LANE;  // elements that are added once; words of a bit for each distance
+    const FragmentCoord& at = distances.at;
+    long long places[WORDS];
+    unsigned left[WORDS];  // distances to be added
+#pragma unroll
+    for (int j = 0; j < WORDS; ++j) {
+        const long long d = distances.get(min(32 * j + lane, DISTANCES - 1));
+        places[j] = ValueSums::first_at(at.b, at.h, at.row0, at.k0 + d, at.k0, p);
+        left[j] = ~0u;
+    }
+    // The lane's part of a bit for each distance, and from it that of x[i]; as in of_distance().
+    auto of_lane = [&](unsigned (&bits)[WORDS]) {
+#pragma unroll
+        for (int j = 0; j < WORDS; ++j)
+            bits[j] = __funnelshift_r(bits[j], j + 1 < WORDS ? bits[(j + 1) % WORDS] : 0, lane % 4 * 2 - lane / 4 + 7);
+    };
+    auto is_of = [](const unsigned (&bits)[WORDS], int i) {
+        const int from = 8 * (i / 2) + i % 2;
+        return bits[from / 32] >> from % 32 & 1;
+    };
+    bool any = true;
+#pragma unroll 1
+    for (int turn = 0; turn < MOST && any; ++turn) {
+        long long place = 0;
+        bool found = false;
+#pragma unroll
+        for (int j = 0; j < WORDS; ++j) {
+            const long long first = __shfl_sync(~0u, places[j], (__ffs(left[j]) + 31) % 32);
+            if (!found && left[j] != 0) place = first, found = true;
+        }
+        unsigned same[WORDS];
+        any = false;
+#pragma unroll
+        for (int j = 0; j < WORDS; ++j)
+            same[j] = __ballot_sync(~0u, places[j] == place) & left[j], left[j] &= ~same[j], any |= left[j] != 0;
+        of_lane(same);
+        float total = 0;
+#pragma unroll
+        for (int i = 0; i < S_REGS / 2 + 2; ++i) total += is_of(same, i) ? x[i] : 0.0f;
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(~0u, total, step);
+        if (lane == 0) sums.add_first(p, place, total);
+    }
+    if (!any) return;
+    of_lane(left);
+#pragma unroll
+    for (int i = 0; i < S_REGS / 2 + 2; ++i) {
+        const long long place = of_distance(places, i / 2, i % 2, lane);
+        if (is_of(left, i)) sums.add_first(p, place, x[i]);
+    }
+}
+
 // Gradients by values of the score modification. dP as compute_ds() leaves it, with dropout; a modification of slope 1,
 // so that P * slope is P.
 DEVICE void add_values(const Params& p, const FragmentId& id, const float (&p_slope)[S_REGS],
@@ -270,26 +326,14 @@ DEVICE void add_values(const Params& p, const FragmentId& id, const float (&p_sl
             ds[i] = p_slope[i] == 0 ? 0.0f : p_slope[i] * minus_delta(dp[i], delta[i % 2]);
     }
     if constexpr (BIAS_BY_DISTANCE && ONE_SUM_BY_DISTANCE) {
-        const WarpDistances distances(p, id, warp);
-        long long places[DISTANCES_OF_LANE];
-        bool same = true;
-#pragma unroll
-        for (int j = 0; j < DISTANCES_OF_LANE; ++j) {
-            const long long d = distances.get(min(32 * j + lane, DISTANCES - 1));
-            places[j] = ValueSums::first_at(at.b, at.h, at.row0, at.k0 + d, at.k0, p);
-            same &= places[j] == places[0];
-        }
-        const long long place = __shfl_sync(~0u, places[0], 0);
-        const bool all_same = __all_sync(~0u, same && places[0] == place);  // as far from the diagonal of T5's buckets
-        float total = 0;
+        // Sums of the pairs with the same distance: m is n - half + 1.
+        float x[S_REGS / 2 + 2];
 #pragma unroll
         for (int i = 0; i < S_REGS / 2 + 2; ++i) {
             const int m = i / 2, c = i % 2;
-            const float x = (m > 0 ? ds[(4 * m - 4 + c) % S_REGS] : 0) + (m < S_REGS / 4 ? ds[(4 * m + 2 + c) % S_REGS] : 0);
-            total += x;
-            if (!all_same) sums.add_first(p, of_distance(places, m, c, lane), x);
+            x[i] = (m > 0 ? ds[(4 * m - 4 + c) % S_REGS] : 0) + (m < S_REGS / 4 ? ds[(4 * m + 2 + c) % S_REGS] : 0);
         }
-        if (all_same) sums.add_first(p, place, total);
+        add_by_distance(p, WarpDistances(p, id, warp), x, sums, lane);
     } else if (!SMALL_SCORE || !positions_are_near(p, offset)) {
 #pragma unroll 1
         for (int i = 0; i < S_REGS; ++i)  // in local memory, as its index is not constant: takes few registers
