@@ -711,7 +711,7 @@ def test_what_positions_are_computed_with() -> None:
 
 
 def test_what_is_known_of_a_bias() -> None:
-    """Hopper's backward kernels take a dense one in tiles, and one by distance once for each distance."""
+    """Hopper's backward kernels take a dense one in tiles."""
     x = np.zeros((2, 4, 64, 32), np.float16)
 
     def spec_of(**options: Any) -> AttentionSpec:
@@ -735,30 +735,20 @@ def test_what_is_known_of_a_bias() -> None:
     assert sm90_backward.staged_bias(exact, tile, device) == (None, tile)
     assert sm90_backward.staged_bias(replace(narrow, dropout=True), tile, device) == (None, tile)
 
-    table = mods.t5_bias(np.zeros((8, 4), np.float32))
-    assert modification.adds_by_distance(spec_of(score_mod=table))
-    assert modification.adds_by_distance(spec_of(score_mod=table.then(table), causal=True))
-    assert not modification.adds_by_distance(spec_of(score_mod=table, softcap=2.0))
-    assert not modification.adds_by_distance(spec_of(bias=bias(64, 64)))
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["without", "stored", "summed", "by distance"])
+@pytest.mark.parametrize("way", ["without", "stored", "summed"])
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.one_in(4)
 def test_sm90_backward_with_a_bias_spills_outside_of_its_loop(d: int, way: str) -> None:
     """From the products of S to those of dV, nothing but in tiles that are not of finite rows and keys."""
-    x, values = np.zeros((1 if way == "stored" else 2, 4, 64, d), ml_dtypes.bfloat16), np.zeros((8, 4), np.float32)
-    added: Any = {"bias": np.zeros((1, 4, 64, 64), ml_dtypes.bfloat16)}
-    if way == "by distance":
-        added = {"score_mod": mods.t5_bias(values)}
-    problem, _, _ = arguments.prepare(x, x, x, **added)
+    x = np.zeros((1 if way == "stored" else 2, 4, 64, d), ml_dtypes.bfloat16)
+    problem, _, _ = arguments.prepare(x, x, x, bias=np.zeros((1, 4, 64, 64), ml_dtypes.bfloat16))
     spec = problem.spec if way == "without" else replace(problem.spec, wrt=(problem.spec.slots[-1].name,))
     given, tile = sm90_backward.staged_bias(spec, tile_of(spec, "sm90", "backward"), MODELS["sm_90a"])
     stores = sm90_backward.stores_ds(replace(problem, spec=spec), given)
-    assert ((given is None) == (way == "by distance")) and stores == (way == "stored")
-    sums = way == "summed"
-    constants, functions = sm90_backward.source(spec, tile, False, given, stores, entries_first=sums, clears_sums=sums)
+    assert given is not None and stores == (way == "stored")
+    constants, functions = sm90_backward.source(spec, tile, False, given, stores, entries_first=way == "summed")
     found = compiler.binary(specialise.source("sm90/backward", spec, constants, functions), "sm_90a")
     assert found.resources["bwd_preprocess"].spills == found.resources["bwd_postprocess"].spills == 0
     assert found.resources["sm90_backward"].spills <= 320

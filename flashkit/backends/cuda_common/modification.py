@@ -113,19 +113,6 @@ def dense_bias(spec: AttentionSpec) -> DenseBias | None:
     return None
 
 
-def adds_by_distance(spec: AttentionSpec) -> bool:
-    """Whether the score modification adds to scores, and only what depends on q - k, the batch entry and the head."""
-    node = spec.score
-    if node is None:
-        return False
-    while node is not expr.S:
-        terms = [x for x in node.args if not expr.uses(x, expr.S)]
-        if node.op != "add" or len(terms) != 1 or Read("", (), terms[0]).of_distance() is None:
-            return False
-        node = next(x for x in node.args if x is not terms[0])
-    return True
-
-
 def unsupported(spec: AttentionSpec) -> str:
     """Why kernels do not support the spec's modification, or an empty string."""
     for slot in spec.slots:

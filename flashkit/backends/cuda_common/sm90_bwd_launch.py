@@ -231,9 +231,6 @@ class Backward:
     entries_first = False
     """Whether batch entries of a head follow one another."""
 
-    clears_sums = False
-    """Whether the kernels clear sums of gradients by values, which all entries of a head add to."""
-
     postprocess_tiles = 1
     """Query tiles of packed sequences that a CTA of bwd_postprocess may take."""
 
@@ -273,8 +270,7 @@ class Backward:
         workspace.memory("preprocess_counters", 4 * (1 + 2 * kv_heads))
 
         in_flight, per_kv_head = self.kv_heads_in_flight(arguments), tiles_q * spec.group
-        ready, lead = (arguments.entries, self.device.sms) if self.clears_sums else (in_flight, _LEAD // cluster)
-        preprocessed = min(query_tiles, ready * per_kv_head + lead * -(-per_kv_head // tiles_k))
+        preprocessed = min(query_tiles, in_flight * per_kv_head + _LEAD // cluster * -(-per_kv_head // tiles_k))
         if self._fused_preprocess and not has_long_work_tiles(
             self._mask_kind, arguments.n_q, arguments.n_k, arguments.density
         ):

@@ -73,7 +73,7 @@ def text(spec: AttentionSpec) -> str:
 def _value_sums(spec: AttentionSpec) -> list[str]:
     """`ValueSums` of common/values.cuh: how a thread sums the gradients by values of the modification. enter() is for
     all threads of a warp together, before the pairs of a head, and leave() after the last ones. FIRST and first_at():
-    where the first read's address is among Params::values, and its offset in elements, to which add_first() adds.
+    where the first read's address is among Params::values, and its offset in elements.
     """
     places = sums_of(spec)
     functions, members, adding, flushing = [], [], [], []
@@ -89,12 +89,10 @@ def _value_sums(spec: AttentionSpec) -> list[str]:
         adding.append(f"        sum{n}.add(p, value_at{n}<I>({_ARGUMENTS}), ds * value_slope{n}<I>(s, {_ARGUMENTS}));")
         where = ", value_at{n}<long long>(own_b, own_h, 0, 0, 0, p)" if way == "OfHead" else ""
         flushing.append(f"        sum{n}.flush(p{where.format(n=n)});")
-    distances = [read.of_distance() is not None for read in spec.reads]
     reads_score = any(expr.uses(read.slope, expr.S) for read in spec.reads)
     facts = {
         "HAS_VALUES": bool(spec.wrt), "VALUES_READ_SCORE": reads_score, "SLOPE_IS_ONE": slope_is_one(spec),
-        "VALUES_BY_DISTANCE": all(distances),
-        "ONE_SUM_BY_DISTANCE": distances == [True] and expr.is_const(spec.reads[0].slope, 1),
+        "VALUES_BY_DISTANCE": all(read.of_distance() is not None for read in spec.reads),
     }  # fmt: skip
     return [
         f"constexpr bool {', '.join(f'{name} = {int(value)}' for name, value in facts.items())};",
@@ -103,9 +101,6 @@ def _value_sums(spec: AttentionSpec) -> list[str]:
         f"    static constexpr int FIRST = {places[spec.reads[0].name][0] if spec.reads else 0};",
         f"    static __device__ __forceinline__ long long first_at({_PAIR}) {{",
         f"        return {f'value_at0<long long>({_ARGUMENTS})' if spec.reads else 0};",
-        "    }",
-        "    __device__ __forceinline__ void add_first(const Params& p, long long at, fk_float x) {",
-        "        sum0.add(p, at, x);" if spec.reads else "",
         "    }",
         "    int own_b = -1, own_h = -1;",
         *members,

@@ -9,7 +9,7 @@ from typing import cast
 
 from ...mods import expr
 from ...spec import AttentionSpec, Problem, Verdict
-from ..cuda_common import arguments, compiler, modification, sm90_bwd_launch
+from ..cuda_common import arguments, compiler, sm90_bwd_launch
 from ..cuda_common.affine_score import affine_score
 from ..cuda_common.arguments import Arguments, aligned
 from ..cuda_common.device import Device
@@ -113,12 +113,6 @@ def staged_bias(spec: AttentionSpec, tile: BackwardTile, device: Device) -> tupl
     return None, tile
 
 
-def adds_by_distance(spec: AttentionSpec) -> bool:
-    """Whether the kernel has a path for a score modification that adds what depends on distances alone."""
-    plain = not (spec.dropout or spec.dtype == "float32" or cluster_size(spec) > 1 or takes_affine_path(spec))
-    return plain and modification.adds_by_distance(spec)
-
-
 def stores_ds(problem: Problem, bias: DenseBias | None) -> bool:
     """Whether dS is the gradient by the bias: each pair has an element of its own."""
     if bias is None or not sums_by_warps(problem.spec):
@@ -139,7 +133,7 @@ def puts_entries_first(problem: Problem, bias: DenseBias | None) -> bool:
 
 def source(
     spec: AttentionSpec, tile: BackwardTile, fused_preprocess: bool, bias: DenseBias | None = None,
-    stores: bool = False, entries_first: bool = False, clears_sums: bool = False,
+    stores: bool = False, entries_first: bool = False,
 ) -> tuple[dict[str, int], str]:  # fmt: skip
     """Constants and generated functions of kernels/sm90/backward.cu. bias: of staged_bias(). The others are attributes
     of the pass.
@@ -147,8 +141,7 @@ def source(
     constants = {
         **tile.constants(spec), "FUSED_PREPROCESS": fused_preprocess, "NUM_TERMS": 1, "VALUE_WARPS": 0,
         "BIAS_IS_BFLOAT16": False, "BIAS_OF_HEADS": False, "BIAS_OF_ENTRIES": False,
-        "BIAS_BY_DISTANCE": adds_by_distance(spec), "STORES_DS": stores, "ENTRIES_FIRST": entries_first,
-        "CLEARS_SUMS": clears_sums,
+        "STORES_DS": stores, "ENTRIES_FIRST": entries_first,
     }  # fmt: skip
     if sums_by_warps(spec):
         constants |= {"VALUE_WARPS": 2}
@@ -181,13 +174,11 @@ class Sm90Backward(sm90_bwd_launch.Backward):
             self.bias, tile = staged_bias(spec, tile, device)
         self.stores = stores_ds(problem, self.bias)
         self.entries_first = puts_entries_first(problem, self.bias)
-        of_heads = self.bias is not None and self.bias.head is not None
-        self.clears_sums = self.entries_first and of_heads and sums_by_warps(problem.spec)
         kind = sm90_bwd_launch.mask_kind(spec)
         # The density of a block mask is known only when the kernels are launched.
         long = sm90_bwd_launch.has_long_work_tiles(kind, problem.n_q, problem.n_k, density=1)
         fused, arch = long and can_fuse_preprocess(spec, tile), compiler.target(device.capability)
-        constants, wgmma = source(spec, tile, fused, self.bias, self.stores, self.entries_first, self.clears_sums)
+        constants, wgmma = source(spec, tile, fused, self.bias, self.stores, self.entries_first)
         if spec.wrt:  # of the call: that dQ is accumulated in order does not order these sums
             asked = problem.spec
             constants |= {
@@ -226,8 +217,6 @@ class Sm90Backward(sm90_bwd_launch.Backward):
         fit = sizes[2] >= arguments.n_q and sizes[3] >= arguments.n_k
         if self.stores:  # plans serve several sizes
             fit &= sizes[:2] == [arguments.entries, arguments.heads]
-        if self.clears_sums:  # by 16 bytes
-            fit &= shape[-1] % 4 == 0
         found = []
         for at, dtype, all_strides in layouts:
             strides = [0 if axis is None else all_strides[axis] for axis in (bias.entry, bias.head)]
@@ -252,4 +241,4 @@ class Sm90Backward(sm90_bwd_launch.Backward):
             return False, False
         whole = arguments.shapes[self.bias.slot.name][-2:] == (arguments.n_q, arguments.n_k)
         skips = self.spec.mask is not None or self.spec.kv_lengths  # tiles without a visible pair
-        return self.stores, whole and (self.clears_sums or (self.stores and not skips))
+        return self.stores, whole and self.stores and not skips

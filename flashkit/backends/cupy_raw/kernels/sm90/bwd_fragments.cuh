@@ -47,58 +47,15 @@ DEVICE bool positions_are_near(const Params& p, long long offset) {
 
 // --- a bias ----------------------------------------------------------------------------------------------------------
 //
-// What a score modification adds: a dense bias, whose tile is in shared memory (BIAS_BYTES); or, BIAS_BY_DISTANCE, what
-// depends on q - k alone, beside entry and head: of a warp's 16 keys and a query tile there are few distances, each of
-// which a lane finds once.
+// What a score modification adds: a dense bias, whose tile is in shared memory (BIAS_BYTES).
 
-constexpr bool HAS_BIAS = BIAS_BYTES > 0 || BIAS_BY_DISTANCE;
-constexpr int DISTANCES = BLOCK_Q + 15, DISTANCES_OF_LANE = (DISTANCES + 31) / 32;
+constexpr bool HAS_BIAS = BIAS_BYTES > 0;
 
-// Distance i of a warp, 0 the least: that of a pair which exists, if need be.
-struct WarpDistances {
-    FragmentCoord at;
-    long long first, least, most;
-
-    __device__ __forceinline__ WarpDistances(const Params& p, const FragmentId& id, int warp) : at(coord_of(p, id)) {
-        const long long offset = at.seq.q_position();
-        first = offset + at.row0 - (at.k0 + warp % 4 * 16 + 15);
-        least = offset - (at.seq.n_k() - 1), most = offset + at.seq.n_q() - 1;
-    }
-    __device__ __forceinline__ long long get(int i) const {
-        const long long d = first + i;
-        return d < least ? least : d > most ? most : d;
-    }
-};
-// Of a lane's pairs (n, half, c) with the same m = n - half + 1, and from lane i % 32 of x[i / 32].
-template <typename T>
-DEVICE T of_distance(const T (&x)[DISTANCES_OF_LANE], int m, int c, int lane) {
-    constexpr int LEAST = 0, MOST = 13;  // of 2 * (lane % 4) - lane / 4 + 7
-    const int from = 8 * m + c, i = from + lane % 4 * 2 - lane / 4 + 7;
-    const T found = __shfl_sync(~0u, x[(from + LEAST) / 32], i % 32);
-    if ((from + LEAST) / 32 == (from + MOST) / 32) return found;
-    const T behind = __shfl_sync(~0u, x[(from + MOST) / 32 % DISTANCES_OF_LANE], i % 32);
-    return i / 32 == (from + LEAST) / 32 ? found : behind;
-}
-
-// The bias of a lane's pairs: in 16 bits as pairs, in the order of a packed fragment; by distance, one of those with the
-// same distance.
+// The bias of a lane's pairs: in 16 bits as pairs, in the order of a packed fragment.
 struct BiasFragment {
-    static constexpr int WORDS = BIAS_BY_DISTANCE ? S_REGS / 2 + 2 : BIAS_BYTES == 4 ? S_REGS : S_REGS / 2;
+    static constexpr int WORDS = BIAS_BYTES == 4 ? S_REGS : S_REGS / 2;
     unsigned address, words[WORDS];
-    float of_lane[DISTANCES_OF_LANE];
 
-    // By distance: of a query tile, before load().
-    __device__ __forceinline__ void find(const Params& p, const FragmentId& id, int warp, int lane) {
-        if constexpr (BIAS_BY_DISTANCE) {
-            const WarpDistances distances(p, id, warp);
-            const FragmentCoord& at = distances.at;
-#pragma unroll
-            for (int j = 0; j < DISTANCES_OF_LANE; ++j) {
-                const long long d = distances.get(32 * j + lane), k = at.k0;
-                of_lane[j] = modified_score<long long>(0, at.b, at.h, at.row0, k + d, k, d, p);
-            }
-        }
-    }
     // stage: the address of the tile. In it a lane has rows and keys or, in 16 bits, the rows of matrices.
     __device__ __forceinline__ void load(unsigned stage, int wg, int warp, int lane) {
         if constexpr (BIAS_BYTES > 0) {
@@ -107,9 +64,6 @@ struct BiasFragment {
             if constexpr (BIAS_BYTES == 2) address += swizzled(lane % 8 + lane / 16 * 8, vec + lane / 8 % 2);
             else address += swizzled(lane % 4 * 2, vec + lane / 16) + lane / 4 % 4 * 4;
         }
-        if constexpr (BIAS_BY_DISTANCE)
-#pragma unroll
-            for (int i = 0; i < WORDS; ++i) words[i] = __float_as_uint(of_distance(of_lane, i / 2, i % 2, lane));
         load_again();
     }
     __device__ __forceinline__ void load_again() {
@@ -131,7 +85,6 @@ struct BiasFragment {
         }
     }
     __device__ __forceinline__ float get(int n, int half, int c) const {
-        if constexpr (BIAS_BY_DISTANCE) return __uint_as_float(words[2 * (n - half + 1) + c]);
         if constexpr (BIAS_BYTES == 4) return __uint_as_float(words[(4 * n + 2 * half + c) % WORDS]);
         const unsigned pair = words[(2 * n + half) % WORDS];
         if constexpr (BIAS_IS_BFLOAT16) return __uint_as_float(c ? pair & 0xffff0000u : pair << 16);
@@ -248,66 +201,10 @@ DEVICE void compute_ds(const Params& p, const float (&p_slope)[S_REGS], float (&
     }
 }
 
-// Sums x of a lane's pairs by distance, 2 m + c, to the elements that the distances read. Of those that many share, as in
-// buckets, a warp adds each once; the others it adds lane by lane.
-DEVICE void add_by_distance(const Params& p, const WarpDistances& distances, const float (&x)[S_REGS / 2 + 2],
-                            ValueSums& sums, int lane) {
-    constexpr int MOST = 16, WORDS = DISTANCES_OF_LANE;  // elements that are added once; words of a bit for each distance
-    const FragmentCoord& at = distances.at;
-    long long places[WORDS];
-    unsigned left[WORDS];  // distances to be added
-#pragma unroll
-    for (int j = 0; j < WORDS; ++j) {
-        const long long d = distances.get(min(32 * j + lane, DISTANCES - 1));
-        places[j] = ValueSums::first_at(at.b, at.h, at.row0, at.k0 + d, at.k0, p);
-        left[j] = ~0u;
-    }
-    // The lane's part of a bit for each distance, and from it that of x[i]; as in of_distance().
-    auto of_lane = [&](unsigned (&bits)[WORDS]) {
-#pragma unroll
-        for (int j = 0; j < WORDS; ++j)
-            bits[j] = __funnelshift_r(bits[j], j + 1 < WORDS ? bits[(j + 1) % WORDS] : 0, lane % 4 * 2 - lane / 4 + 7);
-    };
-    auto is_of = [](const unsigned (&bits)[WORDS], int i) {
-        const int from = 8 * (i / 2) + i % 2;
-        return bits[from / 32] >> from % 32 & 1;
-    };
-    bool any = true;
-#pragma unroll 1
-    for (int turn = 0; turn < MOST && any; ++turn) {
-        long long place = 0;
-        bool found = false;
-#pragma unroll
-        for (int j = 0; j < WORDS; ++j) {
-            const long long first = __shfl_sync(~0u, places[j], (__ffs(left[j]) + 31) % 32);
-            if (!found && left[j] != 0) place = first, found = true;
-        }
-        unsigned same[WORDS];
-        any = false;
-#pragma unroll
-        for (int j = 0; j < WORDS; ++j)
-            same[j] = __ballot_sync(~0u, places[j] == place) & left[j], left[j] &= ~same[j], any |= left[j] != 0;
-        of_lane(same);
-        float total = 0;
-#pragma unroll
-        for (int i = 0; i < S_REGS / 2 + 2; ++i) total += is_of(same, i) ? x[i] : 0.0f;
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(~0u, total, step);
-        if (lane == 0) sums.add_first(p, place, total);
-    }
-    if (!any) return;
-    of_lane(left);
-#pragma unroll
-    for (int i = 0; i < S_REGS / 2 + 2; ++i) {
-        const long long place = of_distance(places, i / 2, i % 2, lane);
-        if (is_of(left, i)) sums.add_first(p, place, x[i]);
-    }
-}
-
 // Gradients by values of the score modification. dP as compute_ds() leaves it, with dropout; a modification of slope 1,
 // so that P * slope is P.
 DEVICE void add_values(const Params& p, const FragmentId& id, const float (&p_slope)[S_REGS],
-                       const float (&dp)[S_REGS], const RowDeltas& deltas, ValueSums& sums, int warp, int lane) {
+                       const float (&dp)[S_REGS], const RowDeltas& deltas, ValueSums& sums) {
     static_assert(!HAS_VALUES || (SLOPE_IS_ONE && !VALUES_READ_SCORE), "P and the score are not kept");
     const FragmentCoord at = coord_of(p, id);
     const long long offset = at.seq.q_position();
@@ -325,16 +222,7 @@ DEVICE void add_values(const Params& p, const FragmentId& id, const float (&p_sl
         for (int i = 4 * n; i < 4 * n + 4; ++i)
             ds[i] = p_slope[i] == 0 ? 0.0f : p_slope[i] * minus_delta(dp[i], delta[i % 2]);
     }
-    if constexpr (BIAS_BY_DISTANCE && ONE_SUM_BY_DISTANCE) {
-        // Sums of the pairs with the same distance: m is n - half + 1.
-        float x[S_REGS / 2 + 2];
-#pragma unroll
-        for (int i = 0; i < S_REGS / 2 + 2; ++i) {
-            const int m = i / 2, c = i % 2;
-            x[i] = (m > 0 ? ds[(4 * m - 4 + c) % S_REGS] : 0) + (m < S_REGS / 4 ? ds[(4 * m + 2 + c) % S_REGS] : 0);
-        }
-        add_by_distance(p, WarpDistances(p, id, warp), x, sums, lane);
-    } else if (!SMALL_SCORE || !positions_are_near(p, offset)) {
+    if (!SMALL_SCORE || !positions_are_near(p, offset)) {
 #pragma unroll 1
         for (int i = 0; i < S_REGS; ++i)  // in local memory, as its index is not constant: takes few registers
             add((long long)(at.row0 + lane_row(i / 4, i % 2)), (long long)(at.k0 + row_of_lane(i / 2 % 2)), ds[i]);

@@ -121,7 +121,6 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
         AffineTile affine{};
         if (!AFFINE_PER_STEP) affine = affine_tile(p, {base, n, number, wg}, warp, lane);
         BiasFragment bias;
-        bias.find(p, {base, n, number, wg}, warp, lane);
         pipe_v.consumer_wait(number);
         bool first = true, last, is_whole = false;
         // query tiles, as indices among all: whose dQ is in shared memory, and the one before n
@@ -164,7 +163,7 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
             unsigned ds[S_REGS / 2];
             if (unmasked || !CLEARS_KEYS) compute_ds<true>(p, s, dp, ds, deltas, dropout);
             else compute_ds<false>(p, s, dp, ds, deltas, dropout);
-            if constexpr (HAS_VALUES && VALUE_WARPS == 0) add_values(p, id, s, dp, deltas, sums, warp, lane);
+            if constexpr (HAS_VALUES && VALUE_WARPS == 0) add_values(p, id, s, dp, deltas, sums);
             auto issue_dq_and_dk = [&]() {
                 if (DK_FIRST) issue_dk(n, ds, first);
                 if (!first) pipe_ds.consumer_wait(n - 1);
@@ -193,7 +192,6 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
             if (!last) pipe_q.consumer_wait(n + 1);
             issue_s(last ? n : n + 1);  // unconditional as well; unused after the last step
             if (AFFINE_AHEAD && !last) affine = affine_tile(p, {base, n + 1, number, wg}, warp, lane);
-            if (!last) bias.find(p, {base, n + 1, number, wg}, warp, lane);
             wgmma_wait<1>();  // dQ, dK
             fence_operand(dq), fence_operand(ds);
             pipe_q.consumer_release(n, lane), pipe_dout.consumer_release(n, lane);

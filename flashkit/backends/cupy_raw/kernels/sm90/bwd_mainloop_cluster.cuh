@@ -93,7 +93,7 @@ DEVICE void ds_consumer(const Params& p, const TensorMap& dv_map, unsigned base,
             fence_operand(dp);
             if (unmasked || !CLEARS_KEYS) compute_ds<true>(p, s, dp, ds, deltas, dropout);
             else compute_ds<false>(p, s, dp, ds, deltas, dropout);
-            if constexpr (HAS_VALUES) add_values(p, id, s, dp, deltas, sums, warp, lane);
+            if constexpr (HAS_VALUES) add_values(p, id, s, dp, deltas, sums);
             pipe_ds.producer_acquire(n), pipe_dsmem.producer_acquire(n);
 #pragma unroll
             for (int k = 0; k < BLOCK_Q / 16; ++k)

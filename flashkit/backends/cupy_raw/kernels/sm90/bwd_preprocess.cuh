@@ -99,10 +99,10 @@ extern "C" __global__ void __launch_bounds__(256) bwd_preprocess(KERNEL_PARAMS) 
     nonfinite = __syncthreads_or(nonfinite);
     init_semaphore(p, at, nonfinite, threadIdx.x, 256);
     if constexpr (!DETERMINISTIC) {
-        const int together = heads_ready_together(p), all = query_tiles_per_kv_head(p) * together, heads = num_kv_heads(p);
+        const int of_head = query_tiles_per_kv_head(p), heads = num_kv_heads(p);
         for (int bh = blockIdx.x * 256 + threadIdx.x; bh < heads; bh += gridDim.x * 256) {
-            const long long ready = p.preprocessed_tiles - (long long)(bh / together) * all;
-            *PreprocessCounters::ready(p, bh) = ready < 0 ? 0 : ready < all ? (int)ready : all;
+            const long long ready = p.preprocessed_tiles - (long long)bh * of_head;
+            *PreprocessCounters::ready(p, bh) = ready < 0 ? 0 : ready < of_head ? (int)ready : of_head;
             *PreprocessCounters::finished(p, bh) = 0;
         }
         if (blockIdx.x == 0 && threadIdx.x == 0) *PreprocessCounters::next_tile(p) = (int)p.preprocessed_tiles;

@@ -196,20 +196,10 @@ DEVICE void dq_semaphore_warp(const Params& p, unsigned base, int which) {
 
 // p.preprocess_counters: the next query tile to clear or to preprocess; for each key/value head how many of its query
 // tiles are ready; for each how many of its work tiles are finished, times the CTAs of a cluster.
-//
-// CLEARS_SUMS: sums of a bias gradient that batch entries share are cleared with dq_accum, so that they are in L2 when
-// they are added to: with each query tile of an entry a part of the rows. All entries of a head are ready together.
-DEVICE int heads_ready_together(const Params& p) { return CLEARS_SUMS ? (int)num_entries(p) : 1; }
-static_assert(!CLEARS_SUMS || (ENTRIES_FIRST && BIAS_OF_HEADS && !DETERMINISTIC), "a head's sums are those of its entries");
-
 struct PreprocessCounters {
     __device__ __forceinline__ static int* next_tile(const Params& p) { return p.preprocess_counters; }
-    __device__ __forceinline__ static int* ready(const Params& p, int bh) {
-        return p.preprocess_counters + 1 + bh / heads_ready_together(p);
-    }
-    __device__ __forceinline__ static int* finished(const Params& p, int bh) {
-        return p.preprocess_counters + 1 + bh + num_kv_heads(p);
-    }
+    __device__ __forceinline__ static int* ready(const Params& p, int bh) { return p.preprocess_counters + 1 + bh; }
+    __device__ __forceinline__ static int* finished(const Params& p, int bh) { return ready(p, bh) + num_kv_heads(p); }
 };
 
 DEVICE int query_tiles_per_kv_head(const Params& p) { return tiles_of_queries(p) * GQA_GROUP; }
@@ -243,18 +233,6 @@ DEVICE void clear_dq_accum(const Params& p, int index, int thread, int threads) 
     float4* accum = reinterpret_cast<float4*>(dq_accum_at(p, index, 0));
 #pragma unroll 4
     for (int i = thread; i < BYTES_DQ / 16; i += threads) accum[i] = float4{0, 0, 0, 0};
-    if constexpr (CLEARS_SUMS) {
-        const QueryTile at = query_tile(p, index);
-        const int entries = (int)num_entries(p), row0 = at.tile * BLOCK_Q;
-        const int end = min(row0 + BLOCK_Q * (at.b + 1) / entries, (int)p.n_q);
-#pragma unroll 1
-        for (int row = row0 + BLOCK_Q * at.b / entries; row < end; ++row) {
-            const long long first = ValueSums::first_at(at.b, at.h, row, row, 0, p);
-            float4* sums = reinterpret_cast<float4*>((float*)p.values[ValueSums::FIRST] + first);
-#pragma unroll 4
-            for (int i = thread; 4 * i < (int)p.n_k; i += threads) sums[i] = float4{0, 0, 0, 0};
-        }
-    }
 }
 
 DEVICE void red_release_increment(int* word) {
@@ -264,8 +242,7 @@ DEVICE void set_ready(const Params& p, int index) {
     red_release_increment(PreprocessCounters::ready(p, index / query_tiles_per_kv_head(p)));
 }
 DEVICE bool is_ready(const Params& p, int bh) {
-    const int ready = uniform((int)load_acquire(PreprocessCounters::ready(p, bh)));
-    return ready == query_tiles_per_kv_head(p) * heads_ready_together(p);
+    return uniform((int)load_acquire(PreprocessCounters::ready(p, bh))) == query_tiles_per_kv_head(p);
 }
 
 // A scheduler warp's share with each work tile.
