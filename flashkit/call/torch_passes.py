@@ -12,7 +12,7 @@ import torch
 
 from ..options import DEFAULTS, OPTIONS, TYPES, Layout, Precision, Role
 from . import interop, torch_plans
-from .call import ONLY_TENSORS, Call
+from .call import Call
 from .planned import Planned
 from .plans import plan_of
 from .torch_mods import Mods
@@ -129,11 +129,10 @@ def _serves_others(planned: Any, call: Call, tensors: Tensors) -> bool:
     """Whether the plan serves any call of these layouts: it reads addresses, and of q, k, v and these tensors alone."""
     if not (isinstance(planned, Planned) and planned.reads_addresses):
         return False
-    own = call.per_call.arrays
-    reads = call.per_call._replace(arrays=()) == ONLY_TENSORS and len(own) == len(tensors)
-    return reads and all(
-        type(x) in PLAIN and array.data.ptr == x.data_ptr() for array, x in zip(own, tensors.values(), strict=True)
-    )
+    own, axis, lengths, offsets, *_ = call.per_call
+    if axis or lengths is not None or offsets or not PAIRS.issuperset(tensors) or len(own) != len(tensors):
+        return False
+    return all(type(x) in PLAIN and y.data.ptr == x.data_ptr() for x, y in zip(tensors.values(), own, strict=True))
 
 
 def results_of(dout: Any, dlse: Any, out: Any, lse: Any) -> tuple[Any, ...]:
