@@ -7,9 +7,9 @@
 // warp groups 1, 2            consumers: bwd_mainloop.cuh, or bwd_mainloop_cluster.cuh where CLUSTER_SIZE is 2
 //
 // From the head: BLOCK_Q, BLOCK_K, STAGES (of Q), DOUT_STAGES, KEY_BUFFERS (of K), CLUSTER_SIZE, DETERMINISTIC,
-// FUSED_PREPROCESS, VALUE_WARPS, BIAS_BYTES, CONSUMER_REGISTERS, PRODUCER_REGISTERS, WATCHDOG, NUM_LISTS, LIST_CAPACITY,
-// LIST_BYTES, SHARED_BYTES, SMALL_SCORE (modification.positions), and the offsets of shared memory, laid out by
-// BackwardTile.smem (cuda_common/sm90_bwd_launch.py):
+// FUSED_PREPROCESS, VALUE_WARPS, BIAS_BYTES, CONSUMER_REGISTERS, PRODUCER_REGISTERS, WATCHDOG, NUM_LISTS,
+// LIST_CAPACITY, LIST_BYTES, SHARED_BYTES, SMALL_SCORE (modification.positions), and the offsets of shared memory, laid
+// out by BackwardTile.smem (cuda_common/sm90_bwd_launch.py):
 //
 //     AT_K             [KEY_BUFFERS][CTA_KEYS][..]   K of the CTA's keys
 //     AT_PEER_K        [CTA_KEYS][64 DQ_CHUNKS]      K of the peer CTA's keys, in the CTA's columns of dQ
@@ -179,8 +179,8 @@ DEVICE int ceil_div(long long n, int block) { return (int)((n + block - 1) / blo
 //
 // Which work tile each CTA of Hopper's persistent backward kernel takes, and in which order.
 
-// ENTRIES_FIRST: batch entries of a head follow one another, as they share a bias, which so stays in L2; else heads of a
-// batch entry.
+// ENTRIES_FIRST: batch entries of a head follow one another, as they share a bias, which so stays in L2; else heads of
+// a batch entry.
 static_assert(!ENTRIES_FIRST || (GQA_GROUP == 1 && !IS_PACKED), "a key/value head has one query head");
 
 // Heads of all batch entries; of packed sequences, whose tiles follow each other, those of one entry.
