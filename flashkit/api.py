@@ -115,7 +115,8 @@ def attention(
     Notes
     -----
     "entropy" and "max_logit" are sums and maxima that the forward pass keeps beside its own. "key_weight" takes a
-    second pass over queries and keys, without values, about half as long. Calls with statistics are planned each time.
+    second pass over queries and keys, without values, about half as long. Calls with "key_weight", and with statistics
+    of arrays on the host, are planned each time.
 
     All arrays of a call are of q's library and on its device; integers of kv_lengths and q_offset may be on the host.
     Tensors of PyTorch on a CUDA device are computed on PyTorch's current stream, through CuPy. Derivatives are not

@@ -282,6 +282,7 @@ class Problem:
             "mask": spec.mask is not None,  # masks of all kinds: they cut tiles at their edges
             "score": spec.score is not None,
             "packed": spec.packed,
+            "stats": spec.stats,
             "rows": self.mean_n_q * spec.group,  # query rows that share the keys of a head
             "tile_rows": self.n_q * (1 if spec.packed else spec.group),  # of them those that may share a tile
             "queries": self.mean_n_q,

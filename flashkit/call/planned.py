@@ -96,7 +96,9 @@ class Planned:
         self.request: dict[str, Any] = {}
         fixed = {name: array for name, array in operands.arrays.items() if name not in per_call}
         self._values = tuple(fixed.values())
-        self._operands = replace(operands, q=None, k=None, v=None, out=None, lse=None, arrays=fixed)
+        self._operands = replace(
+            operands, q=None, k=None, v=None, out=None, lse=None, arrays=fixed, stats=None, tangents=None
+        )
         if scales:
             self._operands.scales = self._operands.k_scale = self._operands.v_scale = None
         self._layouts = arrays.layouts(*given)
@@ -301,6 +303,14 @@ class Planned:
                 if mod is not None:
                     check_indices(mod, problem.batch, problem.heads, n_q, self._room, *reach)
 
+    def like_out(self) -> Any:
+        """Memory for another result of out's shape and dtype."""
+        return self._empty(self._out, self._dtype)
+
+    def like_lse(self) -> Any:
+        """The same for lse."""
+        return self._empty(*self._lse)
+
     def run_on(self, q: Any, k: Any, v: Any, out: Any, *per_call: Any) -> Any:
         """The call, for arrays that are known to be valid."""
         return self._run_on(self._run, q, k, v, out, *per_call)
@@ -422,13 +432,13 @@ class Once:
     """A prepared call whose plan no other call can use, because it depends on more than layouts."""
 
     def __init__(self, prepared: Prepared, backend: str | None, return_lse: bool) -> None:
-        self.problem, self.operands, self._shape = prepared
+        self.problem, self.operands, self.shape = prepared
         self._return_lse, self._forced = return_lse, dispatch.forced(backend)
         self._chosen = dispatch.plan(self.problem, backend)
 
     def run(self, call: Call) -> Any:
         """The result, in `call.out` if that is given."""
-        operands, shape, out = self.operands, self._shape, call.out
+        operands, shape, out = self.operands, self.shape, call.out
         if 0 not in operands.q.shape[:3]:
             backend, plan = self._chosen
             backend.forward(plan, operands)
@@ -443,7 +453,7 @@ class Once:
         """What the backward pass of this call needs. kept: its results were kept by the caller, and `run` was not
         called.
         """
-        operands, shape = self.operands, self._shape
+        operands, shape = self.operands, self.shape
         if kept:
             operands.out, operands.lse = shape.to_four(out), lse.reshape(operands.lse.shape)
         elif not self.problem.spec.packed:  # whose lengths are new

@@ -6,7 +6,7 @@ lengths) each call passes to the plan. Kernels have a cache of their own (dispat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import chain, count
 from typing import Any
@@ -57,6 +57,26 @@ def plan_of(call: Call, backend: str | None, return_lse: bool, recorded: bool = 
     return _made(key, call, prepared, backend, return_lse) or Once(prepared, backend, return_lse)
 
 
+def plan_with(
+    call: Call, backend: str | None, more: dict[str, Any], prepared: Callable[[], Prepared]
+) -> Planned | Once:  # fmt: skip
+    """The plan of a call that reads or writes more arrays, which a `Planned` gets behind all else. more: these arrays
+    by the names of a kernel's tensors; None for those that each call makes itself.
+    """
+    key = None if type(call.q) is np.ndarray else key_of(call, backend, True, recorded=True)
+    if key is not None:
+        key = key, *[(name, None if x is None else arrays.layout(x)) for name, x in more.items()]
+    planned: Planned | None = get(key)
+    if planned is not None:
+        return planned
+    found = prepared()
+    tangents = found.operands.tangents or ()
+    read = zip((x for x in more.values() if x is not None), (x for x in tangents[:3] if x is not None))
+    if not all(arrays.same_address(x, own) for x, own in read):
+        key = None  # copies
+    return _made(key, call, found, backend, True, more=tuple(more)) or Once(found, backend, True)
+
+
 class Refused:
     """Codes for which no backend has a plan."""
 
@@ -101,8 +121,9 @@ def _take_codes(call: Call, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
 
 
 def _made(
-    key: Any, call: Call, prepared: Prepared, backend: str | None, return_lse: bool, scales: tuple[str, ...] = ()
-) -> Planned | None:
+    key: Any, call: Call, prepared: Prepared, backend: str | None, return_lse: bool, scales: tuple[str, ...] = (),
+    more: tuple[str, ...] = (),
+) -> Planned | None:  # fmt: skip
     """The plan of a prepared call, put into the cache; None if it cannot serve other calls."""
     per_call, operands = call.per_call, prepared.operands
     given = call.q, call.k, call.v
@@ -115,6 +136,7 @@ def _made(
         return None
     if per_call.offsets:
         names += tuple(name for name in operands.sequences() if per_call.follows or name != "q_offset")
+    names += more
     axis, varies = per_call.keys_axis, per_call.keys_axis < 0 or per_call.lengths is not None
     planned = Planned(
         prepared, given, backend, return_lse, names, varies, scales=scales,
@@ -122,6 +144,8 @@ def _made(
     )  # fmt: skip
     if call.quantised is not None:
         planned.quantisers = call.quantised.quantisers
+    if more and not planned.reads_addresses:
+        return None  # copies
     if not varies or planned.takes_lengths:
         put(key, planned)
     return planned

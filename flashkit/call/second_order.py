@@ -25,7 +25,7 @@ from ..spec import Operands, Problem
 from . import arrays
 from .call import Call
 from .planned import Once
-from .tangents import prepared_with
+from .tangents import own_tangents, prepared_with
 
 _PAIRS = 1 << 21  # that are computed at once, over the heads of a batch entry
 
@@ -43,7 +43,7 @@ def second_order(
         if call.foreign is not None:
             tangents = call.foreign.to_native(**tangents)
             dout, dlse = call.foreign.to_native(dout=dout, dlse=dlse).values()
-        prepared = prepared_with(call, tangents)
+        prepared = prepared_with(call, own_tangents(call, tangents))
         Once(prepared, backend, True).run(call)
         problem, operands, shape = prepared
         found = _pull_back(

@@ -9,6 +9,7 @@ the same kernels and masks, without values.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,10 @@ from ..mods import expr
 from ..mods.expr import Array, Expr
 from ..spec import AttentionSpec, Operands, Problem, Slot, Stats, Tokens
 from . import arrays
-from .arguments import prepare
+from .arguments import Prepared, prepare
 from .call import Call
 from .planned import Once
+from .plans import plan_with
 
 STATISTICS = "entropy", "key_weight", "max_logit"
 
@@ -43,19 +45,33 @@ def with_statistics(call: Call, backend: str | None, names: tuple[str, ...]) -> 
     """out, lse and the statistics of these names, native ones."""
     call.dequantise()
     call.require_arrays()
-    prepared = prepare(call.q, call.k, call.v, out=call.out, **call.options)
-    problem, operands, shape = prepared
-    found: dict[str, Any] = {}
-    if "entropy" in names or "max_logit" in names:
-        prepared = prepared._replace(problem=replace(problem, spec=replace(problem.spec, stats=True)))
-        xp: Any = arrays.namespace(problem.array_kind)
-        operands.stats = Stats(*(xp.empty(operands.lse.shape, operands.lse.dtype) for _ in range(2)))
-        found = {name: shape.rows(x) for name, x in operands.stats._asdict().items()}
-    out, lse = Once(prepared, backend, True).run(call)
+    made = partial(_prepared, call, "entropy" in names or "max_logit" in names)
+    if "key_weight" in names:
+        planned: Any = Once(made(), backend, True)
+    else:
+        planned = plan_with(call, backend, dict.fromkeys(Stats._fields), made)
+    if not isinstance(planned, Once):
+        found = {name: planned.like_lse() for name in Stats._fields}
+        out, lse = planned.run_on(call.q, call.k, call.v, None, *call.per_call.arrays, *found.values())
+        return out, lse, {name: found[name] for name in names}
+    out, lse = planned.run(call)
+    problem, operands, shape = planned.problem, planned.operands, planned.shape
+    found = {} if operands.stats is None else {name: shape.rows(x) for name, x in operands.stats._asdict().items()}
     if "key_weight" in names:
         weight = key_weight(problem, operands, backend)
         found["key_weight"] = weight if problem.spec.paged and problem.spec.packed else shape.rows(weight)
     return out, lse, {name: found[name] for name in names}
+
+
+def _prepared(call: Call, has_stats: bool) -> Prepared:
+    """The call, prepared, with arrays for the statistics of its rows if it has these."""
+    prepared = prepare(call.q, call.k, call.v, out=call.out, **call.options)
+    if not has_stats:
+        return prepared
+    problem, operands, _ = prepared
+    xp: Any = arrays.namespace(problem.array_kind)
+    operands.stats = Stats(*(xp.empty(operands.lse.shape, operands.lse.dtype) for _ in range(2)))
+    return prepared._replace(problem=replace(problem, spec=replace(problem.spec, stats=True)))
 
 
 def key_weight(problem: Problem, operands: Operands, backend: str | None) -> Any:

@@ -3,42 +3,56 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ..spec import Tangents
 from . import arrays
 from .arguments import Prepared, prepare
 from .call import Call
-from .planned import Once
+from .planned import Planned
+from .plans import plan_with
 
 
 def with_tangents(call: Call, backend: str | None, given: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
     """out, lse and their tangents, native ones. given: "dq", "dk", "dv" and "dsinks", in the library of the call."""
     if call.foreign is not None:
         given = call.foreign.to_native(**given)
-    prepared = prepared_with(call, given)
-    out, lse = Once(prepared, backend, True).run(call)
-    op, tangents, dsinks = prepared.operands, prepared.operands.tangents, given.get("dsinks")
+    own = own_tangents(call, given)
+    read = {f"d{name}": x for name, x in own.items() if x is not None}
+    planned = plan_with(call, backend, read | {"dout": None, "dlse": None}, partial(prepared_with, call, own))
+    if isinstance(planned, Planned):
+        dout, dlse = planned.like_out(), planned.like_lse()
+        out, lse = planned.run_on(call.q, call.k, call.v, None, *call.per_call.arrays, *read.values(), dout, dlse)
+        return out, lse, dout, dlse
+    out, lse = planned.run(call)
+    op, tangents, dsinks = planned.operands, planned.operands.tangents, given.get("dsinks")
     assert tangents is not None
     if dsinks is not None:  # P of a sink is exp(sink - lse), and it has no value
-        xp: Any = arrays.namespace(prepared.problem.array_kind)
+        xp: Any = arrays.namespace(planned.problem.array_kind)
         moved = xp.exp(op.sinks[:, None] - op.lse) * dsinks.astype(op.lse.dtype)[:, None]
         tangents.lse[...] += moved
         tangents.out[...] -= (moved[..., None] * op.out).astype(op.out.dtype)
-    return out, lse, prepared.shape.like(tangents.out), prepared.shape.rows(tangents.lse)
+    return out, lse, planned.shape.like(tangents.out), planned.shape.rows(tangents.lse)
 
 
-def prepared_with(call: Call, given: dict[str, Any]) -> Prepared:
-    """The call, prepared, with these tangents, checked, and arrays for those of its results."""
+def own_tangents(call: Call, given: dict[str, Any]) -> dict[str, Any]:
+    """The tangents of q, k and v by these names, checked, as arrays like these. One of them is not None."""
     call.dequantise()
     call.require_arrays()
-    primals = {"q": call.q, "k": call.k, "v": call.v}
+    primals, kind = {"q": call.q, "k": call.k, "v": call.v}, arrays.require("q", call.q)
+    own = {name: _checked(f"d{name}", given[f"d{name}"], name, x, kind) for name, x in primals.items()}
+    if all(x is None for x in own.values()):
+        xp: Any = arrays.namespace(kind)
+        own["v"] = xp.zeros(call.v.shape, call.v.dtype)
+    return own
+
+
+def prepared_with(call: Call, own: dict[str, Any]) -> Prepared:
+    """The call, prepared, with these tangents and arrays for those of its results."""
     prepared = prepare(call.q, call.k, call.v, out=call.out, **call.options)
     problem, operands, shape = prepared
     xp: Any = arrays.namespace(problem.array_kind)
-    own = {name: _checked(f"d{name}", given[f"d{name}"], name, x, problem.array_kind) for name, x in primals.items()}
-    if all(x is None for x in own.values()):
-        own["v"] = xp.zeros(primals["v"].shape, primals["v"].dtype)
     jvp = "".join(name for name, x in own.items() if x is not None)
     batch, heads, n_q, dim = operands.out.shape
     of_out = shape.empty(xp.empty, batch, heads, n_q, dim, operands.out.dtype)

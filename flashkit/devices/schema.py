@@ -157,6 +157,7 @@ class TileRow(_Section, frozen=True, dict=True):  # dict: for what is cached
     score: bool | None = None
     modified: bool | None = None
     packed: bool | None = None
+    stats: bool | None = None
     min_rows: Count | None = None
     max_rows: Count | None = None
     min_tile_rows: Count | None = None

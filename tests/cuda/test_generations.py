@@ -162,6 +162,28 @@ def test_the_shipped_rows_choose_what_was_fastest(profile: str, backend: str) ->
     assert wrong == []
 
 
+@pytest.mark.parametrize(
+    ("fields", "wanted", "reason"),
+    [
+        ({}, "sm90", ""),
+        ({"head_dim": 128, "head_dim_v": 40, "group": 4, "dtype": "float16", "dropout": True}, "sm90", ""),
+        ({"packed": True, "kv_lengths": True, "mask": GRAPHS["causal"], "score": GRAPHS["squared"]}, "sm90", ""),
+        ({"head_dim": 36}, "sm80", "not a multiple of 16 bytes"),
+        ({"head_dim": 136}, "simt", "over 128"),
+        ({"dtype": "float32"}, "simt", "tangents of float32"),
+    ],
+)
+def test_tangents_take_the_newest_kernels_that_have_them(fields: dict[str, Any], wanted: str, reason: str) -> None:
+    """Few rows, too; on Ampere never Hopper's."""
+    tokens = Tokens(4, 64, 64) if "packed" in fields else None
+    problem = Problem(replace(SPEC, jvp="qkv", **fields), 2, 8, 4, 64, "cupy", tokens)
+    found = CupyRawBackend().choose(problem, profiles.by_name("h200"), HOPPER, "forward")
+    assert found.generation is not None and found.generation.name == wanted
+    assert reason in " ".join(found.rejected)
+    on_ampere = CupyRawBackend().choose(problem, profiles.by_name("a100"), MODELS["sm_80"], "forward")
+    assert on_ampere.generation is not None and on_ampere.generation.name == wanted.replace("sm90", "sm80")
+
+
 # --- tiles and rows ---------------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 WHOLE_PROCESS = "FLASHKIT_TEST_EMULATED"
 ON_HARDWARE = (
     "test_kernels.py", "test_fp8.py", "test_mla.py", "test_tf32.py", "test_host.py", "test_kv_cache.py", "test_gpt.py",
-    "test_ladder.py",
+    "test_ladder.py", "test_forward_mode.py",
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import flashkit
+from flashkit import dispatch
 from flashkit.backends.cuda_common import backend as cuda_backend
 from flashkit.call.arguments import prepare
 from flashkit.reference import standard_jvp, statistics
@@ -88,7 +89,7 @@ def test_statistics(backend: str, generation: str, dtype: str, name: str, device
 
 @pytest.mark.parametrize(
     ("backend", "generation", "dtype", "name"),
-    [x for x in KERNELS if x.values[0] == "cupy_raw" and x.values[1] != "sm90"],
+    [x for x in KERNELS if x.values[0] == "cupy_raw"],
 )
 def test_tangents(backend: str, generation: str, dtype: str, name: str, device: Device) -> None:
     tensors, tangents, options, own, on_device = call_of(name, dtype)
@@ -100,3 +101,115 @@ def test_tangents(backend: str, generation: str, dtype: str, name: str, device: 
         near(got, shape.like(right), dtype)
     for got, right in zip((lse, dlse), (expected[1], expected[3]), strict=True):
         near(got, right, "float32")
+
+
+# --- Hopper's kernel --------------------------------------------------------------------------------------------------
+
+HOPPER = pytest.mark.parametrize("generation", ["sm90"])
+
+
+def operands_of(n_q: int, n_k: int, dim: int, dim_v: int, which: str = "qkv") -> list[Any]:
+    """q, k, v and the tangents of these, None where `which` has none, of NumPy."""
+    rng, dtype = np.random.default_rng(0), cases.numpy_dtype("bfloat16")
+    shapes = (2, 2, n_q, dim), (2, 1, n_k, dim), (2, 1, n_k, dim_v)
+    six = [rng.standard_normal(shape).astype(dtype) for shape in shapes * 2]
+    return [x if i < 3 or "qkv"[i - 3] in which else None for i, x in enumerate(six)]
+
+
+def check_tangents(given: list[Any], own: list[Any], out: Any = None, **options: Any) -> None:
+    """Results on the device for its arrays `own` are near those of the definition for `given`."""
+    (out, lse), (dout, dlse) = flashkit.attention_jvp(*own, return_lse=True, backend="cupy_raw", out=out, **options)
+    problem, operands, _ = prepare(*given[:3], **options)
+    operands.tangents = Tangents._make([*given[3:], None, None])
+    expected = standard_jvp(problem.spec, operands)
+    for got, right, dtype in zip((out, lse, dout, dlse), expected, ("bfloat16", "float32") * 2, strict=True):
+        near(got, right, dtype)
+
+
+@HOPPER
+@pytest.mark.parametrize(
+    ("which", "dim", "dim_v"), [("qkv", 128, 72), ("q", 64, 64), ("k", 40, 128), ("v", 64, 64), ("kv", 16, 8)]
+)
+def test_some_tangents_and_dims(which: str, dim: int, dim_v: int, device: Device) -> None:
+    """Of sizes that no tile divides, with NaN behind the keys and in the array for the result."""
+    import cupy
+
+    given, lengths = operands_of(70, 150, dim, dim_v, which), np.array([150, 33])
+    own = [None if x is None else cupy.asarray(x) for x in given]
+    for x in own[1:3] + own[4:]:
+        if x is not None:
+            x[1, :, 33:] = np.nan
+    out = cupy.full((2, 2, 70, dim_v), np.nan, own[0].dtype)
+    check_tangents(given, own, out, kv_lengths=lengths)
+
+
+@HOPPER
+def test_nan_of_masked_keys(device: Device, launched: list[str]) -> None:
+    """It does not show: kernels without tensor cores follow."""
+    import cupy
+
+    given = operands_of(70, 150, 64, 64)
+    own = [cupy.asarray(x) for x in given]
+    for x in own[1:3] + own[4:]:
+        x[:, :, 40] = np.nan
+    check_tangents(given, own, mask_mod=lambda b, h, q, k: k != 40)
+    assert generations(launched) >= {"simt"}
+
+
+@HOPPER
+def test_nan_of_a_visible_tangent(device: Device) -> None:
+    import cupy
+
+    own = [cupy.asarray(x) for x in operands_of(70, 150, 64, 64)]
+    own[3][0, 1, 3, 5] = np.nan
+    out, dout = (cases.to_numpy(x) for x in flashkit.attention_jvp(*own, backend="cupy_raw"))
+    assert np.isfinite(out.astype(np.float32)).all()
+    rows = np.isnan(dout.astype(np.float32)).all(-1)
+    assert rows[0, 1, 3]
+    assert rows.sum() == np.isnan(dout.astype(np.float32)).any(-1).sum() == 1
+
+
+@HOPPER
+def test_strides_that_tma_does_not_take(device: Device, launched: list[str]) -> None:
+    """Of a tangent alone."""
+    import cupy
+
+    given = operands_of(70, 90, 64, 64)
+    own = [cupy.asarray(x) for x in given]
+    check_tangents(given, own)
+    assert "sm80" not in generations(launched)
+    rows = cupy.zeros((2, 1, 90, 66), own[4].dtype)
+    rows[..., :64] = own[4]
+    check_tangents(given, [*own[:4], rows[..., :64], own[5]])
+    assert "sm80" in generations(launched)
+
+
+@HOPPER
+def test_a_tangent_whose_columns_lie_apart(device: Device) -> None:
+    """Each call copies it."""
+    import cupy
+
+    given = operands_of(70, 90, 64, 64)
+    for _ in range(2):
+        own = [cupy.asarray(x) for x in given]
+        columns = cupy.zeros((2, 2, 64, 70), own[3].dtype)
+        columns[...] = own[3].swapaxes(2, 3)
+        check_tangents(given, [*own[:3], columns.swapaxes(2, 3), *own[4:]])
+        given = [np.roll(x, 1, 2) for x in given]
+
+
+@HOPPER
+def test_a_later_call_is_not_planned_again(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    import cupy
+
+    given = operands_of(70, 90, 64, 64)
+    own = [cupy.asarray(x) for x in given]
+    names = "entropy", "max_logit"
+    check_tangents(given, own)
+    _, first = flashkit.attention(*own[:3], return_stats=names, backend="cupy_raw")
+    monkeypatch.setattr(dispatch, "plan", None)
+    given = [np.roll(x, 1, 2) for x in given]
+    own = [cupy.asarray(x) for x in given]
+    check_tangents(given, own)
+    _, then = flashkit.attention(*own[:3], return_stats=names, backend="cupy_raw")
+    near(then["max_logit"], np.roll(cases.to_numpy(first["max_logit"]), 1, 2), "float32")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...mods import dropout
-from ...spec import AttentionSpec, Gradients, Operands
+from ...spec import AttentionSpec, Gradients, Operands, Stats, Tangents
 from . import modification, ordered_sums
 from .launch import KernelArguments, dummy_slot, scratch
 from .params import AT, VALUES, WORDS_OF_TENSOR, integers_address
@@ -20,6 +20,9 @@ ROW_TENSORS = "q", "k", "v", "out"
 
 SCALES = "q_scale", "k_scale", "v_scale"
 """Of codes."""
+
+MORE = *Stats._fields, *(f"d{name}" for name in Tangents._fields)
+"""Of a forward pass with statistics, or with tangents."""
 
 _MAX_COUNTED_TILES = 1 << 18  # of a block mask; bounds the time to count them
 _DUMMY_SLOTS, _DUMMY_STRIDE = 4096, 8  # slots for the LSE, and elements between two of them
@@ -235,9 +238,9 @@ class Arguments(KernelArguments):
 
     def release(self, name: str, operands: Operands) -> int:
         """Stop keeping this array of a modification alive. The result is the index of its address, to be replaced. For
-        an array of `Operands.sequences`, and for scales, it is the index alone.
+        an array of `Operands.sequences`, for scales, statistics and tangents it is the index alone.
         """
-        if name in operands.sequences() or name in SCALES:
+        if name in operands.sequences() or name in SCALES + MORE:
             return AT["q_offsets" if name == "q_offset" else name]
         self.alive = [each for each in self.alive if each is not operands.arrays[name]]
         return self._address_words[name]

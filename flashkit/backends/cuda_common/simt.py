@@ -52,8 +52,6 @@ class SimtTile:
             "CHUNK": self.chunk, "KEYS": self.keys, "BLOCKS_PER_SM": self.blocks,
             "BACKWARD_KEYS": part == "dkdv", **self.smem(part, spec).constants(),
         }  # fmt: skip
-        if part in ("forward", "jvp"):
-            names |= {f"TANGENT_{name}": name.lower() in spec.jvp for name in "QKV"}
         return tuple(names.items())
 
     def shape(self, part: Part) -> tuple[int, int]:

@@ -80,13 +80,17 @@ class ForwardTile:
         """The map of a CTA's shared memory: kernels/sm90/layout."""
         raise NotImplementedError
 
-    def lay_out(self, q: int, v: int, out: int, ones: int = 0, packed: bool = False) -> SmemLayout:
-        """Tiles, barriers and lists. q, v, out: 128-byte chunks of a row; ones: chunks of ones behind V."""
+    def lay_out(
+        self, q: int, v: int, out: int, ones: int = 0, packed: bool = False, tangents: str = ""
+    ) -> SmemLayout:  # fmt: skip
+        """Tiles, barriers and lists. q, v, out: 128-byte chunks of a row; ones: chunks of ones behind V; tangents: of
+        which of q, k and v there are.
+        """
         smem, barriers = SmemLayout(), 16  # a full and an empty one
         seq = SEQ_SLOT if packed else 0
-        smem.add("Q", 128 * self.q_buffers * self.block_q * max(q, out))
-        smem.add("K", 128 * self.stages * self.block_k * q)
-        smem.add("V", 128 * self.stages * self.block_k * v)
+        smem.add("Q", 128 * self.q_buffers * self.block_q * max(q, out) * (1 + bool(tangents)))
+        smem.add("K", 128 * self.stages * self.block_k * q * (1 + ("k" in tangents)))
+        smem.add("V", 128 * self.stages * self.block_k * v * (1 + ("v" in tangents)))
         smem.add("ONES", 128 * self.block_k * ones)
         smem.add("Q_PIPE", barriers * self.q_buffers)
         smem.add("K_PIPE", barriers * self.stages)
@@ -228,11 +232,14 @@ class Forward:
         geometry = arguments.known(self, self.geometry)
         if geometry is None or not aligned(arguments, self._addresses):
             return self.fallback.run(arguments, stream)
-        if not geometry.ctas:
-            return None
+        if geometry.ctas:
+            self.launch(geometry, arguments, stream)
+        return None
+
+    def launch(self, geometry: LaunchGeometry, arguments: Arguments, stream: int) -> None:
+        """Enqueue the kernel."""
         arguments.words[_L2_GROUP] = geometry.heads_per_l2_group
         arguments.words[_TILE_COUNTER] = self._counters.next(stream)
         maps, held = self.maps(arguments, geometry, stream)
         self._kernel.launch(geometry.ctas, self._threads, arguments.with_maps(maps), stream, pdl=True)
         del held
-        return None

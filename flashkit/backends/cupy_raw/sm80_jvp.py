@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from ...spec import AttentionSpec, Problem, Verdict
 from ..cuda_common import compiler
@@ -46,7 +48,7 @@ class Sm80JvpTile:
         return {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "WARPS": self.block_q // 16, "GRANULE": _GRANULE,
             "PAGE_RUN": 1, "TF32_TERMS": 1, "PADDED": False, "FAST_MATH": True, "BLOCKS_PER_SM": 2,
-            **{f"TANGENT_{name}": name.lower() in spec.jvp for name in "QKV"}, **self.smem(spec).constants(),
+            **self.smem(spec).constants(),
         }  # fmt: skip
 
 
@@ -58,10 +60,30 @@ def supports(spec: AttentionSpec) -> Verdict:
     return Verdict(True)
 
 
-class Sm80Jvp:
-    """The pass. Where a mask may hide what is not finite, kernels on CUDA cores follow, which end at once unless these
-    have met it.
+class NonfiniteFallback:
+    """Where a mask may hide what is not finite, kernels on CUDA cores follow those on tensor cores. They end at once
+    unless these have met it.
     """
+
+    def __init__(self, problem: Problem, tables: TileTables) -> None:
+        spec, simt = problem.spec, Simt(specialise.library, takes_jvp=True)
+        hides = spec.mask is not None or spec.score is not None or spec.dropout
+        self._fallback = Fallback(lambda: tables.plan(simt, problem), spec, tables.device, "forward") if hides else None
+
+    def follow(self, launch: Callable[[], None], arguments: Arguments, stream: int) -> None:
+        """Launch the kernel, and what follows it."""
+        if self._fallback is None:
+            return launch()
+        flag = scratch(1, "int32", zeros=True)
+        arguments.set(fallback=flag.data.ptr)
+        launch()
+        self._fallback.run(arguments, stream)
+        arguments.set(fallback=0)
+        return None
+
+
+class Sm80Jvp:
+    """The pass."""
 
     def __init__(self, problem: Problem, choice: Choice, tables: TileTables) -> None:
         spec, device = problem.spec, tables.device
@@ -70,23 +92,14 @@ class Sm80Jvp:
         library = specialise.library("sm80/jvp", spec, constants, compiler.target(device.capability))
         self.libraries, self._threads = [library], 2 * self.tile.block_q
         self._kernel = library.kernel("sm80_jvp", device, self.tile.smem(spec).bytes)
-        hides = spec.mask is not None or spec.score is not None or spec.dropout
-        older = Simt(specialise.library, takes_jvp=True)
-        self._fallback = Fallback(lambda: tables.plan(older, problem), spec, device, "forward") if hides else None
+        self._nonfinite = NonfiniteFallback(problem, tables)
 
     def run(self, arguments: Arguments, stream: int) -> None:
         blocks = arguments.q_tiles(self.tile.block_q) * arguments.heads * arguments.entries
         check_grid(blocks)
-        if not blocks:
-            return
-        if self._fallback is None:
-            self._kernel.launch(blocks, self._threads, arguments, stream)
-            return
-        flag = scratch(1, "int32", zeros=True)
-        arguments.set(fallback=flag.data.ptr)
-        self._kernel.launch(blocks, self._threads, arguments, stream)
-        self._fallback.run(arguments, stream)
-        arguments.set(fallback=0)
+        if blocks:
+            launch = partial(self._kernel.launch, blocks, self._threads, arguments, stream)
+            self._nonfinite.follow(launch, arguments, stream)
 
 
 def choice(spec: AttentionSpec, device: Device) -> Choice | None:

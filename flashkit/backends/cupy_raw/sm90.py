@@ -41,7 +41,7 @@ from ..cuda_common.sm90_launch import (
     work_enough,
 )
 from ..cuda_common.verify import Fallback
-from . import sm90_backward, sm90_fp8, sm90_fp16x2, sm90_mla, sm90_tf32, specialise
+from . import sm90_backward, sm90_fp8, sm90_fp16x2, sm90_jvp, sm90_mla, sm90_tf32, specialise
 from .sm80 import MIN_TF32X3_DIM, OLDER
 from .sm90_fp16x2 import Fp16x2Conversion, num_terms
 from .sm90_wgmma import text as wgmma_functions
@@ -136,7 +136,7 @@ class Sm90(Generation):
 
     name = "sm90"
     directions: tuple[Direction, ...] = ("forward", "backward")
-    takes_fp8 = takes_stats = takes_wrt = True
+    takes_fp8 = takes_stats = takes_jvp = takes_wrt = True
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         spec = problem.spec
@@ -170,7 +170,7 @@ class Sm90(Generation):
             return Verdict(False, f"rows of {dims} are not a multiple of 16 bytes")
         if direction == "backward":
             return sm90_backward.supports_wrt(spec)
-        return work_enough(problem, device)
+        return sm90_jvp.supports(spec) if spec.jvp else work_enough(problem, device)
 
     def profitable(self, problem: Problem, direction: Direction) -> Verdict:
         """Whether FP16x2 saves more time than the conversion takes."""
@@ -203,6 +203,8 @@ class Sm90(Generation):
             return BackwardTile, sm90_backward.Sm90Backward
         if spec.fp8:
             return sm90_fp8.Sm90Fp8Tile, sm90_fp8.Sm90Fp8Forward
+        if spec.jvp:
+            return sm90_jvp.Sm90JvpTile, sm90_jvp.Sm90Jvp
         return (sm90_mla.Sm90MlaTile, sm90_mla.Sm90MlaForward) if sm90_mla.is_latent(spec) else (Sm90Tile, Sm90Forward)
 
     def _tf32_backward(self, problem: Problem, choice: Choice, tables: TileTables) -> Pass:
@@ -213,7 +215,15 @@ class Sm90(Generation):
 
     def tile(self, problem: Problem, row: TileRow, device: Device, direction: Direction) -> Any:
         kind, _ = self.kinds(problem, direction)
+        if kind is sm90_jvp.Sm90JvpTile:  # rows are of kernels with one softmax
+            return None
         return tile_of(kind, row, problem.spec, partial(fitted, device=device))
+
+    def model(self, problem: Problem, device: Device, direction: Direction) -> Choice | None:
+        kind, _ = self.kinds(problem, direction)
+        if kind is not sm90_jvp.Sm90JvpTile:
+            return None
+        return Choice(fitted(sm90_jvp.Sm90JvpTile.of(problem.spec), problem.spec, device), None, "the only tile")
 
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
         kind, _ = self.kinds(problem, direction)
@@ -223,6 +233,8 @@ class Sm90(Generation):
             return list(sm90_fp16x2.backward_candidates(problem.spec, device))
         if kind is sm90_fp8.Sm90Fp8Tile:
             return list(sm90_fp8.forward_candidates(problem, device))
+        if kind is sm90_jvp.Sm90JvpTile:
+            return [fitted(sm90_jvp.Sm90JvpTile.of(problem.spec), problem.spec, device)]
         if kind is sm90_mla.Sm90MlaTile:
             return [sm90_mla.Sm90MlaTile()]
         shapes = itertools.product((192, 128), (128, 112, 96, 160, 80, 64), (1,))

@@ -22,6 +22,7 @@ def source(name: str, spec: AttentionSpec, constants: Mapping[str, int], functio
         "MASK_READS_ARRAYS": modification.looks_at_ranges(spec), "HAS_SCORE": spec.score is not None,
         "HAS_MASK": spec.mask is not None, "HAS_DROPOUT": spec.dropout, "HAS_SINKS": spec.sinks,
         "HAS_STATS": spec.stats, "HAS_LENGTHS": spec.kv_lengths, "IS_PACKED": spec.packed, "IS_PAGED": spec.paged,
+        **{f"TANGENT_{name}": name.lower() in spec.jvp for name in "QKV"},
         "ORDERED_SUMS": modification.orders_sums(spec), "VALUES": modification.values_of(spec),
         "PARAMS_WORDS": arguments.size(spec), "FAST_MATH": False, **constants,
     }  # fmt: skip

@@ -1,4 +1,5 @@
-// Forward pass with tangents on tensor cores by mma.sync, for 16-bit elements: six matrix products in one pass.
+// Forward pass with tangents on tensor cores by mma.sync, for 16-bit elements: six matrix products in one pass. Ampere
+// and Ada use it; Hopper only for arrays that its own kernel (sm90/jvp.cu) does not take.
 //
 // A CTA of WARPS warps takes BLOCK_Q query rows of a head, 16 for each warp, and loops over the key tiles that the mask
 // shows them. With dS the tangent of the modified scores, and sums over the keys that a row sees,

@@ -116,7 +116,7 @@ DEVICE void epilogue(const Params& p, const WorkTile& at, unsigned base, int num
             const auto sum = [](float x, float y) { return x + y; };
             const float top = across_lanes(stats.top[half], [](float x, float y) { return fmaxf(x, y); });
             store_statistics(p, at.b, at.h + index % PACK_GQA, index / PACK_GQA, m[half], across_lanes(l[half], sum),
-                             across_lanes(stats.total[half], sum), top,
+                             across_lanes(stats.total[half], sum), m[half] + log2_fast(top),
                              [=](float* target, float x) { store_if(writes, target, x); });
         }
     }
@@ -124,10 +124,10 @@ DEVICE void epilogue(const Params& p, const WorkTile& at, unsigned base, int num
 
 // The rows of O that exist, from shared memory to global memory, by a warp: TMA would also store those behind the end
 // of a packed sequence, which are the next one's.
-DEVICE void store_rows(const Params& p, unsigned staged, int b, int h, int row0, int count) {
+DEVICE void store_rows(const Params& p, const Tensor& target, unsigned staged, int b, int h, int row0, int count) {
     constexpr int VECS = HEAD_DIM_V * (int)sizeof(storage) / VEC_BYTES;  // of a row
-    char* const out = reinterpret_cast<char*>(q_row<storage>(p, p.out, b, h, row0));
-    const long long row_bytes = p.out.token * (long long)sizeof(storage);
+    char* const out = reinterpret_cast<char*>(q_row<storage>(p, target, b, h, row0));
+    const long long row_bytes = target.token * (long long)sizeof(storage);
 #pragma unroll 4
     for (int i = threadIdx.x % 32; i < count * VECS; i += 32) {
         const int row = i / VECS, vec = i % VECS;
@@ -138,7 +138,7 @@ DEVICE void store_rows(const Params& p, unsigned staged, int b, int h, int row0,
 
 // The store warp: it stores each work tile's O and releases the buffer of Q that it lay in. One thread issues TMA; of
 // packed sequences all lanes come, for store_rows().
-DEVICE void store_warp(const Params& p, const TensorMap& out_map, unsigned base) {
+DEVICE void store_warp(const Params& p, const TensorMap& out_map, unsigned base, const TensorMap* dout_map = nullptr) {
     const bool leader = !IS_PACKED || threadIdx.x % 32 == 0;
     const Pipeline<Q_BUFFERS> pipe_q = q_pipe(base);
 #pragma unroll 1
@@ -152,14 +152,18 @@ DEVICE void store_warp(const Params& p, const TensorMap& out_map, unsigned base)
             const int row0 = load_word(slot + 8) + 64 * wg;
             mbarrier_wait_backoff(out_ready(base, buffer, wg), number / Q_BUFFERS & 1);
             const int n_q = seq_of(p, b, slot).n_q();
-            if (IS_PACKED && row0 < n_q && row0 + 64 > n_q) {
-                store_rows(p, q_rows(base, buffer, wg), b, h, row0, n_q - row0);
-            } else if (leader && row0 < n_q * PACK_GQA) {
+            const auto store = [&](const TensorMap& map, const Tensor& target, unsigned staged) {
+                if (IS_PACKED && row0 < n_q && row0 + 64 > n_q) {
+                    store_rows(p, target, staged, b, h, row0, n_q - row0);
+                } else if (leader && row0 < n_q * PACK_GQA) {
 #pragma unroll
-                for (int c = 0; c < CHUNKS_OUT; ++c)
-                    tma_store<PACK_GQA>(out_map, at_column(q_box(p, b, h / PACK_GQA, row0 / PACK_GQA), OUT_COLUMNS * c),
-                                        q_rows(base, buffer, wg) + c * 64 * CHUNK_ROW);
-            }
+                    for (int c = 0; c < CHUNKS_OUT; ++c)
+                        tma_store<PACK_GQA>(map, at_column(q_box(p, b, h / PACK_GQA, row0 / PACK_GQA), OUT_COLUMNS * c),
+                                            staged + c * 64 * CHUNK_ROW);
+                }
+            };
+            store(out_map, p.out, q_rows(base, buffer, wg));
+            if constexpr (HAS_TANGENTS) store(*dout_map, p.dout, q_rows(base, buffer, wg) + TANGENT_OF_Q);
             if (IS_PACKED) __syncwarp();  // all lanes have passed the barrier, and read what TMA does not store
             bulk_commit();
         }

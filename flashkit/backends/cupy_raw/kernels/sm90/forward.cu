@@ -34,15 +34,7 @@ sm90_forward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gri
              const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = uniform(address_of(shared));
-    if (threadIdx.x == 0) {
-        q_pipe(base).init(1, 1);
-        k_pipe(base).init(1, 4 * MMA_WARPGROUPS);
-        v_pipe(base).init(1, 4 * MMA_WARPGROUPS);
-        list_pipe(base).init(1, 1);
-        mbarrier_init(base + AT_CLAIM, 1);
-        for (int i = 0; i < MMA_WARPGROUPS * Q_BUFFERS; ++i) mbarrier_init(base + AT_OUT_READY + 8 * i, 4);
-        fence_mbarrier_init();
-    }
+    if (threadIdx.x == 0) init_barriers(base);
     if (ROW_SUM_BY_MMA) fill_ones(base + AT_ONES);
     griddepcontrol_wait(), griddepcontrol_launch_dependents();
     __syncthreads();

@@ -6,7 +6,7 @@
 // (cuda_common/sm90_launch.py):
 //
 //     AT_Q                  [Q_BUFFERS][MMA_WARPGROUPS][64][..]; O on its way out lies there, too
-//     AT_K, AT_V            [STAGES][BLOCK_K][..]
+//     AT_K, AT_V            [STAGES][BLOCK_K][..]; jvp.cu: with tangents
 //     AT_ONES               a chunk of ones behind every V, where ROW_SUM_BY_MMA
 //     AT_Q_PIPE, AT_K_PIPE, AT_V_PIPE, AT_LIST_PIPE     full and empty barriers
 //     AT_CLAIM              barrier: the work tile is near its end, so the scheduler may claim the next one
@@ -112,9 +112,16 @@ constexpr int chunks_of(int dim) { return NUM_TERMS * (up(dim, CHUNK_COLUMNS) / 
 constexpr int CHUNKS_K = chunks_of(HEAD_DIM), CHUNKS_V = chunks_of(HEAD_DIM_V);  // of Q and K, of V
 constexpr int OUT_COLUMNS = IS_FLOAT32 ? 32 : 64, CHUNKS_OUT = up(HEAD_DIM_V, OUT_COLUMNS) / OUT_COLUMNS;
 constexpr int CHUNK_BYTES = BLOCK_K * CHUNK_ROW;  // of K or V
-constexpr int BYTES_Q = 64 * CHUNK_ROW * (FP8 ? CHUNKS_K : larger(CHUNKS_K, CHUNKS_OUT));  // of a warp group; also O's
+
+// Where Q, K, V and O have tangents (jvp.cu): dQ follows a warp group's rows of Q, and dO those of O; a chunk has the
+// rows of dK behind those of K; the chunks of dV follow those of V.
+constexpr bool HAS_TANGENTS = TANGENT_Q || TANGENT_K || TANGENT_V;
+constexpr int ROWS_K = BLOCK_K * (1 + TANGENT_K);
+constexpr int TANGENT_OF_Q = 64 * CHUNK_ROW * (FP8 ? CHUNKS_K : larger(CHUNKS_K, CHUNKS_OUT));  // bytes to dQ, dO
+constexpr int BYTES_Q = TANGENT_OF_Q * (1 + HAS_TANGENTS);  // of a warp group; also O's
 constexpr int VT_LINES = COLUMNS + 8 * (COLUMNS <= 128);  // FP8, of V^T: columns, and eight lines of ones
-constexpr int BYTES_K = CHUNK_BYTES * CHUNKS_K, BYTES_V = GETS_VT ? VT_LINES * CHUNK_ROW : CHUNK_BYTES * CHUNKS_V;
+constexpr int BYTES_K = CHUNK_BYTES * CHUNKS_K * (1 + TANGENT_K);
+constexpr int BYTES_V = GETS_VT ? VT_LINES * CHUNK_ROW : CHUNK_BYTES * CHUNKS_V * (1 + TANGENT_V);
 constexpr int V_STAGES = FP8 && !GETS_VT ? (COLUMNS <= 128 ? 2 : 1) : STAGES;
 
 // Registers of a lane. Where ROW_SUM_BY_MMA the last four of O are sums of P.
@@ -161,6 +168,16 @@ DEVICE Pipeline<2> list_pipe(unsigned base) { return Pipeline<2>::at(base + AT_L
 DEVICE unsigned q_rows(unsigned base, int buffer, int wg) { return base + (buffer * MMA_WARPGROUPS + wg) * BYTES_Q; }
 DEVICE unsigned out_ready(unsigned base, int buffer, int wg) {
     return base + AT_OUT_READY + 8 * (buffer * MMA_WARPGROUPS + wg);
+}
+// By one thread. The store warp releases Q.
+DEVICE void init_barriers(unsigned base) {
+    q_pipe(base).init(1, 1);
+    k_pipe(base).init(1, 4 * MMA_WARPGROUPS);
+    v_pipe(base).init(1, 4 * MMA_WARPGROUPS);
+    list_pipe(base).init(1, 1);
+    mbarrier_init(base + AT_CLAIM, 1);
+    for (int i = 0; i < MMA_WARPGROUPS * Q_BUFFERS; ++i) mbarrier_init(base + AT_OUT_READY + 8 * i, 4);
+    fence_mbarrier_init();
 }
 constexpr int WORK_TILE_BYTES = 12 + SeqSlot::BYTES;  // in shared memory
 constexpr int WORK_TILES = Q_BUFFERS + 2 * (FP8 != 0);

@@ -167,7 +167,7 @@ struct Consumer {
         work_tile = read_work_tile(params, base, number, wg);
         softmax.m[0] = softmax.m[1] = softmax.ref_minus_bias[0] = softmax.ref_minus_bias[1] = HIDDEN;
         softmax.l[0] = softmax.l[1] = 0;
-        if constexpr (HAS_STATS) softmax.stats = {{0, 0}, {HIDDEN, HIDDEN}};
+        if constexpr (HAS_STATS) softmax.stats = {};
         path.steady = path.tanh_poly_ok = true;
         if constexpr (AFFINE) path.head = head_of(work_tile.b, work_tile.h, params);
         if (AFFINE_PER_WORK_TILE || BOUNDED_SCORES) {
@@ -263,9 +263,11 @@ struct Consumer {
         if (!UNMASKED && first_tile && !path.bounded)
             softmax.has_row_ref =
                 AFFINE && block.affine ? guess_row_ref_affine(s, m, affine) : guess_row_ref(s, m, factor);
+        constexpr bool FINITE = UNMASKED && !HAS_SCORE;
         const bool speculative = UNMASKED ? block.affine || !AFFINE : softmax.has_row_ref;
         if (!speculative || !(AFFINE && block.affine ? speculate_affine(block, affine)
-                                                     : speculative_softmax(s, m, block.sum, factor, block.stats))) {
+                                                     : speculative_softmax<FINITE>(s, m, block.sum, factor,
+                                                                                   block.stats))) {
             prepare_online<UNMASKED>(block, speculative, scales);
             if (!UNMASKED && first_tile && !path.bounded) {
                 m[0] = m[1] = HIDDEN;
@@ -275,7 +277,7 @@ struct Consumer {
             }
             const float m_old[2] = {m[0], m[1]};
             online_softmax(s, m, block.sum, block.rescale, factor, block.stats);
-            if constexpr (HAS_STATS) rescale_totals(softmax.stats, m_old, m, l, block.rescale);
+            if constexpr (HAS_STATS) rescale_stats(softmax.stats, m_old, m, l, block.rescale);
             l[0] *= block.rescale[0], l[1] *= block.rescale[1];
             terms.refuse_great(m, l);
             const bool grows = !block.first_tile && !(AFFINE && SLOPED) &&
@@ -291,7 +293,7 @@ struct Consumer {
         if (AFFINE && SLOPED && block.affine) find_ref_minus_bias(affine, m, softmax.ref_minus_bias);
         if (!block.in_range) path.steady = false;
         add_row_sums(l, block.sum, scales);
-        if constexpr (HAS_STATS) add_stats(softmax.stats, block.stats, m);
+        if constexpr (HAS_STATS) add_stats(softmax.stats, block.stats);
 
         // The dependence keeps exponentials from being scheduled behind the next wait.
         pipe_k.consumer_release(UNMASKED ? n : n + depends_on(block.sum[0]) + depends_on(block.sum[1]));

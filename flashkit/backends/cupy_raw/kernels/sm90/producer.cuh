@@ -98,13 +98,18 @@ DEVICE void store_without_keys(const Params& p, const WorkTile& at) {
 #pragma unroll 1
     for (int row = at.row0; row < n_q && row < at.row0 + BLOCK_Q; ++row) {
         uint4* out = reinterpret_cast<uint4*>(q_row<storage>(p, p.out, at.b, at.h, row));
-        for (int vec = lane; vec < HEAD_DIM_V * (int)sizeof(storage) / VEC_BYTES; vec += 32) out[vec] = uint4{};
+        uint4* d_out = reinterpret_cast<uint4*>(q_row<storage>(p, HAS_TANGENTS ? p.dout : p.out, at.b, at.h, row));
+        for (int vec = lane; vec < HEAD_DIM_V * (int)sizeof(storage) / VEC_BYTES; vec += 32) {
+            out[vec] = uint4{};
+            if constexpr (HAS_TANGENTS) d_out[vec] = uint4{};
+        }
         if (lane != 0) continue;
         *q_row<float>(p, p.lse, at.b, at.h, row) = lse;
         if constexpr (HAS_STATS) {
             *q_row<float>(p, p.entropy, at.b, at.h, row) = 0;
             *q_row<float>(p, p.max_logit, at.b, at.h, row) = HIDDEN;
         }
+        if constexpr (HAS_TANGENTS) *q_row<float>(p, p.dlse, at.b, at.h, row) = 0;
     }
 }
 
@@ -182,10 +187,14 @@ DEVICE void store_scales(unsigned slot, const float3& x) {  // behind the descri
     store_float(slot + 4, x.x), store_floats(slot + 8, x.y, x.z);
 }
 
+// Tangents of Q, K and V, for those that have one.
+struct TangentMaps { const TensorMap *q, *k, *v; };
+
 // Where K and V come from: contiguous tensors, or pages.
 struct KvSource {
     const Params& p;
     const TensorMap &k_map, &v_map;
+    const TangentMaps tangents{};
 
     // A box has a page's rows, as many as the largest power of two that divides a page and a tile
     // (sm90_launch.keys_of_a_box): a tile has at most one for each lane of a warp.
@@ -220,8 +229,10 @@ struct KvSource {
     __device__ __forceinline__ void load_k(const KvTile& at, unsigned target, unsigned barrier) const {
         if constexpr (IS_PAGED) return load_pages<CHUNKS_K>(k_map, at, target, CHUNK_BYTES, barrier);
         mbarrier_arrive_expect_tx(barrier, BYTES_K);
-        load_tile<1, CHUNKS_K, BLOCK_K, CHUNK_COLUMNS>(target, k_map, kv_box(p, at.b, at.head, at.tile * BLOCK_K),
-                                                       barrier);
+        const Box box = kv_box(p, at.b, at.head, at.tile * BLOCK_K);
+        load_tile<1, CHUNKS_K, BLOCK_K, CHUNK_COLUMNS>(target, k_map, box, barrier, 0, ROWS_K * CHUNK_ROW);
+        if constexpr (TANGENT_K)
+            load_tile<1, CHUNKS_K, BLOCK_K>(target + CHUNK_BYTES, *tangents.k, box, barrier, 0, ROWS_K * CHUNK_ROW);
     }
     __device__ __forceinline__ void load_v(const KvTile& at, unsigned target, int chunk_stride,
                                            unsigned barrier) const {
@@ -231,15 +242,17 @@ struct KvSource {
             return tma_load<1>(target, v_map, Box{at.tile * BLOCK_K, 0, at.head, at.b}, barrier);
         }
         mbarrier_arrive_expect_tx(barrier, BYTES_V);
-        load_tile<1, CHUNKS_V, BLOCK_K, CHUNK_COLUMNS>(target, v_map, kv_box(p, at.b, at.head, at.tile * BLOCK_K),
-                                                       barrier, 0, chunk_stride);
+        const Box box = kv_box(p, at.b, at.head, at.tile * BLOCK_K);
+        load_tile<1, CHUNKS_V, BLOCK_K, CHUNK_COLUMNS>(target, v_map, box, barrier, 0, chunk_stride);
+        if constexpr (TANGENT_V)
+            load_tile<1, CHUNKS_V, BLOCK_K>(target + CHUNKS_V * CHUNK_BYTES, *tangents.v, box, barrier);
     }
 };
 
 // Writes a work tile to its slot, and loads its rows. list_seq: the SeqSlot of its list. b: END tells consumers and the
 // store warp to stop.
-DEVICE void load_q(const Params& p, const TensorMap& q_map, unsigned base, unsigned number, int b, int h, int row0,
-                   unsigned list_seq) {
+DEVICE void load_q(const Params& p, const TensorMap& q_map, const TensorMap* dq_map, unsigned base, unsigned number,
+                   int b, int h, int row0, unsigned list_seq) {
     const Pipeline<Q_BUFFERS> pipe_q = q_pipe(base);
     pipe_q.producer_acquire(number);
     const unsigned buffer = number % Q_BUFFERS, slot = work_tile_slot(base, number), full = pipe_q.full_barrier(number);
@@ -249,23 +262,25 @@ DEVICE void load_q(const Params& p, const TensorMap& q_map, unsigned base, unsig
     } else {
         const SeqSlot seq = seq_of(p, b, slot);
         seq.copy_from(list_seq);
-        mbarrier_arrive_expect_tx(full, MMA_WARPGROUPS * 64 * CHUNK_ROW * CHUNKS_K);
+        mbarrier_arrive_expect_tx(full, MMA_WARPGROUPS * 64 * CHUNK_ROW * CHUNKS_K * (1 + TANGENT_Q));
 #pragma unroll 1
-        for (int wg = 0; wg < MMA_WARPGROUPS; ++wg)
-            load_tile<PACK_GQA, CHUNKS_K, 64, CHUNK_COLUMNS>(q_rows(base, buffer, wg), q_map,
-                                                             q_box(p, b, h / PACK_GQA, (row0 + 64 * wg) / PACK_GQA),
-                                                             full);
+        for (int wg = 0; wg < MMA_WARPGROUPS; ++wg) {
+            const unsigned target = q_rows(base, buffer, wg);
+            const Box box = q_box(p, b, h / PACK_GQA, (row0 + 64 * wg) / PACK_GQA);
+            load_tile<PACK_GQA, CHUNKS_K, 64, CHUNK_COLUMNS>(target, q_map, box, full);
+            if constexpr (TANGENT_Q) load_tile<PACK_GQA, CHUNKS_K, 64>(target + TANGENT_OF_Q, *dq_map, box, full);
+        }
     }
 }
 
 // V follows K one tile later, as consumers need it. Q follows the first K of its work tile: consumers begin with a K
 // tile before they release the previous Q, so this order cannot deadlock. Of pages all lanes come, for load_pages().
 DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map,
-                     unsigned base, const WorkTileList* lists) {
+                     unsigned base, const WorkTileList* lists, const TangentMaps& tangents = {}) {
     const Pipeline<STAGES> pipe_k = k_pipe(base);
     const Pipeline<V_STAGES> pipe_v = v_pipe(base);
     const Pipeline<2> pipe_lists = list_pipe(base);
-    const KvSource kv{p, k_map, v_map};
+    const KvSource kv{p, k_map, v_map, tangents};
     const bool leader = KvSource::is_leader();
     unsigned n = 0, number = 0;  // K/V tiles, work tiles so far
     KvTile previous{}, looked_up{};
@@ -311,7 +326,8 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
             if (n > 0) load_previous_v();
             previous = at;
             ++n;
-            if (leader && first) load_q(p, q_map, base, number++, b, work.h, work.row0, list_seq(base, c));
+            if (leader && first)
+                load_q(p, q_map, tangents.q, base, number++, b, work.h, work.row0, list_seq(base, c));
         }
         if (IS_PAGED) __syncwarp();  // all lanes have read the list
         if (leader) mbarrier_arrive(pipe_lists.empty_barrier(c));
@@ -321,7 +337,7 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
     pipe_k.producer_acquire(n);
     store_word(tile_desc_slot(base, n), END);
     mbarrier_arrive(pipe_k.full_barrier(n));
-    load_q(p, q_map, base, number, END, 0, 0, 0);
+    load_q(p, q_map, tangents.q, base, number, END, 0, 0, 0);
     if constexpr (FP8 && !GETS_VT) {
         pipe_v.producer_acquire(n);
         store_v_tile(v_tile_slot(base, n), {0, 0, END});

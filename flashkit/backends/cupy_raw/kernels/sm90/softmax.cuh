@@ -153,13 +153,15 @@ DEVICE bool guess_row_ref(const float (&s)[S_REGS], float (&m)[2], const float (
     return __all_sync(~0u, are_row_refs(m));
 }
 
-// HAS_STATS: of a lane's rows the sum of P log2 P, and the greatest exponent of a tile.
+// HAS_STATS: of a lane's rows the sum of P log2 P and the greatest P, relative to the row reference as the row sum is.
 struct RowStats { float total[2], top[2]; };
 
-// S of a row to P = 2^exponent(s); returns the lane's part of the row sum.
-template <typename F>
+// S of a row to P = 2^exponent(s); returns the lane's part of the row sum. HAS_STATS: FINITE takes it that no exponent
+// is -inf; where one is, the sum of P log2 P is NaN.
+template <bool FINITE = false, typename F>
 DEVICE float exp2_row(float (&s)[S_REGS], int half, F exponent, RowStats& stats) {
-    float total[2] = {0, 0}, weighted[2] = {0, 0}, top[2] = {HIDDEN, HIDDEN};
+    float total[2] = {0, 0}, weighted[2] = {0, 0};
+    int top = 0;  // bits: positive floats are ordered as integers, of which one instruction compares three
 #pragma unroll
     for (int n = 0; n < BLOCK_K / 8; ++n)
 #pragma unroll
@@ -169,11 +171,11 @@ DEVICE float exp2_row(float (&s)[S_REGS], int half, F exponent, RowStats& stats)
             x = exp2_fast(below);
             total[c] += x;
             if constexpr (HAS_STATS) {
-                top[c] = fmaxf(top[c], below);
-                weighted[c] = fmaf(x, fmaxf(below, LOWEST), weighted[c]);
+                top = max(top, __float_as_int(x));
+                weighted[c] = fmaf(x, FINITE ? below : fmaxf(below, LOWEST), weighted[c]);
             }
         }
-    if constexpr (HAS_STATS) stats.total[half] = weighted[0] + weighted[1], stats.top[half] = fmaxf(top[0], top[1]);
+    if constexpr (HAS_STATS) stats.total[half] = weighted[0] + weighted[1], stats.top[half] = __int_as_float(top);
     return total[0] + total[1];
 }
 template <typename F>
@@ -225,25 +227,26 @@ DEVICE void online_softmax_below(float (&s)[S_REGS], float (&m)[2], float (&l)[2
     }
 }
 
-// HAS_STATS: sums of P log2 P follow a row reference.
-DEVICE void rescale_totals(RowStats& stats, const float (&before)[2], const float (&m)[2], const float (&l)[2],
+// HAS_STATS: they follow a row reference.
+DEVICE void rescale_stats(RowStats& stats, const float (&before)[2], const float (&m)[2], const float (&l)[2],
                            const float (&rescale)[2]) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
+    for (int half = 0; half < 2; ++half) {
         stats.total[half] =
             l[half] == 0 ? 0.0f : rescale[half] * fmaf(before[half] - m[half], l[half], stats.total[half]);
-}
-
-// Adds a tile's. Its exponents are relative to m.
-DEVICE void add_stats(RowStats& stats, const RowStats& tile, const float (&m)[2]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        stats.total[half] += tile.total[half];
-        stats.top[half] = fmaxf(stats.top[half], tile.top[half] == HIDDEN ? HIDDEN : m[half] + tile.top[half]);
+        stats.top[half] *= rescale[half];
     }
 }
 
-// S to P relative to m as it is. False on a misprediction: m is too low, or a score is NaN.
+// Adds a tile's.
+DEVICE void add_stats(RowStats& stats, const RowStats& tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+        stats.total[half] += tile.total[half], stats.top[half] = fmaxf(stats.top[half], tile.top[half]);
+}
+
+// S to P relative to m as it is. False on a misprediction: m is too low, or a score is NaN. FINITE: as of exp2_row().
+template <bool FINITE>
 DEVICE bool speculative_softmax(float (&s)[S_REGS], const float (&m)[2], float (&sum)[2],
                                 const float (&scale_log2)[2], RowStats& stats) {
     if constexpr (HEAD_DIM <= 64 && !HAS_STATS) {  // a lane's two rows take turns
@@ -258,9 +261,10 @@ DEVICE bool speculative_softmax(float (&s)[S_REGS], const float (&m)[2], float (
     } else {
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-            sum[half] = exp2_row(s, half, [&](float x) { return fmaf(x, scale_log2[half], -m[half]); }, stats);
+            sum[half] = exp2_row<FINITE>(s, half, [&](float x) { return fmaf(x, scale_log2[half], -m[half]); }, stats);
     }
-    return __all_sync(~0u, sum[0] <= MAX_SUM && sum[1] <= MAX_SUM);
+    const bool is_finite = !HAS_STATS || !FINITE || stats.total[0] + stats.total[1] <= INFINITE;
+    return __all_sync(~0u, sum[0] <= MAX_SUM && sum[1] <= MAX_SUM && is_finite);
 }
 
 // After a misprediction: S of a warp's 16 rows again, by the mma instruction of a single warp, whose accumulator has

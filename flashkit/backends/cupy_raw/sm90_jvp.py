@@ -1,0 +1,76 @@
+"""The forward pass with tangents on Hopper: kernels/sm90/jvp.cu."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from ...spec import AttentionSpec, Problem, Verdict
+from ..cuda_common import compiler, modification, sm90_launch
+from ..cuda_common.arguments import ROW_TENSORS, Arguments
+from ..cuda_common.device import Device
+from ..cuda_common.generation import Choice, TileTables
+from ..cuda_common.memory import SmemLayout
+from ..cuda_common.sm90_launch import ForwardTile, LaunchGeometry, chunks, packed, padded
+from ..cuda_common.verify import Fallback
+from . import sm80_jvp, specialise
+from .sm80 import OLDER
+from .sm90_wgmma import text as wgmma_functions
+
+
+@dataclass(frozen=True)
+class Sm90JvpTile(ForwardTile):
+    """A tile of kernels/sm90/jvp.cu."""
+
+    @classmethod
+    def of(cls, spec: AttentionSpec) -> Sm90JvpTile:
+        """Wide heads leave registers and shared memory for fewer keys, and modified scores take registers."""
+        is_wide = max(spec.head_dim, spec.head_dim_v) > 64
+        keys = 64 if is_wide else 128
+        return cls(128, keys if spec.score is None and not spec.dropout else keys * 3 // 4, turns=int(is_wide))
+
+    def smem(self, spec: AttentionSpec) -> SmemLayout:
+        q, v = chunks(spec.head_dim), chunks(spec.head_dim_v)
+        smem = self.lay_out(q, v, v, packed=spec.packed, tangents=spec.jvp)
+        smem.add("V_TILES", 0)
+        return smem
+
+    def fits(self, spec: AttentionSpec, device: Device) -> bool:
+        """Whether it fits shared memory."""
+        return self.shared_memory(spec) <= device.shared_per_block
+
+    def source(self, spec: AttentionSpec, pack: int) -> tuple[dict[str, int], str]:
+        """Constants and generated functions of the kernel."""
+        constants = {
+            **self.common(spec, pack, spec.mask is not None or spec.kv_lengths), "ROW_SUM_BY_MMA": False,
+            "FAST_MATH": True, "NUM_TERMS": 1, "FP8": False, "GETS_VT": False, **modification.forward_constants(spec),
+        }  # fmt: skip
+        return constants, wgmma_functions(spec.dtype, [self.block_k], [padded(spec.head_dim_v)])
+
+
+def supports(spec: AttentionSpec) -> Verdict:
+    """What `Sm90.supports` leaves to be asked."""
+    return sm80_jvp.supports(spec)
+
+
+class Sm90Jvp(sm90_launch.Forward):
+    """The pass. TMA takes the tensor itself for the tangent that it has not."""
+
+    def __init__(self, problem: Problem, choice: Choice, tables: TileTables) -> None:
+        spec, device, tile = problem.spec, tables.device, choice.tile
+        constants, functions = tile.source(spec, packed(problem))
+        arch = compiler.target(device.capability)
+        library = specialise.library("sm90/jvp", spec, tuple(constants.items()), arch, functions)
+        fallback = Fallback(partial(tables.plan, OLDER, problem), spec, device, "forward")
+        self._tangents = [f"d{name}" if name in spec.jvp else name for name in "qkv"]
+        addressed = (*dict.fromkeys((*ROW_TENSORS, *self._tangents, "dout")),)
+        super().__init__(problem, device, tile, choice.why, library, fallback, addressed, "sm90_jvp")
+        self._nonfinite = sm80_jvp.NonfiniteFallback(problem, tables)
+
+    def boxes(self, arguments: Arguments) -> list[tuple[str, int, int, int]]:
+        boxes = super().boxes(arguments)
+        named = zip((*self._tangents, "dout"), boxes, strict=True)
+        return boxes + [(name, dim, heads, rows) for name, (_, dim, heads, rows) in named]
+
+    def launch(self, geometry: LaunchGeometry, arguments: Arguments, stream: int) -> None:
+        self._nonfinite.follow(partial(super().launch, geometry, arguments, stream), arguments, stream)
