@@ -59,8 +59,8 @@ def attention(
 ) -> Any:  # fmt: skip
     """Exact attention, softmax(scale * q k^T, modified and masked) v, in memory linear in the number of tokens.
 
-    A score goes through these steps: scale, softcap, ALiBi, bias, score_mod; then the masks; then softmax in float32,
-    or in float64 for float64 inputs.
+    A score goes through these steps: scale, the options that change scores in the order of the list below, the masks,
+    and softmax in float32, or in float64 for float64 inputs.
 
     Parameters
     ----------

@@ -1,15 +1,21 @@
-"""The tile of a call by the rows of a shipped profile, for devices that are not there."""
+"""Devices that are not there, and the tile of a call on them by the rows of a shipped profile."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from flashkit.backends.cuda_common.backend import CudaBackend
-from flashkit.backends.cuda_common.device import MODELS, Device
+from flashkit.backends.cuda_common.device import Device
 from flashkit.backends.cuda_common.generation import TileTables
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
 from flashkit.devices import profiles
 from flashkit.spec import AttentionSpec, Direction, Problem
+
+MODELS = {
+    "sm_80": Device("Ampere (A100)", (8, 0), 108, 166912, 167936),
+    "sm_90a": Device("Hopper (H100, H200)", (9, 0), 132, 232448, 233472),
+}
+"""Devices to compile for without one, by the name of the architecture."""
 
 HOPPER = MODELS["sm_90a"]
 CUPY = CupyRawBackend()

@@ -166,15 +166,15 @@ def append(file: Path, content: bytes) -> None:
 
 
 @contextmanager
-def locked(file: Path, timeout: float = 60) -> Iterator[None]:
-    """Hold the lock of this file. After `timeout` seconds, or on a file system without locks, go on without it: the
-    work is then done twice.
+def locked(file: Path) -> Iterator[None]:
+    """Hold the lock of this file. After a minute, or on a file system without locks, go on without it: the work is then
+    done twice.
     """
     from filelock import FileLock
 
     lock = FileLock(file, mode=0o600)
     with suppress(OSError, RuntimeError):  # Timeout is an OSError, NotImplementedError a RuntimeError
-        lock.acquire(timeout=timeout)
+        lock.acquire(timeout=60)
     try:
         yield
     finally:

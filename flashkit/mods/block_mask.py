@@ -29,6 +29,9 @@ from .tracing import as_array
 
 _PAIRS = 1 << 22  # pairs that a count evaluates at once
 
+SAMPLES = 1 << 20
+"""Pairs that an estimate evaluates."""
+
 
 @dataclass(frozen=True, eq=False)
 class BlockMask(Patterns):
@@ -318,18 +321,9 @@ class BlockMask(Patterns):
                 total += self._count(line[at : at + step], j[at : at + step].astype(np.int64))
         return total
 
-    def estimated_pairs(self, samples: int = 1 << 20) -> float:
-        """Number of visible pairs, estimated: in PARTIAL tiles from this many pairs of random rows and keys.
-
-        Parameters
-        ----------
-        samples
-            Pairs that are evaluated. The error is about the area of the PARTIAL tiles over the root of it.
-
-        Returns
-        -------
-        float
-            The same number each time.
+    def estimated_pairs(self) -> float:
+        """Number of visible pairs, estimated: in PARTIAL tiles from SAMPLES pairs of random rows and keys, the same
+        each time. The error is about the area of the PARTIAL tiles over the root of SAMPLES.
 
         Examples
         --------
@@ -341,14 +335,14 @@ class BlockMask(Patterns):
         indptr, j = self._rows.partial.expand()
         if not len(j):
             return float(self._pairs_of_full)
-        rng, chosen = np.random.default_rng(0), np.arange(samples) * len(j) // samples
+        rng, chosen = np.random.default_rng(0), np.arange(SAMPLES) * len(j) // SAMPLES
         line = np.searchsorted(indptr, chosen, side="right") - 1
         group, i = np.divmod(line, self.tiles[0])
-        row = i * self.block_q + rng.integers(self.block_q, size=samples)
-        k = j[chosen].astype(np.int64) * self.block_k + rng.integers(self.block_k, size=samples)
+        row = i * self.block_q + rng.integers(self.block_q, size=SAMPLES)
+        k = j[chosen].astype(np.int64) * self.block_k + rng.integers(self.block_k, size=SAMPLES)
         b, h = np.divmod(group, self.heads)
         seen = self._evaluate(b, h, np.minimum(row, self.n_q - 1), np.minimum(k, self.n_k - 1))
-        share = int(np.count_nonzero(seen & (row < self.n_q) & (k < self.n_k))) / samples
+        share = int(np.count_nonzero(seen & (row < self.n_q) & (k < self.n_k))) / SAMPLES
         return self._pairs_of_full + share * len(j) * self.block_q * self.block_k
 
     @property

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 from operands import OnDevice, on_device
+from tiles import MODELS
 
 from flashkit import BlockMask
 from flashkit.backends.cuda_common import arguments, backend, launch
 from flashkit.backends.cuda_common.arguments import Arguments
-from flashkit.backends.cuda_common.device import MODELS
 from flashkit.backends.cuda_common.params import AT, VALUES
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
 from flashkit.backends.numba_cuda import sm80 as numbas_sm80

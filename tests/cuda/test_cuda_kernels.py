@@ -18,7 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from tiles import tables, tile_of
+from tiles import MODELS, tables, tile_of
 
 from flashkit import BlockMask, errors, mods
 from flashkit.backends.cuda_common import (
@@ -31,7 +31,7 @@ from flashkit.backends.cuda_common import (
     sm90_launch,
 )
 from flashkit.backends.cuda_common.backend import VARIABLE
-from flashkit.backends.cuda_common.device import MODELS, Device
+from flashkit.backends.cuda_common.device import Device
 from flashkit.backends.cuda_common.generation import Choice
 from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward, sm90_mla, specialise
 from flashkit.backends.cupy_raw.backend import CupyRawBackend

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiles import MODELS
 
 from flashkit import errors, mods
 from flashkit.backends.cuda_common import backend, generation
 from flashkit.backends.cuda_common.backend import CudaBackend
 from flashkit.backends.cuda_common.compiler import CompileError
-from flashkit.backends.cuda_common.device import MODELS, Device
+from flashkit.backends.cuda_common.device import Device
 from flashkit.backends.cupy_raw import sm80, sm90
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
 from flashkit.backends.numba_cuda.backend import NumbaCudaBackend

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 from test_cuda_kernels import MASKS, SCORES, disassembled, spec_of
+from tiles import MODELS
 
 from flashkit.backends.cuda_common import compiler, simt
 from flashkit.backends.cuda_common import params as fields
-from flashkit.backends.cuda_common.device import MODELS
 from flashkit.backends.numba_cuda import assemble, modify, specialise
 from flashkit.backends.numba_cuda import compile as numbas
 from flashkit.spec import AttentionSpec

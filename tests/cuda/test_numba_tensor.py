@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 from test_cuda_kernels import disassembled
-from tiles import tile_of
+from tiles import MODELS, tile_of
 
 from flashkit.backends.cuda_common import compiler
-from flashkit.backends.cuda_common.device import MODELS
 from flashkit.backends.numba_cuda import specialise
 from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
 from flashkit.call.arguments import prepare

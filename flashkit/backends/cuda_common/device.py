@@ -25,13 +25,6 @@ class Device:
         return self.capability >= (9, 0)
 
 
-MODELS = {
-    "sm_80": Device("Ampere (A100)", (8, 0), 108, 166912, 167936),
-    "sm_90a": Device("Hopper (H100, H200)", (9, 0), 132, 232448, 233472),
-}
-"""Devices to compile for without one, by the name of the architecture."""
-
-
 def current() -> Device:
     """The current device of this thread. Raises what CuPy raises without a device."""
     import cupy

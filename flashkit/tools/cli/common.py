@@ -52,8 +52,8 @@ def numbers(text: str, name: str, count: int | None = None) -> list[int | None]:
     return values
 
 
-def writable(output: Path | None, name: str = "--output") -> None:
-    """Check before a long measurement that its file can be written; None is no file. BadParameter names the option."""
+def writable(output: Path | None) -> None:
+    """Check before a long measurement that its file can be written; None is no file. BadParameter names --output."""
     if output is None:
         return
     try:
@@ -65,7 +65,7 @@ def writable(output: Path | None, name: str = "--output") -> None:
             output.unlink()
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = getattr(error, "strerror", None) or error
-        raise typer.BadParameter(f"{str(output)!r} cannot be written: {reason}", param_hint=name) from None
+        raise typer.BadParameter(f"{str(output)!r} cannot be written: {reason}", param_hint="--output") from None
 
 
 def words(text: str) -> list[str]:

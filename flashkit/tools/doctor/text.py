@@ -81,8 +81,8 @@ def _cpu_rows(cpu: Report) -> Rows:
     ]
 
 
-def _threading_rows(threading: Report) -> Rows:
-    return [("threads", threading["threads"]), ("workers", threading["workers"])]
+def _plain_rows(content: Report) -> Rows:
+    return [(name, ("; ".join(x) if isinstance(x, list) else x) or "none") for name, x in content.items()]
 
 
 def _cache_rows(cache: Report) -> Rows:
@@ -121,14 +121,8 @@ _ROWS: dict[str, Callable[[Any], Rows]] = {
     ],
     "packages": _package_rows,
     "cpu": _cpu_rows,
-    "threading": _threading_rows,
-    "cuda": lambda it: [
-        ("driver", it["driver"] or "none"),
-        ("devices", "; ".join(it["devices"]) or "none"),
-        ("cupy", it["cupy"]),
-        ("compiler", it["compiler"]),
-        ("numba", it["numba"]),
-    ],
+    "threading": _plain_rows,
+    "cuda": _plain_rows,
     "cache": _cache_rows,
     "profiles": _profile_rows,
     "backends": _backend_rows,
