@@ -193,7 +193,7 @@ def test_a_gradient_that_there_is_none_of_is_refused(way: str, recorded: bool) -
 
 @pytest.mark.parametrize("way", ["eager", "compiled", "autocast"])
 def test_a_scale_may_be_learned(way: str) -> None:
-    given, scale = [x.double() for x in qkv()], torch.nn.Parameter(torch.tensor(0.3))
+    given, scale = [x.bfloat16().double() for x in qkv()], torch.nn.Parameter(torch.tensor(0.3))
     q, k, v = (x.bfloat16() if way == "autocast" else x for x in given)
     function = torch.compile(lambda q, scale: ft.attention(q, k, v, scale=scale), fullgraph=True, backend="aot_eager")
     for value in (0.3, 0.0, -2.0):
