@@ -89,9 +89,13 @@ def bhnd_in_bnhd_memory(q: Any, layout: str) -> bool:
 
 def known_plan(call: Any, given: tuple[Any, ...], tensors: Tensors, options: tuple[Any, ...], mods: Any) -> Any:
     """The plan of such a call, and whether its result is transposed; None if there is no such plan yet."""
-    if mods or not PAIRS.issuperset(tensors):
+    if mods:
         return None
-    return torch_plans.find(torch_plans.name_of(call, (*tensors, *options)), (*given, *tensors.values()))
+    if tensors:
+        if not PAIRS.issuperset(tensors):
+            return None
+        options, given = (*tensors, *options), (*given, *tensors.values())
+    return torch_plans.find(torch_plans.name_of(call, options), given)
 
 
 def forward(
@@ -104,7 +108,8 @@ def forward(
         with interop.TORCH.scope(q):
             memory = View if q.is_cuda else interop.TORCH.memory
             # A plan reads addresses, whatever the order of the axes.
-            output = planned.run_on(memory(q), memory(k), memory(v), None, *map(memory, tensors.values()))
+            more = [memory(x) for x in tensors.values()] if tensors else ()
+            output = planned.run_on(memory(q), memory(k), memory(v), None, *more)
             result = [interop.TORCH.own(x, q) for x in (output if with_lse else (output,))]
     else:
         qkv = q, k, v
