@@ -9,6 +9,7 @@ import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from tiles import MODELS
@@ -16,9 +17,10 @@ from tiles import MODELS
 from flashkit import errors, mods
 from flashkit.backends.cuda_common import backend, generation
 from flashkit.backends.cuda_common.backend import CudaBackend
-from flashkit.backends.cuda_common.compiler import CompileError
+from flashkit.backends.cuda_common.compiler import CompileError, SerialisedError
 from flashkit.backends.cuda_common.device import Device
-from flashkit.backends.cupy_raw import sm80, sm90
+from flashkit.backends.cuda_common.launch import listing
+from flashkit.backends.cupy_raw import sm80, sm80_jvp, sm90, sm90_jvp
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
 from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
 from flashkit.devices import profiles, schema
@@ -183,6 +185,25 @@ def test_tangents_take_the_newest_kernels_that_have_them(fields: dict[str, Any],
     assert reason in " ".join(found.rejected)
     on_ampere = CupyRawBackend().choose(problem, profiles.by_name("a100"), MODELS["sm_80"], "forward")
     assert on_ampere.generation is not None and on_ampere.generation.name == wanted.replace("sm90", "sm80")
+
+
+def test_tangents_whose_kernel_would_be_serialised_run_on_ampere_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where it does not compile at all."""
+    problem = Problem(replace(SPEC, jvp="qkv"), 2, 8, 64, 64, "cupy")
+    backend, profile = CupyRawBackend(), profiles.by_name("h200")
+    found = backend.choose(problem, profile, HOPPER, "forward")
+    assert found.generation is not None and found.choice is not None
+    tables = generation.TileTables("cupy_raw", profile, HOPPER, "forward")
+
+    def refuse(error: type[Exception]) -> None:
+        monkeypatch.setattr(sm90_jvp.Sm90Jvp, "__init__", mock.Mock(side_effect=error("no registers")))
+
+    with listing():
+        refuse(SerialisedError)
+        assert isinstance(found.generation.plan(problem, found.choice, tables), sm80_jvp.Sm80Jvp)
+        refuse(CompileError)
+        with pytest.raises(CompileError, match="no registers"):
+            found.generation.plan(problem, found.choice, tables)
 
 
 # --- tiles and rows ---------------------------------------------------------------------------------------------------

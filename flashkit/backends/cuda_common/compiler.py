@@ -38,6 +38,10 @@ class CompileError(RuntimeError):
     """A kernel cannot be compiled here. The message has the output of the compiler."""
 
 
+class SerialisedError(CompileError):
+    """ptxas would run the wgmma instructions of a kernel one after another: it would be right but slow."""
+
+
 @dataclass(frozen=True)
 class Resources:
     """Resources of a kernel by ptxas: registers, stack and spilled bytes of a thread; bytes of static shared memory."""
@@ -239,11 +243,11 @@ def _included(source: Source) -> tuple[tuple[str, str], ...]:
 
 
 def _refuse_serialised(name: str, arch: str, log: str) -> None:
-    """CompileError if ptxas has serialised wgmma instructions: the kernel would be right but slow. Another remark of
-    that kind (C7519, an arrive that it adds) costs nothing.
+    """SerialisedError if ptxas has serialised wgmma instructions. Another remark of that kind (C7519, an arrive that it
+    adds) costs nothing.
     """
     if serialised := re.findall(r".*\(C75\d\d\).*serialized.*", log):
-        raise CompileError(f"{name} for {arch}: {serialised[0].strip()}")
+        raise SerialisedError(f"{name} for {arch}: {serialised[0].strip()}")
 
 
 def _compile(source: Source, arch: str, form: str = "CUBIN", more: tuple[str, ...] = ()) -> tuple[bytes, str]:

@@ -7,6 +7,7 @@ do those with too few rows to fill the device.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -241,4 +242,11 @@ class Sm90(Generation):
         return forward_candidates(Sm90Tile, problem, device, (*shapes, (192, 128, 0), (128, 128, 0)))
 
     def plan(self, problem: Problem, choice: Choice, tables: TileTables) -> Pass:
-        return self.kinds(problem, tables.direction)[1](problem, choice, tables)
+        kind = self.kinds(problem, tables.direction)[1]
+        if kind is not sm90_jvp.Sm90Jvp:
+            return kind(problem, choice, tables)
+        try:
+            return sm90_jvp.Sm90Jvp(problem, choice, tables)
+        except compiler.SerialisedError as error:  # a modification whose slope takes all registers
+            logging.getLogger("flashkit").info("Tangents run on kernels of Ampere: %s", error)
+            return tables.plan(OLDER, problem)
