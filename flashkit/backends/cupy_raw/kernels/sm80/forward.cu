@@ -130,8 +130,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
         const auto stage_of = [&](int i) { return i % STAGES * STAGE_BYTES; };
         const auto tile_to_look_up = [&](int i) { return tile_of(i < count ? i : count - 1); };
         if constexpr (IS_PAGED) {
-#pragma unroll 1
-            for (int i = 0; i <= PREFETCH; ++i) kv.keep(kv.look_up(tile_to_look_up(i)), tile_to_look_up(i), i);
+            KvSource::Pages of[PREFETCH + 1];  // the table is far away: all are asked for at once
+#pragma unroll
+            for (int i = 0; i <= PREFETCH; ++i) of[i] = kv.look_up(tile_to_look_up(i));
+#pragma unroll
+            for (int i = 0; i <= PREFETCH; ++i) kv.keep(of[i], tile_to_look_up(i), i);
             __syncthreads();
         }
 #pragma unroll

@@ -36,21 +36,6 @@ DEVICE void load_chunks(const TensorMap& k_map, const Box& box, unsigned target,
     }
 }
 
-// Calls f(box, row) for each box of a K tile, with its first row in the tile: by one lane, or by a lane for each box.
-template <typename F>
-DEVICE void for_each_box(const KvSource& kv, const KvTile& at, F f) {
-    if constexpr (!IS_PAGED) return f(kv_box(kv.p, at.b, at.head, at.tile * BLOCK_K), 0u);
-    const int page = (int)existing_page(kv.p, at.page);
-    if (kv.box_rows() == BLOCK_K) {  // one box, in registers that the compiler knows to be uniform
-        const Box box{0, uniform(at.row), uniform(at.head), uniform(page)};
-        if (elect_one()) f(box, 0u);
-    } else {
-        const unsigned row = threadIdx.x % 32 * kv.box_rows();
-        if (row < BLOCK_K) f(Box{0, at.row, at.head, page}, row);
-    }
-    __syncwarp();  // a lane that fell behind would wait for a phase of the pipeline that is over
-}
-
 template <int PART>
 DEVICE void load_k_part(const KvSource& kv, const KvTile& at, unsigned base, unsigned n) {
     constexpr int CHUNKS = chunks_of_part(PART), FROM = first_chunk(PART);
@@ -59,7 +44,7 @@ DEVICE void load_k_part(const KvSource& kv, const KvTile& at, unsigned base, uns
     const unsigned target = base + at_k(n % STAGES) + FROM * CHUNK_BYTES, barrier = pipe.full_barrier(n);
     pipe.producer_acquire(n);
     if (KvSource::is_leader()) mbarrier_arrive_expect_tx(barrier, CHUNKS * CHUNK_BYTES);
-    for_each_box(kv, at, [&](const Box& box, unsigned row) {
+    kv.for_each_box(at, [&](const Box& box, unsigned row) {
         load_chunks<FROM, FROM + CHUNKS>(kv.k_map, box, target + row * CHUNK_ROW, barrier);
     });
 }

@@ -213,16 +213,26 @@ struct KvSource {
         return {tile, head, b, (int)(key - number * p.page), table_entry(p, b, number < last ? number : last)};
     }
 
+    // Calls f(box, row) by one lane for each box of a tile, with its first row in the tile. The lane has where boxes
+    // begin from those that looked them up: of lanes that differ ptxas would issue one after another, some 80 cycles a
+    // copy.
+    template <typename F>
+    __device__ __forceinline__ void for_each_box(const KvTile& at, F f) const {
+        if constexpr (!IS_PAGED) return f(kv_box(p, at.b, at.head, at.tile * BLOCK_K), 0u);
+        const int page = (int)existing_page(p, at.page), head = uniform(at.head), rows = uniform((int)box_rows());
+        for (int row = 0, lane = 0; row < BLOCK_K; row += rows, ++lane) {
+            const Box box{0, __shfl_sync(~0u, at.row, lane), head, __shfl_sync(~0u, page, lane)};
+            if (elect_one()) f(box, (unsigned)row);
+        }
+        __syncwarp();  // a lane that fell behind would wait for a phase of the pipeline that is over
+    }
     template <int CHUNKS>
     __device__ __forceinline__ void load_pages(const TensorMap& map, const KvTile& at, unsigned target, int chunk,
                                                unsigned barrier) const {
-        const unsigned row = threadIdx.x % 32 * box_rows();
         if (is_leader()) mbarrier_arrive_expect_tx(barrier, BLOCK_K * CHUNK_ROW * CHUNKS);
-        if (row < BLOCK_K)
-            load_tile<1, CHUNKS, BLOCK_K, CHUNK_COLUMNS>(target + row * CHUNK_ROW, map,
-                                                         Box{0, at.row, at.head, (int)existing_page(p, at.page)},
-                                                         barrier, 0, chunk);
-        __syncwarp();  // a lane that fell behind would wait for a phase of the pipeline that is over
+        for_each_box(at, [&](const Box& box, unsigned row) {
+            load_tile<1, CHUNKS, BLOCK_K, CHUNK_COLUMNS>(target + row * CHUNK_ROW, map, box, barrier, 0, chunk);
+        });
     }
     __device__ __forceinline__ static bool is_leader() { return !IS_PAGED || threadIdx.x % 32 == 0; }
 
