@@ -65,8 +65,8 @@ class ForwardTile:
     def __post_init__(self) -> None:
         if self.block_q not in (64, 128, 192) or self.block_k % 16 or not 16 <= self.block_k <= 256:
             raise ValueError(f"{self=}: expected block_q 64, 128 or 192 and block_k a multiple of 16 up to 256")
-        if self.stages < 2 or self.q_buffers not in (1, 2, 3):
-            raise ValueError(f"{self=}: expected stages >= 2 and q_buffers 1 to 3")
+        if self.stages < 2 or not 1 <= self.q_buffers <= 6:
+            raise ValueError(f"{self=}: expected stages >= 2 and q_buffers 1 to 6")
 
     @property
     def warpgroups(self) -> int:

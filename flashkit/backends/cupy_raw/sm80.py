@@ -159,6 +159,12 @@ sequence alone: neither the number of splits of others nor its own tile.
 """
 
 
+RAGGED_SPLIT, RAGGED_WAVES = 8192, 8
+"""Keys of a split where sequences may differ in length, as long ones would be the last to end; and waves of CTAs up to
+which they are split that far.
+"""
+
+
 class Sm80Forward:
     """The forward pass; with few query rows by split-KV and a combine kernel."""
 
@@ -168,11 +174,12 @@ class Sm80Forward:
         self.slots = device.sms * self.tile.resident(spec, device)
         blocks = -(-problem.n_q * self.pack // self.tile.block_q) * (problem.heads // self.pack) * problem.batch
         # Statistics are of whole rows.
-        few = spec.deterministic and problem.n_q * spec.group <= FEW_ROWS and not spec.stats
-        self.split_tiles = max(1, DETERMINISTIC_SPLIT // self.tile.block_k) if few and not spec.packed else 0
+        few = problem.n_q * spec.group <= FEW_ROWS and not (spec.stats or spec.packed)
+        self.split_tiles = max(1, DETERMINISTIC_SPLIT // self.tile.block_k) if few and spec.deterministic else 0
+        self._ragged = few and spec.kv_lengths
         self.split = 2 * blocks <= self.slots and problem.n_k >= 8 * self.tile.block_k
         self.split &= not (spec.packed or spec.stats)
-        self.split |= self.split_tiles > 0
+        self.split |= self.split_tiles > 0 or (self._ragged and problem.n_k > RAGGED_SPLIT)
         self.why = why + ("; split along the keys" if self.split else "")
         constants = self.tile.constants(spec, device, self.pack, self.split, self.split_tiles)
         library = specialise.library("sm80/forward", spec, tuple(constants.items()), compiler.target(device.capability))
@@ -190,6 +197,8 @@ class Sm80Forward:
         if self.split and blocks:
             key_tiles = -(-arguments.n_k // self.tile.block_k)
             splits = max(1, min(self.tile.waves * self.slots // blocks, key_tiles // 2))
+            if self._ragged:
+                splits = max(splits, min(-(-arguments.n_k // RAGGED_SPLIT), RAGGED_WAVES * self.slots // blocks))
             if self.split_tiles:
                 splits = max(1, -(-key_tiles // self.split_tiles))
                 check_grid(blocks * splits)

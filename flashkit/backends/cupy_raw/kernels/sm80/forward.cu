@@ -101,6 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
     if constexpr (SPLIT_TILES > 0)
         first = min((int)key_tiles, (int)split * SPLIT_TILES), last = min((int)key_tiles, first + SPLIT_TILES);
     const KvSource kv(p, b, h / GQA_GROUP, at.n_k);
+    if (IS_PAGED && first < last) kv.prefetch_table(first * BLOCK_K, min(last * BLOCK_K, at.n_k));
     const float scale = softmax_scale_log2(p);
 
     float o[TILES][COLUMNS][4];
