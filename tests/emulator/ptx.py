@@ -330,8 +330,6 @@ class _Body:
             guard, rest = -register if guarded[1] else register, guarded[3]
         name, given = (rest.split(None, 1) + [""])[:2]
         parts = [part.strip() for part in _OPERAND.findall(given)]
-        if name.startswith("cp.async.mbarrier.arrive.noinc"):  # copies complete at once
-            name, parts = "mbarrier.arrive.shared.b64", ["_", *parts]
         name, kind, x, y = normal(name)
         if name == "bra":
             self.branches.append((len(self.rows), parts[0], list(numbers)))

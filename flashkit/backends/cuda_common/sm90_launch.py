@@ -4,7 +4,6 @@ problems that have too little work for it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -128,8 +127,7 @@ class ForwardTile:
             "BLOCK_K": self.block_k, "MMA_WARPGROUPS": self.warpgroups, "STAGES": self.stages,
             "Q_BUFFERS": self.q_buffers,
             "PING_PONG": bool(self.turns) and self.warpgroups > 1, "PACK_GQA": pack, "CONSUMER_REGISTERS": consumer,
-            "PRODUCER_REGISTERS": producer, "WATCHDOG": WATCHDOG, "GATHER_WARPS": 0,
-            "PAGE_RUN": math.gcd(spec.page_run, self.block_k),
+            "PRODUCER_REGISTERS": producer, "WATCHDOG": WATCHDOG,
             "NUM_LISTS": NUM_LISTS, "LIST_HEADER": LIST_HEADER, "LIST_CAPACITY": LIST_CAPACITY,
             **self.smem(spec).constants(),
         }  # fmt: skip

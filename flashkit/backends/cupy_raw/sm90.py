@@ -32,7 +32,6 @@ from ..cuda_common.launch import TensorMap
 from ..cuda_common.memory import SmemLayout
 from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_candidates
 from ..cuda_common.sm90_launch import (
-    SWIZZLE_ROWS,
     ForwardTile,
     LaunchGeometry,
     chunks,
@@ -76,18 +75,10 @@ class Sm90Tile(ForwardTile):
     def constants(self, spec: AttentionSpec, pack: int) -> dict[str, int]:
         return {
             **self.common(spec, pack, _classifies(spec)),
-            "ROW_SUM_BY_MMA": sums_rows_by_mma(spec, self), "GATHER_WARPS": GATHER_WARPS * gathers(spec),
+            "ROW_SUM_BY_MMA": sums_rows_by_mma(spec, self),
             "FAST_MATH": num_terms(spec) == 1, "NUM_TERMS": num_terms(spec),
             "FP8": False, "GETS_VT": False, **modification.forward_constants(spec),
         }  # fmt: skip
-
-
-GATHER_WARPS = 1
-
-
-def gathers(spec: AttentionSpec) -> bool:
-    """Whether keys in pages come by cp.async instead of TMA."""
-    return spec.paged and SWIZZLE_ROWS <= spec.page_run <= 64
 
 
 def sums_rows_by_mma(spec: AttentionSpec, tile: ForwardTile) -> bool:

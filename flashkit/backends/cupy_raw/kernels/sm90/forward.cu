@@ -43,8 +43,7 @@ sm90_forward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gri
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         WorkTileList* lists = reinterpret_cast<WorkTileList*>(shared + AT_LISTS);
         if (warp == 2) scheduler_warp(p, base, lists);
-        else if ((warp == 0 || (warp == 3 && GATHER_WARPS > 1)) && (IS_PAGED || elect_one()))
-            producer(p, q_map, k_map, v_map, base, lists);
+        else if (warp == 0 && (IS_PAGED || elect_one())) producer(p, q_map, k_map, v_map, base, lists);
         else if (warp == 1 && (IS_PACKED || elect_one())) store_warp(p, out_map, base);
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();

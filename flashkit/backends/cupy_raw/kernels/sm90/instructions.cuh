@@ -234,16 +234,6 @@ DEVICE void load_tile(unsigned target, const TensorMap& map, const Box& box, uns
         tma_load<PACK_GQA>(target + c * chunk, map, at_column(box, column + COLUMNS * c), barrier);
 }
 
-// Copies 16 bytes, the last of them as zeros from `bytes` on.
-DEVICE void cp_async(unsigned target, const void* source, int bytes) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes)
-                 : "memory");
-}
-// One arrival, when all copies of this thread so far have arrived.
-DEVICE void cp_async_arrive(unsigned barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // Orders a thread's writes to shared memory before later reads by TMA and wgmma (the async proxy).
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -92,8 +92,6 @@ constexpr int BLOCK_Q = 64 * MMA_WARPGROUPS, THREADS = 128 * (MMA_WARPGROUPS + 1
 
 // float32 elements come as NUM_TERMS float16 terms and leave as float32.
 constexpr bool IS_FLOAT32 = STORAGE == FLOAT32, FP16X2 = IS_FLOAT32 && NUM_TERMS == 2;
-// Keys in pages of less than a tile come by cp.async: the copy engine takes some 100 cycles for a box of 16 rows.
-constexpr bool GATHERS = GATHER_WARPS > 0;
 // 2^80: scores stay finite; 2^-126: -inf stays -inf.
 constexpr float MAX_SCALE = 1.2089258e24f, MIN_SCALE = 1.1754944e-38f;
 // Scales of values that float32 has room for, beside weights. A group of zeros has float32's least normal number
@@ -162,12 +160,6 @@ struct WorkTile {
 DEVICE SeqSlot seq_of(const Params& p, const WorkTile& at) { return seq_of(p, at.b, at.slot); }
 
 DEVICE Pipeline<Q_BUFFERS> q_pipe(unsigned base) { return Pipeline<Q_BUFFERS>::at(base + AT_Q_PIPE); }
-// Waits for a tile of K or V. What cp.async has written is ordered before what wgmma reads.
-template <int STAGES>
-DEVICE void wait_for_tile(const Pipeline<STAGES>& pipe, unsigned n) {
-    pipe.consumer_wait(n);
-    if (GATHERS) fence_proxy_async();
-}
 DEVICE Pipeline<STAGES> k_pipe(unsigned base) { return Pipeline<STAGES>::at(base + AT_K_PIPE); }
 DEVICE Pipeline<V_STAGES> v_pipe(unsigned base) { return Pipeline<V_STAGES>::at(base + AT_V_PIPE); }
 DEVICE Pipeline<2> list_pipe(unsigned base) { return Pipeline<2>::at(base + AT_LIST_PIPE); }
@@ -180,10 +172,9 @@ DEVICE unsigned out_ready(unsigned base, int buffer, int wg) {
 // By one thread. The store warp releases Q.
 DEVICE void init_barriers(unsigned base) {
     q_pipe(base).init(1, 1);
-    constexpr int LOADERS = 1 + 32 * GATHER_WARPS;
-    k_pipe(base).init(LOADERS, 4 * MMA_WARPGROUPS);
-    v_pipe(base).init(LOADERS, 4 * MMA_WARPGROUPS);
-    list_pipe(base).init(1, larger(GATHER_WARPS, 1));
+    k_pipe(base).init(1, 4 * MMA_WARPGROUPS);
+    v_pipe(base).init(1, 4 * MMA_WARPGROUPS);
+    list_pipe(base).init(1, 1);
     mbarrier_init(base + AT_CLAIM, 1);
     for (int i = 0; i < MMA_WARPGROUPS * Q_BUFFERS; ++i) mbarrier_init(base + AT_OUT_READY + 8 * i, 4);
     fence_mbarrier_init();

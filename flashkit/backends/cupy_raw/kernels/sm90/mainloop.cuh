@@ -122,7 +122,7 @@ struct Consumer {
     __device__ __forceinline__ void issue_pv(unsigned n) {
         const unsigned stage = base + at_v(n % STAGES);
         const unsigned long long v = descriptor(stage, chunk_stride_v(n % STAGES));
-        wait_for_tile(pipe_v, n);
+        pipe_v.consumer_wait(n);
         if (!UNMASKED && is_ragged_v()) {
             clear_rows<HEAD_DIM_V, BLOCK_K>(stage, acc.valid_keys, chunk_stride_v(n % STAGES));
             named_barrier_sync(WARPGROUP_BARRIER + wg, 128);
@@ -150,7 +150,7 @@ struct Consumer {
     // --- work tiles --------------------------------------------------------------------------------------------------
 
     __device__ __forceinline__ int wait_tile_desc(unsigned n) const {  // it comes with K(n)
-        wait_for_tile(pipe_k, n);
+        pipe_k.consumer_wait(n);
         return load_word(tile_desc_slot(base, n));
     }
 

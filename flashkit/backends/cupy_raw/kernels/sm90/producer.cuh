@@ -199,7 +199,6 @@ struct KvSource {
     // A box has a page's rows, as many as the largest power of two that divides a page and a tile
     // (sm90_launch.keys_of_a_box): a tile has at most one for each lane of a warp.
     __device__ __forceinline__ unsigned box_rows() const {
-        if constexpr (GATHERS) return PAGE_RUN;
         return ((unsigned)p.page | BLOCK_K) & -((unsigned)p.page | BLOCK_K);
     }
     // The page of a sequence's last key. Asked for once a list: the length is far away.
@@ -235,33 +234,9 @@ struct KvSource {
             load_tile<1, CHUNKS, BLOCK_K, CHUNK_COLUMNS>(target + row * CHUNK_ROW, map, box, barrier, 0, chunk);
         });
     }
-    // The same by copies of 16 bytes: 32 lanes copy a chunk of four rows. Warps take turns.
-    template <int CHUNKS, int DIM>
-    __device__ __forceinline__ void gather(const Tensor& tensor, const KvTile& at, unsigned target, int chunk,
-                                           unsigned barrier) const {
-        const int row = threadIdx.x % 32 / 8, vec = threadIdx.x % 8, page = (int)existing_page(p, at.page);
-        const long long row_bytes = tensor.token * (int)sizeof(storage), page_bytes = tensor.batch * (int)sizeof(storage);
-        const char* first = reinterpret_cast<const char*>(row_at<storage>(tensor, 0, at.head, row) + 8 * vec);
-        target += swizzled(row, vec);
-#pragma unroll 1
-        for (int run = threadIdx.x / 96; run < BLOCK_K / PAGE_RUN; run += GATHER_WARPS) {
-            const char* from = first + __shfl_sync(~0u, page, run) * page_bytes
-                               + __shfl_sync(~0u, at.row, run) * row_bytes;
-            const unsigned to = target + run * PAGE_RUN * CHUNK_ROW;
-#pragma unroll
-            for (int r = 0; r < PAGE_RUN; r += 4, from += 4 * row_bytes)
-#pragma unroll
-                for (int c = 0; c < CHUNKS; ++c)
-                    cp_async((to ^ r % 8 * VEC_BYTES) + r * CHUNK_ROW + c * chunk, from + c * CHUNK_ROW,
-                             64 * c + 8 * vec < DIM ? VEC_BYTES : 0);
-        }
-        cp_async_arrive(barrier);
-        if (is_leader()) mbarrier_arrive(barrier);
-    }
-    __device__ __forceinline__ static bool is_leader() { return !IS_PAGED || threadIdx.x % 128 == 0; }
+    __device__ __forceinline__ static bool is_leader() { return !IS_PAGED || threadIdx.x % 32 == 0; }
 
     __device__ __forceinline__ void load_k(const KvTile& at, unsigned target, unsigned barrier) const {
-        if constexpr (GATHERS) return gather<CHUNKS_K, HEAD_DIM>(p.k, at, target, CHUNK_BYTES, barrier);
         if constexpr (IS_PAGED) return load_pages<CHUNKS_K>(k_map, at, target, CHUNK_BYTES, barrier);
         mbarrier_arrive_expect_tx(barrier, BYTES_K);
         const Box box = kv_box(p, at.b, at.head, at.tile * BLOCK_K);
@@ -271,7 +246,6 @@ struct KvSource {
     }
     __device__ __forceinline__ void load_v(const KvTile& at, unsigned target, int chunk_stride,
                                            unsigned barrier) const {
-        if constexpr (GATHERS) return gather<CHUNKS_V, HEAD_DIM_V>(p.v, at, target, chunk_stride, barrier);
         if constexpr (IS_PAGED) return load_pages<CHUNKS_V>(v_map, at, target, chunk_stride, barrier);
         if constexpr (GETS_VT) {  // the keys of each column
             mbarrier_arrive_expect_tx(barrier, COLUMNS * CHUNK_ROW);
@@ -366,10 +340,9 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
                 load_q(p, q_map, tangents.q, base, number++, b, work.h, work.row0, list_seq(base, c));
         }
         if (IS_PAGED) __syncwarp();  // all lanes have read the list
-        if (GATHERS ? threadIdx.x % 32 == 0 : leader) mbarrier_arrive(pipe_lists.empty_barrier(c));
+        if (leader) mbarrier_arrive(pipe_lists.empty_barrier(c));
     }
     if (n > 0) load_previous_v();
-    if (GATHERS) pipe_k.producer_acquire(n), mbarrier_arrive(pipe_k.full_barrier(n));  // as for a tile
     if (!leader) return;
     pipe_k.producer_acquire(n);
     store_word(tile_desc_slot(base, n), END);
