@@ -168,6 +168,7 @@ class TileRow(_Section, frozen=True, dict=True):  # dict: for what is cached
     max_longest: Count | None = None
     min_keys: Count | None = None
     max_keys: Count | None = None
+    max_run: Count | None = None
     min_tiles_per_sm: Amount | None = None
     max_tiles_per_sm: Amount | None = None
     ctas_per_sm: Few | None = None  # followed where this many CTAs of the tile fit an SM

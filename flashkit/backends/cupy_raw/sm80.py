@@ -159,9 +159,9 @@ sequence alone: neither the number of splits of others nor its own tile.
 """
 
 
-RAGGED_SPLIT, RAGGED_WAVES = 8192, 8
-"""Keys of a split where sequences may differ in length, as long ones would be the last to end; and waves of CTAs up to
-which they are split that far.
+LONG_KEYS = 8192
+"""Keys beyond which sequences that may differ in length are halved where CTAs share an SM: a long one, alone at the
+end, has less in flight than the SM can take.
 """
 
 
@@ -176,10 +176,10 @@ class Sm80Forward:
         # Statistics are of whole rows.
         few = problem.n_q * spec.group <= FEW_ROWS and not (spec.stats or spec.packed)
         self.split_tiles = max(1, DETERMINISTIC_SPLIT // self.tile.block_k) if few and spec.deterministic else 0
-        self._ragged = few and spec.kv_lengths
+        self._halves = few and spec.kv_lengths and self.slots > device.sms
         self.split = 2 * blocks <= self.slots and problem.n_k >= 8 * self.tile.block_k
         self.split &= not (spec.packed or spec.stats)
-        self.split |= self.split_tiles > 0 or (self._ragged and problem.n_k > RAGGED_SPLIT)
+        self.split |= self.split_tiles > 0 or (self._halves and problem.n_k > LONG_KEYS)
         self.why = why + ("; split along the keys" if self.split else "")
         constants = self.tile.constants(spec, device, self.pack, self.split, self.split_tiles)
         library = specialise.library("sm80/forward", spec, tuple(constants.items()), compiler.target(device.capability))
@@ -197,8 +197,8 @@ class Sm80Forward:
         if self.split and blocks:
             key_tiles = -(-arguments.n_k // self.tile.block_k)
             splits = max(1, min(self.tile.waves * self.slots // blocks, key_tiles // 2))
-            if self._ragged:
-                splits = max(splits, min(-(-arguments.n_k // RAGGED_SPLIT), RAGGED_WAVES * self.slots // blocks))
+            if self._halves and arguments.n_k > LONG_KEYS:
+                splits = max(splits, 2)
             if self.split_tiles:
                 splits = max(1, -(-key_tiles // self.split_tiles))
                 check_grid(blocks * splits)

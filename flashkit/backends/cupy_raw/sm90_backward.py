@@ -43,6 +43,9 @@ def functions(spec: AttentionSpec, tile: BackwardTile) -> str:
     return wgmma_functions(dtype, [rows, rows if chunks(dim) == 2 else rows // 2], [dim, dim_v])
 
 
+WIDE_SCHEDULER = True
+
+
 def takes_affine_path(spec: AttentionSpec) -> bool:
     """Whether the kernel has a path for the score modification (kernels/sm90/bwd_softmax.cuh, AFFINE_PATH)."""
     if spec.score is None or spec.dropout or positions(spec) == "any":
@@ -143,6 +146,9 @@ def source(
         "BIAS_IS_BFLOAT16": False, "BIAS_OF_HEADS": False, "BIAS_OF_ENTRIES": False,
         "STORES_DS": stores, "ENTRIES_FIRST": entries_first,
     }  # fmt: skip
+    plain = spec.score is None and not spec.dropout
+    if WIDE_SCHEDULER and plain and spec.mask is not None and cluster_size(spec) > 1 and chunks(spec.head_dim) < 4:
+        constants |= {"CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40}
     if sums_by_warps(spec):
         constants |= {"VALUE_WARPS": 2}
         if max(spec.head_dim, spec.head_dim_v) <= 64 and not stores:

@@ -101,7 +101,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
     if constexpr (SPLIT_TILES > 0)
         first = min((int)key_tiles, (int)split * SPLIT_TILES), last = min((int)key_tiles, first + SPLIT_TILES);
     const KvSource kv(p, b, h / GQA_GROUP, at.n_k);
-    if (IS_PAGED && first < last) kv.prefetch_table(first * BLOCK_K, min(last * BLOCK_K, at.n_k));
     const float scale = softmax_scale_log2(p);
 
     float o[TILES][COLUMNS][4];
@@ -131,11 +130,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
         const auto stage_of = [&](int i) { return i % STAGES * STAGE_BYTES; };
         const auto tile_to_look_up = [&](int i) { return tile_of(i < count ? i : count - 1); };
         if constexpr (IS_PAGED) {
-            KvSource::Pages of[PREFETCH + 1];  // the table is far away: all are asked for at once
-#pragma unroll
-            for (int i = 0; i <= PREFETCH; ++i) of[i] = kv.look_up(tile_to_look_up(i));
-#pragma unroll
-            for (int i = 0; i <= PREFETCH; ++i) kv.keep(of[i], tile_to_look_up(i), i);
+#pragma unroll 1
+            for (int i = 0; i <= PREFETCH; ++i) kv.keep(kv.look_up(tile_to_look_up(i)), tile_to_look_up(i), i);
             __syncthreads();
         }
 #pragma unroll

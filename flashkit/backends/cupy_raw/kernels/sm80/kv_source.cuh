@@ -35,13 +35,6 @@ struct KvSource {
     static __device__ __forceinline__ TileRows& rows(int i) {
         return reinterpret_cast<TileRows*>(shared + AT_TILE_ROWS)[IS_PAGED ? i % larger(LOOKED_UP, 1) : 0];
     }
-    // Brings what the table says of keys first ... end - 1 to the L2 cache: behind the loads of K and V a look-up would
-    // take longer than a tile.
-    __device__ __forceinline__ void prefetch_table(int first, int end) const {
-        const unsigned last = page_number(p, end - 1);
-        for (unsigned at = page_number(p, first) + threadIdx.x * 16; at <= last; at += THREADS * 16)
-            p.page_table.prefetch(b * p.table_width + at);  // 16 entries: 128 bytes at most
-    }
     __device__ __forceinline__ Pages look_up(int tile) const {
         Pages found;
 #pragma unroll

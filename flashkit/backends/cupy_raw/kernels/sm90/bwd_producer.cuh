@@ -18,13 +18,14 @@ DEVICE void clear_rows_where(unsigned tile, F cleared) {
             for (int c = 0; c < TILE_CHUNKS; ++c) clear_vec(tile + (c * ROWS + i / 8) * CHUNK_ROW + i % 8 * VEC_BYTES);
 }
 
-// Whether 16 bytes of elements are finite: the exponent of a non-finite one is all ones.
-DEVICE bool all_finite(const uint4& x) {
-    const unsigned words[4] = {x.x, x.y, x.z, x.w}, ones = STORAGE == BFLOAT16 ? 0x7f80u : 0x7c00u;
-    bool finite = true;
+// Of 16 bytes of elements: whether one is not finite. Its exponent is all ones, so one more overflows into the sign.
+DEVICE bool any_nonfinite(const uint4& x) {
+    constexpr unsigned ONES = STORAGE == BFLOAT16 ? 0x7f807f80u : 0x7c007c00u, ONE = ONES & -ONES & 0xffff;
+    const unsigned words[4] = {x.x, x.y, x.z, x.w};
+    unsigned signs = 0;
 #pragma unroll
-    for (int e = 0; e < 4; ++e) finite &= (words[e] & ones) != ones && (words[e] >> 16 & ones) != ones;
-    return finite;
+    for (int e = 0; e < 4; ++e) signs |= (words[e] & ONES) + (ONE | ONE << 16);
+    return signs & 0x80008000u;
 }
 
 // Clears the keys of a tile that are not finite, and those past the first `existing`. bits: where a bit for each of the
@@ -39,11 +40,11 @@ DEVICE void clear_nonfinite_keys(unsigned tile, int existing, unsigned bits) {
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const int row = 32 * word + 4 * i + lane / 8;
-                bool finite = true;
+                bool found = false;
 #pragma unroll
                 for (int c = 0; c < TILE_CHUNKS; ++c)
-                    finite &= all_finite(load_vec(tile + (c * CTA_KEYS + row) * CHUNK_ROW + lane % 8 * VEC_BYTES));
-                const unsigned ballot = __ballot_sync(~0u, !finite);
+                    found |= any_nonfinite(load_vec(tile + (c * CTA_KEYS + row) * CHUNK_ROW + lane % 8 * VEC_BYTES));
+                const unsigned ballot = __ballot_sync(~0u, found);
 #pragma unroll
                 for (int r = 0; r < 4; ++r) nonfinite |= (ballot >> 8 * r & 255) != 0 ? 1u << 4 * i + r : 0;
             }
