@@ -288,7 +288,7 @@ class Problem:
             "queries": self.mean_n_q,
             "longest": self.n_q,  # queries of the longest sequence
             "keys": self.n_k,
-            "run": spec.page_run if spec.paged else max(self.n_k, 1),  # of them those known to be neighbours in memory
+            "run": spec.page_run if spec.paged else None,  # of pages: keys that are known to lie together
         }
 
     def flops(self, direction: Direction = "forward", pairs: float | None = None) -> float:

@@ -17,7 +17,7 @@ import flashkit
 from flashkit import dispatch, mods
 from flashkit.backends.cuda_common import backend as cuda_backend
 from flashkit.backends.cuda_common import sm90_bwd_launch
-from flashkit.backends.cupy_raw import sm90, sm90_backward
+from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward
 from flashkit.backends.numba_cuda import sm90 as numba_sm90
 from flashkit.call import arguments as call_arguments
 from flashkit.call.arguments import prepare
@@ -460,6 +460,19 @@ def test_runs_of_a_page(page: int, dim: int, queries: int) -> None:
     table = np.random.default_rng(1).permutation(2 * width + 1)[: 2 * width].reshape(2, width)
     given = {"page_table": table, "kv_lengths": np.array([300, 139]), "layout": "bnhd"}
     check_arrays(*arrays, atol=2.0**-9, on_device=True, **given)
+
+
+@slow
+@pytest.mark.parametrize("generation", ["sm80"])
+@pytest.mark.parametrize("long_keys", [128, 512])
+def test_long_sequences_are_halved(long_keys: int, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where CTAs share a multiprocessor and sequences may differ in length. A half may have no keys."""
+    monkeypatch.setattr(sm80, "LONG_KEYS", long_keys)
+    arrays = normal(np.float16, (2, 1, 4, 96), *[(2 * 19 + 1, 16, 1, 96)] * 2)
+    table = np.random.default_rng(1).permutation(2 * 19 + 1)[: 2 * 19].reshape(2, 19)
+    given = {"page_table": table, "kv_lengths": np.array([300, 1]), "layout": "bnhd"}
+    check_arrays(*arrays, atol=2.0**-9, on_device=True, **given)
+    assert launched == ["sm80_forward", "combine"][: 2 if long_keys < 300 else 1]
 
 
 @slow

@@ -160,8 +160,8 @@ sequence alone: neither the number of splits of others nor its own tile.
 
 
 LONG_KEYS = 8192
-"""Keys beyond which sequences that may differ in length are halved where CTAs share an SM: a long one, alone at the
-end, has less in flight than the SM can take.
+"""Keys in pages beyond which sequences, which may differ in length, are halved where CTAs share an SM: a long one, alone
+at the end, has less in flight than the SM can take.
 """
 
 
@@ -176,7 +176,7 @@ class Sm80Forward:
         # Statistics are of whole rows.
         few = problem.n_q * spec.group <= FEW_ROWS and not (spec.stats or spec.packed)
         self.split_tiles = max(1, DETERMINISTIC_SPLIT // self.tile.block_k) if few and spec.deterministic else 0
-        self._halves = few and spec.kv_lengths and self.slots > device.sms
+        self._halves = few and spec.paged and self.slots > device.sms
         self.split = 2 * blocks <= self.slots and problem.n_k >= 8 * self.tile.block_k
         self.split &= not (spec.packed or spec.stats)
         self.split |= self.split_tiles > 0 or (self._halves and problem.n_k > LONG_KEYS)

@@ -43,7 +43,10 @@ def functions(spec: AttentionSpec, tile: BackwardTile) -> str:
     return wgmma_functions(dtype, [rows, rows if chunks(dim) == 2 else rows // 2], [dim, dim_v])
 
 
-WIDE_SCHEDULER = True
+def gives_registers(spec: AttentionSpec) -> bool:
+    """Whether consumers have registers to spare for the scheduler warp, which spills where it classifies tiles."""
+    plain = spec.mask is not None and spec.score is None and not spec.dropout
+    return plain and cluster_size(spec) > 1 and chunks(max(spec.head_dim, spec.head_dim_v)) < 4
 
 
 def takes_affine_path(spec: AttentionSpec) -> bool:
@@ -146,8 +149,7 @@ def source(
         "BIAS_IS_BFLOAT16": False, "BIAS_OF_HEADS": False, "BIAS_OF_ENTRIES": False,
         "STORES_DS": stores, "ENTRIES_FIRST": entries_first,
     }  # fmt: skip
-    plain = spec.score is None and not spec.dropout
-    if WIDE_SCHEDULER and plain and spec.mask is not None and cluster_size(spec) > 1 and chunks(spec.head_dim) < 4:
+    if gives_registers(spec):
         constants |= {"CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40}
     if sums_by_warps(spec):
         constants |= {"VALUE_WARPS": 2}
