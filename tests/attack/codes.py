@@ -30,9 +30,7 @@ def attention(call: cases.Call, r: Random) -> Found:
     given = quantised(call, r, "page_table" in options)
     got = flashkit.attention(*given, return_lse=True, **options)
     q, k, v = (cases.to_numpy(x.dequantize("float64")) for x in given)
-    by_definition = {name: x.get() if hasattr(x, "get") else x for name, x in options.items()}
-    by_definition |= {name: x for name, x in call.plain.items() if name in ("score_mod", "mask_mod", "block_mask")}
-    definition = partial(flashkit.attention, q, k, return_lse=True, backend="reference", **by_definition)
+    definition = partial(flashkit.attention, q, k, return_lse=True, **by_definition(call, options))
     out, lse, statistics = definition(v, return_stats=("max_logit",))
     absolute, squares = definition(np.abs(v))[0], definition(v * v)[0]
 
@@ -54,6 +52,13 @@ def attention(call: cases.Call, r: Random) -> Found:
         for name, x, y, close in (("out", found, exact, is_close), ("lse", found_lse, lse, lse_is_close))
         for at in map(tuple, np.argwhere(~close)[:1])
     ])  # fmt: skip
+
+
+def by_definition(call: cases.Call, options: dict[str, Any]) -> dict[str, Any]:
+    """Options for the reference, of NumPy."""
+    mine = {name: x.get() if hasattr(x, "get") else x for name, x in options.items()}
+    mods = {name: x for name, x in call.plain.items() if name in ("score_mod", "mask_mod", "block_mask")}
+    return {**mine, **mods, "backend": "reference"}
 
 
 def quantised(call: cases.Call, r: Random, paged: bool) -> list[flashkit.Quantized]:

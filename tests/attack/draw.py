@@ -33,8 +33,12 @@ ENTRIES: dict[str, Choice] = {
     "cache": _BATCH,
     "pages": _BATCH,
     "codes": {"data": "normal"},
+    "derivatives": {"data": "normal"},
 }
 """Public functions that are called instead of attention, and what they do not take; see entries.py."""
+
+ENTRIES_CUDA = ("codes", "derivatives")
+"""Those for arrays on a GPU."""
 
 HOSTILE = ("contents", "integers", "forms", "exchange", "writer", "overlap", "numbers", "signals")
 """What happens to the arguments of a hostile call; see hostile.py."""
@@ -188,7 +192,7 @@ def call(seed: int, number: int, compiled: list[Choice], cuda: bool = False, hos
     choice["threads"] = str(r.choice([1, 1, 1, 1, 2, 3]))
     choice["hostile"] = _some(r, hostile, list(HOSTILE))
     if choice["hostile"] == "no" and r.random() < 0.15:
-        entry = choice["entry"] = "codes" if cuda else r.choice(list(ENTRIES))
+        entry = choice["entry"] = r.choice(ENTRIES_CUDA if cuda else list(ENTRIES))
         choice |= ENTRIES[entry]
     choice["seed"] = str(r.randrange(10**9))
     return choice

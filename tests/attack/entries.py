@@ -12,7 +12,7 @@ import numpy as np
 import flashkit
 from flashkit.call.arguments import prepare
 
-from . import caches, codes
+from . import caches, codes, derivatives
 from .caches import Found
 
 
@@ -146,6 +146,6 @@ def pages(call: cases.Call, r: Random) -> Found:
 
 ENTRIES = {
     "merge": merge, "weights": weights, "rotary": rotary, "cache": caches.trace, "pages": pages,
-    "codes": codes.attention,
+    "codes": codes.attention, "derivatives": derivatives.both,
 }  # fmt: skip
 """By name, as a choice has it."""
