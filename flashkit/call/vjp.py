@@ -11,8 +11,8 @@ from ..errors import shown
 from ..mods.tracing import graph_name
 from ..spec import Gradients, reads_of
 from . import arrays
+from .backward import Recorded
 from .call import Adapter
-from .planned import Recorded, clear_values
 
 TENSORS = "q", "k", "v"
 WRT = *TENSORS, "sinks"
@@ -133,7 +133,7 @@ class Vjp(Generic[A]):
         dsinks = xp.empty_like(op.sinks) if "sinks" in wrt else None
         slots = {name: slot for name in wrt if name not in WRT and (slot := self._slot(name)) is not None}
         gradients = Gradients(shape.to_four(dout), dlse, dq, dk, dv, dsinks, dict.fromkeys(sorted(slots.values())))
-        self.fill(gradients)
+        self._run(op, gradients)
         if dsinks is not None and "sinks" in self._forms:
             dsinks = dsinks.astype(self._forms["sinks"][1], copy=False)
         found = {"q": shape.like(dq), "k": shape.like(dk), "v": shape.like(dv), "sinks": dsinks}
@@ -152,16 +152,6 @@ class Vjp(Generic[A]):
             axes = tuple(i for i, n in enumerate(own_batch) if n == 1)
             gradient = gradient.reshape(*batch, *gradient.shape[1:]).sum(axes)
         return gradient.reshape(shape).astype(dtype, copy=False)
-
-    def fill(self, gradients: Gradients) -> None:
-        """Compute these gradients."""
-        if self._run is None:
-            clear_values(self.problem, self.operands, gradients)
-            for tensor in (gradients.dq, gradients.dk, gradients.dv, gradients.dsinks):
-                if tensor is not None:
-                    tensor[...] = 0
-        else:
-            self._run(self.operands, gradients)
 
     def _checked(self, name: str, array: Any, shape: tuple[int, ...], dtype: Any) -> Any:
         """A view of the array, whose form no other thread changes, checked."""
