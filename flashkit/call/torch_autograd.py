@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from . import interop
 from .torch_derivatives import SecondDerivative, Tangent
 from .torch_mods import NO_GRADIENT, Content, Mods, value_names
-from .torch_operators import backward_op, batched_results, flat, forward_op, unpacked
+from .torch_operators import backward_op, flat, forward_op, unpacked
 from .torch_passes import PLAIN, Scalars, Tensors, backward, forward, known_plan, results_of
 
 
@@ -93,6 +93,8 @@ class Attention(torch.autograd.Function):
     modifications.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
         names: tuple[str, ...], options: Scalars, mods: Mods | str | None, q: Any, k: Any, v: Any, *given: Any
@@ -128,21 +130,6 @@ class Attention(torch.autograd.Function):
             *given,
         )  # fmt: skip
         return tuple(marked[known.index(n)] if n in known else None for n in range(len(gradients)))
-
-    @staticmethod
-    def vmap(
-        info: Any, axes: tuple[Any, ...], names: tuple[str, ...], options: Scalars, text: str | None,
-        *inputs: Any,
-    ) -> Any:  # fmt: skip
-        values = value_names(text)
-        keys = ("q", "k", "v", *names, *values)
-        given = dict(zip(keys, zip(inputs, axes[3:]), strict=True))
-
-        def entry(x: dict[str, Any]) -> tuple[Any, ...]:
-            return Attention.apply(names, options, text, *(x[key] for key in keys))
-
-        found = batched_results(entry, info.batch_size, given, options, ("out", "lse"), text is not None)
-        return found, (0, 0)
 
 
 class AttentionWithTangents(Attention):
