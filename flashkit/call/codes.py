@@ -254,7 +254,7 @@ def _e4m3(
     layout = "bnhd" if packed_or_paged else options.get("layout", "bhnd")
     per, transposed = _shared_by(tensors, layout, packed_or_paged), transposed_of(tensors[2], options)
     if transposed is not None:
-        transposed = transposed.reshape((-1, *transposed.shape[-3:]))
+        transposed = arrays.as_batch(transposed)
     scales = tuple(map(block_scales if per == "block" else token_scales, tensors))
     fp8 = Fp8Arrays(tensors[0].dtype, Fp8(per, transposed is not None, return_lse), scales, transposed)
     options = {**options, "precision": None if quantised.fp8 else options.get("precision")}
