@@ -547,6 +547,8 @@ def test_numpy_functions_mean_flashkits_own():
     assert np.tanh(S) is expr.tanh(S)
     assert np.exp(S) is expr.exp(S)
     assert np.minimum(Q, 3) is expr.minimum(Q, 3)
+    assert np.clip(S, -1, 2) is expr.clip(S, -1, 2)
+    assert np.clip(Q - K, 0, None) is expr.maximum(Q - K, 0)
     assert np.abs(Q - K) is abs(Q - K)
     assert (np.float64(2.0) * S) is 2.0 * S
     assert (np.int64(3) <= Q) is (Q >= 3)

@@ -9,7 +9,6 @@ import ast
 import ctypes
 import operator
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -499,17 +498,6 @@ def test_positions_too_far_are_refused(offset: Any) -> None:
 def test_block_masks_too_large_are_refused() -> None:
     with pytest.raises(ValueError, match="n_k: expected an integer from 0 to 281474976710656, got"):
         BlockMask.from_mod(mods.causal(), 8, 2**50, 128, 2**40, q_offset=0)
-
-
-@cache
-def _window(side: int) -> Mod:
-    return mods.sliding_window(side, side)
-
-
-def test_windows_beyond_all_positions_bound_nothing() -> None:
-    assert _window(2**60).expr is expr.TRUE
-    assert _window(GREATEST).expr is expr.TRUE
-    assert _window(2**49).expr is not expr.TRUE
 
 
 @pytest.mark.parametrize("dtype", ["bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))])
