@@ -74,9 +74,9 @@ class ArgumentBlock:
         args[at.BATCH], args[at.HEADS], args[at.GROUP] = sizes.batch, operands.q.shape[1], spec.group
         args[at.N_Q], args[at.N_K] = n_q, n_k = sizes.n_q, sizes.n_k
         args[at.DIM], args[at.DIM_V] = spec.head_dim, spec.head_dim_v
-        if operands.k_scale is not None:
-            pairs = ((at.K_SCALE, operands.k_scale, operands.k), (at.V_SCALE, operands.v_scale, operands.v))
-            for index, scale, scaled in pairs:
+        _, *scales = operands.scales or (None,)
+        if scales:
+            for index, scale, scaled in zip((at.K_SCALE, at.V_SCALE), scales, (operands.k, operands.v)):
                 self.set_tensor(index, scale)
                 args[index] -= scaled.__array_interface__["data"][0]
         if operands.k_pe is not None:
@@ -89,7 +89,7 @@ class ArgumentBlock:
         if operands.page_table is not None:
             args[at.PAGE_TABLE], args[at.TABLE_WIDTH] = self.address(operands.page_table), operands.page_table.shape[1]
             args[at.PAGES], args[at.PAGE] = operands.k.shape[0], operands.k.shape[2]
-            pools = operands.k, operands.v, operands.k_pe, operands.k_scale, operands.v_scale
+            pools = operands.k, operands.v, operands.k_pe, *scales
             args[at.PAGES_FOLLOW] = all(x.strides[0] == x.shape[2] * x.strides[2] for x in pools if x is not None)
         # P before dropout is not yet rounded to bf16 pairs, and its exponentials take no scale.
         whole = scores_whole or spec.score is not None or bool(operands.dropout_p) or spec.stats
