@@ -10,16 +10,13 @@ from typing import Any
 import numpy as np
 
 from ...mods import dropout
-from ...spec import AttentionSpec, Gradients, Operands, Stats, Tangents
+from ...spec import SCALES, AttentionSpec, Gradients, Operands, Stats, Tangents
 from . import modification, ordered_sums
 from .launch import KernelArguments, dummy_slot, scratch
 from .params import AT, VALUES, WORDS_OF_TENSOR, integers_address
 
 ROW_TENSORS = "q", "k", "v", "out"
 """Tensors that the forward pass reads or writes in whole rows."""
-
-SCALES = "q_scale", "k_scale", "v_scale"
-"""Of codes."""
 
 MORE = *Stats._fields, *(f"d{name}" for name in Tangents._fields)
 """Of a forward pass with statistics, or with tangents."""
