@@ -160,8 +160,8 @@ sequence alone: neither the number of splits of others nor its own tile.
 
 
 LONG_KEYS = 8192
-"""Keys in pages beyond which sequences, which may differ in length, are halved where CTAs share an SM: a long one, alone
-at the end, has less in flight than the SM can take.
+"""Keys in pages beyond which sequences are halved where CTAs share an SM: they may differ in length, and a long one,
+alone at the end, has less in flight than the SM can take.
 """
 
 

@@ -213,9 +213,8 @@ struct KvSource {
         return {tile, head, b, (int)(key - number * p.page), table_entry(p, b, number < last ? number : last)};
     }
 
-    // Calls f(box, row) by one lane for each box of a tile, with its first row in the tile. The lane has where boxes
-    // begin from those that looked them up: of lanes that differ ptxas would issue one after another, some 80 cycles a
-    // copy.
+    // Calls f(box, row) by one lane for each box of a tile, with its first row in the tile. The others tell it where
+    // boxes begin: if each lane loaded its own, ptxas would elect one after another.
     template <typename F>
     __device__ __forceinline__ void for_each_box(const KvTile& at, F f) const {
         if constexpr (!IS_PAGED) return f(kv_box(p, at.b, at.head, at.tile * BLOCK_K), 0u);
