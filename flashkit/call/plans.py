@@ -15,7 +15,9 @@ import numpy as np
 
 from .. import dispatch
 from ..devices.forking import inner_lock
+from ..mods import Mod
 from ..mods.block_mask import BlockMask
+from ..mods.tracing import values_of
 from ..options import OPTIONS, Role
 from ..spec import ALIGNMENT, Operands
 from . import arrays
@@ -167,7 +169,7 @@ def key_of(call: Call, backend: str | None, return_lse: bool, recorded: bool = F
         return None
     parts: list[Any] = []
     pairs: list[Any] = []
-    lengths = mask = None
+    lengths, mask, modified = None, None, False
     offsets: tuple[Any, ...] = ()
     for name, value in options.items():
         if type(value) in _SCALARS:
@@ -198,10 +200,16 @@ def key_of(call: Call, backend: str | None, return_lse: bool, recorded: bool = F
         elif role is Role.IDENTITY and _is_small(value):
             mask = value
             parts += name, value
+        elif isinstance(value, Mod) and _is_checked_once(value):
+            modified = True
+            parts += name, value.kind, value.expr, *((key, type(x), x) for key, x in value.params.items())
+            for key, array in value.arrays.items():
+                pairs.append(array.view() if arrays.kind_of(array) else array)
+                parts += key, arrays.layout(pairs[-1])
         else:
             return None
     axis, differ = 0, lengths is not None or bool(call.offsets) or bool(offsets)
-    if pairs or mask is not None:
+    if pairs or modified or mask is not None:
         if differ or not {kind if on_host else arrays.layout(q)[0]}.issuperset(map(type, pairs)):
             return None
     elif on_host and not (recorded or differ):
@@ -228,6 +236,12 @@ def _on_device(q: Any, cu_seqlens: Any) -> tuple[Any, ...]:
         return ()
     of_q = given[0].view()  # see arrays.own_forms
     return of_q, of_q if given[1] is given[0] else given[1].view()
+
+
+def _is_checked_once(mod: Mod) -> bool:
+    """Whether what is checked of a modification is the same for other contents of its arrays."""
+    values, indexing = values_of(mod.expr)
+    return not indexing and all(ndim is None or kind != "int" for _, ndim, kind in values)
 
 
 def _is_small(block_mask: Any) -> bool:
