@@ -1057,7 +1057,7 @@ def by_entry(s: Any, b: Any, h: Any, q: Any, k: Any, *, table: Any) -> Any:
 DISTANCES: dict[str, tuple[int, int, int, dict[str, Any]]] = {  # head dim, queries, keys, options
     "T5": (64, 150, 200, {}),
     "T5, causal, 128 columns": (128, 150, 200, {"causal": True, "q_offset": 37}),
-    "T5, lengths": (32, 150, 200, {"kv_lengths": [200, 133], "window": (90, 40), "q_offset": 20}),
+    "T5, lengths": (32, 150, 200, {"kv_lengths": [33, 200], "window": (90, 40), "q_offset": 20}),
     "T5, offsets": (64, 150, 200, {"q_offset": [50, -20]}),
     "T5, packed": (64, 228, 256, {"cu_seqlens": ([0, 100, 228], [0, 130, 256]), "causal": True}),
     "exact": (64, 150, 200, {"q_offset": 0}),
@@ -1078,7 +1078,8 @@ def test_what_is_added_by_distance(case: str, dtype: str, generation: str, launc
 
     dim, n_q, n_k, options = DISTANCES[case]
     packed, kind = "cu_seqlens" in options, case.partition(",")[0]
-    sizes = (n_q, 2), (n_k, 1), (n_k, 1), (n_q, 2)
+    kv_heads = 2 if kind == "exact" else 1
+    sizes = (n_q, 2), (n_k, kv_heads), (n_k, kv_heads), (n_q, 2)
     shapes = ((n, heads, dim) if packed else (2, heads, n, dim) for n, heads in sizes)
     q, k, v, dout = normal(cases.numpy_dtype(dtype), *shapes)
     last = n_k - 1 - (0 if kind != "exact" else options["q_offset"])
