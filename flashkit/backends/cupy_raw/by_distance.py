@@ -15,7 +15,7 @@ from ..cuda_common.params import AT
 from . import specialise
 
 _ROOM = 512  # elements of a sequence beside one for each row and key: two times DISTANCE_ROOM
-_THREADS = 1024
+_THREADS = 1024, 256  # of a CTA that fills, that adds
 
 
 def reads(spec: AttentionSpec) -> bool:
@@ -54,9 +54,9 @@ class Distances:
         for i, name in enumerate(["by_distance"] * self.is_read + ["ds_by_distance"] * self.has_sums):
             address, of_entry = memory.data.ptr + 4 * i * heads_of_all * of_head, heads * of_head
             words[AT[name] : AT[name] + 4] = [address, 0 if heads_of_all == heads else of_entry, of_head, 1]
-        self._fill.launch(ctas, _THREADS, arguments, stream)
+        self._fill.launch(ctas, _THREADS[0], arguments, stream)
         return memory
 
     def add(self, arguments: Arguments, stream: int) -> None:
         """Add the sums to the gradients."""
-        self._add.launch(self._ctas(arguments), _THREADS, arguments, stream)
+        self._add.launch(self._ctas(arguments), _THREADS[1], arguments, stream)

@@ -8,48 +8,39 @@
 
 constexpr int VALUE_LANES = 16, VALUE_KEYS = WARPGROUP_KEYS / VALUE_LANES;  // of a row; of a lane
 
-// Element i of dS.
-DEVICE float ds_element(const unsigned* pairs, int i) {
-    const unsigned short element = (unsigned short)(pairs[i / 2] >> i % 2 * 16);
-    return STORAGE == BFLOAT16 ? widen(bfloat16_t{element}) : widen(half_t{element});
-}
+// Four elements of dS, as floats.
 DEVICE void load_ds(float (&x)[VALUE_KEYS], unsigned address) {
     const float2 pairs = load_floats(address);
     const unsigned bits[2] = {__float_as_uint(pairs.x), __float_as_uint(pairs.y)};
 #pragma unroll
-    for (int i = 0; i < VALUE_KEYS; ++i) x[i] = ds_element(bits, i);
+    for (int i = 0; i < VALUE_KEYS; ++i) {
+        const unsigned short element = (unsigned short)(bits[i / 2] >> i % 2 * 16);
+        x[i] = STORAGE == BFLOAT16 ? widen(bfloat16_t{element}) : widen(half_t{element});
+    }
 }
 
-// SUMS_BY_DISTANCE: adds the sums of dS of all pairs of a distance in a warp group's tile. sums: of the first row and
-// key; tile: its address. Row 8 m + lane % 8 and eight keys at a time have distances that are the same for all m if the
-// keys are 8 m + 8 c ..., so that lane i of 128, four sets of 32, sums those of one c.
+// SUMS_BY_DISTANCE: adds dS of a warp group's tile to the sums of its distances. sums: of the first row and key; tile: its
+// address. Elements of blocks (m, m + c) of 8 rows x 8 keys have the same distances for all m, so that a lane sums those
+// that are in its row of a block, four keys at a time. In turns the lanes have four c, the greatest first.
 DEVICE void add_diagonals(float* sums, unsigned tile, int lane) {
-    constexpr int ROWS = 8, VEC = 8, GROUPS = BLOCK_Q / ROWS, VECS = WARPGROUP_KEYS / VEC;
+    constexpr int BLOCKS = WARPGROUP_KEYS / 8;
+    static_assert(!SUMS_BY_DISTANCE || BLOCK_Q == WARPGROUP_KEYS, "as many blocks of rows as of keys");
 #pragma unroll
-    for (int set = 0; set < (GROUPS + VECS) / 4; ++set) {
-        const int most = VECS - 1 - 4 * set, c = most - lane / ROWS;  // most - 3 ... most
-        float x[VEC] = {};
+    for (int turn = 0; turn < BLOCKS; ++turn) {
+        const int most = BLOCKS - 1 - turn / 2 * 4, key = turn % 2 * VALUE_KEYS, c = most - lane / 8;
+        float x[VALUE_KEYS] = {};
 #pragma unroll
-        for (int m = 0; m < GROUPS; ++m) {
-            if (m + most < 0 || m + most - 3 >= VECS || m + c < 0 || m + c >= VECS) continue;
-            const uint4 four = load_vec(tile + swizzled(ROWS * m + lane % ROWS, m + c));
-            const unsigned pairs[4] = {four.x, four.y, four.z, four.w};
+        for (int m = 0; m < BLOCKS; ++m) {
+            if (m + most < 0 || m + most - 3 >= BLOCKS) continue;
+            float four[VALUE_KEYS];
+            load_ds(four, tile + swizzled(8 * m + lane % 8, m + c & BLOCKS - 1) + 2 * key);
 #pragma unroll
-            for (int i = 0; i < VEC; ++i) x[i] += ds_element(pairs, i);
+            for (int i = 0; i < VALUE_KEYS; ++i) x[i] += m + c >= 0 && m + c < BLOCKS ? four[i] : 0.0f;
         }
-        // Lane i has x[e] of distance i - e + 8 set ..., so it gets sums from the lane behind it. Those that leave the
-        // first lane go on in the last one.
-        float sum = x[VEC - 1], behind = 0;
+        float* at = sums + lane - 8 * most - key;  // lane: 8 (most - c) + the row of the block
 #pragma unroll
-        for (int e = VEC - 2; e >= 0; --e) {
-            const float next = __shfl_sync(~0u, sum, (lane + 1) % 32);
-            behind = __shfl_sync(~0u, behind, (lane + 1) % 32);
-            if (lane == 31) behind = next;
-            sum = (lane == 31 ? 0.0f : next) + x[e];
-        }
-        float* at = sums + lane + 32 * set - VEC * (VECS - 1);
-        if (sum != 0) add_float(at, sum);
-        if (behind != 0) add_float(at - 32, behind);
+        for (int i = 0; i < VALUE_KEYS; ++i)
+            if (x[i] != 0) add_float(at - i, x[i]);
     }
 }
 
