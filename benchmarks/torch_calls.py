@@ -25,7 +25,7 @@ from flashkit.call import interop, torch_autograd, torch_passes, torch_plans
 
 SHAPE = (1, 1, 16, 16)
 ROUNDS, CALLS = 400, 4
-NO_OPTIONS = torch_passes.OPTION_DEFAULTS
+NO_OPTIONS: torch_passes.Scalars = ()
 
 Calls = dict[str, Callable[[], Any]]
 
@@ -64,7 +64,7 @@ def parts(device: str, dtype: torch.dtype) -> Calls:
     """Steps of a call that finds its plan, by name."""
     q, k, v = (torch.randn(SHAPE, device=device, dtype=dtype) for _ in range(3))
     out, lse = ft.attention(q, k, v, return_lse=True)
-    memory, name = interop.TORCH.memory, torch_plans.name_of(True, NO_OPTIONS)
+    memory, name = interop.TORCH.memory, torch_plans.name_of(True, (), NO_OPTIONS)
     leaves, dout = [x.clone().requires_grad_() for x in (q, k, v)], torch.ones_like(q)
     recorded = ft.attention(*leaves)
     torch.autograd.grad(recorded, leaves, dout, retain_graph=True)
@@ -75,18 +75,18 @@ def parts(device: str, dtype: torch.dtype) -> Calls:
         with interop.TORCH.scope(q):
             pass
 
-    backward = dout, None, out, lse, False, q, k, v, {}, NO_OPTIONS, None
+    backward = dout, None, out, lse, (), q, k, v, {}, NO_OPTIONS, None
     torch_passes.backward(None, *backward)
-    known_backward = torch_plans.find(torch_plans.name_of(3, NO_OPTIONS), (q, k, v, out, lse, dout))
+    known_backward = torch_plans.find(torch_plans.name_of(3, (), NO_OPTIONS), (q, k, v, out, lse, dout))
     return {
         "whether anything else looks at the call": torch_autograd.is_watched,
-        "name of the plan": lambda: torch_plans.name_of(True, NO_OPTIONS),
+        "name of the plan": lambda: torch_plans.name_of(True, (), NO_OPTIONS),
         "look-up of the plan": lambda: torch_plans.find(name, (q, k, v)),
         "device and stream": scope,
         "memory of a tensor": lambda: memory(q),
         "a new tensor": lambda: q.new_empty(SHAPE),
         "an array made of a tensor": lambda: interop.TORCH.native("q", q),
-        "the plan's call, with its results": lambda: planned.run(*lent, None),
+        "the plan's call, with its results": lambda: planned.run_on(*lent, None),
         "forward pass": lambda: torch_autograd.call(False, q, k, v, {}, NO_OPTIONS, None),
         "backward pass": lambda: torch_passes.backward(known_backward, *backward),
         "backward pass by autograd": lambda: torch.autograd.grad(recorded, leaves, dout, retain_graph=True),

@@ -78,12 +78,17 @@ def escape_bars(_app: object, _what: str, _name: str, _obj: object, _options: ob
     lines[:] = [re.sub(r"\|([^|`]+ [^|`]+)\|", r"\\|\1\\|", line) for line in lines]
 
 
-def add_types(_app: object, _what: str, _name: str, obj: Any, _options: object, lines: list[str]) -> None:
-    """Give the entries of a section "Parameters" the types of the signature; "array" for those described by shapes."""
+def add_types(_app: object, what: str, _name: str, obj: Any, _options: object, lines: list[str]) -> None:
+    """Give the entries of a section "Parameters" the types of the signature, "array" for those described by shapes, and
+    what is returned a section where the docstring has none.
+    """
     try:
-        annotated = inspect.signature(obj).parameters
+        signature = inspect.signature(obj)
     except (TypeError, ValueError):
         return
+    annotated, result = signature.parameters, signature.return_annotation
+    if what != "class" and "Parameters" in lines and "Returns" not in lines and result is not signature.empty:
+        lines += ["Returns", "-------", inspect.formatannotation(result).strip("'"), ""]
     inside = False
     for i, (line, following) in enumerate(pairwise([*lines, ""])):
         if re.fullmatch(r"-+", following):

@@ -20,7 +20,7 @@ from .call.interop import is_dual
 from .call.quantized import Quantized
 from .call.torch_autograd import OfRanks, call, recorded_call
 from .call.torch_mods import Mods
-from .call.torch_passes import ARRAYS, OPTION_NAMES, Tensors
+from .call.torch_passes import ARRAYS, Scalars, Tensors
 from .distributed import Comm as NativeComm
 from .numeric import number
 from .options import DEFAULTS, NUMBERS, Options, closed, documented, misplaced, unknown, unknown_of
@@ -79,11 +79,10 @@ def attention(
     """
     if v is None or more:
         raise misplaced("flashkit.torch.attention", more, options)
-    o: Any = DEFAULTS | options
-    if len(o) > len(DEFAULTS):
+    if not DEFAULTS.keys() >= options.keys():
         raise unknown("flashkit.torch.attention", [n for n in options if n not in DEFAULTS], (*DEFAULTS, "mods"))
-    score_mod, mask_mod, block_mask = o["score_mod"], o["mask_mod"], o["block_mask"]
-    if score_mod is not None or mask_mod is not None or block_mask is not None:
+    functions = tuple(map(options.get, FUNCTIONS))
+    if functions != (None, None, None):
         if mods is not None:
             raise TypeError("expected mods, or score_mod, mask_mod and block_mask, not both")
         if torch.compiler.is_compiling():
@@ -91,63 +90,23 @@ def attention(
                 "expected mods= in a compiled function instead of score_mod, mask_mod or block_mask: make "
                 "flashkit.torch.Mods(...) of them outside"
             )
-        mods = Mods.of_call(score_mod, mask_mod, block_mask)
+        mods = Mods.of_call(*functions)
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         name, x = next((name, x) for name, x in (("q", q), ("k", k), ("v", v)) if not isinstance(x, torch.Tensor))
         remedy = "use flashkit.attention" if isinstance(x, Quantized) else "pass torch.from_numpy(x)"
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}; {remedy}")
-    if o["precision"] == "fp8":
-        raise ValueError("precision: expected None, 'highest' or 'tf32', got 'fp8', which flashkit.attention takes")
-    scalars = {"window_left": None, "window_right": None, "backend": backend}
-    if o["window"] is not None:
-        scalars["window_left"], scalars["window_right"] = o["window"]
-    for name in OPTION_NAMES:
-        if name in o:
-            x = o[name]
-            if isinstance(x, torch.Tensor) and name == "scale":
-                q, x = _scaled(q, x), 1.0
-            elif isinstance(x, torch.Tensor) and name == "q_offset":
-                x = None
-            elif isinstance(x, torch.Tensor):
-                x = _number(name, x)
-            elif name in NUMBERS and type(x) not in _PLAIN:
-                x = number(name, x)
-            scalars[name] = x
-    scalars["deterministic"] = scalars["deterministic"] or torch.are_deterministic_algorithms_enabled()
-    tensors: Tensors = {}
-    for name in ARRAYS:
-        x = o[name]
-        if x is None:
-            continue
-        if name == "mask" and x.is_floating_point():
-            name, x = "bias", x if o["bias"] is None else o["bias"] + x
-        if name == "cu_seqlens":
-            tensors["cu_seqlens_q"] = x[0] if isinstance(x, tuple) else x
-            if isinstance(x, tuple):
-                tensors["cu_seqlens_k"] = x[1]
-        elif name != "q_offset":
-            tensors[name] = x
-        elif isinstance(x, torch.Tensor):
-            tensors["q_offsets"] = x
-    if scalars["dropout_p"]:
-        seed = o["seed"]
-        if not isinstance(seed, torch.Tensor):
-            seed = torch.randint(2**62, ()) if seed is None else torch.tensor(seed)
-        tensors["seed"] = seed
+    q, tensors, values = _arguments(q, options, backend)
     device = "cuda" if q.is_cuda else q.device.type
     if device not in ("cpu", "cuda"):
         raise TypeError(f"q: expected a tensor on a CPU or a CUDA device, got one on {q.device}")
     if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    values = tuple([scalars[name] for name in OPTION_NAMES])
-    bias, slopes, sinks = tensors.get("bias"), tensors.get("alibi_slopes"), tensors.get("sinks")
     # What a transform of torch.func differentiates by may not say so through the wrappers of other transforms.
     moves = forward_ad._current_level >= 0 and any(map(is_dual, (q, k, v, *tensors.values())))
     if moves or (torch.is_grad_enabled() and (
         torch._C._are_functorch_transforms_active() or q.requires_grad or k.requires_grad or v.requires_grad
-        or (sinks is not None and sinks.requires_grad) or (bias is not None and bias.requires_grad)
-        or (slopes is not None and slopes.requires_grad) or (mods is not None and mods.requires_grad)
+        or any(x.requires_grad for x in tensors.values()) or (mods is not None and mods.requires_grad)
     )):  # fmt: skip
         if mods is not None and mods.requires_grad:
             mods.check_differentiable()
@@ -155,6 +114,45 @@ def attention(
     else:
         out, lse = call(return_lse, q, k, v, tensors, values, mods)
     return (out, lse) if return_lse else out
+
+
+FUNCTIONS = "score_mod", "mask_mod", "block_mask"
+"""Options that operators get as `Mods`."""
+
+
+def _arguments(q: Any, options: Any, backend: str | None) -> tuple[Any, Tensors, Scalars]:
+    """q, times a scale that is a tensor, and the operators' other tensors and arguments."""
+    tensors: Tensors = {}
+    scalars: dict[str, Any] = {} if backend is None else {"backend": backend}
+    for name, x in options.items():
+        is_tensor = isinstance(x, torch.Tensor)
+        if x is DEFAULTS[name] or name in FUNCTIONS or name == "seed":
+            continue
+        if name == "window":
+            left, right = x
+            scalars |= {f"window_{side}": n for side, n in (("left", left), ("right", right)) if n is not None}
+        elif name == "cu_seqlens":
+            tensors |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), x if isinstance(x, tuple) else (x,)))
+        elif name == "bias" or (name == "mask" and x.is_floating_point()):
+            tensors["bias"] = tensors["bias"] + x if "bias" in tensors else x
+        elif name in ARRAYS and (is_tensor or name != "q_offset"):
+            tensors["q_offsets" if name == "q_offset" else name] = x
+        elif is_tensor and name == "scale":
+            q, scalars["scale"] = _scaled(q, x), 1.0
+        elif is_tensor:
+            scalars[name] = _number(name, x)
+        else:
+            scalars[name] = number(name, x) if name in NUMBERS and type(x) not in _PLAIN else x
+    if torch.are_deterministic_algorithms_enabled():
+        scalars["deterministic"] = True
+    if scalars.get("precision") == "fp8":
+        raise ValueError("precision: expected None, 'highest' or 'tf32', got 'fp8', which flashkit.attention takes")
+    if scalars.get("dropout_p"):
+        seed = options.get("seed")
+        if not isinstance(seed, torch.Tensor):
+            seed = torch.randint(2**62, ()) if seed is None else torch.tensor(seed)
+        tensors["seed"] = seed
+    return q, tensors, tuple(scalars.items())
 
 
 def _scaled(q: Any, scale: Any) -> Any:

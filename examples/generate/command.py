@@ -161,15 +161,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--top-p", type=_probability, default=0.9, metavar="P", help=nucleus_help)
     parser.add_argument("--seed", type=_whole, metavar="N", help="of the draws (default: other ones each time)")
     parser.add_argument("--system", default=SYSTEM, metavar="TEXT", help="what the model is told first")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s", type=_device)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32", help="of activations")
     parser.add_argument("--model", metavar="FILE", help="a GGUF file (default: the installed package's)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
-
-
-def _device(text: str) -> str:
-    return "cuda" if text == "gpu" else text
 
 
 def _whole(text: str, least: int = 0) -> int:

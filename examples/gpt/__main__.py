@@ -76,15 +76,11 @@ def parser() -> argparse.ArgumentParser:
     ):  # fmt: skip
         add(f"--{name}", type=int, default=default, help=f"{meaning} (default {default})")
     add("--rate", type=float, default=2e-3, help="the largest learning rate (default 0.002)")
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="NumPy or CuPy (default cpu)", type=_device)
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="NumPy or CuPy (default cpu)")
     add("--dtype", choices=("float32", "float64", "bfloat16"), default="float32", help="of activations")
     add("--packed", action="store_true", help="tokens see their own document alone")
     add("--file", type=Path, default=Path("build/gpt.safetensors"), help="the checkpoint; training goes on from it")
     return made
-
-
-def _device(text: str) -> str:
-    return "cuda" if text == "gpu" else text
 
 
 def main(arguments: list[str]) -> int:

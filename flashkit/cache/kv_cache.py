@@ -221,10 +221,6 @@ class KVCache:
         layout
             "bhnd", or "bnhd" for (B, N, Hkv, D).
 
-        Returns
-        -------
-        None
-
         Raises
         ------
         flashkit.OutOfPagesError
@@ -345,10 +341,6 @@ class KVCache:
         n
             Number of tokens.
 
-        Returns
-        -------
-        None
-
         Raises
         ------
         ValueError
@@ -384,10 +376,6 @@ class KVCache:
             Integers in ascending order: the positions within the sequence of the tokens to keep.
         n
             How many of the last tokens to choose from; by default those of the last `append`.
-
-        Returns
-        -------
-        None
 
         Raises
         ------
@@ -428,10 +416,6 @@ class KVCache:
         ----------
         i
             The sequence, which is empty then.
-
-        Returns
-        -------
-        None
 
         Examples
         --------

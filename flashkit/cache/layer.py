@@ -27,6 +27,9 @@ Window = tuple[int | None, int | None]
 _OF_EACH = CONSTANT - {"layout"} | {"cu_seqlens", "out"}
 """Options that mean the same for packed queries and for a batch."""
 
+_OF_CACHE = frozenset({"kv_lengths", "page_table"})
+"""Options that a cache has itself."""
+
 MAX_FORMS = 32
 """Layouts of new keys and values that a layer knows."""
 
@@ -116,27 +119,31 @@ class Layer:
         self, q: Any, *, rotary: tuple[Any, Any] | None = None, rotary_interleaved: bool = False, **options: Any
     ) -> Any:
         """As `KVCache.attend`."""
-        if arrays.require("q", q, self._steps.kind) == "numpy":
-            q = q.view()  # whose form the caller cannot change
-        for name in ("kv_lengths", "page_table"):
-            if name in options:
-                raise TypeError(f"attend() got an unexpected argument {name!r}: the cache has its own")
+        steps = self._steps
+        native = steps.kind == "numpy"
+        if not native or type(q) is not np.ndarray:
+            arrays.require("q", q, steps.kind)
+        q = q.view() if native else q  # whose form the caller cannot change
+        if not _OF_CACHE.isdisjoint(options):
+            name = next(name for name in _OF_CACHE if name in options)
+            raise TypeError(f"attend() got an unexpected argument {name!r}: the cache has its own")
         if options.get("precision") == "fp8":
             raise ValueError("precision: expected None, 'highest' or 'tf32' for a cache, got 'fp8'")
         if self._latent:
             self._check_latent(None, rotary)
-        self._steps.check_written(self.number)
+        steps.check_written(self.number)
         if self._window is not None:
             options["window"] = _window_inside(options.get("window"), self._window)
         rotation = None if rotary is None else (rotary, rotary_interleaved)
         if q.ndim == 3 and "cu_seqlens" not in options:
             return self._attend_last(q, rotation, options)
-        if q.ndim == 3 and rotation is None and _OF_EACH.issuperset(options):
-            if (each := self._each(options["cu_seqlens"], len(q))) > 0:
-                del options["cu_seqlens"]
-                return self._attend_each(q, each, {**options, "layout": "bnhd"})
         if rotation is not None:
             q = self._rotated_batch(q, rotation, options)
+        elif q.ndim == 3 and _OF_EACH.issuperset(options):
+            if each := self._each(options["cu_seqlens"], len(q)):
+                del options["cu_seqlens"]
+                options["layout"] = "bnhd"
+                return self._attend_each(q, each, options)
         return self._attend(q, **options)
 
     def _attend_last(self, q: Any, rotation: Any, options: dict[str, Any]) -> Any:
@@ -300,10 +307,9 @@ class Layer:
                 return step.counts
             return self._steps.state.pages.one_each if tokens == 1 else np.full(self._sequences, tokens)
         if cu_seqlens is not None:
-            integers = on_host("cu_seqlens", cu_seqlens)
-            if self._each(integers, tokens) == 1:
+            if self._each(cu_seqlens, tokens) == 1:
                 return self._steps.state.pages.one_each
-            return _counts(integers, self._sequences, tokens)
+            return _counts(on_host("cu_seqlens", cu_seqlens), self._sequences, tokens)
         if step is not None and tokens == len(step.positions):
             return step.counts
         if tokens != self._sequences:
@@ -315,12 +321,13 @@ class Layer:
     def _each(self, cu_seqlens: Any, tokens: int) -> int:
         """The tokens of each sequence, where offsets on the host give all equally many; else 0."""
         each, rest = divmod(tokens, self._sequences)
-        if rest or not isinstance(cu_seqlens, (np.ndarray, list)):
+        if rest or not each:
             return 0
-        integers, usual = on_host("cu_seqlens", cu_seqlens), self._steps.one_each
-        if integers.shape != usual.shape or integers.dtype.kind not in "iu":
+        if isinstance(cu_seqlens, list):
+            cu_seqlens = on_host("cu_seqlens", cu_seqlens)
+        if type(cu_seqlens) is not np.ndarray or cu_seqlens.dtype.kind not in "iu":
             return 0
-        return 0 if np.count_nonzero(integers != usual * each) else each  # in a third of the time of `all`
+        return each if cu_seqlens.tolist() == [*range(0, tokens + 1, each)] else 0
 
     def _write(
         self, name: str, x: Any, pool: Any, scale: Any, layout: str, step: Step, table: Table | None

@@ -7,7 +7,6 @@ once for all layers. Kernels read them when they run.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from .. import dispatch
 from ..call import arrays, plans
 from ..call.arguments import Prepared, prepare
 from ..call.planned import Planned
-from ..call.sequences import are_read
+from ..call.sequences import are_read, offsets_of
 from ..errors import UnsupportedError
 from ..options import OPTIONS, Role
 from .pages import PageTable
@@ -47,11 +46,14 @@ Pages = PageTable | Rest
 
 
 class Entry:
-    """A plan and the positions of its first queries, as of some pages; None where nothing reads them."""
+    """A plan, and arrays that it reads: offsets of packed queries and lengths of their sequences, each with one more
+    for the rows behind them, and positions of first queries; None where it reads none.
+    """
 
-    def __init__(self, planned: Planned, offsets: Any) -> None:
-        self.planned, self.offsets, self.last_use = planned, offsets, 0
-        self.pages: Pages | None = None
+    def __init__(self, planned: Planned, cu_seqlens: Any, lengths: Any, positions: Any) -> None:
+        self.planned, self.cu_seqlens, self.lengths, self.positions = planned, cu_seqlens, lengths, positions
+        self.last_use = 0
+        self.pages: Pages | None = None  # whose positions it has
 
 
 class StepPlans:
@@ -67,16 +69,22 @@ class StepPlans:
         self._keys = 0  # that plans are for now
 
     def find(self, q: Any, pools: Pools, options: dict[str, Any], pages: Pages) -> Planned | None:
-        """The plan for q (B, Hq, Nq, D), or by layout, and options of `attention` but `out`; None where there is
-        none.
+        """The plan for q (B, Hq, Nq, D), or by layout, or (T, Hq, D) with cu_seqlens on the host, and options of
+        `attention` but `out`; None where there is none.
         """
+        offsets = queries = None
+        if q.ndim == 4:
+            queries = q.shape[1 if options.get("layout") == "bnhd" else 2]
+            if not 0 < queries <= MAX_TOKENS:
+                return None
+        else:
+            if (offsets := self._offsets(q, pools, options)) is None:
+                return None
+            options = {name: x for name, x in options.items() if name != "cu_seqlens"}
         types = tuple(map(type, options.values()))
-        if q.ndim != 4 or not CONSTANT.issuperset(options):
+        if not CONSTANT.issuperset(options):
             return None
         if not _PLAIN.issuperset(types) and not all(map(_is_plain, options.values())):
-            return None
-        queries = q.shape[1 if options.get("layout") == "bnhd" else 2]
-        if not 0 < queries <= MAX_TOKENS:
             return None
         if self._filled is not pages:
             self._fill(pages)
@@ -84,30 +92,53 @@ class StepPlans:
         entry: Entry | None = plans.get(key)
         if entry is None:
             try:
-                entry = self._made(q, pools, options, queries)
+                entry = self._made(q, pools, options, offsets)
             except UnsupportedError:
                 if not pools.kv_format:
                     raise
                 return None  # only decoding reads 8 bits
             self._fill(pages)
             plans.put(key, entry)
-        if entry.offsets is not None and entry.pages is not pages:
+        if offsets is not None:
+            entry.cu_seqlens[:-1], entry.lengths[:-1] = offsets, pages.lengths
+            if entry.positions is not None:
+                entry.positions[:-1] = pages.lengths - (offsets[1:] - offsets[:-1])
+        elif entry.positions is not None and entry.pages is not pages:
             entry.pages = None
-            self._xp.subtract(self._lengths, queries, out=entry.offsets)
+            self._xp.subtract(self._lengths, queries, out=entry.positions)
             entry.pages = pages
         return entry.planned
 
-    def _made(self, q: Any, pools: Pools, options: dict[str, Any], queries: int) -> Entry:
+    def _offsets(self, q: Any, pools: Pools, options: dict[str, Any]) -> Any:
+        """Checked offsets of few packed queries, int64 (B + 1,); None where there is no plan for such queries."""
+        given: Any = options.get("cu_seqlens")
+        if self._kind != "numpy" or pools.kv_format or q.ndim != 3 or type(given) not in (np.ndarray, list):
+            return None
+        count, shape = len(self._lengths), (len(given),) if type(given) is list else given.shape
+        if not 0 < len(q) <= MAX_TOKENS * count or shape != (count + 1,):
+            return None
+        return offsets_of("cu_seqlens", given, "numpy", len(q), "q")[:-1]
+
+    def _made(self, q: Any, pools: Pools, options: dict[str, Any], offsets: Any) -> Entry:
         rest = {name: x for name, x in options.items() if name not in ("backend", "return_lse")}
+        if offsets is not None:
+            rest["cu_seqlens"] = np.full(len(offsets), len(q))  # a backend may take the plan's sizes from these,
+            rest["cu_seqlens"][0] = 0
         self._filled = None
-        self._lengths[...] = self._keys  # a backend may take the plan's sizes from them
+        self._lengths[...] = self._keys  # and from those
         k, v, table, memory = pools.k, pools.v, self._table, pools.memory
         problem, operands, shape = prepare(q, k, v, page_table=table, kv_lengths=self._lengths, memory=memory, **rest)
-        operands, offsets = replace(operands, kv_lengths=self._lengths, page_table=table), None
-        if are_read(problem.spec.score, problem.spec.mask):
-            offsets = operands.q_offset = self._lengths - queries
+        cu_seqlens = None
+        if offsets is None:
+            operands.kv_lengths = self._lengths
+        else:
+            cu_seqlens = operands.cu_seqlens[0]  # type: ignore[index]
+        operands.page_table, is_read = table, are_read(problem.spec.score, problem.spec.mask)
+        if is_read and offsets is None:
+            operands.q_offset = self._lengths - q.shape[1 if options.get("layout") == "bnhd" else 2]
         backend, return_lse = options.get("backend"), options.get("return_lse", False)
-        return Entry(Planned(Prepared(problem, operands, shape), (q, k, v), backend, return_lse), offsets)
+        planned = Planned(Prepared(problem, operands, shape), (q, k, v), backend, return_lse)
+        return Entry(planned, cu_seqlens, operands.kv_lengths, operands.q_offset if is_read else None)
 
     def _fill(self, pages: Pages) -> None:
         """The lengths and the table of this step, for all plans and layers."""

@@ -103,7 +103,8 @@ class Call:
         if fp8 or Quantized in (type(self.q), type(self.k), type(self.v)):
             self.require_arrays()
             self.quantised = Dequantised(self.q, self.k, self.v, self.options, fp8, self.described)
-            if not arrays.is_here(memory_of(self.q)):
+            memory = memory_of(self.q)
+            if type(memory) is not np.ndarray and not arrays.is_here(memory):
                 self._enter(self.quantised.scope())
 
     def _enter(self, scope: Any) -> None:

@@ -23,10 +23,9 @@ from jax.interpreters import ad, batching, mlir
 
 from ..errors import UnsupportedError
 from ..options import OPTIONS, Role
-from .vjp import WRT
+from .vjp import TENSORS, WRT
 
 Arrays = dict[str, Any]
-TENSORS = WRT[:3]
 VALUES = tuple(name for name, option in OPTIONS.items() if option.role is Role.PAIRS)
 """Arrays by which there are gradients, and no tangents."""
 

@@ -6,20 +6,20 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from .. import dispatch, mods
-from ..backends.base import Backend, Bound, BoundBackward
+from ..backends.base import Bound
 from ..errors import shown
 from ..mods import Mod
 from ..mods.tracing import values_of
 from ..options import OPTIONS
-from ..spec import Gradients, Operands, Problem
+from ..spec import Operands
 from . import arrays
 from .arguments import Prepared, per_token, prepare
+from .backward import Backward, Recorded
 from .call import Call
 from .checks import check_out
 from .compose import check_indices
@@ -32,18 +32,7 @@ from .sequences import (
     q_offsets_of,
     table_of,
 )
-from .shape import Shape
 from .views import View
-
-
-class Recorded(NamedTuple):
-    """What a backward pass needs of its call."""
-
-    problem: Problem
-    operands: Operands
-    shape: Shape
-    run: BoundBackward | None  # None without queries
-
 
 LENGTHS = "kv_lengths", "q_offset", "page_table"
 """What calls of a plan that was made with kv_lengths may pass, in the order of a bound call's arguments."""
@@ -91,8 +80,8 @@ class Planned:
         self._return_lse, self._shape, self._chosen, self._per_call = return_lse, shape, (chosen, plan), per_call
         self.scales = scales
         self.quantisers: dict[str, Any] = {}  # launches that quantise q, k and v of a call on codes, by name
-        self._run_backward: dict[tuple[str, ...], BoundBackward] = {}  # by the names of `Gradients.values`
-        self._asked, self._forced, self.last_use = backend, dispatch.forced(backend), 0
+        self._backward = Backward(self._chosen, problem, dispatch.forced(backend), per_call, binds=True)
+        self._asked, self.last_use = backend, 0
         self.request: dict[str, Any] = {}
         fixed = {name: array for name, array in operands.arrays.items() if name not in per_call}
         self._values = tuple(fixed.values())
@@ -114,21 +103,18 @@ class Planned:
         self._rows = operands.lse.shape
         self._empty: Any = arrays.namespace(problem.array_kind).ndarray  # faster than its `empty`
         self._spares_lse = binds and not return_lse and getattr(chosen, "spares_lse", False)
-        self._run: Bound
-        if 0 in operands.q.shape[:3]:
-            self._run = _nothing
-        elif binds:
-            bind: Any = chosen.bind  # type: ignore[attr-defined]
-            self._run = bind(plan, operands, per_call + scales) if per_call or scales else bind(plan, operands)
-        else:
-            self._run = _forward(chosen, plan, operands, shape, per_call, (), scales)
+        self._run = self._bound(operands, per_call, (), binds)
         self._varies = varies
         self._follows = operands.follows if varies and are_read(problem.spec.score, problem.spec.mask) else None
         self.takes_lengths = binds and getattr(chosen, "takes_lengths", False) and not self._copies
         if varies:
-            n_k, pages = operands.k.shape[2], operands.page_table.shape[1] if problem.spec.paged else 1
-            self._room = n_k * pages if room is None else room
-            self._run_at = self._bound_at(chosen, plan, operands)
+            paged, k = problem.spec.paged, operands.k
+            self._room = (k.shape[2] * (operands.page_table.shape[1] if paged else 1)) if room is None else room
+            if self.takes_lengths:
+                if not paged:  # only its strides count
+                    k = np.lib.stride_tricks.as_strided(k, (*k.shape[:2], self._room, k.shape[3]), k.strides)
+                operands = replace(operands, k=k, kv_lengths=np.full(problem.batch, self._room, np.int64))
+            self._run_at = self._bound(operands, (), LENGTHS if paged else LENGTHS[:2], self.takes_lengths)
 
     def mods(self) -> tuple[Mod | None, Mod | None]:
         """The joined score modification and mask."""
@@ -145,20 +131,29 @@ class Planned:
 
         return mod("score", spec.score), mod("mask", spec.mask)
 
-    def _bound_at(self, chosen: Backend, plan: Any, operands: Operands) -> Bound:
-        """The call of arrays and lengths."""
-        paged, k = self.problem.spec.paged, operands.k
-        names = LENGTHS if paged else LENGTHS[:2]
+    def _bound(self, operands: Operands, arrays: tuple[str, ...], lengths: tuple[str, ...], binds: bool) -> Bound:
+        """The call of q, k, v, out, lse, arrays and lengths of these names, and scales."""
+        (backend, plan), names = self._chosen, (*arrays, *lengths, *self.scales)
         if 0 in operands.q.shape[:3]:
             return _nothing
-        if not self.takes_lengths:
-            return _forward(chosen, plan, operands, self._shape, (), names, self.scales)
-        if not paged:  # only its strides count
-            k = np.lib.stride_tricks.as_strided(k, (*k.shape[:2], self._room, k.shape[3]), k.strides)
-        most: Any = np.full(self.problem.batch, self._room, np.int64)
-        bind: Any = chosen.bind  # type: ignore[attr-defined]
-        bound: Bound = bind(plan, replace(operands, k=k, kv_lengths=most), names + self.scales)
-        return bound
+        if binds:
+            bind: Any = backend.bind  # type: ignore[attr-defined]
+            bound: Bound = bind(plan, operands, names) if names else bind(plan, operands)
+            return bound
+        rows, shape, scales = operands.lse.shape, self._shape, self.scales
+        fixed = {name: array for name, array in operands.arrays.items() if name not in arrays}
+        rest = replace(operands, q=None, k=None, v=None, out=None, lse=None, arrays=fixed)
+
+        def forward(q: Any, k: Any, v: Any, out: Any, lse: Any, *given: Any) -> None:
+            named = dict(zip(names, given, strict=True))
+            scaled = {name: shape.keys_to_four(per_token(named[name], x)) for name, x in zip(scales, (k, v))}
+            q, out = map(shape.to_four, (q, out))
+            k, v = map(shape.keys_to_four, (k, v))
+            own = fixed | {name: named.pop(name) for name in arrays}
+            four = replace(rest, q=q, k=k, v=v, out=out, lse=lse.reshape(rows), arrays=own, **named | scaled)
+            backend.forward(plan, four)
+
+        return forward
 
     def __repr__(self) -> str:
         returned = "(out, lse)" if self._return_lse else "out"
@@ -323,7 +318,7 @@ class Planned:
         """What the backward pass of a call of `run_on` needs. The operands are views: the caller may set the shape of
         an array object.
         """
-        (backend, _), shape = self._chosen, self._shape
+        shape = self._shape
         if out.shape != self._out or out.dtype != self._dtype or lse.dtype != self._lse[1]:
             raise ValueError(
                 f"stored out and lse: expected shape {self._out} and dtypes {self._dtype} and {self._lse[1]}, as the "
@@ -336,23 +331,7 @@ class Planned:
         if per_call:
             named = zip(self._per_call, per_call, strict=True)
             operands.arrays = operands.arrays | {name: x.view() for name, x in named}
-        if 0 in q.shape[:3]:
-            return Recorded(self.problem, operands, shape, None)
-        binds = hasattr(backend, "bind_backward") and (not per_call or getattr(backend, "takes_arrays", False))
-        run = self._backward if binds else partial(run_backward, self._chosen, self.problem, self._forced)
-        return Recorded(self.problem, operands, shape, run)
-
-    def _backward(self, operands: Operands, gradients: Gradients) -> None:
-        wrt = tuple(gradients.values)
-        if wrt not in self._run_backward:
-            backend, plan = _chosen_for(self._chosen, self.problem, self._forced, wrt)
-            if wrt and not getattr(backend, "makes_values", False):  # it binds arrays of sums, too
-                self._run_backward[wrt] = partial(run_backward, self._chosen, self.problem, self._forced)
-            else:
-                bind: Any = backend.bind_backward
-                names = (self._per_call,) if self._per_call else ()
-                self._run_backward[wrt] = bind(plan, operands, gradients, *names)
-        self._run_backward[wrt](operands, gradients)
+        return Recorded(self.problem, operands, shape, self._backward)
 
     def _run_on(self, bound: Bound, q: Any, k: Any, v: Any, out: Any, *rest: Any) -> Any:
         lent = type(q) is View  # with memory for the result
@@ -407,34 +386,13 @@ def _nothing(*tensors: Any) -> None:
     """The call without queries."""
 
 
-def _forward(
-    backend: Backend, plan: Any, operands: Operands, shape: Shape, per_call: tuple[str, ...],
-    lengths: tuple[str, ...], scales: tuple[str, ...],
-) -> Bound:  # fmt: skip
-    """The forward pass of a backend that cannot bind, or not with the arrays and lengths that each call passes."""
-    rows = operands.lse.shape
-    fixed = {name: array for name, array in operands.arrays.items() if name not in per_call}
-    rest = replace(operands, q=None, k=None, v=None, out=None, lse=None, arrays=fixed)
-
-    def forward(q: Any, k: Any, v: Any, out: Any, lse: Any, *arrays: Any) -> None:
-        scaled = zip(scales, arrays[len(arrays) - len(scales) :], (k, v))
-        scales_of_tokens = {name: shape.keys_to_four(per_token(scale, x)) for name, scale, x in scaled}
-        q, out = map(shape.to_four, (q, out))
-        k, v = map(shape.keys_to_four, (k, v))
-        named = fixed | dict(zip(per_call, arrays[: len(per_call)], strict=True))
-        own = dict(zip(lengths + scales, arrays[len(per_call) :], strict=True)) | scales_of_tokens
-        backend.forward(plan, replace(rest, q=q, k=k, v=v, out=out, lse=lse.reshape(rows), arrays=named, **own))
-
-    return forward
-
-
 class Once:
     """A prepared call whose plan no other call can use, because it depends on more than layouts."""
 
     def __init__(self, prepared: Prepared, backend: str | None, return_lse: bool) -> None:
         self.problem, self.operands, self.shape = prepared
-        self._return_lse, self._forced = return_lse, dispatch.forced(backend)
-        self._chosen = dispatch.plan(self.problem, backend)
+        self._return_lse, self._chosen = return_lse, dispatch.plan(self.problem, backend)
+        self._backward = Backward(self._chosen, self.problem, dispatch.forced(backend))
 
     def run(self, call: Call) -> Any:
         """The result, in `call.out` if that is given."""
@@ -458,33 +416,7 @@ class Once:
             operands.out, operands.lse = shape.to_four(out), lse.reshape(operands.lse.shape)
         elif not self.problem.spec.packed:  # whose lengths are new
             operands.kv_lengths = operands.kv_lengths.copy()  # the caller may change its array between the two passes
-        run = None
-        if 0 not in operands.q.shape[:3]:
-            run = partial(run_backward, self._chosen, self.problem, self._forced)
-        return Recorded(self.problem, operands, shape, run)
-
-
-def _chosen_for(chosen: tuple[Backend, Any], problem: Problem, forced: str | None, wrt: tuple[str, ...]) -> Any:
-    """The backend and the plan for gradients by these values, too."""
-    return dispatch.plan(replace(problem, spec=replace(problem.spec, wrt=wrt)), forced) if wrt else chosen
-
-
-def run_backward(
-    chosen: tuple[Backend, Any], problem: Problem, forced: str | None, operands: Operands, gradients: Gradients
-) -> None:
-    """A backward pass that nothing is kept for."""
-    backend, plan = _chosen_for(chosen, problem, forced, tuple(gradients.values))
-    if not getattr(backend, "makes_values", False):
-        clear_values(problem, operands, gradients)
-    backend.backward(plan, operands, gradients)
-
-
-def clear_values(problem: Problem, operands: Operands, gradients: Gradients) -> None:
-    """Make the arrays of gradients by values, zero."""
-    zeros: Any = arrays.namespace(problem.array_kind).zeros
-    for name in gradients.values:
-        shape = operands.arrays[name].shape if name in operands.arrays else ()
-        gradients.values[name] = zeros(shape, operands.lse.dtype)
+        return Recorded(self.problem, operands, shape, self._backward)
 
 
 def plan_for(

@@ -87,13 +87,13 @@ class Refused:
 
 def _on_codes(call: Call, backend: str | None, return_lse: bool) -> Planned | Once | None:
     """The plan of a call on the codes of its arrays, as `plan_of`; None if they have to be dequantised."""
-    quantised = call.quantised
-    assert quantised is not None
+    quantised: Any = call.quantised
     given = tensors = _take_codes(call, call.q, call.k, call.v)
-    key = key_of(call, backend, return_lse)
-    if key is not None:
-        on_host = type(call.q) is np.ndarray
-        key = key, *[x.signature if type(x) is Quantized else on_host or x.data.ptr % ALIGNMENT for x in given]
+    on_host = type(call.q) is np.ndarray
+    facts = [
+        x.signature if type(x) is Quantized else on_host or (arrays.layout(x), x.data.ptr % ALIGNMENT) for x in given
+    ]
+    key = key_of(call, backend, return_lse, facts=tuple(facts))
     planned: Any = get(key)
     if quantised.fp8 and type(planned) is not Refused:
         tensors = _take_codes(call, *quantised.quantise_all({} if planned is None else planned.quantisers))
@@ -153,8 +153,11 @@ def _made(
     return planned
 
 
-def key_of(call: Call, backend: str | None, return_lse: bool, recorded: bool = False) -> Any:
-    """The key of a call, which determines it but for the contents of arrays; None if its plan cannot be cached.
+def key_of(
+    call: Call, backend: str | None, return_lse: bool, recorded: bool = False, facts: tuple[Any, ...] = ()
+) -> Any:  # fmt: skip
+    """The key of a call, which determines it but for the contents of arrays; None if its plan cannot be cached. facts:
+    of quantised arrays; on a device they have the layouts.
 
     It sets `call.per_call`. The types of options belong to the key, since True == 1, and so does the state that chooses
     the backend. Block masks are equal only to themselves.
@@ -221,11 +224,13 @@ def key_of(call: Call, backend: str | None, return_lse: bool, recorded: bool = F
             v.strides, q.dtype, k.dtype, v.dtype, q.flags.aligned, k.flags.aligned, v.flags.aligned,
         )  # fmt: skip
     else:
-        layouts = arrays.layouts(q, k, v)
+        layouts = arrays.layouts(q, k, v) if on_host or not facts else None
     if pairs or axis or differ:
-        tokens = (layouts[0][1][0], layouts[1][1][0]) if offsets else (0, 0)  # as the key has them
+        tokens = (0, 0)
+        if offsets:  # as the key has them
+            tokens = (len(q), len(k)) if layouts is None else (layouts[0][1][0], layouts[1][1][0])
         call.per_call = PerCall(tuple(pairs), axis, lengths, offsets, tokens, options.get("q_offset") is None)
-    return layouts, tuple(parts), axis, type(backend), backend, return_lse, dispatch.state()
+    return layouts, tuple(parts), axis, type(backend), backend, return_lse, dispatch.state(), facts
 
 
 def _on_device(q: Any, cu_seqlens: Any) -> tuple[Any, ...]:

@@ -92,7 +92,7 @@ def key_weight(problem: Problem, operands: Operands, backend: str | None) -> Any
         chosen.forward(plan, exchanged)
         xp.exp(result, out=result)
     if spec.paged and spec.packed:
-        result = result.reshape((-1, entries, room)).swapaxes(0, 1)
+        result = result.reshape((result.shape[1], entries, room)).swapaxes(0, 1)
     if spec.kv_lengths and (spec.paged or not spec.packed):
         exist = xp.arange(room) < xp.asarray(lengths)[:, None]
         result = xp.where(exist[:, None], result, result.dtype.type(0))

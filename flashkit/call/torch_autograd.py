@@ -11,8 +11,8 @@ from torch.autograd.function import once_differentiable
 from . import interop
 from .torch_derivatives import SecondDerivative, Tangent
 from .torch_mods import NO_GRADIENT, Content, Mods, value_names
-from .torch_operators import backward_op, batched_results, flat, forward_op, unpacked
-from .torch_passes import PLAIN, Tensors, backward, forward, known_plan, results_of
+from .torch_operators import backward_op, flat, forward_op, unpacked
+from .torch_passes import PLAIN, Scalars, Tensors, backward, forward, known_plan, results_of
 
 
 def is_watched() -> bool:
@@ -54,7 +54,7 @@ def _refuse_tangents(tensors: tuple[Any, ...]) -> None:
 
 
 def call(
-    with_lse: bool, q: Any, k: Any, v: Any, tensors: Tensors, options: tuple[Any, ...], mods: Mods | Content | None
+    with_lse: bool, q: Any, k: Any, v: Any, tensors: Tensors, options: Scalars, mods: Mods | Content | None
 ) -> tuple[Any, Any]:
     """out and lse without a gradient; lse is of no use without `with_lse`."""
     watched = is_watched()
@@ -68,7 +68,7 @@ def call(
 
 
 def recorded_call(
-    q: Any, k: Any, v: Any, tensors: Tensors, options: tuple[Any, ...], mods: Mods | None
+    q: Any, k: Any, v: Any, tensors: Tensors, options: Scalars, mods: Mods | None
 ) -> tuple[Any, Any]:
     """out and lse with a gradient."""
     result: tuple[Any, Any]
@@ -93,9 +93,11 @@ class Attention(torch.autograd.Function):
     modifications.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
-        names: tuple[str, ...], options: tuple[Any, ...], mods: Mods | str | None, q: Any, k: Any, v: Any, *given: Any
+        names: tuple[str, ...], options: Scalars, mods: Mods | str | None, q: Any, k: Any, v: Any, *given: Any
     ) -> Any:
         if forward_ad._current_level >= 0:  # tangents are for `jvp`
             q, k, v, *given = (x.detach() for x in (q, k, v, *given))  # type: ignore[assignment]
@@ -129,21 +131,6 @@ class Attention(torch.autograd.Function):
         )  # fmt: skip
         return tuple(marked[known.index(n)] if n in known else None for n in range(len(gradients)))
 
-    @staticmethod
-    def vmap(
-        info: Any, axes: tuple[Any, ...], names: tuple[str, ...], options: tuple[Any, ...], text: str | None,
-        *inputs: Any,
-    ) -> Any:  # fmt: skip
-        values = value_names(text)
-        keys = ("q", "k", "v", *names, *values)
-        given = dict(zip(keys, zip(inputs, axes[3:]), strict=True))
-
-        def entry(x: dict[str, Any]) -> tuple[Any, ...]:
-            return Attention.apply(names, options, text, *(x[key] for key in keys))
-
-        found = batched_results(entry, info.batch_size, given, options, ("out", "lse"), text is not None)
-        return found, (0, 0)
-
 
 class AttentionWithTangents(Attention):
     """The same with a forward-mode derivative, which functions that Dynamo traces must not have."""
@@ -169,7 +156,7 @@ def _record(*inputs: Any) -> Any:
     return super(torch.autograd.Function, Attention).apply(*inputs)  # not at import: for the site torch is a mock
 
 
-def _call_of(ctx: Any, given: list[Any]) -> tuple[Tensors, tuple[Any, ...], Mods | None]:
+def _call_of(ctx: Any, given: list[Any]) -> tuple[Tensors, Scalars, Mods | None]:
     """The arguments of a call beside q, k and v."""
     tensors, mods = _unpacked(ctx.names, ctx.mods, tuple(given))
     return tensors, ctx.options, _resolved(mods)
@@ -197,11 +184,10 @@ def _gradients(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     if forward_ad._current_level >= 0:  # tangents are for `SecondDerivative.jvp`
         q, k, v, out, lse, *rest = (x.detach() for x in (q, k, v, out, lse, *rest))
         dout, dlse = (None if x is None else x.detach() for x in (dout, dlse))
-    content = tuple(rest)
-    names, options, mods = ctx.names, ctx.options, ctx.mods
-    of_mods = value_names(mods) if isinstance(mods, str) else [] if mods is None else [*mods.captured]
-    tensors, mods = _unpacked(names, mods, content)
-    given = dict(zip((*names, *of_mods), content, strict=True))
+    content, options = tuple(rest), ctx.options
+    tensors, mods = _unpacked(ctx.names, ctx.mods, content)
+    of_mods = value_names(mods[0]) if isinstance(mods, tuple) else () if mods is None else mods.captured
+    given = dict(zip((*tensors, *of_mods), content, strict=True))
     more = [name for name, needed in zip(given, ctx.needs_input_grad[6:], strict=True) if needed]
     if masked := [name.partition(".")[2] for name in more if name.startswith("mask.")]:
         raise NotImplementedError(NO_GRADIENT.format(masked[0]))  # now wrappers know

@@ -10,9 +10,9 @@ from torch.autograd.function import once_differentiable
 from .. import api
 from .second_order import second_order
 from .torch_mods import Mods
-from .torch_passes import Tensors, keywords_of
+from .torch_passes import Scalars, Tensors, keywords_of
 
-Call = tuple[Tensors, tuple[Any, ...], Mods | None]
+Call = tuple[Tensors, Scalars, Mods | None]
 """The arguments of a call beside q, k and v: tensors by name, options, modifications."""
 
 _THIRD = "flashkit has no third derivatives of attention, and no forward-mode derivative of a forward-mode derivative"

@@ -13,11 +13,10 @@ import torch
 
 from .torch_mods import Mods, value_names
 from .torch_passes import (
-    LAYOUT,
-    OPTION_DEFAULTS,
-    OPTION_NAMES,
+    SCALARS,
     SCHEMA,
     TENSORS,
+    Scalars,
     Tensors,
     backward,
     bhnd_in_bnhd_memory,
@@ -27,7 +26,7 @@ from .torch_passes import (
 )
 
 _SCHEMA = f"Tensor q, Tensor k, Tensor v, {SCHEMA}, str? mods=None, Tensor[]? values=None"
-_DEFAULTS = (*(None,) * len(TENSORS), *OPTION_DEFAULTS, None, None)
+_DEFAULTS = (*(None,) * len(TENSORS), *SCALARS.values(), None, None)
 
 _library = torch.library.Library("flashkit", "DEF")  # operators exist as long as it does
 _library.define(f"attention(bool with_lse, {_SCHEMA}) -> (Tensor, Tensor)")
@@ -37,16 +36,19 @@ _library.define(
 )
 
 
-def flat(tensors: Tensors, options: tuple[Any, ...], text: str | None, values: Any) -> tuple[Any, ...]:
+def flat(tensors: Tensors, options: Scalars, text: str | None, values: Any) -> tuple[Any, ...]:
     """An operator's arguments behind v."""
-    return *(tensors.get(name) for name in TENSORS), *options, text, None if text is None else list(values)
+    scalars = (SCALARS | dict(options)).values()
+    return *(tensors.get(name) for name in TENSORS), *scalars, text, None if text is None else list(values)
 
 
-def _given(rest: tuple[Any, ...]) -> tuple[Tensors, tuple[Any, ...], tuple[Any, Any]]:
+def _given(rest: tuple[Any, ...]) -> tuple[Tensors, Scalars, tuple[Any, Any]]:
     """An operator's arguments behind v: tensors, options, the content of the modifications."""
     *filled, text, values = rest + _DEFAULTS[len(rest) :]  # operators drop defaults at the end of their arguments
     tensors = {name: x for name, x in zip(TENSORS, filled, strict=False) if x is not None}
-    return tensors, tuple(filled[len(TENSORS) :]), (text, values or ())
+    scalars = zip(SCALARS.items(), filled[len(TENSORS) :], strict=True)
+    options = tuple((name, x) for (name, default), x in scalars if x is not default)
+    return tensors, options, (text, values or ())
 
 
 def _mods(content: tuple[Any, Any]) -> Mods | None:
@@ -114,7 +116,7 @@ def _fake_backward(
 def _layout(rest: tuple[Any, ...]) -> tuple[Tensors, str]:
     """Tensors, and the layout of q, k and v: packed sequences are (T, H, D)."""
     tensors, options, _ = _given(rest)
-    return tensors, "bnhd" if "cu_seqlens_q" in tensors else options[LAYOUT]
+    return tensors, "bnhd" if "cu_seqlens_q" in tensors else dict(options).get("layout", "bhnd")
 
 
 # --- under torch.vmap -------------------------------------------------------------------------------------------------
@@ -126,11 +128,10 @@ Batched = dict[str, tuple[Any, int | None]]
 """Tensors by name, and the axis of each along which it is batched."""
 
 _AXES = TENSORS | dict.fromkeys(("q", "k", "v", "out", "dout"), "tokens") | dict.fromkeys(("lse", "dlse"), "rows")
-_DROPOUT = OPTION_NAMES.index("dropout_p")
 
 
 def batched_results(
-    call: Callable[[dict[str, Any]], tuple[Any, ...]], size: int, given: Batched, options: tuple[Any, ...],
+    call: Callable[[dict[str, Any]], tuple[Any, ...]], size: int, given: Batched, options: Scalars,
     names: tuple[str, ...], alone: bool, of_bias: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The results of these names, each batched along its first axis.
@@ -146,19 +147,19 @@ def batched_results(
         return tuple(torch.stack(each) for each in zip(*entries, strict=True))
     q, axis = given["q"]
     shape = [n for i, n in enumerate(q.shape) if i != axis]
-    head = 1 if options[LAYOUT] == "bhnd" else 2
+    head = 1 if dict(options).get("layout", "bhnd") == "bhnd" else 2
     lent = {name: _as_batch(name, x, axis, size, shape, head, of_bias) for name, (x, axis) in given.items()}
     outputs = zip(names, call(lent), strict=True)
     return tuple(_as_entries(name, x, size, len(shape), head) for name, x in outputs)
 
 
-def _fits_one_call(given: Batched, options: tuple[Any, ...]) -> bool:
+def _fits_one_call(given: Batched, options: Scalars) -> bool:
     """Whether a further batch axis changes no result: entries are not numbered, and all arguments have batch axes."""
     alike = all(
         axes != "memory" and (axes != "heads" or (given[name][1] is None and given[name][0].dim() == 1))
         for name, axes in TENSORS.items() if name in given
     )  # fmt: skip
-    return alike and not options[_DROPOUT]
+    return alike and not dict(options).get("dropout_p")
 
 
 def _as_batch(name: str, x: Any, axis: int | None, size: int, shape: list[int], head: int, of_bias: bool) -> Any:

@@ -38,13 +38,11 @@ SCHEMA = ", ".join((
     *(_SCALARS[TYPES[name]].format(name) for name in OPTIONS if TYPES[name] in _SCALARS),
     "SymInt? q_offset=None", "str? backend=None",
 ))  # fmt: skip
-OPTION_NAMES = tuple(part.split()[1].partition("=")[0] for part in SCHEMA.split(", ")[len(TENSORS) :])
-"""The other arguments of operators, in their order."""
+SCALARS = {
+    (name := part.split()[1].partition("=")[0]): DEFAULTS.get(name) for part in SCHEMA.split(", ")[len(TENSORS) :]
+}
+"""The other arguments of operators, in their order, and their defaults."""
 
-OPTION_DEFAULTS = tuple(
-    {"window_left": None, "window_right": None, "backend": None}.get(name, DEFAULTS.get(name)) for name in OPTION_NAMES
-)
-LAYOUT = OPTION_NAMES.index("layout")
 PAIRS = frozenset(name for name in TENSORS if name in OPTIONS and OPTIONS[name].role is Role.PAIRS)
 """Those of score modifications and masks, of which a plan reads the addresses."""
 
@@ -54,14 +52,16 @@ PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 Tensors = dict[str, Any]
 """The tensors among the arguments of a call beside q, k and v, by the names of TENSORS."""
 
+Scalars = tuple[tuple[str, Any], ...]
+"""Those of SCALARS among them, with their names, without those at their defaults."""
 
-def _keywords(tensors: Tensors, options: tuple[Any, ...], mods: Mods | None) -> dict[str, Any]:
+
+def _keywords(tensors: Tensors, options: Scalars, mods: Mods | None) -> dict[str, Any]:
     """The arguments of a call as those of flashkit.attention, without those at their defaults."""
-    named = zip(OPTION_NAMES, options, OPTION_DEFAULTS, strict=True)
-    keywords: dict[str, Any] = {name: x for name, x, default in named if x is not default and x != default}
-    left, right = keywords.pop("window_left", None), keywords.pop("window_right", None)
-    if left is not None or right is not None:
-        keywords["window"] = left, right
+    keywords: dict[str, Any] = dict(options)
+    window = keywords.pop("window_left", None), keywords.pop("window_right", None)
+    if window != (None, None):
+        keywords["window"] = window
     for name, tensor in tensors.items():
         if name == "seed":
             keywords["seed"] = int(tensor)
@@ -76,7 +76,7 @@ def _keywords(tensors: Tensors, options: tuple[Any, ...], mods: Mods | None) -> 
     return keywords if mods is None else keywords | mods.options()
 
 
-def keywords_of(tensors: Tensors, options: tuple[Any, ...], mods: Mods | None) -> dict[str, Any]:
+def keywords_of(tensors: Tensors, options: Scalars, mods: Mods | None) -> dict[str, Any]:
     """The arguments of a call as those of flashkit.attention, tensors without marks of autograd."""
     plain = {name: x.detach() for name, x in tensors.items()}
     return _keywords(plain, options, mods)
@@ -87,20 +87,17 @@ def bhnd_in_bnhd_memory(q: Any, layout: str) -> bool:
     return layout == "bhnd" and q.dim() == 4 and q.stride(1) < q.stride(2) and q.shape[2] != 1
 
 
-def known_plan(call: Any, given: tuple[Any, ...], tensors: Tensors, options: tuple[Any, ...], mods: Any) -> Any:
+def known_plan(call: Any, given: tuple[Any, ...], tensors: Tensors, options: Scalars, mods: Any) -> Any:
     """The plan of such a call, and whether its result is transposed; None if there is no such plan yet."""
-    if mods:
+    if mods or not PAIRS.issuperset(tensors):
         return None
     if tensors:
-        if not PAIRS.issuperset(tensors):
-            return None
-        options, given = (*tensors, *options), (*given, *tensors.values())
-    return torch_plans.find(torch_plans.name_of(call, options), given)
+        given = *given, *tensors.values()
+    return torch_plans.find(torch_plans.name_of(call, tensors, options), given)
 
 
 def forward(
-    known: Any, with_lse: bool, q: Any, k: Any, v: Any, tensors: Tensors, options: tuple[Any, ...],
-    mods: Mods | None,
+    known: Any, with_lse: bool, q: Any, k: Any, v: Any, tensors: Tensors, options: Scalars, mods: Mods | None
 ) -> tuple[Any, Any]:  # fmt: skip
     """out, and lse or None. known: of `known_plan` for `with_lse` and q, k and v."""
     if known is not None:
@@ -113,10 +110,11 @@ def forward(
             result = [interop.TORCH.own(x, q) for x in (output if with_lse else (output,))]
     else:
         qkv = q, k, v
-        transposed = bhnd_in_bnhd_memory(q, options[LAYOUT]) and "page_table" not in tensors
+        keywords = _keywords(tensors, options, mods)
+        transposed = bhnd_in_bnhd_memory(q, keywords.get("layout", "bhnd")) and "page_table" not in tensors
         if transposed:
             qkv = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        keywords = _keywords(tensors, options, mods) | ({"layout": "bnhd"} if transposed else {})
+            keywords["layout"] = "bnhd"
         backend = keywords.pop("backend", None)
         with Call("attention", *qkv, keywords) as call:
             is_memory = type(call.q) in (View, np.ndarray)  # and no copy with what a tensor puts off computed
@@ -124,7 +122,7 @@ def forward(
             output = call.to_caller(planned.run(call))
             result = [*output] if with_lse else [output]
             if is_memory and not mods and _serves_others(planned, call, tensors):
-                name = torch_plans.name_of(with_lse, (*tensors, *options))
+                name = torch_plans.name_of(with_lse, tensors, options)
                 torch_plans.keep(name, (q, k, v, *tensors.values()), (planned, transposed))
     out, lse = result if with_lse else (*result, None)
     return out.transpose(1, 2) if transposed else out, lse
@@ -147,7 +145,7 @@ def results_of(dout: Any, dlse: Any, out: Any, lse: Any) -> tuple[Any, ...]:
 
 def backward(
     known: Any, dout: Any, dlse: Any, out: Any, lse: Any, more: Sequence[str], q: Any, k: Any, v: Any, tensors: Tensors,
-    options: tuple[Any, ...], mods: Mods | None,
+    options: Scalars, mods: Mods | None,
 ) -> list[Any]:  # fmt: skip
     """dq, dk and dv, contiguous as (B, H, N, D), and the gradients by `more`, names as of `Vjp.__call__`.
 
@@ -173,7 +171,7 @@ def backward(
         gradients = _gradients(vjp, q, native["dout"], native["dlse"], wrt)
         if is_memory and not mods and _serves_others(planned, call, tensors):
             results = results_of(dout, dlse, out, lse)
-            name = torch_plans.name_of(len(results), (*tensors, *options))
+            name = torch_plans.name_of(len(results), tensors, options)
             torch_plans.keep(name, (q, k, v, *results, *tensors.values()), (planned, False))
     return gradients
 

@@ -9,7 +9,7 @@ same with both: they differ for negated and sparse memory, under transforms, tra
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -33,9 +33,9 @@ class Layouts:
         self.last_use = 0
 
 
-def name_of(call: Any, options: tuple[Any, ...]) -> Any:
-    """The key of calls of one kind with these options. The types belong to it, since True == 1."""
-    return call, tuple(map(type, options)), options, dispatch.state()
+def name_of(call: Any, tensors: Iterable[str], options: tuple[tuple[str, Any], ...]) -> Any:
+    """The key of calls of one kind with these tensors and options. Types belong to it, since True == 1."""
+    return call, tuple([type(x) for _, x in options]), options, tuple(tensors), dispatch.state()
 
 
 def find(name: Any, tensors: tuple[Any, ...]) -> Any:

@@ -11,10 +11,11 @@ from ..errors import shown
 from ..mods.tracing import graph_name
 from ..spec import Gradients, reads_of
 from . import arrays
+from .backward import Recorded
 from .call import Adapter
-from .planned import Recorded, clear_values
 
-WRT = ("q", "k", "v", "sinks")
+TENSORS = "q", "k", "v"
+WRT = *TENSORS, "sinks"
 """Names in `wrt` beside those of values of score modifications."""
 
 A = TypeVar("A")
@@ -76,7 +77,8 @@ class Vjp(Generic[A]):
         >>> [x.shape for x in vjp(np.ones_like(out), wrt=("bias", "score.table"))]
         [(2, 16, 16), (16,)]
         """
-        self.check_names(wrt)
+        if type(wrt) is not tuple or wrt != TENSORS:
+            self.check_names(wrt)
         with ExitStack() as scopes:
             for adapter in self._adapters:
                 scopes.enter_context(adapter.scope())
@@ -97,7 +99,7 @@ class Vjp(Generic[A]):
         if not isinstance(wrt, tuple | list):
             raise TypeError(f"wrt: expected a tuple of {expected}, got {shown(wrt)}")
         for name in wrt:
-            slot = self._slot(name) if isinstance(name, str) else None
+            slot = self._slot(name) if isinstance(name, str) and name not in WRT else None
             if slot is not None and kinds[slot] != "float":
                 raise TypeError(f"wrt: expected {expected}, got {name!r}, which is {kinds[slot]} and has no derivative")
             if name == "mask" and "mask" in self._forms and slot is None:
@@ -129,15 +131,14 @@ class Vjp(Generic[A]):
         empty = empty or xp.ndarray  # faster than the library's `empty`
         dq, dk, dv = empty(op.q.shape, dtype), empty(op.k.shape, dtype), empty(op.v.shape, dtype)
         dsinks = xp.empty_like(op.sinks) if "sinks" in wrt else None
-        slots = {name: slot for name in wrt if (slot := self._slot(name)) is not None}
+        slots = {name: slot for name in wrt if name not in WRT and (slot := self._slot(name)) is not None}
         gradients = Gradients(shape.to_four(dout), dlse, dq, dk, dv, dsinks, dict.fromkeys(sorted(slots.values())))
-        self.fill(gradients)
-        values = gradients.values
+        self._run(op, gradients)
         if dsinks is not None and "sinks" in self._forms:
             dsinks = dsinks.astype(self._forms["sinks"][1], copy=False)
-        tensors = {"q": dq, "k": dk, "v": dv}
-        found = {"sinks": dsinks, **{name: self._as_given(name, slot, values[slot]) for name, slot in slots.items()}}
-        return tuple([shape.like(tensors[name]) if name in tensors else found[name] for name in wrt])
+        found = {"q": shape.like(dq), "k": shape.like(dk), "v": shape.like(dv), "sinks": dsinks}
+        found |= {name: self._as_given(name, slot, gradients.values[slot]) for name, slot in slots.items()}
+        return tuple([found[name] for name in wrt])
 
     def _as_given(self, name: str, slot: str, gradient: Any) -> Any:
         """The gradient by a slot in the shape and dtype of the caller's array, which may have been broadcast over batch
@@ -151,16 +152,6 @@ class Vjp(Generic[A]):
             axes = tuple(i for i, n in enumerate(own_batch) if n == 1)
             gradient = gradient.reshape(*batch, *gradient.shape[1:]).sum(axes)
         return gradient.reshape(shape).astype(dtype, copy=False)
-
-    def fill(self, gradients: Gradients) -> None:
-        """Compute these gradients."""
-        if self._run is None:
-            clear_values(self.problem, self.operands, gradients)
-            for tensor in (gradients.dq, gradients.dk, gradients.dv, gradients.dsinks):
-                if tensor is not None:
-                    tensor[...] = 0
-        else:
-            self._run(self.operands, gradients)
 
     def _checked(self, name: str, array: Any, shape: tuple[int, ...], dtype: Any) -> Any:
         """A view of the array, whose form no other thread changes, checked."""

@@ -277,10 +277,6 @@ class Comm:
         pages
             Of this rank.
 
-        Returns
-        -------
-        SpreadCache
-
         Examples
         --------
         >>> import numpy as np

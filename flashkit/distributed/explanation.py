@@ -113,10 +113,6 @@ def predict(
     backend, **options
         As for `Comm.attention`.
 
-    Returns
-    -------
-    Prediction
-
     Examples
     --------
     >>> import numpy as np

@@ -22,10 +22,6 @@ def causal() -> Mod:
 
     With the default `q_offset` the last query sees the last key (bottom-right alignment, as since FlashAttention 2.1).
 
-    Returns
-    -------
-    Mod
-
     Examples
     --------
     >>> from flashkit import mods
@@ -49,10 +45,6 @@ def sliding_window(left: int | None, right: int | None = 0) -> Mod:
     ----------
     left, right
         Numbers of keys, 0 or more; None is no bound on that side.
-
-    Returns
-    -------
-    Mod
 
     References
     ----------
@@ -102,10 +94,6 @@ def prefix_lm(n: Any) -> Mod:
     n
         Length of the prefix: an integer, or integers (B,), one for each batch entry.
 
-    Returns
-    -------
-    Mod
-
     References
     ----------
     Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", 2020,
@@ -150,10 +138,6 @@ def dilated(step: int) -> Mod:
     step
         Distance between visible keys, 1 or more.
 
-    Returns
-    -------
-    Mod
-
     References
     ----------
     The dilated window of Longformer, arXiv 2004.05150, section 3.1, without its window.
@@ -183,10 +167,6 @@ def document(ids: Any, kv_ids: Any = None) -> Mod:
         of each query, wherever `q_offset` places it: ids[row] == kv_ids[k].
     kv_ids
         Integers, (Nk,) or (B, Nk): the document of each key.
-
-    Returns
-    -------
-    Mod
 
     Examples
     --------
@@ -235,10 +215,6 @@ def visible(array: Any) -> Mod:
         Bools that broadcast to (B, Hq, Nq, Nk), True = attend. The third axis is that of the rows of queries: it is
         not shifted by `q_offset`.
 
-    Returns
-    -------
-    Mod
-
     Examples
     --------
     >>> from flashkit import mods
@@ -265,10 +241,6 @@ def softcap(cap: float) -> Mod:
     ----------
     cap
         The bound, above 0.
-
-    Returns
-    -------
-    Mod
 
     References
     ----------
@@ -299,10 +271,6 @@ def alibi(slopes: Any) -> Mod:
     slopes
         (Hq,) or (B, Hq).
 
-    Returns
-    -------
-    Mod
-
     References
     ----------
     Press et al., "Train Short, Test Long", 2022, arXiv 2108.12409, section 3.
@@ -332,10 +300,6 @@ def bias(array: Any) -> Mod:
     array
         Broadcasts to (B, Hq, Nq, Nk); -inf masks a pair. The third axis is that of the rows of queries: it is not
         shifted by `q_offset`.
-
-    Returns
-    -------
-    Mod
 
     Examples
     --------

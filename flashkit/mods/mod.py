@@ -93,10 +93,6 @@ class Mod:
         other
             A score mod, or a function (s, b, h, q, k) -> s.
 
-        Returns
-        -------
-        Mod
-
         Examples
         --------
         >>> from flashkit import mods
@@ -277,10 +273,6 @@ def trace(function: Mod | Callable[..., Any], kind: ModKind) -> Mod:
     kind
         "mask" or "score".
 
-    Returns
-    -------
-    Mod
-
     Raises
     ------
     TypeError
@@ -376,10 +368,6 @@ def combine(join: Callable[..., Expr], kind: ModKind, *mods: Mod | Callable[...,
         "mask" or "score".
     *mods
         Modifications, or functions. A name that two of them use for different values is renamed in one of them.
-
-    Returns
-    -------
-    Mod
 
     Examples
     --------

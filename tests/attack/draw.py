@@ -25,14 +25,20 @@ ON_CPU = ("cpu", "reference")
 ROUTES = ("vjp", "attention", "plan")
 """How a call is repeated; its bits must be the same."""
 
+_BATCH = {"sequences": "batch", "data": "normal"}
 ENTRIES: dict[str, Choice] = {
-    "merge": {"block_mask": "no", "score_mod": "no", "mask_mod": "no", "dropout": "no"},
-    "weights": {},
-    "rotary": {},
-    "cache": {},
-    "pages": {},
+    "merge": _BATCH | {"block_mask": "no", "score_mod": "no", "mask_mod": "no", "dropout": "no"},
+    "weights": _BATCH,
+    "rotary": _BATCH,
+    "cache": _BATCH,
+    "pages": _BATCH,
+    "codes": {"data": "normal"},
+    "derivatives": {"data": "normal"},
 }
 """Public functions that are called instead of attention, and what they do not take; see entries.py."""
+
+ENTRIES_CUDA = ("codes", "derivatives")
+"""Those for arrays on a GPU."""
 
 HOSTILE = ("contents", "integers", "forms", "exchange", "writer", "overlap", "numbers", "signals")
 """What happens to the arguments of a hostile call; see hostile.py."""
@@ -185,9 +191,9 @@ def call(seed: int, number: int, compiled: list[Choice], cuda: bool = False, hos
         choice["again"], choice["passes"] = r.choice(ROUTES[1:]), "forward"
     choice["threads"] = str(r.choice([1, 1, 1, 1, 2, 3]))
     choice["hostile"] = _some(r, hostile, list(HOSTILE))
-    if not cuda and choice["hostile"] == "no" and r.random() < 0.15:
-        entry = choice["entry"] = r.choice(list(ENTRIES))
-        choice |= ENTRIES[entry] | {"sequences": "batch", "data": "normal"}
+    if choice["hostile"] == "no" and r.random() < 0.15:
+        entry = choice["entry"] = r.choice(ENTRIES_CUDA if cuda else list(ENTRIES))
+        choice |= ENTRIES[entry]
     choice["seed"] = str(r.randrange(10**9))
     return choice
 

@@ -12,7 +12,7 @@ import numpy as np
 import flashkit
 from flashkit.call.arguments import prepare
 
-from . import caches
+from . import caches, codes, derivatives
 from .caches import Found
 
 
@@ -144,5 +144,8 @@ def pages(call: cases.Call, r: Random) -> Found:
     return Found([], wrong)
 
 
-ENTRIES = {"merge": merge, "weights": weights, "rotary": rotary, "cache": caches.trace, "pages": pages}
+ENTRIES = {
+    "merge": merge, "weights": weights, "rotary": rotary, "cache": caches.trace, "pages": pages,
+    "codes": codes.attention, "derivatives": derivatives.both,
+}  # fmt: skip
 """By name, as a choice has it."""

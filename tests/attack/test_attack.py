@@ -99,7 +99,7 @@ def test_every_form_and_function_is_drawn() -> None:
                 fixed = cuda and factor in draw.COMPILED_CUDA  # by a graph, of which few have the form
                 assert len(levels) > 1 or fixed or (form, factor) == ("packed", "kv_lengths"), (form, factor, levels)
         entries = {choice.get("entry", "attention") for choice in calls}
-        assert entries == ({"attention"} if cuda else {"attention", *draw.ENTRIES})
+        assert entries == {"attention", *(draw.ENTRIES_CUDA if cuda else draw.ENTRIES)}
 
 
 def test_a_lone_weight_may_be_off_by_the_rounding_of_its_log_sum_exp() -> None:

@@ -188,6 +188,11 @@ def test_edges(n_q: int, backend: str) -> None:
     none = flashkit.attention(q[:, :, :0], k, v, return_stats=STATISTICS, backend=backend)[1]
     assert not none["key_weight"].any()
     assert none["entropy"].shape == (1, 2, 0)
+    pages: Any = {"page_table": np.zeros((1, 0), np.int64), "kv_lengths": np.array([0])}
+    pages["cu_seqlens"] = np.array([0, n_q])
+    of_q, pool = q[0].swapaxes(0, 1), k.swapaxes(1, 2)
+    no_pages = flashkit.attention(of_q, pool, pool, return_stats=STATISTICS, backend=backend, **pages)[1]
+    assert no_pages["key_weight"].shape == (1, 2, 0)
 
 
 def test_only_what_is_asked_for_is_returned() -> None:

@@ -16,7 +16,7 @@ import pytest
 import flashkit
 from flashkit import mods, reference
 from flashkit.call.arguments import prepare
-from flashkit.call.planned import Recorded, clear_values
+from flashkit.call.backward import Recorded, clear_values
 from flashkit.call.vjp import Vjp
 
 Options = dict[str, Any]

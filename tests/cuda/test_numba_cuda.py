@@ -158,7 +158,6 @@ PRODUCTS = """
     wgmma_wait(0); o = fence_operand(o); w = fence_operand(w); x[0] = o[0] + o[31]
 """
 HEAD = """
-from flashkit.backends.numba_cuda.fragments import *
 from flashkit.backends.numba_cuda.ptx import *
 fresh = wgmma("bfloat16", 128, (0, 2), (0, 4), fresh=True)
 more = wgmma("bfloat16", 128, (0, 2), (0, 4), trans_a=True, trans_b=True)
@@ -226,9 +225,9 @@ def test_steps_that_begin_with_a_constant_are_taken():
 
 def test_names_do_not_take_those_of_the_kernels_head():
     """Kernels' text has these names beside those of memory.py and of its other parts."""
-    from flashkit.backends.numba_cuda import fragments, memory, ptx, specialise
+    from flashkit.backends.numba_cuda import memory, ptx, specialise
 
-    own = {name for module in vars(ptx).values() for name in getattr(module, "__all__", ())} | set(fragments.__all__)
+    own = {name for module in vars(ptx).values() for name in getattr(module, "__all__", ())}
     others = set(memory.__all__)
     for part in ("common/scalar", "common/tiles"):
         found = re.findall(r"^(?: {4})?def (\w+)|^(\w+) = ", specialise._part(part), re.MULTILINE)

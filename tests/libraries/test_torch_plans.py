@@ -23,7 +23,7 @@ from flashkit.call import plans, torch_autograd, torch_plans  # noqa: E402
 
 def name() -> Any:
     """It has the state of the dispatcher, which other tests may have changed."""
-    return torch_plans.name_of("a test", (None, 1))
+    return torch_plans.name_of("a test", ("bias",), (("a", None), ("b", 1)))
 
 
 @pytest.fixture(autouse=True)
@@ -129,8 +129,12 @@ def test_a_plan_is_of_threads_like_this() -> None:
 def test_a_plan_is_of_a_name() -> None:
     given = tuple(qkv())
     torch_plans.keep(name(), given, "plan")
-    for call, options in (("another", (None, 1)), ("a test", (None, 2)), ("a test", (None, True)), ("a test", (0, 1))):
-        assert torch_plans.find(torch_plans.name_of(call, options), given) is None
+    same = (("a", None), ("b", 1))
+    for call, tensors, options in (
+        ("another", ("bias",), same), ("a test", ("mask",), same), ("a test", ("bias",), (("a", None), ("b", 2))),
+        ("a test", ("bias",), (("a", None), ("b", True))), ("a test", ("bias",), (("a", None), ("c", 1))),
+    ):  # fmt: skip
+        assert torch_plans.find(torch_plans.name_of(call, tensors, options), given) is None
     with flashkit.use_backend("reference"):
         assert torch_plans.find(name(), given) is None
     with pytest.MonkeyPatch.context() as patch:
@@ -138,7 +142,7 @@ def test_a_plan_is_of_a_name() -> None:
         assert torch_plans.find(name(), given) is None
     assert torch_plans.find(name(), given) == "plan"
     for option in (torch.tensor(1.0), [1], (1, 2)):
-        changing = torch_plans.name_of("a test", (option,))
+        changing = torch_plans.name_of("a test", (), (("a", option),))
         torch_plans.keep(changing, given, "plan")
         assert torch_plans.find(changing, given) is None, "what can change is no part of a name"
 

@@ -279,8 +279,7 @@ def test_autotune_interrupted(run: Any, monkeypatch: pytest.MonkeyPatch) -> None
     assert "run again to resume" in err
 
 
-@pytest.mark.parametrize("option", ["--baselines", "--peers"])
-def test_bench_passes_its_options(run: Any, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+def test_bench_passes_its_options(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     said: dict[str, Any] = {}
 
     def main(**options: Any) -> int:
@@ -288,7 +287,7 @@ def test_bench_passes_its_options(run: Any, monkeypatch: pytest.MonkeyPatch, opt
         return 3
 
     monkeypatch.setattr("flashkit.tools.bench.command.main", main)
-    options = ("--quick", "--suite", "masks,small", option, "numpy, torch", "--sizes", "512,1024")
+    options = ("--quick", "--suite", "masks,small", "--baselines", "numpy, torch", "--sizes", "512,1024")
     assert run("bench", *options, "--output", "x.jsonl")[0] == 3
     assert said == {
         "quick": True, "baselines": ["numpy", "torch"], "sizes": [512, 1024], "suites": ["masks", "small"],
@@ -328,12 +327,11 @@ def test_an_example_names_the_packages_it_misses(
 # ---- the installation ----------------------------------------------------------------------------------------------
 
 
-def test_help_shows_brackets_and_no_former_names(run: Any) -> None:
+def test_help_shows_brackets(run: Any) -> None:
     status, out, _ = run("explain", "--help")
     shown = " ".join(out.replace("│", " ").split())
     assert status == 0
     assert "Number of keys (default: as many as queries)" in shown
-    assert "--peers" not in run("bench", "--help")[1]
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -200,7 +200,7 @@ def test_a_prompt_beyond_the_context_is_an_error(
     assert command.main(["word " * 9000]) == 1
     err = capsys.readouterr().err
     assert "the model reads" in err and "Traceback" not in err
-    assert command.main(["why?", "--device", "gpu"]) == 1  # as some write it
+    assert command.main(["why?", "--device", "cuda"]) == 1
     assert 'pip install "cupy-cuda13x[ctk]"' in capsys.readouterr().err
 
 

@@ -199,7 +199,7 @@ def test_words_of_the_argument_block_do_not_overlap() -> None:
 def test_sixteen_bit_conversions_round_like_numpy() -> None:
     from numba import njit
 
-    from flashkit.backends.cpu import storage
+    from flashkit.backends.cpu import views
 
     bits = np.arange(2**16, dtype=np.uint32).astype(np.uint16)
     wide = np.concatenate(
@@ -209,8 +209,8 @@ def test_sixteen_bit_conversions_round_like_numpy() -> None:
         ]
     )
     for dtype, widen, narrow in (
-        (np.float16, storage.float16_to_float32, storage.float32_to_float16),
-        (ml_dtypes.bfloat16, storage.bfloat16_to_float32, storage.float32_to_bfloat16),
+        (np.float16, views.float16_to_float32, views.float32_to_float16),
+        (ml_dtypes.bfloat16, views.bfloat16_to_float32, views.float32_to_bfloat16),
     ):
 
         @njit

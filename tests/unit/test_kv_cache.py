@@ -220,6 +220,30 @@ def test_packed_queries_of_equal_sequences_share_plans(each: int, monkeypatch: p
         cache.attend(q, cu_seqlens=offsets, bias=np.zeros((4, each, 20), np.float32))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_queries_of_unequal_sequences_share_plans(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many queries find one plan, whatever their offsets and the lengths are; rows behind the last offset are 0."""
+    made = []
+    monkeypatch.setattr(step_plans, "Planned", lambda *given: made.append(0) or Planned(*given))
+    cache = flashkit.KVCache(3, 2, 16, pages=80, page=4)
+    k, v, q = numbers(60, 2, 16), numbers(60, 2, 16, seed=1), numbers(9, 4, 16, seed=2)
+    cache.append(k, v, [0, 33, 47, 60])
+    lengths = [33, 14, 13]
+    for offsets in ([0, 1, 5, 9], [0, 0, 9, 9], [0, 4, 5, 8]):
+        out, lse = cache.attend(q, cu_seqlens=np.array(offsets), causal=causal, return_lse=True)
+        for b, (first, last) in enumerate(itertools.pairwise(offsets)):
+            keys = slice(sum(lengths[:b]), sum(lengths[: b + 1]))
+            own = [x.swapaxes(0, 1) for x in (q[first:last], k[keys], v[keys])]
+            right = flashkit.attention(*own, causal=causal, return_lse=True)
+            np.testing.assert_allclose(out[first:last].swapaxes(0, 1), right[0], atol=1e-5)
+            np.testing.assert_allclose(lse[:, first:last], right[1], atol=1e-5)
+        assert not out[offsets[-1] :].any()
+    assert len(made) == 1
+    for offsets, message in (([0, 5, 4, 9], "none less than the one before"), ([0, 1, 5, 10], "here 9 of q")):
+        with pytest.raises(ValueError, match=message):
+            cache.attend(q, cu_seqlens=offsets, causal=causal)
+
+
 def test_layers_share_one_table() -> None:
     cache = flashkit.KVCache(2, 1, 8, pages=8, page=4, layers=3)
     k = numbers(3, 5, 1, 8)

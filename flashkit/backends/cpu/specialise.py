@@ -39,8 +39,8 @@ def source(kind: str, text: str) -> Source:
 
 
 def kernel(name: str, dtype: str, *, bf16_pairs: bool = False, kv_format: str = "") -> Functions:
-    """Entries of kernels/<name>.py for a dtype. bf16_pairs: bfloat16 operands are multiplied in pairs, not widened.
-    kv_format: of keys and values of 8 bits, which decoding reads.
+    """Entries of kernels/<name>.py for a dtype; of "jvp", forward.py with tangents. bf16_pairs: bfloat16 operands are
+    multiplied in pairs, not widened. kv_format: of keys and values of 8 bits, which decoding reads.
     """
     return objects.kept(kernel_source, name, dtype, bf16_pairs, kv_format)
 
@@ -57,10 +57,10 @@ def launcher() -> Functions:
 
 def kernel_source(name: str, dtype: str, bf16_pairs: bool = False, kv_format: str = "") -> Source:
     """As `kernel`."""
-    panels = ("panels",) if name in ("forward", "jvp") else ()
-    parts = ("common", "operands_bf16_pairs" if bf16_pairs else "operands", "kv_loader", *panels, name)
-    kind = f"{name}_{dtype}" + (f"_{kv_format}" if kv_format else "")
-    return source(kind, "\n\n".join([_head(dtype, kv_format), *(_text(part) for part in parts)]))
+    file = "forward" if name == "jvp" else name
+    parts = ("common", "operands_bf16_pairs" if bf16_pairs else "operands", "kv_loader", file)
+    kind, head = f"{name}_{dtype}" + (f"_{kv_format}" if kv_format else ""), f"JVP = {name == 'jvp'}\n"
+    return source(kind, "\n\n".join([_head(dtype, kv_format) + head, *(_text(part) for part in parts)]))
 
 
 def rotary_source(dtype: str) -> Source:
@@ -82,7 +82,7 @@ def _head(dtype: str, kv_format: str = "") -> str:
     widen, narrow = f"{dtype}_to_{accumulator}", f"{accumulator}_to_{dtype}"
     kv, kv_size, widen_kv = (storage, size, widen) if not kv_format else ("uint8", 1, f"{kv_format}_to_{accumulator}")
     return f"""import numpy as np
-from flashkit.backends.cpu.storage import {widen} as widen, {narrow} as narrow, {widen_kv} as widen_kv
+from flashkit.backends.cpu.views import {widen} as widen, {narrow} as narrow, {widen_kv} as widen_kv
 STORAGE, STORAGE_SIZE = np.{storage}, {size}
 ACCUM, ACCUM_SIZE = np.{accumulator}, {DTYPES[accumulator].size}
 IN_PLACE = {dtype == accumulator}

@@ -12,21 +12,7 @@ import numpy as np
 from numba import njit
 
 from ...mods import dropout as philox
-from .arguments import (
-    DROPOUT_HEAD,
-    DROPOUT_KEY,
-    DROPOUT_ROW,
-    DROPOUT_SCALE,
-    DROPOUT_THRESHOLD,
-    HAS_SCORE,
-    MODIFY,
-    NONFINITE,
-    PARTIAL,
-    SEED,
-    TILE_SCALE,
-    VALUES,
-    VISIT_DS,
-)
+from . import arguments as at
 from .functions import options
 from .micro_calls import call_modify, call_transpose, call_visit_ds
 from .seq_info import SeqInfo
@@ -41,7 +27,7 @@ LOW32, SHIFT32 = np.uint64(0xFFFFFFFF), np.uint64(32)
 @njit(**options)
 def scale_tile(args: Any, tile: Any) -> None:
     """Multiply scores by the part of the scale that neither packing nor the softmax applies."""
-    factor = tile.dtype.type(double_from_bits(args[TILE_SCALE]))
+    factor = tile.dtype.type(double_from_bits(args[at.TILE_SCALE]))
     if factor != 1:
         for i in range(tile.shape[0]):
             for j in range(tile.shape[1]):
@@ -65,8 +51,8 @@ def modify(args: Any, seq: SeqInfo, state: int, tile: Any, extra: int, b: int, h
 
     extra: address of scratch memory for transposed arrays (forward) or for d score / d s (backward).
     """
-    if args[MODIFY] != 0 and (state == PARTIAL or args[HAS_SCORE] != 0):
-        call_modify(args[MODIFY], tile, extra, b, h, row0, row0 + seq.first_position, k0, args[VALUES])
+    if args[at.MODIFY] != 0 and (state == at.PARTIAL or args[at.HAS_SCORE] != 0):
+        call_modify(args[at.MODIFY], tile, extra, b, h, row0, row0 + seq.first_position, k0, args[at.VALUES])
 
 
 @njit(**options)
@@ -76,10 +62,9 @@ def visit_ds(args: Any, seq: SeqInfo, p: Any, ds: Any, slopes: int, b: int, h: i
 
     slopes: what `modify` stored, slopes, or where there are such sums, scores.
     """
-    if args[VISIT_DS] != 0:
-        call_visit_ds(
-            args[VISIT_DS], p, ds, slopes, b, h, row0, row0 + seq.first_position, k0, args[VALUES], args[NONFINITE]
-        )
+    if args[at.VISIT_DS] != 0:
+        q0, values = row0 + seq.first_position, args[at.VALUES]
+        call_visit_ds(args[at.VISIT_DS], p, ds, slopes, b, h, row0, q0, k0, values, args[at.NONFINITE])
 
 
 @njit(**options)
@@ -98,12 +83,12 @@ def dropout(args: Any, tile: Any, keys_first: bool, b: int, h: int, row0: int, k
 
     The tile's axes are (keys, rows) where keys_first holds, else (rows, keys).
     """
-    seed, limit = np.uint64(args[SEED]), np.uint64(args[DROPOUT_THRESHOLD])
+    seed, limit = np.uint64(args[at.SEED]), np.uint64(args[at.DROPOUT_THRESHOLD])
     key0, key1 = seed & LOW32, seed >> SHIFT32
-    factor = tile.dtype.type(double_from_bits(args[DROPOUT_SCALE]))
+    factor = tile.dtype.type(double_from_bits(args[at.DROPOUT_SCALE]))
     keys, rows = (tile.shape[0], tile.shape[1]) if keys_first else (tile.shape[1], tile.shape[0])
-    row0, k0 = row0 + args[DROPOUT_ROW], k0 + args[DROPOUT_KEY]
-    c2, c3 = np.uint64(h + args[DROPOUT_HEAD]), np.uint64(b)
+    row0, k0 = row0 + args[at.DROPOUT_ROW], k0 + args[at.DROPOUT_KEY]
+    c2, c3 = np.uint64(h + args[at.DROPOUT_HEAD]), np.uint64(b)
     for group in range(k0 // 4, (k0 + keys + 3) // 4):
         c0 = np.uint64(group) & LOW32
         for i in range(rows):

@@ -15,21 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from .arguments import (
-    BATCH,
-    BLOCK_Q,
-    CU_SEQLENS_Q,
-    GROUP,
-    HEADS,
-    HEADS_PER_TILE,
-    NUM_SPLITS,
-    Q_TILES,
-    SERIAL_ENTRIES,
-    SERIAL_HEADS,
-    STOP,
-    TILE_COUNTER,
-    WORK_TILES,
-)
+from . import arguments as at
 from .functions import options
 from .views import atomic_increment, atomic_integer_at, integer_at
 
@@ -59,19 +45,19 @@ class KvWorkTile(NamedTuple):
 @njit(**options)
 def stopped(args: Any) -> bool:
     """Whether the kernel shall end early."""
-    return args[STOP] != 0 and atomic_integer_at(args[STOP]) != 0
+    return args[at.STOP] != 0 and atomic_integer_at(args[at.STOP]) != 0
 
 
 @njit(**options)
 def first_tile(args: Any, b: int) -> int:
     """Number of the first query tile of a packed sequence."""
-    return integer_at(args[CU_SEQLENS_Q] + 8 * b) // args[BLOCK_Q] + b
+    return integer_at(args[at.CU_SEQLENS_Q] + 8 * b) // args[at.BLOCK_Q] + b
 
 
 @njit(**options)
 def sequence_of(args: Any, tile: int) -> Any:
     """The packed sequence that a query tile belongs to, by bisection."""
-    low, high = np.int64(0), args[BATCH]
+    low, high = np.int64(0), args[at.BATCH]
     while high - low > 1:
         middle = (low + high) // 2
         if first_tile(args, middle) <= tile:
@@ -86,39 +72,39 @@ def next_q_tile(args: Any) -> WorkTile:
     """A query tile: every head's last rows first. Under a causal mask they see the most keys, so this is the
     longest-processing-time-first (LPT) order.
     """
-    packed = args[CU_SEQLENS_Q] != 0
-    heads = args[HEADS] if packed else args[BATCH] * args[HEADS]
+    packed = args[at.CU_SEQLENS_Q] != 0
+    heads = args[at.HEADS] if packed else args[at.BATCH] * args[at.HEADS]
     while True:
-        number = atomic_increment(args.ctypes.data + 8 * TILE_COUNTER)
-        valid = number < args[WORK_TILES] and not stopped(args)
-        tile, head = args[Q_TILES] - 1 - number // heads, number % heads
+        number = atomic_increment(args.ctypes.data + 8 * at.TILE_COUNTER)
+        valid = number < args[at.WORK_TILES] and not stopped(args)
+        tile, head = args[at.Q_TILES] - 1 - number // heads, number % heads
         if not (valid and packed):
-            return WorkTile(number, valid, head // args[HEADS], head % args[HEADS], tile)
+            return WorkTile(number, valid, head // args[at.HEADS], head % args[at.HEADS], tile)
         b = sequence_of(args, tile)
         block = tile - first_tile(args, b)
-        begin = integer_at(args[CU_SEQLENS_Q] + 8 * b) + block * args[BLOCK_Q]
-        if begin < integer_at(args[CU_SEQLENS_Q] + 8 * (b + 1)):
+        begin = integer_at(args[at.CU_SEQLENS_Q] + 8 * b) + block * args[at.BLOCK_Q]
+        if begin < integer_at(args[at.CU_SEQLENS_Q] + 8 * (b + 1)):
             return WorkTile(number, valid, b, head, block)
 
 
 @njit(**options)
 def next_kv_split(args: Any) -> WorkTile:
     """A split of a key/value head, or of the first head of several: all splits of one head follow each other."""
-    number = atomic_increment(args.ctypes.data + 8 * TILE_COUNTER)
-    heads = args[HEADS] // args[GROUP] // args[SERIAL_HEADS]
-    head, split = number // args[NUM_SPLITS], number % args[NUM_SPLITS]
-    valid = number < args[WORK_TILES] and not stopped(args)
-    return WorkTile(number, valid, head // heads * args[SERIAL_ENTRIES], head % heads * args[SERIAL_HEADS], split)
+    number = atomic_increment(args.ctypes.data + 8 * at.TILE_COUNTER)
+    heads = args[at.HEADS] // args[at.GROUP] // args[at.SERIAL_HEADS]
+    head, split = number // args[at.NUM_SPLITS], number % args[at.NUM_SPLITS]
+    valid = number < args[at.WORK_TILES] and not stopped(args)
+    return WorkTile(number, valid, head // heads * args[at.SERIAL_ENTRIES], head % heads * args[at.SERIAL_HEADS], split)
 
 
 @njit(**options)
 def next_kv_heads(args: Any) -> KvWorkTile:
     """Of the keys of key/value heads, in decoding: all splits of one head follow each other."""
-    number = atomic_increment(args.ctypes.data + 8 * TILE_COUNTER)
-    valid = number < args[WORK_TILES] and not stopped(args)
-    if args[NUM_SPLITS] == 1:
-        first = number * args[HEADS_PER_TILE]
-        last = min(first + args[HEADS_PER_TILE], args[BATCH] * args[HEADS] // args[GROUP])
+    number = atomic_increment(args.ctypes.data + 8 * at.TILE_COUNTER)
+    valid = number < args[at.WORK_TILES] and not stopped(args)
+    if args[at.NUM_SPLITS] == 1:
+        first = number * args[at.HEADS_PER_TILE]
+        last = min(first + args[at.HEADS_PER_TILE], args[at.BATCH] * args[at.HEADS] // args[at.GROUP])
         return KvWorkTile(number, valid, first, last, np.int64(0))
-    head = number // args[NUM_SPLITS]
-    return KvWorkTile(number, valid, head, head + 1, number % args[NUM_SPLITS])
+    head = number // args[at.NUM_SPLITS]
+    return KvWorkTile(number, valid, head, head + 1, number % args[at.NUM_SPLITS])

@@ -1,4 +1,5 @@
-"""Memory as kernels see it: array views made from addresses, numbers made from bits, atomic counters.
+"""Memory as kernels see it: array views made from addresses, numbers made from bits or from storage of 16 and 8 bits,
+atomic counters.
 
 The compiled signature of a kernel is that of addresses, so it is the same for every stride and layout, and a call boxes
 no arrays. These intrinsics turn addresses back into Numba arrays.
@@ -15,6 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from .micro.vector import narrow, widen
 from .micro.vector import prefetch as emit_prefetch
 
 _INT64 = types.int64
@@ -137,3 +139,25 @@ def atomic_exchange(b: ir.IRBuilder, address: ir.Value, new: ir.Value) -> ir.Val
 def atomic_replace(b: ir.IRBuilder, address: ir.Value, old: ir.Value, new: ir.Value) -> ir.Value:
     """Write the integer at an address if it is `old`; returns whether it was."""
     return b.extract_value(b.cmpxchg(_pointer(b, address), old, new, "seq_cst", "seq_cst"), 1)
+
+
+# --- storage of 16 and 8 bits: widened when loaded, rounded when stored, as micro-kernels do --------------------------
+
+
+def _widening(storage: str, given: Any, result: Any) -> Any:
+    kind = ir.FloatType() if result is types.float32 else ir.DoubleType()
+    return emitted(result, given)(lambda b, x: widen(b, x, storage, kind))
+
+
+def _narrowing(storage: str) -> Any:
+    return emitted(types.uint16, types.float32)(lambda b, x: narrow(b, x, storage))
+
+
+float16_to_float32, bfloat16_to_float32 = (
+    _widening(storage, types.uint16, types.float32) for storage in ("float16", "bfloat16")
+)
+float32_to_float16, float32_to_bfloat16 = map(_narrowing, ("float16", "bfloat16"))
+e4m3_to_float32, e4m3_to_float64 = (_widening("e4m3", types.uint8, kind) for kind in (types.float32, types.float64))
+int8_to_float32, int8_to_float64 = (_widening("int8", types.uint8, kind) for kind in (types.float32, types.float64))
+float32_to_float32 = emitted(types.float32, types.float32)(lambda b, x: x)
+float64_to_float64 = emitted(types.float64, types.float64)(lambda b, x: x)

@@ -31,7 +31,7 @@ from . import assemble
 
 _MAP_BYTES = 128  # of a tensor map
 _PACKAGES = "numba", "numba-cuda", "llvmlite", "nvidia-nvvm", "nvidia-cuda-nvcc-cu12"
-_HELPERS = ("memory.py", "compile.py", "assemble.py", "fragments.py", "ptx/*.py")
+_HELPERS = ("memory.py", "compile.py", "assemble.py", "ptx/*.py")
 
 _compiling = threading.local()
 

@@ -34,7 +34,7 @@ def main(
     all, with `sizes` the first.
     """
     try:
-        platform = PLATFORMS["cuda" if device == "gpu" else device]()  # as some write it
+        platform = PLATFORMS[device]()
     except (KeyError, RuntimeError) as error:
         problem = f"expected {', '.join(PLATFORMS)}, got {device}" if isinstance(error, KeyError) else str(error)
         return _error(f"--device: {problem}", 2 if isinstance(error, KeyError) else 1)

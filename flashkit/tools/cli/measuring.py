@@ -76,7 +76,6 @@ def bench(
             "pallas."
         ),
     ] = None,
-    peers: Annotated[str | None, typer.Option(hidden=True, help="The former name of --baselines.")] = None,
     sizes: Annotated[
         str | None, typer.Option(help="Numbers of tokens instead of those of the suite, joined by commas: 512,2048.")
     ] = None,
@@ -94,8 +93,7 @@ def bench(
     if wrong := [n for n in lengths or () if not 1 <= n <= MAX_TOKENS]:
         raise typer.BadParameter(f"expected 1 to {MAX_TOKENS} tokens, got {wrong[0]}", param_hint="--sizes")
     writable(output)
-    named = baselines if baselines is not None else peers
-    names = None if named is None else words(named)
+    names = None if baselines is None else words(baselines)
     from ..bench import command
 
     suites = None if suite is None else words(suite)

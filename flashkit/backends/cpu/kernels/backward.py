@@ -16,7 +16,7 @@ from numba import njit, types
 
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import entry, options
-from flashkit.backends.cpu.micro_calls import call_gemm
+from flashkit.backends.cpu.micro_calls import *
 from flashkit.backends.cpu.scratch import backward_layout
 from flashkit.backends.cpu.seq_info import seq_info
 from flashkit.backends.cpu.tile_ops import dropout, modify, scale_tile, visit_ds

@@ -18,7 +18,7 @@ from numba import njit, types
 
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import entry, options
-from flashkit.backends.cpu.micro_calls import call_gemv_pv, call_gemv_qk, call_gemv_softmax
+from flashkit.backends.cpu.micro_calls import *
 from flashkit.backends.cpu.scratch import decode_layout, partial_layout
 from flashkit.backends.cpu.seq_info import seq_info
 from flashkit.backends.cpu.tile_ops import dropout, entropy_sum, modify, moved, row_statistics

@@ -23,7 +23,7 @@ from numba import njit
 
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import options
-from flashkit.backends.cpu.micro_calls import call_pack_transposed
+from flashkit.backends.cpu.micro_calls import *
 from flashkit.backends.cpu.seq_info import tokens
 from flashkit.backends.cpu.views import integer_at, matrix, prefetch, vector
 

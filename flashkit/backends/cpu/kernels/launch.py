@@ -11,13 +11,7 @@ from numba import njit, types
 
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import entry, options
-from flashkit.backends.cpu.micro_calls import (
-    call_acquire,
-    call_clock,
-    call_kernel,
-    call_release,
-    call_without_arguments,
-)
+from flashkit.backends.cpu.micro_calls import *
 from flashkit.backends.cpu.seq_info import keys_of
 from flashkit.backends.cpu.views import (
     atomic_exchange,

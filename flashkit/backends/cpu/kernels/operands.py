@@ -6,7 +6,7 @@ from numba import njit
 
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import options
-from flashkit.backends.cpu.micro_calls import call_gemm, call_online_softmax, call_softmax_backward
+from flashkit.backends.cpu.micro_calls import *
 from flashkit.backends.cpu.tile_ops import nonfinite_gemm
 
 K_PACK = 1

@@ -9,19 +9,7 @@ from numba import njit
 
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import options
-from flashkit.backends.cpu.micro_calls import (
-    call_attend_backward_bf16_pairs,
-    call_attend_bf16_pairs,
-    call_gemm,
-    call_online_softmax,
-    call_online_softmax_bf16_pairs,
-    call_pack_rows,
-    call_round_bf16_pairs,
-    call_softmax_backward,
-    call_softmax_backward_bf16_pairs,
-    call_unpack_transposed,
-    call_without_arguments,
-)
+from flashkit.backends.cpu.micro_calls import *
 from flashkit.backends.cpu.views import matrix, tensor3, vector
 
 K_PACK = 2

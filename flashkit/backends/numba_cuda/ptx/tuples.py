@@ -3,7 +3,7 @@
 Numba would compile loops over tuples of a hundred registers for minutes. Here it compiles a function once, the
 generated code calls it for each register, and LLVM inlines the calls.
 
-A tile has the layout of mma and wgmma accumulators (matrices.py): element 4 i + 2 half + c lies in row `half` of a
+A tile has the layout of mma and wgmma accumulators (instructions.py): element 4 i + 2 half + c lies in row `half` of a
 lane's two rows, and 8 i + c columns after the lane's first column. A warp with two tiles of 16 rows interleaves them:
 eight registers, 16 columns, of one tile, then of the other. `rows` holds a value for each of a lane's two or four rows;
 a function gets the value of its element's row.
@@ -16,13 +16,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from numba import cuda
 from numba.cuda import types
 
 from .asm import intrinsic_of, together
+from .instructions import across, exp2_fast, greater
 
 __all__ = [
-    "alike", "both", "chain", "each", "each_at", "filled", "fold", "groups", "join", "listed", "pairs_at", "part",
-    "repeat",
+    "across_row", "add", "alike", "both", "chain", "each", "each_at", "exponentials", "filled", "fold", "groups",
+    "join", "listed", "pairs_at", "part", "repeat", "row_max", "row_sum", "rows_scaled", "scaled",
 ]  # fmt: skip
 
 
@@ -223,3 +225,70 @@ def repeat(f: Any, n: int, state: Any, rest: Any) -> Any:
     for i in range(n):
         state = f(i, state, rest)
     return state
+
+
+# --- fragments: tiles of a warp or a warp group -----------------------------------------------------------------------
+
+_device = cuda.jit(device=True, forceinline=True)
+
+
+@_device
+def add(x: Any, y: Any) -> Any:
+    return x + y
+
+
+@_device
+def _times(x: Any, factor: Any) -> Any:
+    return x * factor
+
+
+@_device
+def _times_row(x: Any, row: Any, _: Any) -> Any:
+    return x * row
+
+
+@_device
+def _exponential(x: Any, row: Any, scale: Any) -> Any:
+    return exp2_fast(x * scale - row)
+
+
+@_device
+def _of_four_lanes(x: Any, f: Any) -> Any:
+    x = f(x, across(x, 1))
+    return f(x, across(x, 2))
+
+
+@_device
+def scaled(tile: Any, factor: Any) -> Any:
+    """All elements times a scalar."""
+    return alike(_times, tile, factor)
+
+
+@_device
+def rows_scaled(tile: Any, factors: Any) -> Any:
+    """Each row times its factor."""
+    return each(_times_row, tile, factors, 0)
+
+
+@_device
+def exponentials(tile: Any, references: Any, scale: Any) -> Any:
+    """2^(x * scale - reference of the row)"""
+    return each(_exponential, tile, references, scale)
+
+
+@_device
+def row_max(tile: Any, start: Any) -> Any:
+    """Maximum of a lane's elements of each row and `start`; ignores NaN."""
+    return fold(greater, tile, start)
+
+
+@_device
+def row_sum(tile: Any, start: Any) -> Any:
+    """Sum of a lane's elements of each row and `start`."""
+    return fold(add, tile, start)
+
+
+@_device
+def across_row(f: Any, rows: Any) -> Any:
+    """Reduces by f(x, y) over the four lanes that share a row."""
+    return alike(_of_four_lanes, rows, f)

@@ -6,7 +6,6 @@
 #
 # A generation adds: ROWS of a lane, 2 or 4; WARP_ROWS, 16 or 32; GROUP_THREADS, which share a tile of rows.
 
-from flashkit.backends.numba_cuda.fragments import *
 from flashkit.backends.numba_cuda.ptx import *
 
 i32, u32, u64 = np.int32, np.uint32, np.uint64
