@@ -17,13 +17,13 @@ from .. import dispatch
 from ..devices.forking import inner_lock
 from ..mods import Mod
 from ..mods.block_mask import BlockMask
-from ..mods.tracing import values_of
 from ..options import OPTIONS, Role
 from ..spec import ALIGNMENT, Operands
 from . import arrays
 from .arguments import Prepared, prepare
 from .call import ONLY_TENSORS, Call, PerCall
 from .codes import Codes, codes_of, on_codes, scales_of, transposed_of
+from .compose import is_checked_once
 from .planned import Once, Planned
 from .quantized import Quantized
 from .shape import LAYOUTS
@@ -203,7 +203,7 @@ def key_of(
         elif role is Role.IDENTITY and _is_small(value):
             mask = value
             parts += name, value
-        elif isinstance(value, Mod) and _is_checked_once(value):
+        elif isinstance(value, Mod) and is_checked_once(value):
             modified = True
             parts += name, value.kind, value.expr, *((key, type(x), x) for key, x in value.params.items())
             for key, array in value.arrays.items():
@@ -241,12 +241,6 @@ def _on_device(q: Any, cu_seqlens: Any) -> tuple[Any, ...]:
         return ()
     of_q = given[0].view()  # see arrays.own_forms
     return of_q, of_q if given[1] is given[0] else given[1].view()
-
-
-def _is_checked_once(mod: Mod) -> bool:
-    """Whether what is checked of a modification is the same for other contents of its arrays."""
-    values, indexing = values_of(mod.expr)
-    return not indexing and all(ndim is None or kind != "int" for _, ndim, kind in values)
 
 
 def _is_small(block_mask: Any) -> bool:

@@ -89,11 +89,25 @@ def bhnd_in_bnhd_memory(q: Any, layout: str) -> bool:
 
 def known_plan(call: Any, given: tuple[Any, ...], tensors: Tensors, options: Scalars, mods: Any) -> Any:
     """The plan of such a call, and whether its result is transposed; None if there is no such plan yet."""
-    if mods or not PAIRS.issuperset(tensors):
+    read = _read(tensors, mods)
+    if read is None:
         return None
-    if tensors:
-        given = *given, *tensors.values()
-    return torch_plans.find(torch_plans.name_of(call, tensors, options), given)
+    if read:
+        given = *given, *read.values()
+    return torch_plans.find(_name_of(call, read, options, mods), given)
+
+
+def _read(tensors: Tensors, mods: Any) -> Tensors | None:
+    """The tensors that a plan of such a call reads beside q, k and v; None where it depends on their contents."""
+    if not PAIRS.issuperset(tensors):
+        return None
+    if mods is None:
+        return tensors
+    return tensors | mods.captured if isinstance(mods, Mods) and mods.form is not None else None
+
+
+def _name_of(call: Any, read: Tensors, options: Scalars, mods: Mods | None) -> Any:
+    return torch_plans.name_of(call, read if mods is None else (*read, mods.form), options)
 
 
 def forward(
@@ -105,7 +119,8 @@ def forward(
         with interop.TORCH.scope(q):
             memory = View if q.is_cuda else interop.TORCH.memory
             # A plan reads addresses, whatever the order of the axes.
-            more = [memory(x) for x in tensors.values()] if tensors else ()
+            read = tensors if mods is None else tensors | mods.captured
+            more = [memory(x) for x in read.values()] if read else ()
             output = planned.run_on(memory(q), memory(k), memory(v), None, *more)
             result = [interop.TORCH.own(x, q) for x in (output if with_lse else (output,))]
     else:
@@ -121,9 +136,10 @@ def forward(
             planned = plan_of(call, backend, with_lse)
             output = call.to_caller(planned.run(call))
             result = [*output] if with_lse else [output]
-            if is_memory and not mods and _serves_others(planned, call, tensors):
-                name = torch_plans.name_of(with_lse, tensors, options)
-                torch_plans.keep(name, (q, k, v, *tensors.values()), (planned, transposed))
+            kept = _read(tensors, mods) if is_memory else None
+            if kept is not None and _serves_others(planned, call, kept):
+                name = _name_of(with_lse, kept, options, mods)
+                torch_plans.keep(name, (q, k, v, *kept.values()), (planned, transposed))
     out, lse = result if with_lse else (*result, None)
     return out.transpose(1, 2) if transposed else out, lse
 
@@ -133,7 +149,7 @@ def _serves_others(planned: Any, call: Call, tensors: Tensors) -> bool:
     if not (isinstance(planned, Planned) and planned.reads_addresses):
         return False
     own, axis, lengths, offsets, *_ = call.per_call
-    if axis or lengths is not None or offsets or not PAIRS.issuperset(tensors) or len(own) != len(tensors):
+    if axis or lengths is not None or offsets or len(own) != len(tensors):
         return False
     return all(type(x) in PLAIN and y.data.ptr == x.data_ptr() for x, y in zip(tensors.values(), own, strict=True))
 
@@ -155,7 +171,8 @@ def backward(
     if known is not None:
         planned, memory = known[0], interop.TORCH.memory
         with interop.TORCH.scope(q):
-            given = q, k, v, out, lse, *tensors.values()
+            read = tensors if mods is None else tensors | mods.captured
+            given = q, k, v, out, lse, *read.values()
             recorded = planned.recorded_on(*map(memory, given))
             return _gradients(Vjp(recorded), q, memory(dout), None if dlse is None else memory(dlse), wrt)
     keywords = _keywords(tensors, options, mods)
@@ -169,10 +186,11 @@ def backward(
         vjp: Any = Vjp(planned.recorded(call, native["out"], native["lse"], kept=True), call.options)
         vjp.check_names(wrt)
         gradients = _gradients(vjp, q, native["dout"], native["dlse"], wrt)
-        if is_memory and not mods and _serves_others(planned, call, tensors):
+        kept = _read(tensors, mods) if is_memory else None
+        if kept is not None and _serves_others(planned, call, kept):
             results = results_of(dout, dlse, out, lse)
-            name = torch_plans.name_of(len(results), tensors, options)
-            torch_plans.keep(name, (q, k, v, *results, *tensors.values()), (planned, False))
+            name = _name_of(len(results), kept, options, mods)
+            torch_plans.keep(name, (q, k, v, *results, *kept.values()), (planned, False))
     return gradients
 
 
