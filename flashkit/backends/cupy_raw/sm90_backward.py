@@ -155,7 +155,7 @@ def source(
     if sums_by_warps(spec):
         constants |= {"VALUE_WARPS": 2}
         if max(spec.head_dim, spec.head_dim_v) <= 64 and not stores:
-            by_warps = (224, 56) if by_distance.sums(spec) else (232, 40)
+            by_warps = (216, 72) if by_distance.sums(spec) else (232, 40)
             constants |= dict(zip(("CONSUMER_REGISTERS", "PRODUCER_REGISTERS"), by_warps, strict=True))
     if bias is None:
         return constants, functions(spec, tile)
