@@ -218,7 +218,7 @@ def device_times(dim: int, causal: bool, n: int, batch: int, heads: int) -> None
     from flashkit.backends.cupy_raw.sm90_fp8 import Sm90Fp8Forward, forward_candidates
     from flashkit.call.arguments import prepare
     from flashkit.call.call import Call
-    from flashkit.call.codes import codes_of, on_codes
+    from flashkit.call.codes import on_codes
     from flashkit.devices import profiles, timing
 
     shape = batch, heads, n, dim
@@ -233,8 +233,7 @@ def device_times(dim: int, causal: bool, n: int, batch: int, heads: int) -> None
         codes = [flashkit.quantize(x, "e4m3", per, transpose=i == 2) for i, x in enumerate(given)]
         with Call("attention", *codes, {"causal": causal}) as call:
             assert call.quantised is not None
-            found = codes_of(call.quantised, call.q, call.k, call.v, call.options, False)
-            made = found if isinstance(found, str) else on_codes(found, None, False, "cupy_raw")
+            made = on_codes(call.quantised, call.q, call.k, call.v, call.options, None, False, "cupy_raw")
         assert not isinstance(made, str), made
         kept.append(made)
         for tile in forward_candidates(made[0], device.current()):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 from .call import arrays
 from .call.arguments import Prepared, prepare
 from .call.call import Call
-from .call.codes import codes_of, on_codes
+from .call.codes import on_codes
 from .call.planned import Planned, plan_for
 from .call.plans import plan_of
 from .call.quantized import Quantized
@@ -422,8 +422,9 @@ def explain(
         call.require_arrays()
         quantised, why = call.quantised, ""
         if quantised is not None:
-            codes = codes_of(quantised, call.q, call.k, call.v, call.options, False)
-            found = codes if isinstance(codes, str) else on_codes(codes, call.out, call.described, backend)
+            found = on_codes(
+                quantised, call.q, call.k, call.v, call.options, call.out, False, backend, call.described
+            )  # fmt: skip
             if isinstance(found, Prepared):
                 return explain_problem(found.problem, found.operands, backend, measure)
             why = found

@@ -99,7 +99,7 @@ def attention(
         raise unknown("flashkit.dask.attention", [name for name in options if name not in known], known)
     o: Any = SimpleNamespace(**DEFAULTS | options)
     q, k, v = (_as_dask(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    bias, mask = (None if x is None else _as_dask(name, x) for name, x in (("bias", o.bias), ("mask", o.mask)))
+    pairs = {name: _as_dask(name, x) for name in with_axes("pairs") if (x := options.get(name)) is not None}
     small: Any = {name: x for name, x in options.items() if name in with_axes("entries", "heads")}
     for name, x in small.items():
         if isinstance(x, da.Array):
@@ -108,7 +108,7 @@ def attention(
     hold_kv = flag("hold_kv", hold_kv)
     fixed: dict[str, Any] = {name: x for name, x in options.items() if OPTIONS[name].role is Role.CONSTANT}
     fixed |= {"causal": flag("causal", o.causal), "window": None if o.window is None else window_of(o.window)}
-    tensors = {name: _stand_in(name, x) for name, x in dict(q=q, k=k, v=v, bias=bias, mask=mask).items()}
+    tensors = {name: _stand_in(name, x) for name, x in {"q": q, "k": k, "v": v, **pairs}.items()}
     functions: dict[str, Any] = dict(block_mask=o.block_mask, score_mod=o.score_mod, mask_mod=o.mask_mod)
     score_mod, mask_mod, block_mask, layout = o.score_mod, o.mask_mod, o.block_mask, o.layout
     problem, operands, shape = prepare(**tensors, **fixed, **small, **functions, described=True)
@@ -136,7 +136,8 @@ def attention(
     batches = list(itertools.product(*(_ranges(q.chunks[axis]) for axis in axes.batch)))
     heads = _ranges(q.chunks[axes.head]) if axes.head is not None else [range(1)]
     entries = np.arange(problem.batch).reshape(shape.batch)
-    blocks_q, pairs = q.to_delayed(optimize_graph=False), [axes.pairs(x, q, k) for x in (bias, mask)]
+    blocks_q = q.to_delayed(optimize_graph=False)
+    of_pairs = {name: axes.pairs(x, q, k) for name, x in pairs.items()}
     blocks_k, blocks_v = (x.to_delayed(optimize_graph=False) for x in (k, v))
     partial_results: dict[tuple[int, ...], Any] = {}
     for i, row in enumerate(rows):
@@ -168,7 +169,8 @@ def attention(
                         delayed(_partial, nout=2)(
                             blocks_q[axes.chunk(place, h, i)], blocks_k[axes.chunk(place, h, j)],
                             blocks_v[axes.chunk(place, h, j)],
-                            *(x and x.block((*place, h, i, j)) for x in pairs), *own, first, of_chunk,
+                            *own, first, of_chunk,
+                            **{name: x.block((*place, h, i, j)) for name, x in of_pairs.items()},
                         )
                     )  # fmt: skip
                 while len(partial) > 1:
@@ -190,15 +192,15 @@ def attention(
 
 
 def _partial(
-    q: Any, k: Any, v: Any, bias: Any, mask: Any, score: Mod | None, hidden: Mod | None, first: dict[str, int],
-    options: dict[str, Any],
+    q: Any, k: Any, v: Any, score: Mod | None, hidden: Mod | None, first: dict[str, int], options: dict[str, Any],
+    **pairs: Any,
 ) -> Any:  # fmt: skip
     """Attention of one chunk of queries to one chunk of keys: (out, lse)."""
     # q counts on the axis of the keys.
     named = {expr.B: "b", expr.H: "h", expr.ROW: "row", expr.K: "k", expr.Q: "k"}
     places = {symbol: (symbol, first[place], 1) for symbol, place in named.items()}
     score, hidden = (None if mod is None else moved(mod, places) for mod in (score, hidden))
-    return api.attention(q, k, v, bias=bias, mask=mask, score_mod=score, mask_mod=hidden, return_lse=True, **options)
+    return api.attention(q, k, v, score_mod=score, mask_mod=hidden, return_lse=True, **pairs, **options)
 
 
 def _merged(parts: list[Any], layout: str) -> Any:
@@ -247,10 +249,8 @@ class Axes(NamedTuple):
         k = k.rechunk(chunks)
         return q, k, v.rechunk({**chunks, self.token: k.chunks[self.token]})
 
-    def pairs(self, x: Any, q: Any, k: Any) -> Pairs | None:
+    def pairs(self, x: Any, q: Any, k: Any) -> Pairs:
         """A bias or mask in the chunks of q and k."""
-        if x is None:
-            return None
         heads = (1,) if self.head is None else q.chunks[self.head]
         full = (*(q.chunks[axis] for axis in self.batch), heads, q.chunks[self.token], k.chunks[self.token])
         own = full[len(full) - x.ndim :]
@@ -300,8 +300,6 @@ def _cloned(*arrays: Any) -> list[Any]:
 
 def _stand_in(name: str, x: Any) -> Any:
     """An array of x's kind, shape and dtype that takes no memory."""
-    if x is None:
-        return None
     xp: Any = arrays.namespace(arrays.require(f"a chunk of {name}", meta_from_array(x)))
     return arrays.stand_in(xp.zeros((), x.dtype), x.shape)
 

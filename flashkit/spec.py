@@ -342,6 +342,10 @@ def transposed_codes(xp: Any, codes: Any) -> Any:
     return xp.ascontiguousarray(permuted).reshape((*rest, columns, keys))
 
 
+SCALES = "q_scale", "k_scale", "v_scale"
+"""Names of `Operands.scales`."""
+
+
 class Tangents(NamedTuple):
     """Tangents of q, k and v, like these, None where they are 0, and those of out and lse, which the pass writes."""
 
@@ -377,11 +381,9 @@ class Operands:
 
     Keys in two arrays: k has the first columns of the keys and k_pe the last pe_dim; the other axes are k's.
 
-    Codes of e4m3: q, k and v are uint8. scales: those of q, k and v, float32 (B, heads, tokens, 1), any strides; with
-    scales per block one for each block of 128 tokens. spec.fp8.transposed: v is V^T (transposed_codes).
-
-    Keys and values of 8 bits: k_scale and v_scale, float32, have one factor for each token of a head; they are as k and
-    v but for the last axis, of length 1.
+    Codes of e4m3: q, k and v are uint8. spec.fp8.transposed: v is V^T (transposed_codes). scales: those of q, k and v,
+    float32 (B, heads, tokens, 1), any strides; with scales per block one for each block of 128 tokens. Where keys and
+    values alone are numbers of 8 bits, those of q are None.
 
     follows: the queries of each batch entry, (B,) or one number, where q_offset is kv_lengths less these, by default.
 
@@ -407,8 +409,6 @@ class Operands:
     page_table: Any = None
     k_pe: Any = None
     scales: tuple[Any, Any, Any] | None = None
-    k_scale: Any = None
-    v_scale: Any = None
     follows: Any = None
     stats: Stats | None = None
     tangents: Tangents | None = None
@@ -418,7 +418,7 @@ class Operands:
         """The arrays that say where packed sequences lie: the two of cu_seqlens, and two by their own names."""
         if self.cu_seqlens is None:
             return {}
-        offsets = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), self.cu_seqlens, strict=False))  # pages have none of keys
+        offsets = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), self.cu_seqlens, strict=True))  # pages have none of keys
         found = {**offsets, "kv_lengths": self.kv_lengths, "q_offset": self.q_offset}
         return {name: array for name, array in found.items() if array is not None}
 

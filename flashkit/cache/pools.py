@@ -37,7 +37,7 @@ class Pools(NamedTuple):
     @property
     def memory(self) -> Memory:
         """What `prepare` has to know of keys and values."""
-        return Memory(kv_format=self.kv_format, scales=(self.k_scale, self.v_scale))
+        return Memory(kv_format=self.kv_format, scales=(None, self.k_scale, self.v_scale) if self.kv_format else None)
 
     def as_arrays(self, dtype: Any) -> tuple[Any, Any]:
         """Keys and values as `attention` takes them. dtype: that of its queries, for numbers of 8 bits."""

@@ -46,24 +46,15 @@ from .shape import Shape, pairwise
 PRECISIONS = (None, "highest", "tf32", "fp8")
 
 
-class Fp8Arrays(NamedTuple):
-    """What codes of e4m3 stand for: the dtype of the output, and the scales of q, k and v, one for each token or block,
-    in the caller's axes. v_transposed: V^T, four axes, or None.
-    """
-
-    dtype: np.dtype
-    spec: Fp8
-    scales: tuple[Any, ...]
-    v_transposed: Any = None
-
-
 class Memory(NamedTuple):
     """Where the numbers of q, k and v are, if not in the three arrays alone. All of it has been checked."""
 
     k_pe: Any = None  # an array of the last columns of the keys; k has the other columns
-    fp8: Fp8Arrays | None = None  # q, k and v are codes of e4m3, uint8
-    kv_format: str = ""  # k and v are numbers of 8 bits of this format,
-    scales: tuple[Any, Any] = (None, None)  # with these scales, which broadcast to one for each token
+    fp8: Fp8 | None = None  # q, k and v are codes of e4m3, uint8,
+    dtype: Any = None  # for arrays of this dtype, that of the output,
+    v_transposed: Any = None  # and V^T, four axes
+    kv_format: str = ""  # k and v are numbers of 8 bits of this format
+    scales: tuple[Any, Any, Any] | None = None  # of q, k and v, which broadcast to one for each token, or block
 
 
 PLAIN = Memory()
@@ -104,7 +95,8 @@ def prepare(
         arrays.require(name, array, kind)
     q, k, v = q.view(), k.view(), v.view()  # before their forms are looked at; see arrays.own_forms
     fp8, k_pe = memory.fp8, memory.k_pe
-    dtype, own_dtype = (name_of(fp8.dtype), fp8.dtype) if fp8 else (arrays.dtype_name("q", q), q.dtype)
+    own_dtype = memory.dtype or q.dtype
+    dtype = name_of(own_dtype) if fp8 else arrays.dtype_name("q", q)
     for name, array in () if fp8 or memory.kv_format else (("k", k), ("v", v)):
         if arrays.dtype_name(name, array) != dtype:
             raise TypeError(f"{name}: expected dtype {dtype} (q's), got {array.dtype}")
@@ -153,7 +145,7 @@ def prepare(
         dtype, d, dv, heads // heads_kv if heads_kv else 1, score, hidden, slots, dropout_p > 0, o.sinks is not None,
         o.kv_lengths is not None or o.cu_seqlens is not None, is_deterministic(o.deterministic),
         None if o.precision == "highest" else o.precision, o.cu_seqlens is not None, o.page_table is not None, pe_dim,
-        fp8.spec if fp8 else None, memory.kv_format, 1 if o.page_table is None else math.gcd(k.shape[1], MAX_PAGE_RUN),
+        fp8, memory.kv_format, 1 if o.page_table is None else math.gcd(k.shape[1], MAX_PAGE_RUN),
     )  # fmt: skip
     problem = Problem(spec, batch + seqs.extra, heads, most_q, most_k, kind, seqs.tokens(n_q))
     read = [q, k, v, *values.values(), *([] if k_pe is None else [k_pe])]
@@ -163,17 +155,18 @@ def prepare(
     def empty(shape: tuple[int, ...], dtype: Any) -> Any:
         return arrays.stand_in(xp.zeros((), dtype), shape) if described else xp.empty(shape, dtype)
 
-    scales = [None if x is None else shape.keys_to_four(per_token(x, y)) for x, y in zip(memory.scales, (k, v))]
-    values4 = v4 if fp8 is None or fp8.v_transposed is None else fp8.v_transposed
+    of_q, *of_keys = memory.scales or (None,)
+    scales = [shape.keys_to_four(per_token(scale, x)) for scale, x in zip(of_keys, (k, v))]
     operands = Operands(
-        q4, k4, values4, 1 / math.sqrt(d) if o.scale is None else number("scale", o.scale),
+        q4, k4, v4 if memory.v_transposed is None else memory.v_transposed,
+        1 / math.sqrt(d) if o.scale is None else number("scale", o.scale),
         seqs.with_extra(offsets), seqs.with_extra(seqs.lengths), params, values,
         sinks_of(o.sinks, kind, heads, o.layout, spec.lse_dtype, not described), dropout_p, seed_of(o.seed, dropout_p),
         shape.to_four(out).view() if direct else shape.empty(empty, entries, heads, n_q, dv, own_dtype),
         empty((entries, heads, n_q), spec.lse_dtype), o.block_mask if len(masks) == 1 else None, seqs.cu_seqlens,
         seqs.page_table, None if k_pe is None else shape.keys_to_four(k_pe),
-        None if fp8 is None else (shape.four_axes(fp8.scales[0]), *map(shape.keys_to_four, fp8.scales[1:])),
-        k_scale=scales[0], v_scale=scales[1], follows=queries if o.q_offset is None else None, names=names,
+        (None if of_q is None else shape.four_axes(of_q), *scales) if memory.scales else None,
+        follows=queries if o.q_offset is None else None, names=names,
     )  # fmt: skip
     return Prepared(problem, operands, shape)
 

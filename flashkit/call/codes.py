@@ -1,7 +1,7 @@
 """Calls with quantised arrays: on their codes where a backend reads these, and dequantised otherwise.
 
-`Codes` is what a plan of such a call depends on: its key leaves out the scales, which each call passes like an array of
-a modification. `Dequantised` is the adapter between quantised and float arrays. A quantised array is dequantised to the
+The key of a plan on codes leaves out the scales, which each call passes like an array of a modification. `Dequantised`
+is the adapter between quantised and float arrays. A quantised array is dequantised to the
 computing dtype, float32 or float64, as a number of e4m3 times its scale is not representable in bfloat16. Of pages only
 those that the table names are dequantised.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from .. import dispatch
 from ..devices.lazy import cached_property
 from ..spec import ALIGNMENT, BLOCK, DTYPES, Fp8
 from . import arrays
-from .arguments import Fp8Arrays, Memory, Prepared, prepare
+from .arguments import Memory, Prepared, prepare
 from .checks import check_out
 from .quantized import Per, Quantized, block_scales, check_shape, one_pass, quantize, scale_shape, token_scales
 
@@ -191,43 +191,78 @@ def memory_of(x: Any) -> Any:
 # --- codes ------------------------------------------------------------------------------------------------------------
 
 
-class Codes(NamedTuple):
-    """A call on the codes of its arrays: codes or floats, what `prepare` has to know of them, the names of the scales,
-    which `scales_of` gives, and the options.
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    memory: Memory
-    scales: tuple[str, ...]
-    options: dict[str, Any]
-
-
-def codes_of(
-    quantised: Dequantised, q: Any, k: Any, v: Any, options: dict[str, Any], return_lse: bool
-) -> Codes | str:  # fmt: skip
-    """The codes of a call's arrays, or a sentence that says why they are dequantised. `on_codes` asks backends.
-
-    It depends on the signatures of quantised arrays, and on nothing that the key of a plan has not.
+def on_codes(
+    quantised: Dequantised, q: Any, k: Any, v: Any, options: dict[str, Any], out: Any, return_lse: bool,
+    backend: str | None, described: bool = False,
+) -> Prepared | str:  # fmt: skip
+    """The call on the codes of its arrays, for which `dispatch.plan` has a backend, or a sentence that says why they
+    are dequantised. It depends on the signatures of quantised arrays, and on nothing that the key of a plan has not.
     """
     quantised.check()
-    packed_or_paged = options.get("cu_seqlens") is not None or options.get("page_table") is not None
-    if quantised.kind != "numpy":
-        return _e4m3(quantised, q, k, v, options, packed_or_paged, return_lse)
-    # Scales are factors of scores and weights: they belong to tokens, or to more, without a rotation or a mean.
-    if isinstance(q, Quantized) or quantised.fp8:
+    is_batch = options.get("cu_seqlens") is None and options.get("page_table") is None
+    layout, tensors = options.get("layout", "bhnd") if is_batch else "bnhd", [q, k, v]
+    if quantised.kind == "numpy":
+        memory = _keys_and_values(tensors, layout, quantised.fp8)
+    elif options.get("precision") == "highest":
+        memory = "precision='highest' is float32"
+    else:
+        tensors = [quantised.quantise(name, x) for name, x in zip("qkv", tensors)]
+        memory = _e4m3(tensors, layout, is_batch, transposed_of(tensors[2], options), return_lse)
+    if isinstance(memory, str):
+        return memory
+    options = {**options, "precision": None} if quantised.fp8 else options
+    prepared = prepare(*map(memory_of, tensors), out=out, described=described, memory=memory, **options)
+    operands, of_fp8 = prepared.operands, memory.fp8 is not None
+    if of_fp8 and not operands.k.shape[2]:
+        return "there are no keys"
+    if of_fp8 and not operands.scale > 1e-30:
+        return f"scale is {operands.scale:g}, and kernels for e4m3 mask scores before they multiply by it"
+    if of_fp8 and not described:
+        operands.q, operands.k, operands.v = map(_addressable, (operands.q, operands.k, operands.v))
+    ranked = dispatch.candidates(prepared.problem, only=dispatch.forced(backend))
+    if not any(candidate.verdict for candidate in ranked):
+        asked = [c for c in ranked if not of_fp8 or getattr(dispatch.registry()[c.name], "takes_fp8", False)]
+        return "; ".join(f"{c.name}: {c.verdict.reason}" for c in asked) or "this backend has no kernels for e4m3"
+    return prepared
+
+
+def _keys_and_values(tensors: list[Any], layout: str, fp8: bool) -> Memory | str:
+    """Numbers of 8 bits on the host. Scales are factors of scores and weights: they belong to tokens, or to more,
+    without a rotation or a mean.
+    """
+    q, k, v = tensors
+    if isinstance(q, Quantized) or fp8:
         return "queries are quantised, and the CPU has kernels for quantised keys and values alone"
     if not (isinstance(k, Quantized) and isinstance(v, Quantized) and k.format == v.format):
         return "k and v are not both quantised to one format"
-    layout = "bnhd" if packed_or_paged else options.get("layout", "bhnd")
     for x in (k, v):
         if x.seed is not None or x.mean is not None or x.per == "block":
             return "k or v is rotated, smoothed or has scales per block"
         if not (x.per == "tensor" or x.ndim == 2 or x.layout == layout):
             return "scales of k or v are of another layout"
-    memory = Memory(kv_format=k.format, scales=(k.scale, v.scale))
-    return Codes(q, k.data, v.data, memory, ("k_scale", "v_scale"), options)
+    return Memory(kv_format=k.format, scales=(None, k.scale, v.scale))
+
+
+def _e4m3(tensors: list[Any], layout: str, is_batch: bool, transposed: Any, return_lse: bool) -> Memory | str:
+    """Codes of e4m3 of q, k and v on a device."""
+    for name, x in zip("qkv", tensors, strict=True):
+        if not isinstance(x, Quantized):
+            return f"{name} is {x.dtype.name}"
+        if x.format != "e4m3":
+            return f"{name} is {x.format}"
+        if x.mean is not None:
+            return f"{name} is smoothed: its mean is no part of the codes"
+    q, k, v = tensors
+    if q.seed != k.seed:
+        return "q and k are rotated differently"
+    if v.seed is not None:
+        return "v is rotated"
+    per = _shared_by(tensors, layout, is_batch)
+    if transposed is not None:
+        transposed = arrays.as_batch(transposed)
+    of_q, of_k, of_v = map(block_scales if per == "block" else token_scales, tensors)
+    fp8 = Fp8(per, transposed is not None, return_lse)
+    return Memory(fp8=fp8, dtype=q.dtype, v_transposed=transposed, scales=(of_q, of_k, of_v))
 
 
 def scales_of(names: tuple[str, ...], tensors: Sequence[Any]) -> tuple[Any, ...]:
@@ -242,71 +277,17 @@ def transposed_of(v: Any, options: dict[str, Any]) -> Any:
     return v.transposed if v.transposed.ndim > 2 and v.layout == options.get("layout", "bhnd") else None
 
 
-def _e4m3(
-    quantised: Dequantised, q: Any, k: Any, v: Any, options: dict[str, Any], packed_or_paged: bool, return_lse: bool
-) -> Codes | str:  # fmt: skip
-    """Codes of e4m3 of q, k and v."""
-    if options.get("precision") == "highest":
-        return "precision='highest' is float32"
-    tensors = [quantised.quantise(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
-    if refused := _refused(tensors):
-        return refused
-    layout = "bnhd" if packed_or_paged else options.get("layout", "bhnd")
-    per, transposed = _shared_by(tensors, layout, packed_or_paged), transposed_of(tensors[2], options)
-    if transposed is not None:
-        transposed = transposed.reshape((-1, *transposed.shape[-3:]))
-    scales = tuple(map(block_scales if per == "block" else token_scales, tensors))
-    fp8 = Fp8Arrays(tensors[0].dtype, Fp8(per, transposed is not None, return_lse), scales, transposed)
-    options = {**options, "precision": None if quantised.fp8 else options.get("precision")}
-    q, k, v = (x.data for x in tensors)
-    return Codes(q, k, v, Memory(fp8=fp8), ("q_scale", "k_scale", "v_scale"), options)
-
-
-def _shared_by(tensors: Sequence[Any], layout: str, packed_or_paged: bool) -> Literal["head", "block", "token"]:
+def _shared_by(tensors: Sequence[Any], layout: str, is_batch: bool) -> Literal["head", "block", "token"]:
     """What shares a scale of k and v, as the kernel takes them: the finest of both. Of q rows may have scales of their
     own beside heads of k and v, as blocks beside blocks.
     """
     levels = []
     for x in tensors:
-        own = x.layout == layout and not (packed_or_paged or x.ndim == 2)
+        own = x.layout == layout and is_batch and x.ndim != 2
         block = own and x.per == "block" and x.block == BLOCK
         levels.append(0 if x.per == "tensor" or (own and x.per == "head") else 1 if block else 2)
     of_q, finest = levels[0], max(levels[1:])
     return "token" if finest == 2 or (finest == 1 and of_q == 2) else "block" if 1 in (of_q, finest) else "head"
-
-
-def on_codes(codes: Codes, out: Any, described: bool, backend: str | None) -> Prepared | str:
-    """The call, for which `dispatch.plan` has a backend, or a sentence that says why its arrays are dequantised."""
-    prepared = prepare(
-        codes.q, codes.k, codes.v, out=out, described=described, memory=codes.memory, **codes.options
-    )  # fmt: skip
-    operands, of_fp8 = prepared.operands, prepared.problem.spec.fp8 is not None
-    if of_fp8 and not operands.k.shape[2]:
-        return "there are no keys"
-    if of_fp8 and not operands.scale > 1e-30:
-        return f"scale is {operands.scale:g}, and kernels for e4m3 mask scores before they multiply by it"
-    if of_fp8 and not described:
-        operands.q, operands.k, operands.v = map(_addressable, (operands.q, operands.k, operands.v))
-    ranked = dispatch.candidates(prepared.problem, only=dispatch.forced(backend))
-    if not any(candidate.verdict for candidate in ranked):
-        asked = [c for c in ranked if not of_fp8 or getattr(dispatch.registry()[c.name], "takes_fp8", False)]
-        return "; ".join(f"{c.name}: {c.verdict.reason}" for c in asked) or "this backend has no kernels for e4m3"
-    return prepared
-
-
-def _refused(tensors: list[Any]) -> str:
-    """Why codes and scales of these arrays do not give the scores, or nothing."""
-    for name, x in zip("qkv", tensors, strict=True):
-        if not isinstance(x, Quantized):
-            return f"{name} is {x.dtype.name}"
-        if x.format != "e4m3":
-            return f"{name} is {x.format}"
-        if x.mean is not None:
-            return f"{name} is smoothed: its mean is no part of the codes"
-    q, k, v = tensors
-    if q.seed != k.seed:
-        return "q and k are rotated differently"
-    return "v is rotated" if v.seed is not None else ""
 
 
 def _addressable(x: Any) -> Any:

@@ -50,9 +50,9 @@ class Library:
         """A result as an array of this library, on the device of `like`."""
         return like.__array_namespace__().from_dlpack(native)
 
-    def lends_views(self, array: Any) -> bool:
-        """Whether arrays like this one have views (`View`)."""
-        return False
+    def view(self, name: str, array: Any) -> Any:
+        """The same as a View, where the library has these, or as `native` gives it."""
+        return self.native(name, array)
 
     def scope(self, array: Any) -> AbstractContextManager[None]:
         """Where to compute: on the device of this array, and on its library's current stream."""
@@ -93,9 +93,6 @@ class Torch(Library):
         if tensor.dtype is torch.bfloat16:
             return tensor.view(torch.int16).numpy(force=True).view(bfloat16())
         return tensor.numpy(force=True)  # without the graph, and with negations computed
-
-    def lends_views(self, array: Any) -> bool:
-        return bool(array.is_cuda)
 
     def view(self, name: str, array: Any) -> Any:
         """A View, or an array where the tensor is not strided memory as it is, or none at all."""
@@ -328,12 +325,10 @@ class Foreign:
 
     def views(self, **given: Any) -> dict[str, Any]:
         """Arrays and None as Views, or all as `to_native` gives them."""
-        if self.library.lends_views(self.q):
-            take = self.library.view  # type: ignore[attr-defined]
-            found = {name: x if x is None else self._native(name, x, take) for name, x in given.items()}
-            if {View, type(None)}.issuperset(map(type, found.values())):
-                return found
-        return self.to_native(**given)
+        take = self.library.view
+        found = {name: x if x is None else self._native(name, x, take) for name, x in given.items()}
+        kinds = {type(x) for x in found.values() if x is not None}
+        return self.to_native(**given) if View in kinds and len(kinds) > 1 else found
 
     def _native(self, name: str, value: Any, take: Any = None) -> Any:
         if isinstance(value, tuple) and name == "cu_seqlens":

@@ -89,7 +89,7 @@ class Planned:
             operands, q=None, k=None, v=None, out=None, lse=None, arrays=fixed, stats=None, tangents=None
         )
         if scales:
-            self._operands.scales = self._operands.k_scale = self._operands.v_scale = None
+            self._operands.scales = None
         self._layouts = arrays.layouts(*given)
         fours = operands.q, operands.k, operands.v
         binds = hasattr(chosen, "bind") and (not per_call or getattr(chosen, "takes_arrays", False))
@@ -146,12 +146,12 @@ class Planned:
 
         def forward(q: Any, k: Any, v: Any, out: Any, lse: Any, *given: Any) -> None:
             named = dict(zip(names, given, strict=True))
-            scaled = {name: shape.keys_to_four(per_token(named[name], x)) for name, x in zip(scales, (k, v))}
+            of_keys = [shape.keys_to_four(per_token(named.pop(name), x)) for name, x in zip(scales, (k, v))]
             q, out = map(shape.to_four, (q, out))
             k, v = map(shape.keys_to_four, (k, v))
             own = fixed | {name: named.pop(name) for name in arrays}
-            four = replace(rest, q=q, k=k, v=v, out=out, lse=lse.reshape(rows), arrays=own, **named | scaled)
-            backend.forward(plan, four)
+            named["scales"] = (None, *of_keys) if scales else rest.scales
+            backend.forward(plan, replace(rest, q=q, k=k, v=v, out=out, lse=lse.reshape(rows), arrays=own, **named))
 
         return forward
 

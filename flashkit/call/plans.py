@@ -17,11 +17,11 @@ from .. import dispatch
 from ..devices.forking import inner_lock
 from ..mods.block_mask import BlockMask
 from ..options import OPTIONS, Role
-from ..spec import ALIGNMENT, Operands
+from ..spec import ALIGNMENT, SCALES, Operands
 from . import arrays
 from .arguments import Prepared, prepare
 from .call import ONLY_TENSORS, Call, PerCall
-from .codes import Codes, codes_of, on_codes, scales_of, transposed_of
+from .codes import on_codes, scales_of, transposed_of
 from .planned import Once, Planned
 from .quantized import Quantized
 from .shape import LAYOUTS
@@ -96,13 +96,13 @@ def _on_codes(call: Call, backend: str | None, return_lse: bool) -> Planned | On
     if quantised.fp8 and type(planned) is not Refused:
         tensors = _take_codes(call, *quantised.quantise_all({} if planned is None else planned.quantisers))
     if planned is None:
-        codes = codes_of(quantised, *tensors, call.options, return_lse)
-        found = on_codes(codes, call.out, False, backend) if isinstance(codes, Codes) else codes
-        if isinstance(codes, str) or isinstance(found, str):
+        found = on_codes(quantised, *tensors, call.options, call.out, return_lse, backend)
+        if isinstance(found, str):
             put(key, planned := Refused())
         else:
-            call.scales = scales_of(codes.scales, tensors)
-            planned = _made(key, call, found, backend, return_lse, codes.scales) or Once(found, backend, return_lse)
+            names = SCALES[1:] if found.problem.spec.kv_format else SCALES
+            call.scales = scales_of(names, tensors)
+            planned = _made(key, call, found, backend, return_lse, names) or Once(found, backend, return_lse)
     elif isinstance(planned, Planned):
         call.scales = scales_of(planned.scales, tensors)
     if isinstance(planned, Refused):

@@ -6,7 +6,7 @@ Operators take no functions: modifications are text and tensors (`torch_mods.Con
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -132,12 +132,12 @@ _AXES = TENSORS | dict.fromkeys(("q", "k", "v", "out", "dout"), "tokens") | dict
 
 def batched_results(
     call: Callable[[dict[str, Any]], tuple[Any, ...]], size: int, given: Batched, options: Scalars,
-    names: tuple[str, ...], alone: bool, of_bias: bool = False,
+    names: tuple[str, ...], alone: bool, wrt: Collection[str] = (),
 ) -> tuple[Any, ...]:  # fmt: skip
     """The results of these names, each batched along its first axis.
 
-    call: the pass, of tensors by name. alone: whether each entry needs its own call regardless. of_bias: whether
-    each entry has a gradient of its own by a bias.
+    call: the pass, of tensors by name. alone: whether each entry needs its own call regardless. wrt: tensors by which
+    each entry has a gradient of its own.
     """
     if alone or not _fits_one_call(given, options):
         entries = [
@@ -148,7 +148,7 @@ def batched_results(
     q, axis = given["q"]
     shape = [n for i, n in enumerate(q.shape) if i != axis]
     head = 1 if dict(options).get("layout", "bhnd") == "bhnd" else 2
-    lent = {name: _as_batch(name, x, axis, size, shape, head, of_bias) for name, (x, axis) in given.items()}
+    lent = {name: _as_batch(name, x, axis, size, shape, head, name in wrt) for name, (x, axis) in given.items()}
     outputs = zip(names, call(lent), strict=True)
     return tuple(_as_entries(name, x, size, len(shape), head) for name, x in outputs)
 
@@ -162,10 +162,10 @@ def _fits_one_call(given: Batched, options: Scalars) -> bool:
     return alike and not dict(options).get("dropout_p")
 
 
-def _as_batch(name: str, x: Any, axis: int | None, size: int, shape: list[int], head: int, of_bias: bool) -> Any:
-    """An argument of all entries; shape: of q in one of them."""
+def _as_batch(name: str, x: Any, axis: int | None, size: int, shape: list[int], head: int, own: bool) -> Any:
+    """An argument of all entries; shape: of q in one of them. own: whether each entry has a gradient by it."""
     axes = _AXES.get(name, "")
-    if axes in ("", "heads", "memory") or (axes == "pairs" and axis is None and not (of_bias and name == "bias")):
+    if axes in ("", "heads", "memory") or (axes == "pairs" and axis is None and not own):
         return x
     x = x.expand(size, *x.shape) if axis is None else x.movedim(axis, 0)
     if axes == "pairs":
@@ -220,8 +220,8 @@ def _batched_backward(
 
     own = (("dout", dout), ("dlse", dlse), ("out", out), ("lse", lse), ("", None), ("q", q), ("k", k), ("v", v))
     given |= {name: (x, axis) for (name, x), axis in zip(own, axes) if x is not None}
-    names, alone = ("dq", "dk", "dv", "more"), text is not None or not {"bias"}.issuperset(more)
-    return batched_results(call, info.batch_size, given, options, names, alone, "bias" in more), (0,) * 4
+    alone = text is not None or any(TENSORS.get(name) != "pairs" for name in more)
+    return batched_results(call, info.batch_size, given, options, ("dq", "dk", "dv", "more"), alone, more), (0,) * 4
 
 
 def _no_gradient(ctx: Any, *_: Any) -> Any:

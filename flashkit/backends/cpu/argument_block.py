@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,15 +51,17 @@ class Sizes(NamedTuple):
 class ArgumentBlock:
     """An argument block without the addresses of q, k, v, out and lse, the tiles' sizes and the scratch memory.
 
-    functions: the pass's generated functions. scores_whole: score tiles carry all of the scale. The object keeps alive
-    what its addresses point to, and no more.
+    functions: the pass's generated functions. scores_whole: score tiles carry all of the scale. per_call: names of
+    arrays that calls bring. The object keeps alive what its addresses point to but for these, and no more.
     """
 
     def __init__(
-        self, plan: CpuPlan, operands: Operands, tile: CpuTile, functions: Functions, *, scores_whole: bool
-    ) -> None:
+        self, plan: CpuPlan, operands: Operands, tile: CpuTile, functions: Functions, *, scores_whole: bool,
+        per_call: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self.args = args = np.zeros(at.SIZE, np.int64)
         self.alive: list[Any] = [plan.classify, functions]
+        self._brought: dict[str, tuple[int, str]] = {}  # the place of an array's address in `values`, and its dtype
         spec = plan.problem.spec
         registers = plan.register_block(tile, plan.bf16_pairs)
         args[at.LANES], args[at.PANEL] = registers.lanes, registers.vectors * registers.lanes
@@ -74,9 +77,9 @@ class ArgumentBlock:
         args[at.BATCH], args[at.HEADS], args[at.GROUP] = sizes.batch, operands.q.shape[1], spec.group
         args[at.N_Q], args[at.N_K] = n_q, n_k = sizes.n_q, sizes.n_k
         args[at.DIM], args[at.DIM_V] = spec.head_dim, spec.head_dim_v
-        if operands.k_scale is not None:
-            pairs = ((at.K_SCALE, operands.k_scale, operands.k), (at.V_SCALE, operands.v_scale, operands.v))
-            for index, scale, scaled in pairs:
+        _, *scales = operands.scales or (None,)
+        if scales:
+            for index, scale, scaled in zip((at.K_SCALE, at.V_SCALE), scales, (operands.k, operands.v)):
                 self.set_tensor(index, scale)
                 args[index] -= scaled.__array_interface__["data"][0]
         if operands.k_pe is not None:
@@ -89,7 +92,7 @@ class ArgumentBlock:
         if operands.page_table is not None:
             args[at.PAGE_TABLE], args[at.TABLE_WIDTH] = self.address(operands.page_table), operands.page_table.shape[1]
             args[at.PAGES], args[at.PAGE] = operands.k.shape[0], operands.k.shape[2]
-            pools = operands.k, operands.v, operands.k_pe, operands.k_scale, operands.v_scale
+            pools = operands.k, operands.v, operands.k_pe, *scales
             args[at.PAGES_FOLLOW] = all(x.strides[0] == x.shape[2] * x.strides[2] for x in pools if x is not None)
         # P before dropout is not yet rounded to bf16 pairs, and its exponentials take no scale.
         whole = scores_whole or spec.score is not None or bool(operands.dropout_p) or spec.stats
@@ -111,8 +114,9 @@ class ArgumentBlock:
             args[at.MODIFY], args[at.VISIT_DS] = functions["modify"], functions.get("visit_ds", 0)
             slopes = spec.jvp != "" and spec.score is not None  # which take the room of a tile
             args[at.HAS_SCORE], args[at.TRANSPOSED_TILES] = spec.score is not None, plan.transposed_tiles + slopes
-            self.values = self._values(plan, operands, micro)
+            self.values = self._values(plan, operands, micro, per_call)
             args[at.VALUES] = self.address(self.values)
+        args[at.PER_CALL] = 8 * bool(self._brought)
         if operands.dropout_p:
             args[at.DROPOUT], args[at.DROPOUT_THRESHOLD] = 1, dropout.threshold(operands.dropout_p)
             self._set_double(at.DROPOUT_SCALE, 1 / (1 - operands.dropout_p))
@@ -145,7 +149,19 @@ class ArgumentBlock:
         ):  # fmt: skip
             self._set_double(index, value)
 
-    def _values(self, plan: CpuPlan, operands: Operands, micro: dict[str, int]) -> np.ndarray:
+    def values_of(self, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...]:
+        """VALUES of a call with these arrays, and arrays to keep until it ends; nothing where all calls have one."""
+        if not self.args[at.PER_CALL] & 8:
+            return ()
+        values, kept = self.values.copy(), []
+        for name, (place, stored) in self._brought.items():
+            kept.append(_stored(arrays[name], stored))
+            values[place] = address_of(kept[-1])
+        return values, *kept
+
+    def _values(
+        self, plan: CpuPlan, operands: Operands, micro: dict[str, int], per_call: Sequence[str]
+    ) -> np.ndarray:  # fmt: skip
         """The modification's scalars and arrays in the order of the spec's slots (modify._prelude reads them), then the
         addresses of the transposing micro-kernels.
         """
@@ -155,11 +171,12 @@ class ArgumentBlock:
                 value = operands.params[slot.name]
                 entries.append(int(value) if slot.kind == "int" else int(np.float64(value).view(np.int64)))
             else:
-                array = operands.array(slot)
                 stored = modify.stored_dtype(str(slot.dtype))
-                same_size = np.dtype(stored).itemsize == array.itemsize
-                array = array.view(stored) if same_size else _widened(array, stored)
-                entries += [self.address(array), *array.shape, *array.strides]
+                array = _stored(operands.array(slot), stored)
+                if slot.name in per_call:
+                    self._brought[slot.name] = len(entries), stored
+                address = 0 if slot.name in per_call else self.address(array)
+                entries += [address, *array.shape, *array.strides]
         entries += [micro[name] for name in modify.TRANSPOSERS]
         slots = [slot for slot in plan.problem.spec.slots if slot.name in plan.problem.spec.wrt]
         room = modify.VALUE_WORDS + sum(map(modify.value_entries, slots)) if slots else 0  # filled for each launch
@@ -167,8 +184,12 @@ class ArgumentBlock:
         return np.array(entries + room * [0], np.int64)
 
 
-def _widened(array: np.ndarray, dtype: str) -> np.ndarray:
-    """A copy in a wider dtype; along axes of stride 0 there is still one element."""
+def _stored(array: np.ndarray, dtype: str) -> np.ndarray:
+    """The array in the dtype of this size that kernels read: as a view, or a copy in a wider one, in which there is
+    still one element along axes of stride 0.
+    """
+    if np.dtype(dtype).itemsize == array.itemsize:
+        return array.view(dtype)
     once = tuple(slice(1) if stride == 0 else slice(None) for stride in array.strides)
     return np.broadcast_to(array[once].astype(dtype), array.shape)
 

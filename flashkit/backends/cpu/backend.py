@@ -24,7 +24,7 @@ class CpuBackend:
     array_kinds = ("numpy",)
     device_kind = "cpu"
     efficiency = 0.7
-    takes_lengths = takes_scales = takes_stats = takes_jvp = takes_wrt = True
+    takes_arrays = takes_lengths = takes_scales = takes_stats = takes_jvp = takes_wrt = makes_values = True
 
     def available(self) -> Verdict:
         missing = [name for name in ("numba", "llvmlite") if find_spec(name) is None]
@@ -65,7 +65,9 @@ class CpuBackend:
     def backward(self, plan: CpuPlan, operands: Operands, gradients: Gradients) -> None:
         self.bind_backward(plan, operands, gradients)(operands, gradients)
 
-    def bind_backward(self, plan: CpuPlan, operands: Operands, gradients: Gradients) -> BoundBackward:
+    def bind_backward(
+        self, plan: CpuPlan, operands: Operands, gradients: Gradients, per_call: Sequence[str] = ()
+    ) -> BoundBackward:
         from .passes import bind_backward
 
-        return bind_backward(plan, operands, gradients)
+        return bind_backward(plan, operands, gradients, per_call)

@@ -49,9 +49,11 @@ LENGTHS = "kv_lengths", "q_offset", "page_table"
 
 def bind_forward(plan: CpuPlan, operands: Operands, per_call: Sequence[str] = ()) -> Bound:
     """The forward pass with all that does not depend on contents done: f(q, k, v, out, lse, *lengths, *scales)."""
-    block = ArgumentBlock(plan, operands, plan.tile, plan.modify_forward, scores_whole=False)
+    names = [name for name in per_call if name in operands.arrays]  # the first ones
+    block = ArgumentBlock(plan, operands, plan.tile, plan.modify_forward, scores_whole=False, per_call=names)
     count_lengths = sum(name in LENGTHS for name in per_call)
-    block.args[at.PER_CALL] = (0, 0, 1, 3)[count_lengths] | 4 * ("k_scale" in per_call)
+    block.args[at.PER_CALL] |= (0, 0, 1, 3)[count_lengths] | 4 * ("k_scale" in per_call)
+    end = 5 + len(names)
     flops_of_pairs = flops_per_pair(plan) * block.sizes.heads
     most_flops = flops_of_pairs * block.sizes.pairs
     parallel = most_flops >= threads.SERIAL_FLOPS
@@ -60,6 +62,8 @@ def bind_forward(plan: CpuPlan, operands: Operands, per_call: Sequence[str] = ()
     call = threads.entry("call")
 
     def bound(*tensors: Any, count: int = 0, stop: int = 0) -> None:
+        if names:
+            tensors = *tensors[:5], *tensors[end:], *block.values_of(dict(zip(names, tensors[5:end], strict=True)))
         count = count or (threads.count() if parallel else 1)
         if (launch := launches.get(count)) is None:
             launch = launches[count] = make_launch(plan, block, count)
@@ -89,44 +93,51 @@ class ValueSums:
     serial: batch entries and key/value heads of a work tile. splits_share: whether the keys of a head cannot be split.
     """
 
-    def __init__(self, plan: CpuPlan, gradients: Gradients, batch: int, heads_kv: int, most_bytes: int) -> None:
-        self._spec, self._to, self._heads = plan.problem.spec, gradients.values, (batch, heads_kv)
-        self._parts: dict[str, np.ndarray] = {}
+    def __init__(self, plan: CpuPlan, operands: Operands, batch: int, heads_kv: int, most_bytes: int) -> None:
+        self._spec, self._heads, given = plan.problem.spec, (batch, heads_kv), operands.arrays
+        self._dtype = np.dtype(self._spec.lse_dtype)
+        self._shapes = {name: given[name].shape if name in given else () for name in self._spec.wrt}
         shared = set[expr.Expr]()
         axes = {expr.B, expr.H, expr.K}
         self._small = []
-        for name, gradient in gradients.values.items():
-            own = modify.separating_axes(self._spec, name)
-            if own != axes and gradient.nbytes * batch * heads_kv <= max(most_bytes, PARTS_BYTES):
+        for name, shape in self._shapes.items():
+            own, size = modify.separating_axes(self._spec, name), math.prod(shape) * self._dtype.itemsize
+            if own != axes and size * batch * heads_kv <= max(most_bytes, PARTS_BYTES):
                 self._small.append(name)
             else:
                 shared |= axes - own
         self.serial = batch if expr.B in shared else 1, heads_kv if expr.H in shared else 1
         self.splits_share = expr.K in shared
 
-    def place(self, block: ArgumentBlock, scale: float, block_k: int, splits: int) -> None:
-        """Tell the generated function where the sums are."""
-        batch, heads_kv = self._heads
-        words = [int(np.float64(scale).view(np.int64)), block_k, splits, self._spec.group, heads_kv]
-        for name in self._spec.wrt:
-            sums, part = self._to[name], 0
+    def place(
+        self, words: np.ndarray, to: dict[str, Any], scale: float, block_k: int, splits: int
+    ) -> dict[str, np.ndarray]:  # fmt: skip
+        """Make the sums of a call, in `to` where they are the gradients, and tell the generated function by these words
+        where they are. Returns the work tiles' own sums.
+        """
+        (batch, heads_kv), parts = self._heads, {}
+        places = [int(np.float64(scale).view(np.int64)), block_k, splits, self._spec.group, heads_kv]
+        for name, shape in self._shapes.items():
+            if to[name] is None:
+                to[name] = np.zeros(shape, self._dtype)
+            sums, part = to[name], 0
             if name in self._small:
-                self._parts[name] = sums = np.zeros((batch * heads_kv * splits, *sums.shape), sums.dtype)
+                parts[name] = sums = np.zeros((batch * heads_kv * splits, *shape), self._dtype)
                 part = sums.strides[0]
-            words += [address_of(sums), part, *sums.strides[sums.ndim - self._to[name].ndim :]]
-        block.values[block.first_sum :] = words
-
-    def reduce(self) -> None:
-        """Add the work tiles' own sums."""
-        for name, parts in self._parts.items():
-            self._to[name][...] = parts.sum(0, np.float64)
+            places += [address_of(sums), part, *sums.strides[sums.ndim - len(shape) :]]
+        words[...] = places
+        return parts
 
 
-def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> BoundBackward:
+def bind_backward(
+    plan: CpuPlan, operands: Operands, gradients: Gradients, per_call: Sequence[str] = ()
+) -> BoundBackward:  # fmt: skip
     """bwd_preprocess (delta), backward (dK, dV, dq_accum), bwd_postprocess (dQ), and the gradient of the sinks, with
     all done that follows from the layouts of these tensors; out, dout and dlse may have others.
     """
-    block = ArgumentBlock(plan, operands, plan.backward_tile, plan.modify_backward, scores_whole=True)
+    block = ArgumentBlock(
+        plan, operands, plan.backward_tile, plan.modify_backward, scores_whole=True, per_call=per_call
+    )  # fmt: skip
     args, tile, spec, sizes = block.args, plan.backward_tile, plan.problem.spec, block.sizes
     batch, n_q, n_k, heads_kv = sizes.batch, sizes.n_q, sizes.n_k, operands.k.shape[1]
     flops = 5 * (spec.head_dim + spec.head_dim_v) * sizes.heads * sizes.pairs
@@ -150,9 +161,10 @@ def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Bo
     stats_bytes = rounded(row_stats.nbytes, 64)
     args[at.BWD_LSE], args[at.DELTA], args[at.SCRATCH] = at.HEADER + stats_bytes * np.arange(3)
     dq_bytes = math.prod(operands.q.shape) * accumulator.itemsize
-    sums = ValueSums(plan, gradients, batch, heads_kv, dq_bytes)
+    sums = ValueSums(plan, operands, batch, heads_kv, dq_bytes)
     if spec.wrt:  # dS is not scaled until these have been summed
         args[at.SCALE] = np.float64(1).view(np.int64)
+        args[at.PER_CALL] |= 8
     call = threads.entry("pull_back")
     launches: dict[Any, tuple[Launch, int]] = {}  # with the bytes of dq_accum, by strides and number of threads
 
@@ -178,8 +190,6 @@ def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Bo
         args[at.DQ_ACCUM + 1 : at.DQ_ACCUM + 4], args[at.DQ_SPLIT_STRIDE] = strides_of(dq_accum), dq_bytes
         args[at.NUM_SPLITS], args[at.WORK_TILES] = num_splits, batch * heads_kv // math.prod(sums.serial) * num_splits
         args[at.SERIAL_ENTRIES : at.SERIAL_HEADS + 1] = sums.serial
-        if spec.wrt:
-            sums.place(block, operands.scale, block_k, num_splits)
         scratch_bytes = 2 * stats_bytes + int(args[at.SCRATCH_BYTES]) * count
         return complete(args, scratch_bytes, count), 0 if in_place else num_splits * dq_bytes
 
@@ -201,7 +211,12 @@ def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Bo
             ends = op.kv_lengths if op.cu_seqlens is None else op.cu_seqlens[1][-1:]
             for entry, end in enumerate(ends.tolist()):
                 to.dk[entry, :, end:], to.dv[entry, :, end:] = 0, 0
-        arrays = op.q, op.k, op.v, op.out, op.lse, to.dout, args if to.dlse is None else to.dlse, to.dq, to.dk, to.dv
+        values, parts = block.values_of(op.arrays), {}
+        if spec.wrt:
+            num_splits = int(launch.args[at.NUM_SPLITS])
+            parts = sums.place(values[0][block.first_sum :], to.values, op.scale, block_k, num_splits)
+        dlse = args if to.dlse is None else to.dlse
+        arrays = op.q, op.k, op.v, op.out, op.lse, to.dout, dlse, to.dq, to.dk, to.dv, *values
         memory, items = scratch_pool.acquire(launch.memory), id(arrays) + threads.ITEMS
         try:
             if accum_bytes:
@@ -209,7 +224,8 @@ def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Bo
                     call(launch.address, memory.address, count, stop, address_of(dq_accum), items)
             else:
                 call(launch.address, memory.address, count, stop, 0, items)
-            sums.reduce()
+            for name, part in parts.items():
+                to.values[name][...] = part.sum(0, np.float64)
             if to.dsinks is not None:
                 first = memory.address - address_of(memory.array)
                 bwd_lse, delta = (

@@ -10,16 +10,13 @@ from typing import Any
 import numpy as np
 
 from ...mods import dropout
-from ...spec import AttentionSpec, Gradients, Operands, Stats, Tangents
+from ...spec import SCALES, AttentionSpec, Gradients, Operands, Stats, Tangents
 from . import modification, ordered_sums
 from .launch import KernelArguments, dummy_slot, scratch
 from .params import AT, VALUES, WORDS_OF_TENSOR, integers_address
 
 ROW_TENSORS = "q", "k", "v", "out"
 """Tensors that the forward pass reads or writes in whole rows."""
-
-SCALES = "q_scale", "k_scale", "v_scale"
-"""Of codes."""
 
 MORE = *Stats._fields, *(f"d{name}" for name in Tangents._fields)
 """Of a forward pass with statistics, or with tangents."""
@@ -74,10 +71,12 @@ class Arguments(KernelArguments):
             operands.kv_lengths = self._on_device(operands.kv_lengths, np.int64)
             words[AT["kv_lengths"]] = self._integers(operands.kv_lengths)
         if spec.packed:
-            given = (each for each in operands.cu_seqlens or () if each is not None)  # pages have no offsets of keys
-            operands.cu_seqlens = tuple(self._on_device(offsets, np.int64) for offsets in given)
-            for at, offsets in enumerate(operands.cu_seqlens, AT["cu_seqlens_q"]):
-                words[at] = self.address(offsets)
+            of_q, of_k = operands.cu_seqlens or (None, None)  # pages have no offsets of keys
+            of_q, of_k = (each if each is None else self._on_device(each, np.int64) for each in (of_q, of_k))
+            operands.cu_seqlens = of_q, of_k
+            for name, offsets in (("cu_seqlens_q", of_q), ("cu_seqlens_k", of_k)):
+                if offsets is not None:
+                    words[AT[name]] = self.address(offsets)
         if spec.sinks:
             words[AT["sinks"]] = self.address(operands.sinks)
         if spec.dropout:

@@ -222,9 +222,9 @@ def data(arrays, i):
 
 @entry(types.void(*[types.int64] * 6))
 def pull_back(template, block, threads, stop, dq_accum, arrays):
-    """Run the backward pass with a copy of the template and q, k, v, out, lse, dout, dlse, dq, dk, dv. dq_accum: its
-    address, or 0 where dQ is summed in place. `block`: memory for the copy, followed by bwd_lse, delta and scratch
-    memory; in the template these addresses are distances from it.
+    """Run the backward pass with a copy of the template and q, k, v, out, lse, dout, dlse, dq, dk, dv, and the values
+    that PER_CALL names. dq_accum: its address, or 0 where dQ is summed in place. `block`: memory for the copy, followed
+    by bwd_lse, delta and scratch memory; in the template these addresses are distances from it.
     """
     args = copy_block(template, block)
     args[Q], args[K], args[V] = data(arrays, 0), data(arrays, 1), data(arrays, 2)
@@ -232,6 +232,8 @@ def pull_back(template, block, threads, stop, dq_accum, arrays):
     if args[DLSE] != 0:
         args[DLSE] = data(arrays, 6)
     args[DQ], args[DK], args[DV] = data(arrays, 7), data(arrays, 8), data(arrays, 9)
+    if args[PER_CALL] & 8:
+        args[VALUES] = data(arrays, 10)
     args[DQ_ACCUM] = dq_accum if dq_accum != 0 else args[DQ]
     args[BWD_LSE] += block
     args[DELTA] += block
@@ -261,6 +263,8 @@ def call(template, block, threads, stop, arrays):
     if args[PER_CALL] & 2:
         args[PAGE_TABLE], end = data(arrays, 7), 8
     if args[PER_CALL] & 4:
-        args[K_SCALE], args[V_SCALE] = data(arrays, end) - args[K], data(arrays, end + 1) - args[V]
+        args[K_SCALE], args[V_SCALE], end = data(arrays, end) - args[K], data(arrays, end + 1) - args[V], end + 2
+    if args[PER_CALL] & 8:
+        args[VALUES] = data(arrays, end)
     args[SCRATCH], args[STOP] = block + HEADER, stop
     start(args, block, threads)
