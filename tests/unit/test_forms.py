@@ -46,12 +46,6 @@ def with_out(x: Arrays) -> Any:
     return x["out"].ravel().copy()
 
 
-def reversed_columns(x: Arrays) -> Any:
-    q, k, v = x["q"][..., ::-1], x["k"][..., ::-1], x["v"][..., ::-1]
-    flashkit.attention(q, k, v, backend="cpu")
-    return flashkit.attention(q, k, v, backend="cpu")
-
-
 def gradients(x: Arrays) -> Any:
     _, vjp = flashkit.attention_vjp(x["q"], x["k"], x["v"], backend="cpu")
     return np.concatenate([each.ravel() for each in vjp(x["dout"])])
