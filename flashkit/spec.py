@@ -418,7 +418,7 @@ class Operands:
         """The arrays that say where packed sequences lie: the two of cu_seqlens, and two by their own names."""
         if self.cu_seqlens is None:
             return {}
-        offsets = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), self.cu_seqlens, strict=False))  # pages have none of keys
+        offsets = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), self.cu_seqlens, strict=True))  # pages have none of keys
         found = {**offsets, "kv_lengths": self.kv_lengths, "q_offset": self.q_offset}
         return {name: array for name, array in found.items() if array is not None}
 

@@ -5,6 +5,7 @@ An array of a library exists only if the library is imported, so nothing is impo
 
 from __future__ import annotations
 
+import math
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -107,6 +108,11 @@ def addressable(array: Any) -> Any:
     if contiguous and aligned:
         return array
     return np.array(array, order="C", copy=True) if isinstance(array, np.ndarray) else array.copy()
+
+
+def as_batch(array: Any) -> Any:
+    """(..., a, b, c) as (B, a, b, c), of any size."""
+    return array.reshape((math.prod(array.shape[:-3]), *array.shape[-3:]))
 
 
 def stand_in(array: Any, shape: tuple[int, ...]) -> Any:

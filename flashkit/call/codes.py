@@ -259,7 +259,7 @@ def _e4m3(tensors: list[Any], layout: str, is_batch: bool, transposed: Any, retu
         return "v is rotated"
     per = _shared_by(tensors, layout, is_batch)
     if transposed is not None:
-        transposed = transposed.reshape((-1, *transposed.shape[-3:]))
+        transposed = arrays.as_batch(transposed)
     of_q, of_k, of_v = map(block_scales if per == "block" else token_scales, tensors)
     fp8 = Fp8(per, transposed is not None, return_lse)
     return Memory(fp8=fp8, dtype=q.dtype, v_transposed=transposed, scales=(of_q, of_k, of_v))

@@ -332,7 +332,7 @@ def one_pass(x: Any, layout: str, seed: int | None, transpose: bool) -> Quantise
 
     shape = x.shape
     has_four = len(shape) == 4
-    four = x if has_four else x.reshape((-1, *shape[-3:]))
+    four = x if has_four else arrays.as_batch(x)
     signs = None if seed is None else _sign_words(shape[-1], seed)
     planned = quantize.planned(arrays.layout(four), layout == "bnhd", transpose, signs)
     if planned is None or four.data.ptr % ALIGNMENT:
@@ -340,7 +340,7 @@ def one_pass(x: Any, layout: str, seed: int | None, transpose: bool) -> Quantise
     fields = {"dtype": x.dtype, "per": "block", "block": BLOCK, "layout": layout, "seed": seed, "mean": None}
 
     def quantised(x: Any) -> Quantized:
-        own: Any = planned(x if has_four else x.reshape((-1, *shape[-3:])))
+        own: Any = planned(x if has_four else arrays.as_batch(x))
         if not has_four:
             own = [each if each is None else each.reshape((*shape[:-3], *each.shape[1:])) for each in own]
         found = object.__new__(Quantized)  # without checks of what is made here

@@ -42,11 +42,12 @@ def attention(call: cases.Call, r: Random) -> Found:
     with np.errstate(invalid="ignore", over="ignore"):
         heaviest = np.nan_to_num(np.exp(largest - lse))[..., None] / (1 - options.get("dropout", 0.0))
         luck = SPREADS * ROUNDING * np.sqrt(heaviest * np.maximum(squares, 0))
-        lse_is_close = (found_lse == lse) | (np.abs(found_lse - lse) <= 2 * of_score + 1e-5 * (1 + np.abs(lse)))
+        lse_is_close = (found_lse == lse) | (np.isnan(found_lse) & np.isnan(lse))
+        lse_is_close |= np.abs(found_lse - lse) <= 2 * of_score + 1e-5 * (1 + np.abs(lse))
     truncated = 2.0**-12 * (min(n_k, 4096) / 24 + 1)  # what tensor cores cut off sums of e4m3 products, until promoted
     least = 2.0**-17 * n_k * heaviest * np.nan_to_num(np.abs(v)).max(initial=0)  # weights that e4m3 takes for 0
     allowed = np.minimum(luck, absolute / 16) + (2 * of_score + truncated) * absolute + 2 * unit * np.abs(exact) + least
-    is_close = np.abs(found - exact) <= allowed + 1e-30
+    is_close = (np.abs(found - exact) <= allowed + 1e-30) | (np.isnan(found) & np.isnan(exact))
     return Found([], [
         f"{name}{list(map(int, at))} is {x[at]:.6g}, not {y[at]:.6g} ({given})"
         for name, x, y, close in (("out", found, exact, is_close), ("lse", found_lse, lse, lse_is_close))
@@ -65,7 +66,7 @@ def quantised(call: cases.Call, r: Random, paged: bool) -> list[flashkit.Quantiz
     """q, k and v of the call in 8 bits, in ways that are drawn."""
     tokens_outside = call.choice["layout"].endswith("bnhd") or "packed" in call.choice["sequences"]
     layout = "bnhd" if tokens_outside and call.q.ndim > 2 else "bhnd"
-    hidden_nan = any(np.isnan(cases.to_numpy(x)).any() for x in (call.k, call.v))  # int8 has none
+    hidden_nan = any(np.isnan(cases.to_numpy(x)).any() for x in (call.q, call.k, call.v))  # int8 has none
     more: dict[str, Any] = {"per": r.choice(["tensor", "head", "block", "token"])}
     more["dtype"] = "e4m3" if hidden_nan else r.choice(["e4m3", "e4m3", "e4m3", "int8"])
     rotate, transpose = r.random() < 0.3, more["dtype"] == "e4m3" and r.random() < 0.7

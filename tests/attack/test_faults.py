@@ -37,8 +37,9 @@ CRASH_OR_WRONG = ("exit status -11", "times the tolerance")
 
 FAULTS = [
     Fault(  # what is read too much is not used, so only the guard shows it
-        "rows of Q are not clamped", "backends/cpu/kernels/forward.py", "min(panel, first + count - row0), d)",
-        "panel, d)", FORWARD | {"sizes": "20x23"},
+        "rows of Q are not clamped", "backends/cpu/kernels/forward.py",
+        "q_rows(args, Q, seq, b, h, row0, min(panel, first + count - row0), d)",
+        "q_rows(args, Q, seq, b, h, row0, panel, d)", FORWARD | {"sizes": "20x23"},
     ),
     Fault(
         "a plan is found by the shape alone", "call/arrays.py",
@@ -78,8 +79,9 @@ APART = [
         ALONE | {"sequences": "padded"}, CRASH_OR_WRONG,
     ),
     Fault(
-        "differences of offsets wrap", "call/sequences.py", "given[-1] > tokens or (given[1:] < given[:-1]).any()",
-        "(np.diff(given) < 0).any()", ALONE | {"sequences": "packed", "hostile": "numbers"},
+        "differences of offsets wrap", "call/sequences.py",
+        "offsets[-1] > tokens or (offsets[1:] < offsets[:-1]).any()", "(np.diff(offsets) < 0).any()",
+        ALONE | {"sequences": "packed", "hostile": "numbers"},
         ("exit status", "not an error"),
     ),
     Fault(

@@ -157,7 +157,7 @@ WHERE = [
     ({"kv_lengths": True, "dropout": True, "sinks": True}, "sm90", "sm90", ""),
     ({"d": 256}, "sm90", "sm80", "gradients of more than 128 columns run on the sm80 kernels"),
     ({"n_q": 9}, "sm80", "sm90", "rows share keys"),
-    ({"deterministic": True}, "sm90", "sm80", "deterministic gradients run on the sm80 kernels"),
+    ({"deterministic": True}, "sm90", "simt", "deterministic gradients run on the simt kernels"),
     ({"packed": True}, "simt", "simt", "packed sequences run on the simt kernels"),
     ({"packed": True, "paged": True}, "simt", "simt", "packed sequences run on the simt kernels"),
     ({"paged": True}, "simt", "simt", "paged keys run on the simt kernels"),

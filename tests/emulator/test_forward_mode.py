@@ -103,6 +103,21 @@ def test_tangents(backend: str, generation: str, dtype: str, name: str, device: 
         near(got, right, "float32")
 
 
+@pytest.mark.parametrize("generation", ["sm80"])
+def test_key_weights_of_packed_queries_over_pages(device: Device) -> None:
+    """Keys ask and queries answer, of the sequences that the forward pass has put on the device."""
+    import cupy
+
+    rng = np.random.default_rng(0)
+    q, pool = (rng.standard_normal(shape).astype(np.float16) for shape in ((30, 2, 32), (6, 16, 2, 32)))
+    options: dict[str, Any] = {"page_table": np.array([[4, 0], [2, 5]]), "kv_lengths": np.array([20, 32])}
+    options["cu_seqlens"] = np.array([0, 9, 30])
+    _, found = flashkit.attention(q, pool, pool, return_stats=["key_weight"], backend="reference", **options)
+    own = (cupy.asarray(x) for x in (q, pool, pool))
+    _, got = flashkit.attention(*own, return_stats=["key_weight"], backend="cupy_raw", **options)
+    near(got["key_weight"], found["key_weight"], "bfloat16")
+
+
 # --- Hopper's kernel --------------------------------------------------------------------------------------------------
 
 HOPPER = pytest.mark.parametrize("generation", ["sm90"])

@@ -160,6 +160,19 @@ def test_addresses_that_the_copy_engine_cannot_read(device: Device, launched: li
     assert launched == [KERNEL] * 2
 
 
+@pytest.mark.parametrize(("n_q", "n_k"), [(0, 5), (5, 0), (0, 0)])
+def test_arrays_without_tokens(n_q: int, n_k: int, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    import cupy
+
+    monkeypatch.delenv(cuda_backend.VARIABLE)  # another kernel's task
+    q, k, v = (cupy.zeros((2, 2, n, 16), np.float16) for n in (n_q, n_k, n_k))
+    for axes in (np.s_[:], np.s_[0], np.s_[None]):
+        given = quantised(q[axes], k[axes], v[axes], "block")
+        out = flashkit.attention(*given, backend="cupy_raw")
+        assert out.shape == q[axes].shape
+        assert not out.get().any()
+
+
 @pytest.mark.parametrize("per", ["head", "token"])
 def test_equal_scores_of_any_size(per: str, device: Device, launched: list[str]) -> None:
     """Weights are equal, those of values with scales of their own, too, though the rounding of a row reference is

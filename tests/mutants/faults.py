@@ -66,8 +66,8 @@ ROWS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("ragged tile", f"{CPU}.kernels.forward:forward_work_tile", "(seq.n_k + block_k - 1) // block_k",
          "seq.n_k // block_k"),
         ("heads", f"{CPU}.kernels.forward:forward_work_tile", "h // args[GROUP]", "h % (args[HEADS] // args[GROUP])"),
-        ("lse", f"{CPU}.kernels.panels:epilogue", "row_max + np.log(row_sum)", "row_max - np.log(row_sum)"),
-        ("sink", f"{CPU}.kernels.panels:epilogue", "row_sum * rescale", "row_sum"),
+        ("lse", f"{CPU}.kernels.forward:epilogue", "row_max + np.log(row_sum)", "row_max - np.log(row_sum)"),
+        ("sink", f"{CPU}.kernels.forward:epilogue", "row_sum * rescale", "row_sum"),
         ("gradient", f"{CPU}.kernels.backward:bwd_preprocess",
          "total -= q_stats(args, DLSE, seq, b, h, first, count)[i]",
          "total += q_stats(args, DLSE, seq, b, h, first, count)[i]"),
@@ -89,7 +89,7 @@ ROWS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     ),
     PAIRS: (
         ("scale", f"{CPU}.argument_block:ArgumentBlock._set_scales", "abs(scale)", "scale"),
-        ("lse", f"{CPU}.kernels.panels:epilogue", "m[i] * scale", "m[i]"),
+        ("lse", f"{CPU}.kernels.forward:epilogue", "m[i] * scale", "m[i]"),
     ),
     DECODE: (
         ("splits", f"{CPU}.kernels.decode:epilogue", "exp_below(m[row] - m_safe) / row_sum", "1 / row_sum"),

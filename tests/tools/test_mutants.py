@@ -8,6 +8,7 @@ from pathlib import Path
 
 import mutants
 import pytest
+from attack import test_faults as fuzzer
 from mutants import Fault
 from mutants.__main__ import judge
 from mutants.faults import FAULTS
@@ -29,6 +30,8 @@ def test_every_fault_fits() -> None:
             assert ast.dump(ast.parse(text)) != ast.dump(ast.parse(changed)), fault
         paths = [word for word in fault.tests.split() if word.startswith("tests/")]
         assert paths and all(path.startswith(folders) and (ROOT / path).exists() for path in paths), fault
+    for planted in (*fuzzer.FAULTS, *fuzzer.APART, *fuzzer.CACHES):
+        assert (ROOT / "flashkit" / planted.file).read_text().count(planted.text) == 1, planted
 
 
 def test_where_a_fault_goes() -> None:

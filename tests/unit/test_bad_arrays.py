@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from test_numbers import Nameless
 
 import flashkit
 from flashkit import BlockMask, mods
@@ -25,11 +26,6 @@ Q = RNG.standard_normal((1, 2, 9, 8)).astype(np.float32)
 
 class Subclass(np.ndarray):
     pass
-
-
-class Nameless:
-    def __repr__(self) -> str:
-        raise RuntimeError("has no text")
 
 
 def variants(x: np.ndarray, folder: Path) -> Iterator[tuple[str, Any]]:
@@ -89,12 +85,7 @@ CALLS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "grid": (np.tri(3, dtype=bool), lambda x: flashkit.attention(Q, Q, Q, block_mask=BlockMask.from_dense(x, 3, 3))),
     "dout": (Q, lambda x: flashkit.attention_vjp(Q, Q, Q)[1](x)[0]),
     "dlse": (np.ones((1, 2, 9), np.float32), lambda x: flashkit.attention_vjp(Q, Q, Q)[1](Q, x)[0]),
-    "scale": (None, lambda x: flashkit.attention(Q, Q, Q, scale=x)),
-    "softcap": (None, lambda x: flashkit.attention(Q, Q, Q, softcap=x)),
-    "dropout_p": (None, lambda x: flashkit.attention(Q, Q, Q, dropout_p=x, seed=1)),
-    "seed": (None, lambda x: flashkit.attention(Q, Q, Q, dropout_p=0.5, seed=x)),
     "window": (None, lambda x: flashkit.attention(Q, Q, Q, window=x)),
-    "left": (None, lambda x: flashkit.attention(Q, Q, Q, window=(x, 0))),
     "causal": (None, lambda x: flashkit.attention(Q, Q, Q, causal=x)),
     "layout": (None, lambda x: flashkit.attention(Q, Q, Q, layout=x)),
     "precision": (None, lambda x: flashkit.attention(Q, Q, Q, precision=x)),
@@ -111,14 +102,13 @@ CALLS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "wrt": (None, lambda x: flashkit.attention_vjp(Q, Q, Q)[1](Q, wrt=x)),
 }
 
-NAMED = {"left": "window", "grid": "(grid|block_mask)", "table": "(table|Expr)", "index": "(index|Expr)",
+NAMED = {"grid": "(grid|block_mask)", "table": "(table|Expr)", "index": "(index|Expr)",
          "modification": "(modification|traced|mod)", "block_mask": "block_mask", "param": "(param|mod)"}  # fmt: skip
 """What an error says instead of the argument's name."""
 
 ANY = {
-    "scale": {"2^63", "2^70"}, "softcap": {"2^63", "2^70"}, "left": {"2^63", "2^70", "10^5000"}, "wrt": {"empty",
-    "dict"},
-    "seed": {"2^63"}, "modification": {"NaN", "infinity", "2^63", "2^70"}, "param": {"NaN", "infinity"}, "table": set(),
+    "wrt": {"empty", "dict"}, "modification": {"NaN", "infinity", "2^63", "2^70"}, "param": {"NaN", "infinity"},
+    "table": set(),
 }  # fmt: skip
 """Values that an argument takes."""
 

@@ -21,11 +21,18 @@ T = RNG.standard_normal((9, 2, 8)).astype(np.float32)  # packed
 POOL = RNG.standard_normal((4, 3, 2, 8)).astype(np.float32)
 CAUSAL = mods.causal()
 
+
+class Nameless:
+    def __repr__(self) -> str:
+        raise RuntimeError("has no text")
+
+
 NO_NUMBER: dict[str, Any] = {
     "no text": "", "digits": "1", "NumPy's digits": np.str_("1"), "bytes": b"1", "true": True, "false": False,
     "NumPy's bool": np.True_, "bool without axes": np.array(True), "complex": 1 + 0j, "NumPy's complex":
     np.complex64(1), "list": [1], "one element": np.ones(1), "text without axes": np.array("1"),
-    "object": np.array(1, object), "date": np.datetime64(1, "s"), "masked": np.ma.masked, "type": int,
+    "object": np.array(1, object), "date": np.datetime64(1, "s"), "masked": np.ma.masked, "type": int, "dict": {},
+    "ragged": [[1, 2], [3]], "slice": slice(1), "without text": Nameless(), "generator": iter([1]),
 }  # fmt: skip
 NO_FINITE: dict[str, Any] = {
     "NaN": float("nan"), "infinity": float("inf"), "-infinity": np.float32(-np.inf), "10^400": 10**400,

@@ -80,5 +80,5 @@ def test_weights_are_drawn() -> None:
 
 def test_without_matplotlib_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
+    with pytest.raises(ImportError, match=r"pip install matplotlib$"):
         flashkit.plot_weights(np.zeros((4, 8)), np.zeros((4, 8)))

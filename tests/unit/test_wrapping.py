@@ -8,16 +8,13 @@ from __future__ import annotations
 import ast
 import ctypes
 import operator
-import re
-import shutil
-import subprocess
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+import cpp
 import numpy as np
 import operands as operands_
 import pytest
@@ -202,38 +199,11 @@ def test_the_cpu_classifies_tiles() -> None:
     assert proofs > 25
 
 
-def cuda_helpers() -> str:
-    """The parts of scalar.cuh that integers need, as C++."""
-    text = (Path(flashkit.__file__).parent / "backends/cupy_raw/kernels/common/scalar.cuh").read_text()
-    parts = [
-        r"template <typename T> DEVICE T fk_abs.*\n",
-        r"template <typename T, typename U> DEVICE auto fk_m(?:in|ax).*\n",
-        r"// Python's // and %(?:.|\n)*?(?=DEVICE float fk_floordiv)", r"DEVICE double fk_floordiv.*\n",
-        r"// Integers that may overflow(?:.|\n)*?\n\n", r"// An array of a modification(?:.|\n)*?\n};\n",
-        r"template <typename T, int N> DEVICE long long fk_load_int(?:.|\n)*?\n}\n",
-        r"// Minimum \(LEAST\)(?:.|\n)*?fk_load_max(?:.|\n)*?\n}\n",
-    ]  # fmt: skip
-    found = ["\n".join(re.findall(part, text)) for part in parts]
-    assert all(found)
-    head = """
-#include <cmath>
-using std::floor;
-#define DEVICE static
-typedef double fk_float;
-enum { EMPTY, PARTIAL, FULL };
-struct Params { const long long *values; };
-"""
-    return head + "\n".join(found)
-
-
 def test_cuda_text_classifies_and_wraps(tmp_path: Path) -> None:
     """Compiled as C++, in which overflow of signed integers means nothing: the compiler traps where one happens."""
-    compiler = shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler here")
     from flashkit.backends.cupy_raw import modify
 
-    masks, texts = some_masks(), [cuda_helpers()]
+    masks, texts = some_masks(), ["enum { EMPTY, PARTIAL, FULL };\nstruct Params { const long long *values; };"]
     for n, mod in enumerate(masks):
         spec, _ = problem_of(mod)
         of = modify._function(spec, "int classify", modify._CORNERS, list(spec.tile_state), modify.STATE)
@@ -245,13 +215,8 @@ def test_cuda_text_classifies_and_wraps(tmp_path: Path) -> None:
             f'extern "C" int visible{n}(long long row, long long q, long long k, Params p) '
             f"{{ return m{n}::visible(0, 0, row, q, k, p); }}\n"
         )
-    source, library = tmp_path / "masks.cpp", tmp_path / "masks.so"
-    source.write_text("\n".join(texts))
-    flags = ["-std=c++17", "-O1", "-ftrapv", "-fsanitize=signed-integer-overflow", "-fsanitize-undefined-trap-on-error"]
-    command = [compiler, *flags, "-shared", "-fPIC", "-w", "-o", str(library), str(source)]
-    built = subprocess.run(command, capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr[:3000]
-    functions, proofs = ctypes.CDLL(str(library)), 0
+    flags = ["-ftrapv", "-fsanitize=signed-integer-overflow", "-fsanitize-undefined-trap-on-error"]
+    functions, proofs = cpp.compiled("\n".join(texts), tmp_path, *flags), 0
     for n, mod in enumerate(masks):
         spec, operands = problem_of(mod)
         words: list[int] = []
@@ -533,17 +498,6 @@ def test_positions_too_far_are_refused(offset: Any) -> None:
 def test_block_masks_too_large_are_refused() -> None:
     with pytest.raises(ValueError, match="n_k: expected an integer from 0 to 281474976710656, got"):
         BlockMask.from_mod(mods.causal(), 8, 2**50, 128, 2**40, q_offset=0)
-
-
-@cache
-def _window(side: int) -> Mod:
-    return mods.sliding_window(side, side)
-
-
-def test_windows_beyond_all_positions_bound_nothing() -> None:
-    assert _window(2**60).expr is expr.TRUE
-    assert _window(GREATEST).expr is expr.TRUE
-    assert _window(2**49).expr is not expr.TRUE
 
 
 @pytest.mark.parametrize("dtype", ["bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))])

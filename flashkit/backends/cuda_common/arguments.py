@@ -71,10 +71,12 @@ class Arguments(KernelArguments):
             operands.kv_lengths = self._on_device(operands.kv_lengths, np.int64)
             words[AT["kv_lengths"]] = self._integers(operands.kv_lengths)
         if spec.packed:
-            given = (each for each in operands.cu_seqlens or () if each is not None)  # pages have no offsets of keys
-            operands.cu_seqlens = tuple(self._on_device(offsets, np.int64) for offsets in given)
-            for at, offsets in enumerate(operands.cu_seqlens, AT["cu_seqlens_q"]):
-                words[at] = self.address(offsets)
+            of_q, of_k = operands.cu_seqlens or (None, None)  # pages have no offsets of keys
+            of_q, of_k = (each if each is None else self._on_device(each, np.int64) for each in (of_q, of_k))
+            operands.cu_seqlens = of_q, of_k
+            for name, offsets in (("cu_seqlens_q", of_q), ("cu_seqlens_k", of_k)):
+                if offsets is not None:
+                    words[AT[name]] = self.address(offsets)
         if spec.sinks:
             words[AT["sinks"]] = self.address(operands.sinks)
         if spec.dropout:

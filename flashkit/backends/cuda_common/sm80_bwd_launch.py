@@ -27,11 +27,13 @@ class LaunchGeometry(NamedTuple):
     workspace: Workspace
 
 
-class OrderedBackward:
-    """Preprocess; then all gradients, a CTA per key tile, which add to dq_accum in a fixed order; then postprocess.
+class MmaBackward:
+    """Preprocess; then all gradients, a CTA per key tile, which add to dq_accum; then postprocess.
 
-    `tile` has block_q, block_k, warps and shared_memory; columns: of a row of dq_accum.
+    `tile` has block_q, block_k, warps and shared_memory; columns: of a row of dq_accum. ordered: they add in one order.
     """
+
+    ordered = True
 
     def __init__(
         self, kernels: Kernels, spec: AttentionSpec, device: Device, tile: Any, why: str,
@@ -50,9 +52,10 @@ class OrderedBackward:
         tiles_k, tiles_q = arguments.k_tiles(tile.block_k), arguments.q_tiles(tile.block_q)
         preprocess_ctas = self.preprocess.place(arguments, workspace, tile.block_q)
         workspace.tensor("dq_accum", 4, tiles_q, tile.block_q * self._columns, zeros=True)
-        words = -(-tiles_k // 32)  # for each query tile a bit for each key tile that has been added to its dQ
-        workspace.tensor("dq_semaphore", 4, tiles_q, words, zeros=True)
-        workspace.memory("tile_counter", 4, zeros=True)
+        if self.ordered:
+            words = -(-tiles_k // 32)  # for each query tile a bit for each key tile that has been added to its dQ
+            workspace.tensor("dq_semaphore", 4, tiles_q, words, zeros=True)
+            workspace.memory("tile_counter", 4, zeros=True)
         heads_kv = arguments.entries * arguments.heads_kv
         blocks, tiles = tiles_k * heads_kv, tiles_q * arguments.entries * arguments.heads
         check_grid(blocks, tiles)

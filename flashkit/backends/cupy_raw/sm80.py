@@ -16,7 +16,7 @@ from ..cuda_common.generation import Choice, Generation, Pass, TileTables, tile_
 from ..cuda_common.launch import Kernel, check_grid
 from ..cuda_common.memory import SmemLayout, SmemTile, bytes_of_keys, heads_per_l2_group, stage_constants
 from ..cuda_common.params import AT
-from ..cuda_common.sm80_bwd_launch import OrderedBackward
+from ..cuda_common.sm80_bwd_launch import MmaBackward
 from ..cuda_common.sm90_launch import FEW_ROWS
 from . import sm80_jvp, specialise
 
@@ -270,7 +270,7 @@ def _pad_rows(spec: AttentionSpec) -> bool:
     return ITEMSIZE[spec.dtype] == 4 or max(spec.head_dim, spec.head_dim_v) > 128
 
 
-class Sm80Backward(OrderedBackward):
+class Sm80Backward(MmaBackward):
     """The backward pass."""
 
     def __init__(self, problem: Problem, device: Device, tile: Sm80BackwardTile, why: str) -> None:

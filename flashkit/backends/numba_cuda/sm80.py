@@ -21,7 +21,7 @@ from ..cuda_common.generation import Choice, Generation, Kernels, TileTables, su
 from ..cuda_common.launch import check_grid
 from ..cuda_common.memory import SmemLayout, SmemTile, bytes_of_keys, heads_per_l2_group, stage_constants
 from ..cuda_common.params import AT
-from ..cuda_common.sm80_bwd_launch import LaunchGeometry, OrderedBackward
+from ..cuda_common.sm80_bwd_launch import LaunchGeometry, MmaBackward
 from ..cuda_common.verify import Fallback
 
 THREADS = 128
@@ -138,9 +138,7 @@ class BackwardTile(SmemTile):
         """The shared memory of a CTA; SCALE holds the softmax scale."""
         fragments = self.block_q * (2 * self.block_k + 16)
         k, v = (self.block_k * row_bytes(dim, spec) for dim in (spec.head_dim, spec.head_dim_v))
-        return SmemLayout(
-            K=k, V=v, QDO=2 * self.stage(spec).bytes, P=fragments, DS=fragments, TILE_COUNTER=4, SCALE=4, END=8
-        )
+        return SmemLayout(K=k, V=v, QDO=2 * self.stage(spec).bytes, P=fragments, DS=fragments, SCALE=4, END=8)
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         columns = 64 * -(-spec.head_dim // 64) * self.block_q / (32 * self.warps)  # of dQ for a warp
@@ -154,8 +152,10 @@ class BackwardTile(SmemTile):
         }  # fmt: skip
 
 
-class Backward(OrderedBackward):
-    """The backward pass."""
+class Backward(MmaBackward):
+    """The backward pass. CTAs add to dQ in any order."""
+
+    ordered = False
 
     def __init__(self, generation: Sm80, problem: Problem, choice: Choice, tables: TileTables) -> None:
         spec, device, (tile, _, why) = problem.spec, tables.device, choice
@@ -174,8 +174,10 @@ class Backward(OrderedBackward):
         return super().run(arguments, stream)
 
 
-def on_tensor_cores(spec: AttentionSpec) -> Verdict:
+def on_tensor_cores(spec: AttentionSpec, direction: Direction) -> Verdict:
     """Whether the kernels for tensor cores, of Ampere and of Hopper, support q, k and v of this kind."""
+    if direction == "backward" and spec.deterministic:
+        return Verdict(False, "deterministic gradients run on the simt kernels, which add in one order")
     if spec.packed:
         return Verdict(False, "packed sequences run on the simt kernels")
     if spec.paged:
@@ -195,7 +197,7 @@ class Sm80(Generation):
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         if device.capability < (8, 0):
             return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, older than sm_80")
-        return on_tensor_cores(problem.spec)
+        return on_tensor_cores(problem.spec, direction)
 
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
         kind: Any = Tile

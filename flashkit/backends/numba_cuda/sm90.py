@@ -86,14 +86,10 @@ class Sm90(Generation):
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         if device.capability[0] != 9:
             return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, not sm_90")
-        if not (able := on_tensor_cores(problem.spec)):
+        if not (able := on_tensor_cores(problem.spec, direction)):
             return able
         if direction == "forward":
             return work_enough(problem, device)
-        if problem.spec.deterministic:
-            return Verdict(
-                False, "deterministic gradients run on the sm80 kernels, which always add to dQ in one order"
-            )
         if cluster_size(problem.spec) > 1:
             return Verdict(False, "gradients of more than 128 columns run on the sm80 kernels")
         return Verdict(True)

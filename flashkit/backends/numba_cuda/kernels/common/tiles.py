@@ -180,7 +180,6 @@ Walk = namedtuple(
     "Walk",
     "tile, state, "  # PARTIAL or FULL; EMPTY after the last
     "b, h, start, end, n, along_keys, "  # start ... end - 1: the range on the other axis; n: elements along this axis
-    "top, "  # of a descending walk its first tile; else -1
     "chunk, live, full, "  # tiles chunk ... chunk + 31 are classified; bit masks: not EMPTY and not yet visited, FULL
     "first_group, groups",  # 32 groups of tiles from here on are classified; those that are not EMPTY
 )
@@ -189,15 +188,13 @@ Walk = namedtuple(
 @device
 def walk_keys(p, b, h, row0, row1, n_k):
     """Tiles of BLOCK_K keys of which rows row0 ... row1 - 1 see a part."""
-    start = Walk(-1, FULL, b, h, row0, row1, n_k, True, -1, -32, 0, 0, -32, 0)
-    return next_tile(p, start)
+    return next_tile(p, Walk(-1, FULL, b, h, row0, row1, n_k, True, -32, 0, 0, -32, 0))
 
 
 @device
-def walk_queries(p, b, h, k0, k1, n_q, descending):
-    """Tiles of BLOCK_Q rows that see some of the keys k0 ... k1 - 1; descending, with a mask: the last first."""
-    top = (n_q - 1) // BLOCK_Q if HAS_MASK and descending else I(-1)
-    return next_tile(p, Walk(-1, FULL, b, h, k0, k1, n_q, False, top, -32, 0, 0, -32, 0))
+def walk_queries(p, b, h, k0, k1, n_q):
+    """Tiles of BLOCK_Q rows that see some of the keys k0 ... k1 - 1."""
+    return next_tile(p, Walk(-1, FULL, b, h, k0, k1, n_q, False, -32, 0, 0, -32, 0))
 
 
 @device
@@ -218,8 +215,6 @@ def tile_state(p, b, h, q_position, row0, row1, k0, k1):
 def classify_steps(p, walk, first, last):
     """State of the tiles of steps first ... last - 1 of the walk."""
     block = BLOCK_K if walk.along_keys else BLOCK_Q
-    if walk.top >= 0:
-        first, last = max(walk.top + 1 - last, 0), walk.top + 1 - first
     start, end = first * block, min(last * block, walk.n)
     if start >= end:
         return EMPTY
@@ -258,12 +253,10 @@ if HAS_MASK:
         if not over:
             bit = lowest_bit(live)
             tile, state = chunk + bit, FULL if (full >> bit) & 1 else PARTIAL
-            if walk.top >= 0:
-                tile = walk.top - tile
             live &= live - 1
         return Walk(
-            tile, state, walk.b, walk.h, walk.start, walk.end, walk.n, walk.along_keys, walk.top, chunk, live, full,
-            first_group, groups,
+            tile, state, walk.b, walk.h, walk.start, walk.end, walk.n, walk.along_keys, chunk, live, full, first_group,
+            groups,
         )  # fmt: skip
 
 else:
@@ -273,7 +266,7 @@ else:
         tile = walk.tile + 1
         return Walk(
             tile, FULL if exists(walk, tile) else EMPTY, walk.b, walk.h, walk.start, walk.end, walk.n,
-            walk.along_keys, walk.top, walk.chunk, walk.live, walk.full, walk.first_group, walk.groups,
+            walk.along_keys, walk.chunk, walk.live, walk.full, walk.first_group, walk.groups,
         )  # fmt: skip
 
 

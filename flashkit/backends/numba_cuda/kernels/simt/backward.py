@@ -74,7 +74,7 @@ def dkdv_tile(p, shared):
         clear(dv, V_COLUMNS)
         h = head_kv * GQA_GROUP
         while h < (head_kv + 1) * GQA_GROUP and k0 < n_k:
-            walk = walk_queries(p, b, h, k0, k1, seq_info(p, b).n_q, False)
+            walk = walk_queries(p, b, h, k0, k1, seq_info(p, b).n_q)
             while walk.state != EMPTY:
                 row0 = walk.tile * BLOCK_Q
                 q = q_rows(p, p.q, b, h, row0)

@@ -11,33 +11,23 @@
 #     s, dp          [32][KEYS_S]        registers of a warp
 #     P, dS          [BLOCK_Q][BLOCK_K]  shared memory, between these products and the next
 #     dk, dv         [32][SUMS]          registers of a warp
-#     dq             [32][SUMS_Q]        registers of a warp, then added to dq_accum in global memory (dq_semaphore.py)
+#     dq             [32][SUMS_Q]        registers of a warp, then added to dq_accum in global memory
 #
 # The PADDING_LSE of bwd_preprocess makes P of rows past the last 0. Measurements: docs/notes/ampere.md.
 
 
 # --- which key tile ---------------------------------------------------------------------------------------------------
 #
-# CTAs take work tiles from an atomic counter in the order in which they add to dQ. A CTA therefore only ever waits for
-# a CTA that is resident. p.heads_per_l2_group heads are worked on at the same time: the L2 cache holds their operands
-# and dq_accum. The last key tiles come first, and a CTA starts with its first query tile: under a causal mask that is
-# its diagonal, where it is the first to add. With a mask the last group of heads runs in the reverse order, longest
-# first, so that all CTAs end at about the same time.
+# p.heads_per_l2_group heads are worked on at the same time: the L2 cache holds their operands and dq_accum. The first
+# key tiles come first: under a causal mask they take longest.
 
 
 @device
-def initial_work_tile(p, base):
-    """Batch entry, key/value head and key tile of this CTA, and whether its query tiles come in descending order."""
-    if thread() == 0:
-        store_word(base + AT_TILE_COUNTER, i32(fetch_add(p.tile_counter, 1)))
-    threads_sync()
-    index, heads = u32(load_word(base + AT_TILE_COUNTER)), u32(u32(p.heads) // u32(GQA_GROUP))
-    tiles, all_heads = u32(num_k_tiles(p, BLOCK_K)), u32(heads * u32(p.batch))
-    group = u32(p.heads_per_l2_group)
-    tile, head = tile_coord(index, tiles, all_heads, group)
-    descending = HAS_MASK and all_heads > group and head >= u32(u32(all_heads - u32(1)) // group * group)
-    number = i32(tile) if descending else i32(tiles - u32(1) - tile)
-    return i32(head // heads), i32(head % heads), number, descending
+def key_tile_of_cta(p):
+    """Batch entry, key/value head and key tile of this CTA."""
+    heads = u32(u32(p.heads) // u32(GQA_GROUP))
+    tile, head = tile_coord(block(), u32(num_k_tiles(p, BLOCK_K)), u32(heads * u32(p.batch)), u32(p.heads_per_l2_group))
+    return i32(head // heads), i32(head % heads), i32(tile)
 
 
 # --- the kernel -------------------------------------------------------------------------------------------------------
@@ -66,24 +56,20 @@ def sm80_backward(p):
     base = shared_address()
     if thread() == 0:  # each tile loads it; else each would convert it from float64
         store_word(base + AT_SCALE, as_int(softmax_scale_log2(p)))
-    b, head, tile_k, descending = initial_work_tile(p, base)
+    b, head, tile_k = key_tile_of_cta(p)
     warp, lane = i32(thread() // 32), i32(thread() % 32)
     n_k, q_position = i32(seq_info(p, I(b)).n_k), seq_info(p, I(b)).q_position
-    k0, tiles_k = tile_k * BLOCK_K, i32((n_k + BLOCK_K - 1) // BLOCK_K)
-    # Key tiles add_after ... add_end - 1 add to dQ before this one.
-    add_after, add_end = (0, tile_k) if descending else (tile_k + 1, tiles_k)
+    k0 = tile_k * BLOCK_K
     rows, keys = warp // ACROSS_S * 32, warp % ACROSS_S * KEYS_S  # of S, that this warp computes
     dk, dv = filled(ZERO, SUMS), filled(ZERO, SUMS_V)
     load_tile(base, p.k, b, head, k0, n_k, BLOCK_K, HEAD_DIM, PADDED_QK)
     load_tile(base + AT_V, p.v, b, head, k0, n_k, BLOCK_K, HEAD_DIM_V, PADDED_V)
-    if k0 < n_k:
-        semaphore_skip_empty(p, b, head, tile_k, n_k)
 
     h, stage = I(head) * GQA_GROUP, I(0)
     last = h + GQA_GROUP if k0 < n_k else h
     while h < last:
-        n_q, previous = p.n_q, I(-1)
-        walk = walk_queries(p, I(b), h, I(k0), min(I(k0) + BLOCK_K, I(n_k)), n_q, descending)
+        n_q = p.n_q
+        walk = walk_queries(p, I(b), h, I(k0), min(I(k0) + BLOCK_K, I(n_k)), n_q)
         if walk.state != EMPTY:
             load_qdo(p, base + AT_QDO + stage * STAGE_BYTES, b, h, walk.tile)
             cp_async_commit()
@@ -113,25 +99,18 @@ def sm80_backward(p):
             cp_async_commit()
             compute_ds(staged + (AT_DS - AT_P), full, dp, p_slope, dropped, own_rows)
             threads_sync()  # all threads see P and dS
-            if previous >= 0 and thread() == THREADS - 1:
-                semaphore_release(p, b, h, previous, tile_k)
-            semaphore, dq_accum = semaphore_at(p, b, h, walk.tile), dq_accum_at(p, b, h, walk.tile, warp)
+            dq_accum = dq_accum_at(p, b, h, walk.tile, warp)
             share = warp % ACROSS_KV
             first, first_v = share * (SUMS // 8), share * (SUMS_V // 8)
-            missing = semaphore_missing(semaphore, add_after, add_end)
             if not DQ_FIRST:
                 dv = gemm_tn(dv, base + AT_P, qdo + AT_STAGE_DOUT, first_v)
             dq = compute_dq(base + AT_DS, base)
-            semaphore_wait(semaphore, missing, add_after, add_end)
             if DQ_FIRST:
                 dv = gemm_tn_adding(dv, base + AT_P, qdo + AT_STAGE_DOUT, first_v, dq, dq_accum)
                 dk = gemm_tn(dk, base + AT_DS, qdo, first)
             else:
                 dk = gemm_tn_adding(dk, base + AT_DS, qdo, first, dq, dq_accum)
-            previous, stage, walk = walk.tile, 1 - stage, ahead
-        threads_sync()  # all threads have added
-        if previous >= 0 and thread() == THREADS - 1:
-            semaphore_release(p, b, h, previous, tile_k)
+            stage, walk = 1 - stage, ahead
         h += 1
 
     cp_async_commit()

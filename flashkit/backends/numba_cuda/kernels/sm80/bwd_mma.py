@@ -1,4 +1,4 @@
-# parts: common/fragment sm80/bwd_layout sm80/mma sm80/dq_semaphore
+# parts: common/fragment sm80/bwd_layout sm80/mma
 # The five matrix products of the backward pass, with the copies and additions that are interleaved with them.
 
 
@@ -56,6 +56,24 @@ def key_address(p_tile):
 def gemm_tn(sums, p_tile, rows, first):
     """sums += P^T rows, or dS^T rows, for this warp's 32 keys and its columns, from vector `first` on."""
     return repeat(mma_step_tn, STEPS_KV, sums, (key_address(p_tile), rows, first))
+
+
+@device
+def reduce_add_fragment(i, four, address):
+    """Adds four neighbouring registers of a lane to dq_accum."""
+    if VECTOR_ADDS:
+        red_add_four(address + 512 * i, four)
+    else:
+        for j in range(4):
+            red_add(address + 512 * i + 4 * j, four[j])
+
+
+@device
+def dq_accum_at(p, b, h, tile, warp):
+    """Address of a lane's part of dq_accum, which lies in memory as fragments: four registers of each lane in turn."""
+    head_accum = number_address(p.dq_accum, I(b), I(h), I(0))
+    of_tile = I(tile) * (4 * BLOCK_Q * PADDED_QK)
+    return head_accum + of_tile + 128 * SUMS_Q * warp + 16 * (thread() % 32)
 
 
 @device

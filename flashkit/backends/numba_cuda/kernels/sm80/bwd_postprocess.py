@@ -1,4 +1,4 @@
-# parts: sm80/dq_semaphore sm80/bwd_epilogue
+# parts: sm80/bwd_epilogue
 # The postprocess of the backward pass: dQ from dq_accum, which lies in memory as fragments. A CTA takes a query tile, a
 # thread eight columns of two rows: the part of the four lanes that share these rows.
 
