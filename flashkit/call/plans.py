@@ -17,7 +17,7 @@ from .. import dispatch
 from ..devices.forking import inner_lock
 from ..mods import Mod
 from ..mods.block_mask import BlockMask
-from ..options import OPTIONS, Role
+from ..options import OPTIONS, PLAIN, Role
 from ..spec import ALIGNMENT, SCALES, Operands
 from . import arrays
 from .arguments import Prepared, prepare
@@ -38,7 +38,6 @@ _MAX_MASK_BYTES = 1 << 20  # of a block mask that a cached plan keeps alive
 _plans: dict[Any, Any] = {}  # plans, and `torch_plans.Layouts`; each has a `last_use`
 _lock = inner_lock()
 _ticks = count()
-_SCALARS = frozenset({bool, int, float, str, type(None)})
 
 
 def plan_of(call: Call, backend: str | None, return_lse: bool, recorded: bool = False) -> Planned | Once:
@@ -175,7 +174,7 @@ def key_of(
     lengths, mask, modified = None, None, False
     offsets: tuple[Any, ...] = ()
     for name, value in options.items():
-        if type(value) in _SCALARS:
+        if type(value) in PLAIN:
             if name == "dropout_p" and value:
                 return None
             parts += name, type(value), value

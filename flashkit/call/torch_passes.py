@@ -56,30 +56,18 @@ Scalars = tuple[tuple[str, Any], ...]
 """Those of SCALARS among them, with their names, without those at their defaults."""
 
 
-def _keywords(tensors: Tensors, options: Scalars, mods: Mods | None) -> dict[str, Any]:
-    """The arguments of a call as those of flashkit.attention, without those at their defaults."""
-    keywords: dict[str, Any] = dict(options)
+def keywords_of(tensors: Tensors, options: Scalars, mods: Mods | None) -> dict[str, Any]:
+    """The arguments of a call as those of flashkit.attention, tensors without marks of autograd."""
+    keywords: dict[str, Any] = {**dict(options), **{name: x.detach() for name, x in tensors.items()}}
     window = keywords.pop("window_left", None), keywords.pop("window_right", None)
     if window != (None, None):
         keywords["window"] = window
-    for name, tensor in tensors.items():
-        if name == "seed":
-            keywords["seed"] = int(tensor)
-        elif name == "q_offsets":
-            keywords["q_offset"] = tensor
-        elif name == "cu_seqlens_q":
-            keywords["cu_seqlens"] = tensor
-        elif name == "cu_seqlens_k":
-            keywords["cu_seqlens"] = keywords["cu_seqlens"], tensor
-        else:
-            keywords[name] = tensor
+    if "seed" in keywords:
+        keywords["seed"] = int(keywords["seed"])
+    for name, own in _NAMES.items():
+        if given := [keywords.pop(each) for each in own if each in keywords]:
+            keywords[name] = given[0] if len(given) == 1 else tuple(given)
     return keywords if mods is None else keywords | mods.options()
-
-
-def keywords_of(tensors: Tensors, options: Scalars, mods: Mods | None) -> dict[str, Any]:
-    """The arguments of a call as those of flashkit.attention, tensors without marks of autograd."""
-    plain = {name: x.detach() for name, x in tensors.items()}
-    return _keywords(plain, options, mods)
 
 
 def bhnd_in_bnhd_memory(q: Any, layout: str) -> bool:
@@ -125,7 +113,7 @@ def forward(
             result = [interop.TORCH.own(x, q) for x in (output if with_lse else (output,))]
     else:
         qkv = q, k, v
-        keywords = _keywords(tensors, options, mods)
+        keywords = keywords_of(tensors, options, mods)
         transposed = bhnd_in_bnhd_memory(q, keywords.get("layout", "bhnd")) and "page_table" not in tensors
         if transposed:
             qkv = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -175,7 +163,7 @@ def backward(
             given = q, k, v, out, lse, *read.values()
             recorded = planned.recorded_on(*map(memory, given))
             return _gradients(Vjp(recorded), q, memory(dout), None if dlse is None else memory(dlse), wrt)
-    keywords = _keywords(tensors, options, mods)
+    keywords = keywords_of(tensors, options, mods)
     backend = keywords.pop("backend", None)
     with Call("attention", q, k, v, keywords) as call:
         is_memory = type(call.q) in (View, np.ndarray)
