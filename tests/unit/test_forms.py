@@ -135,7 +135,7 @@ def reshape(array: np.ndarray, shape: tuple[int, ...]) -> None:
 @pytest.mark.filterwarnings("ignore:q has")
 @pytest.mark.parametrize("cached", [False, True], ids=["new", "cached"])
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_a_form_that_another_thread_sets(name: str, cached: bool) -> None:
     shapes, call = CALLS[name]
     given, turns = made(**shapes), itertools.count()
