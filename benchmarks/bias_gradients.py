@@ -156,19 +156,21 @@ def _xla(name: str, sizes: Any, kind: str, shape: tuple[int, ...], device: str) 
 
 
 def timed(found: dict[str, Callable[[], Any]], device: str, rounds: int) -> dict[str, float]:
-    """Medians, in milliseconds, of runs in turns."""
+    """Medians, in milliseconds, of runs in turns; on a GPU of three at a time, unless they are long."""
+
+    def milliseconds(run: Callable[[], Any], repeats: int = 1) -> float:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) * 1e3 / repeats
+
     times: dict[str, list[float]] = {system: [] for system in found}
     for _ in range(rounds):
         for system, run in found.items():
-            run()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            start, repeats = time.perf_counter(), 3 if device == "cuda" else 1
-            for _ in range(repeats):
-                run()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            times[system].append((time.perf_counter() - start) * 1e3 / repeats)
+            short = milliseconds(run) < 50
+            times[system].append(milliseconds(run, 3 if device == "cuda" and short else 1))
     return {system: round(statistics.median(each), 4) for system, each in times.items()}
 
 

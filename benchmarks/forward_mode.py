@@ -1,4 +1,4 @@
-"""JVPs and statistics against the forward pass, and beside other libraries: JSON lines.
+"""JVPs and statistics against the forward pass, also with options, and beside other libraries: JSON lines.
 
     python benchmarks/forward_mode.py                    # NumPy arrays, float32
     python benchmarks/forward_mode.py --device cuda      # CuPy arrays, bfloat16
@@ -23,6 +23,28 @@ CASES = {
     "cuda": [(4, 16, 4096, 64, False), (2, 16, 8192, 128, False), (2, 16, 8192, 128, True)],
 }
 STATISTICS = ("entropy", "max_logit")
+WITH_OPTIONS = ("forward", "jvp")
+OPTION_SIZES = {"cpu": [(1, 4, 1024, 64)], "cuda": [(4, 16, 4096, 64), (2, 16, 4096, 128)]}
+
+
+def options_of(xp: Any, batch: int, heads: int, n: int) -> dict[str, dict[str, Any]]:
+    """Options of calls, by name. Sequences that are packed have an eighth to a half of the tokens."""
+    rng = np.random.default_rng(1)
+
+    def array(*shape: int) -> Any:
+        return xp.asarray(rng.random(shape, np.float32))
+
+    return {
+        "window": {"window": (n // 8, 0)},
+        "softcap": {"softcap": 30.0},
+        "slopes": {"alibi_slopes": array(heads), "causal": True},
+        "T5 table": {"score_mod": flashkit.mods.t5_bias(array(32, heads))},
+        "bias": {"bias": array(1, heads, n, n)},
+        "mask": {"mask": array(1, 1, n, n) < 0.9},
+        "dropout": {"dropout_p": 0.1, "seed": 0},
+        "lengths": {"kv_lengths": np.linspace(n // 4, n, batch).astype(np.int64)},
+        "packed": {"cu_seqlens": np.array([0, n // 8, n // 4, n // 2, n]), "causal": True},
+    }
 
 
 def best(call: Callable[[], Any], wait: Callable[[], Any], seconds: float = 1.0) -> float:
@@ -123,19 +145,30 @@ def main() -> None:
                 calls |= library(tensors, tangents, causal, on_gpu)
             except Exception as error:  # another library refuses the arrays
                 print(json.dumps({"skipped": library.__name__, "why": str(error)[:200]}), flush=True)
-        forward = 0.0
-        for name, call in calls.items():
-            case = {"device": arguments.device, "dtype": dtype.name, "shape": [batch, heads, n, d], "causal": causal}
-            try:
-                ms = best(call, wait, arguments.seconds)
-            except Exception as error:  # out of memory, or not supported
-                print(json.dumps({**case, "what": name, "error": str(error)[:200]}), flush=True)
-                continue
-            forward = forward or ms
-            print(
-                json.dumps({**case, "what": name, "ms": round(ms, 4), "over_forward": round(ms / forward, 3)}),
-                flush=True,
-            )
+        case = {"device": arguments.device, "dtype": dtype.name, "shape": [batch, heads, n, d]}
+        measure({**case, "causal": causal}, calls, wait, arguments.seconds)
+    for batch, heads, n, d in OPTION_SIZES[arguments.device]:
+        rng = np.random.default_rng(0)
+        six = [xp.asarray(rng.standard_normal((batch, heads, n, d), np.float32).astype(dtype)) for _ in range(6)]
+        for name, options in options_of(xp, batch, heads, n).items():
+            given = six if name != "packed" else [x[0].swapaxes(0, 1) for x in six]
+            calls = {what: call for what, call in ours(given[:3], given[3:], options).items() if what in WITH_OPTIONS}
+            case = {"device": arguments.device, "dtype": dtype.name, "shape": list(given[0].shape), "options": name}
+            measure(case, calls, wait, arguments.seconds)
+
+
+def measure(case: dict[str, Any], calls: dict[str, Callable[[], Any]], wait: Callable[[], Any], seconds: float) -> None:
+    """A line for each call; the first one is what the others are compared with."""
+    forward = 0.0
+    for name, call in calls.items():
+        try:
+            ms = best(call, wait, seconds)
+        except Exception as error:  # out of memory, or not supported
+            print(json.dumps({**case, "what": name, "error": str(error)[:200]}), flush=True)
+            continue
+        forward = forward or ms
+        line = {**case, "what": name, "ms": round(ms, 4), "over_forward": round(ms / forward, 3)}
+        print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

@@ -270,25 +270,17 @@ def _form(name: str, x: Any, shape: tuple[int, ...], layout: str) -> Any:
 # --- the program ------------------------------------------------------------------------------------------------------
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _attend(static: Static, with_lse: bool, q: Any, k: Any, v: Any, arrays: Arrays) -> tuple[Any, ...]:
-    """(out,) or (out, lse) of four axes each, and three."""
-    return _differentiable(static, with_lse, q, k, v, arrays)
-
-
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _differentiable(static: Static, with_lse: bool, q: Any, k: Any, v: Any, given: Arrays) -> tuple[Any, ...]:
-    return _forward(static, with_lse, q, k, v, given)
-
-
-def _forward(static: Static, with_lse: bool, q: Any, k: Any, v: Any, arrays: Arrays) -> tuple[Any, ...]:
+def _differentiable(static: Static, with_lse: bool, q: Any, k: Any, v: Any, arrays: Arrays) -> tuple[Any, ...]:
+    """(out,) or (out, lse) of four axes each, and three."""
     results = {"out": jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), q.dtype)}
     if with_lse:
         heads_first = dict(static).get("layout", "bhnd") == "bhnd"
         batch, heads, n_q = q.shape[:-1] if heads_first else (q.shape[0], q.shape[2], q.shape[1])
         lse_dtype = np.float64 if q.dtype == np.float64 else np.float32
         results["lse"] = jax.ShapeDtypeStruct((batch, heads, n_q), lse_dtype)
-    found = _call(static, _run_forward, results, {"q": q, "k": k, "v": v, **arrays})
+    given = {"q": q, "k": k, "v": v, **arrays}
+    found = _varying_alike(_call("forward", static, given, results), _varying_axes(given))
     return tuple(found[name] for name in results)
 
 
@@ -304,37 +296,26 @@ def _jvp(static: Static, with_lse: bool, primals: Any, tangents: Any) -> Any:
 
 
 _differentiable.defjvp(_jvp, symbolic_zeros=True)
+_attend = jax.jit(_differentiable, static_argnums=(0, 1))
 
 
-def _derivative(kind: str, static: Static, arrays: Arrays, results: Arrays, extra: int) -> Arrays:
-    """What `derivative_p` computes in a program."""
-    axes = {name: len(x.shape) - extra for name, x in (*arrays.items(), *results.items())}
+def _call(kind: str, static: Static, arrays: Arrays, results: Arrays, extra: int = 0) -> Arrays:
+    """A callback in the program, which fills the results by a function of `_RUN`. It gets them as "to NAME", since they
+    have the names of tangents that are given. extra: axes that vmap has put before those of each array.
+    """
+    places = {**arrays, **{f"to {name}": x for name, x in results.items()}}
+    axes = {name: len(x.shape) - extra for name, x in places.items()}
 
     def callback(context: Any, out: Any, given: Any) -> None:
-        # Results have the names of tangents that are given.
         with _views(context, {**given, **{f"to {name}": x for name, x in out.items()}}) as named:
-            places = {f"to {name}" if name in results else name: n for name, n in axes.items()} | {
-                name: len(x.shape) - extra for name, x in arrays.items()
-            }
-            _each(static, places, named, partial(_RUN[kind], static))
+            _each(static, axes, named, partial(_RUN[kind], static))
 
-    found: Arrays = buffer_callback(callback, results)(arrays)
+    method = "expand_dims" if kind == "forward" else None  # derivatives have a rule of their own
+    found: Arrays = buffer_callback(callback, results, vmap_method=method)(arrays)
     return found
 
 
-evaluated_by(_derivative)
-
-
-def _call(static: Static, run: Callable[..., None], results: Arrays, arrays: Arrays) -> Any:
-    """A callback in the program: run(static, arrays and results) fills the results."""
-    axes = {name: len(x.shape) for name, x in (*arrays.items(), *results.items())}
-
-    def callback(context: Any, out: Any, given: Any) -> None:
-        with _views(context, {**given, **out}) as named:
-            _each(static, axes, named, partial(run, static))
-
-    found: Arrays = buffer_callback(callback, results, vmap_method="expand_dims")(arrays)
-    return _varying_alike(found, _varying_axes(arrays))
+evaluated_by(_call)
 
 
 def _varying_axes(arrays: Arrays) -> frozenset[str]:
@@ -408,7 +389,7 @@ def _options(static: Static, arrays: Arrays) -> Arrays:
 
 
 def _run_forward(static: Static, arrays: Arrays) -> None:
-    q, k, v, out, lse = (arrays.get(name) for name in ("q", "k", "v", "out", "lse"))
+    q, k, v, out, lse = (arrays.get(name) for name in ("q", "k", "v", "to out", "to lse"))
     found: Any = api.attention(q, k, v, out=out, return_lse=lse is not None, **_options(static, arrays))
     if lse is not None:
         lse[...] = found[1]
@@ -442,4 +423,4 @@ def _run_second(static: Static, arrays: Arrays) -> None:
             arrays[f"to d{name}"][...] = gradient
 
 
-_RUN = {"tangent": _run_tangent, "pull_back": _run_pull_back, "second": _run_second}
+_RUN = {"forward": _run_forward, "tangent": _run_tangent, "pull_back": _run_pull_back, "second": _run_second}

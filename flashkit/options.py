@@ -168,6 +168,9 @@ TYPES = {name: get_args(hint)[0] for name, hint in Options.__annotations__.items
 
 DEFAULTS = {name: option.default for name, option in OPTIONS.items()}
 
+PLAIN = frozenset({type(None), bool, int, float, str})
+"""Types of numbers, flags and names."""
+
 FIXED = tuple(name for name, option in OPTIONS.items() if not option.by_position)
 """Options that mean the same for a part of the queries and keys as for all."""
 

@@ -132,7 +132,9 @@ def _arguments(q: Any, options: Any, backend: str | None) -> tuple[Any, Tensors,
             left, right = x
             scalars |= {f"window_{side}": n for side, n in (("left", left), ("right", right)) if n is not None}
         elif name == "cu_seqlens":
-            tensors |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), x if isinstance(x, tuple) else (x,)))
+            tensors["cu_seqlens_q"] = x[0] if isinstance(x, tuple) else x
+            if isinstance(x, tuple):
+                tensors["cu_seqlens_k"] = x[1]
         elif name == "bias" or (name == "mask" and x.is_floating_point()):
             tensors["bias"] = tensors["bias"] + x if "bias" in tensors else x
         elif name in ARRAYS and (is_tensor or name != "q_offset"):

@@ -17,7 +17,7 @@ from ..call.arguments import Prepared, prepare
 from ..call.planned import Planned
 from ..call.sequences import are_read, offsets_of
 from ..errors import UnsupportedError
-from ..options import OPTIONS, Role
+from ..options import OPTIONS, PLAIN, Role
 from .pages import PageTable
 from .pools import Pools
 
@@ -26,8 +26,6 @@ MAX_TOKENS = 16
 
 CONSTANT = {"backend", "return_lse"}.union(name for name, option in OPTIONS.items() if option.role is Role.CONSTANT)
 """Options that are numbers, flags and names: a planned step takes no others."""
-
-_PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
 class Rest:
@@ -84,7 +82,7 @@ class StepPlans:
         types = tuple(map(type, options.values()))
         if not CONSTANT.issuperset(options):
             return None
-        if not _PLAIN.issuperset(types) and not all(map(_is_plain, options.values())):
+        if not PLAIN.issuperset(types) and not all(map(_is_plain, options.values())):
             return None
         if self._filled is not pages:
             self._fill(pages)
@@ -159,4 +157,4 @@ class StepPlans:
 
 
 def _is_plain(value: Any) -> bool:
-    return type(value) in _PLAIN or (type(value) is tuple and all(type(x) in _PLAIN for x in value))
+    return type(value) in PLAIN or (type(value) is tuple and PLAIN.issuperset(map(type, value)))

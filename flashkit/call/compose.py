@@ -12,6 +12,7 @@ from .. import mods
 from ..mods import Mod, codegen, expr
 from ..mods.expr import INT64, Expr
 from ..mods.ranges import tables
+from ..mods.tracing import values_of
 from ..spec import AttentionSpec, Operands, Slot
 from . import arrays
 
@@ -73,6 +74,12 @@ def _compose_graphs(
             f"{count}; pass numbers in an array by name, which takes a few operations"
         )
     return None if score is expr.S else score, None if visible is expr.TRUE else visible, tuple(named)
+
+
+def is_checked_once(mod: Mod) -> bool:
+    """Whether what is checked of a modification is the same for other contents of its arrays."""
+    values, indexing = values_of(mod.expr)
+    return not indexing and all(ndim is None or kind != "int" for _, ndim, kind in values)
 
 
 def check_indices(

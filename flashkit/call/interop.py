@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..options import with_axes
+from ..options import PLAIN, with_axes
 from . import views
 from .views import View, bfloat16, cupy_for
 
@@ -302,8 +302,6 @@ def is_dual(array: Any) -> bool:
 HOST_INTEGERS = with_axes("entries", "memory")
 """Arguments that may lie on the host beside arrays on a device."""
 
-_PLAIN = frozenset({type(None), bool, int, float, str})
-
 
 class Foreign:
     """The adapter between the arrays of a library, that of q, and those of NumPy or CuPy, for one call. All other
@@ -321,7 +319,7 @@ class Foreign:
         """Arguments with NumPy's or CuPy's arrays; numbers, lists, functions and None stay what they are. TypeError for
         an array of another library, on another device, or that cannot be read in place.
         """
-        return {name: value if type(value) in _PLAIN else self._native(name, value) for name, value in given.items()}
+        return {name: value if type(value) in PLAIN else self._native(name, value) for name, value in given.items()}
 
     def views(self, **given: Any) -> dict[str, Any]:
         """Arrays and None as Views, or all as `to_native` gives them."""

@@ -15,13 +15,15 @@ import numpy as np
 
 from .. import dispatch
 from ..devices.forking import inner_lock
+from ..mods import Mod
 from ..mods.block_mask import BlockMask
-from ..options import OPTIONS, Role
+from ..options import OPTIONS, PLAIN, Role
 from ..spec import ALIGNMENT, SCALES, Operands
 from . import arrays
 from .arguments import Prepared, prepare
 from .call import ONLY_TENSORS, Call, PerCall
 from .codes import on_codes, scales_of, transposed_of
+from .compose import is_checked_once
 from .planned import Once, Planned
 from .quantized import Quantized
 from .shape import LAYOUTS
@@ -36,7 +38,6 @@ _MAX_MASK_BYTES = 1 << 20  # of a block mask that a cached plan keeps alive
 _plans: dict[Any, Any] = {}  # plans, and `torch_plans.Layouts`; each has a `last_use`
 _lock = inner_lock()
 _ticks = count()
-_SCALARS = frozenset({bool, int, float, str, type(None)})
 
 
 def plan_of(call: Call, backend: str | None, return_lse: bool, recorded: bool = False) -> Planned | Once:
@@ -170,10 +171,10 @@ def key_of(
         return None
     parts: list[Any] = []
     pairs: list[Any] = []
-    lengths = mask = None
+    lengths, mask, modified = None, None, False
     offsets: tuple[Any, ...] = ()
     for name, value in options.items():
-        if type(value) in _SCALARS:
+        if type(value) in PLAIN:
             if name == "dropout_p" and value:
                 return None
             parts += name, type(value), value
@@ -201,10 +202,16 @@ def key_of(
         elif role is Role.IDENTITY and _is_small(value):
             mask = value
             parts += name, value
+        elif isinstance(value, Mod) and is_checked_once(value):
+            modified = True
+            parts += name, value.kind, value.expr, *((key, type(x), x) for key, x in value.params.items())
+            for key, array in value.arrays.items():
+                pairs.append(array.view() if arrays.kind_of(array) else array)
+                parts += key, arrays.layout(pairs[-1])
         else:
             return None
     axis, differ = 0, lengths is not None or bool(call.offsets) or bool(offsets)
-    if pairs or mask is not None:
+    if pairs or modified or mask is not None:
         if differ or not {kind if on_host else arrays.layout(q)[0]}.issuperset(map(type, pairs)):
             return None
     elif on_host and not (recorded or differ):

@@ -20,6 +20,7 @@ from ..mods.expr import Expr
 from ..mods.expr.graph import from_rows
 from ..mods.tracing import check_traced
 from . import interop
+from .compose import is_checked_once
 from .torch_tracing import from_block_mask, trace
 
 Parts = dict[str, Any]
@@ -98,6 +99,22 @@ class Mods:
         parts = [part for part in self._parts.values() if isinstance(part, Mod)]
         named = {f"{part.kind}.{name}": x for part in parts for name, x in _named(part)}
         return {name: x for name, x in named.items() if isinstance(x, torch.Tensor)}
+
+    @property
+    def form(self) -> Any:
+        """All but the captured tensors, equal for modifications that share plans; None where a plan depends on what is
+        in these tensors.
+        """
+        found = []
+        for name, part in self._parts.items():
+            if not (isinstance(part, Mod) and is_checked_once(part)):
+                return None
+            if not all(isinstance(x, torch.Tensor) for x in part.arrays.values()):
+                return None
+            if any(isinstance(x, torch.Tensor) for x in part.params.values()):
+                return None
+            found.append((name, part.expr, *((key, type(x), x) for key, x in part.params.items())))
+        return tuple(found)
 
     @property
     def requires_grad(self) -> bool:

@@ -56,30 +56,18 @@ Scalars = tuple[tuple[str, Any], ...]
 """Those of SCALARS among them, with their names, without those at their defaults."""
 
 
-def _keywords(tensors: Tensors, options: Scalars, mods: Mods | None) -> dict[str, Any]:
-    """The arguments of a call as those of flashkit.attention, without those at their defaults."""
-    keywords: dict[str, Any] = dict(options)
+def keywords_of(tensors: Tensors, options: Scalars, mods: Mods | None) -> dict[str, Any]:
+    """The arguments of a call as those of flashkit.attention, tensors without marks of autograd."""
+    keywords: dict[str, Any] = {**dict(options), **{name: x.detach() for name, x in tensors.items()}}
     window = keywords.pop("window_left", None), keywords.pop("window_right", None)
     if window != (None, None):
         keywords["window"] = window
-    for name, tensor in tensors.items():
-        if name == "seed":
-            keywords["seed"] = int(tensor)
-        elif name == "q_offsets":
-            keywords["q_offset"] = tensor
-        elif name == "cu_seqlens_q":
-            keywords["cu_seqlens"] = tensor
-        elif name == "cu_seqlens_k":
-            keywords["cu_seqlens"] = keywords["cu_seqlens"], tensor
-        else:
-            keywords[name] = tensor
+    if "seed" in keywords:
+        keywords["seed"] = int(keywords["seed"])
+    for name, own in _NAMES.items():
+        if given := [keywords.pop(each) for each in own if each in keywords]:
+            keywords[name] = given[0] if len(given) == 1 else tuple(given)
     return keywords if mods is None else keywords | mods.options()
-
-
-def keywords_of(tensors: Tensors, options: Scalars, mods: Mods | None) -> dict[str, Any]:
-    """The arguments of a call as those of flashkit.attention, tensors without marks of autograd."""
-    plain = {name: x.detach() for name, x in tensors.items()}
-    return _keywords(plain, options, mods)
 
 
 def bhnd_in_bnhd_memory(q: Any, layout: str) -> bool:
@@ -89,11 +77,25 @@ def bhnd_in_bnhd_memory(q: Any, layout: str) -> bool:
 
 def known_plan(call: Any, given: tuple[Any, ...], tensors: Tensors, options: Scalars, mods: Any) -> Any:
     """The plan of such a call, and whether its result is transposed; None if there is no such plan yet."""
-    if mods or not PAIRS.issuperset(tensors):
+    read = _read(tensors, mods)
+    if read is None:
         return None
-    if tensors:
-        given = *given, *tensors.values()
-    return torch_plans.find(torch_plans.name_of(call, tensors, options), given)
+    if read:
+        given = *given, *read.values()
+    return torch_plans.find(_name_of(call, read, options, mods), given)
+
+
+def _read(tensors: Tensors, mods: Any) -> Tensors | None:
+    """The tensors that a plan of such a call reads beside q, k and v; None where it depends on their contents."""
+    if not PAIRS.issuperset(tensors):
+        return None
+    if mods is None:
+        return tensors
+    return tensors | mods.captured if isinstance(mods, Mods) and mods.form is not None else None
+
+
+def _name_of(call: Any, read: Tensors, options: Scalars, mods: Mods | None) -> Any:
+    return torch_plans.name_of(call, read if mods is None else (*read, mods.form), options)
 
 
 def forward(
@@ -105,12 +107,13 @@ def forward(
         with interop.TORCH.scope(q):
             memory = View if q.is_cuda else interop.TORCH.memory
             # A plan reads addresses, whatever the order of the axes.
-            more = [memory(x) for x in tensors.values()] if tensors else ()
+            read = tensors if mods is None else tensors | mods.captured
+            more = [memory(x) for x in read.values()] if read else ()
             output = planned.run_on(memory(q), memory(k), memory(v), None, *more)
             result = [interop.TORCH.own(x, q) for x in (output if with_lse else (output,))]
     else:
         qkv = q, k, v
-        keywords = _keywords(tensors, options, mods)
+        keywords = keywords_of(tensors, options, mods)
         transposed = bhnd_in_bnhd_memory(q, keywords.get("layout", "bhnd")) and "page_table" not in tensors
         if transposed:
             qkv = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -121,9 +124,10 @@ def forward(
             planned = plan_of(call, backend, with_lse)
             output = call.to_caller(planned.run(call))
             result = [*output] if with_lse else [output]
-            if is_memory and not mods and _serves_others(planned, call, tensors):
-                name = torch_plans.name_of(with_lse, tensors, options)
-                torch_plans.keep(name, (q, k, v, *tensors.values()), (planned, transposed))
+            kept = _read(tensors, mods) if is_memory else None
+            if kept is not None and _serves_others(planned, call, kept):
+                name = _name_of(with_lse, kept, options, mods)
+                torch_plans.keep(name, (q, k, v, *kept.values()), (planned, transposed))
     out, lse = result if with_lse else (*result, None)
     return out.transpose(1, 2) if transposed else out, lse
 
@@ -133,7 +137,7 @@ def _serves_others(planned: Any, call: Call, tensors: Tensors) -> bool:
     if not (isinstance(planned, Planned) and planned.reads_addresses):
         return False
     own, axis, lengths, offsets, *_ = call.per_call
-    if axis or lengths is not None or offsets or not PAIRS.issuperset(tensors) or len(own) != len(tensors):
+    if axis or lengths is not None or offsets or len(own) != len(tensors):
         return False
     return all(type(x) in PLAIN and y.data.ptr == x.data_ptr() for x, y in zip(tensors.values(), own, strict=True))
 
@@ -155,10 +159,11 @@ def backward(
     if known is not None:
         planned, memory = known[0], interop.TORCH.memory
         with interop.TORCH.scope(q):
-            given = q, k, v, out, lse, *tensors.values()
+            read = tensors if mods is None else tensors | mods.captured
+            given = q, k, v, out, lse, *read.values()
             recorded = planned.recorded_on(*map(memory, given))
             return _gradients(Vjp(recorded), q, memory(dout), None if dlse is None else memory(dlse), wrt)
-    keywords = _keywords(tensors, options, mods)
+    keywords = keywords_of(tensors, options, mods)
     backend = keywords.pop("backend", None)
     with Call("attention", q, k, v, keywords) as call:
         is_memory = type(call.q) in (View, np.ndarray)
@@ -169,10 +174,11 @@ def backward(
         vjp: Any = Vjp(planned.recorded(call, native["out"], native["lse"], kept=True), call.options)
         vjp.check_names(wrt)
         gradients = _gradients(vjp, q, native["dout"], native["dlse"], wrt)
-        if is_memory and not mods and _serves_others(planned, call, tensors):
+        kept = _read(tensors, mods) if is_memory else None
+        if kept is not None and _serves_others(planned, call, kept):
             results = results_of(dout, dlse, out, lse)
-            name = torch_plans.name_of(len(results), tensors, options)
-            torch_plans.keep(name, (q, k, v, *results, *tensors.values()), (planned, False))
+            name = _name_of(len(results), kept, options, mods)
+            torch_plans.keep(name, (q, k, v, *results, *kept.values()), (planned, False))
     return gradients
 
 

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from .. import dispatch
+from ..options import PLAIN
 from . import plans
 
 _MAX_LAYOUTS = 8
 """Layouts of calls with the same options."""
-
-_NUMBERS = frozenset({type(None), bool, int, float, str})
 
 
 class Layouts:
@@ -53,7 +52,7 @@ def find(name: Any, tensors: tuple[Any, ...]) -> Any:
 
 def keep(name: Any, tensors: tuple[Any, ...], known: Any) -> None:
     """Keep what is known of calls of this name and of such tensors, which are plain and aligned."""
-    if not _NUMBERS.issuperset(name[1]):
+    if not PLAIN.issuperset(name[1]):
         return
     try:
         fits = _guard(tensors)

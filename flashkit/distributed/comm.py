@@ -219,11 +219,6 @@ class Comm:
         vjp : callable
             `vjp(dout, dlse=None, wrt=("q", "k", "v"))` gives this rank's gradients; all ranks call it. Those of sinks
             are sums over all ranks. It reads q, k, v, out and the arrays among the options again.
-
-        Raises
-        ------
-        TypeError, ValueError, flashkit.UnsupportedError, flashkit.distributed.RankError, TimeoutError
-            As for `attention`.
         """
         run = _Run(self, q, k, v, method, order, backend, {**options})
         with run.adapter.scope():

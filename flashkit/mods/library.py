@@ -337,11 +337,6 @@ def t5_bias(table: Any, *, bidirectional: bool = True, max_distance: int = 128) 
     Mod
         `attention_vjp(..., score_mod=...)` differentiates by the table: wrt=("score.table",).
 
-    Raises
-    ------
-    ValueError
-        The table has another number of axes, or too few buckets, or `max_distance` has buckets of its own.
-
     References
     ----------
     Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", 2020,

@@ -99,11 +99,6 @@ def rotary_vjp(
     array
         dx, of dout's shape and dtype.
 
-    Raises
-    ------
-    TypeError, ValueError
-        As for `rotary`.
-
     Examples
     --------
     >>> import numpy as np, flashkit

@@ -56,6 +56,26 @@ def test_what_lies_elsewhere_is_an_error(torch: Any) -> None:
         flashkit.attention(q, k.requires_grad_(), v)
 
 
+def test_tables_are_read_by_each_call(torch: Any) -> None:
+    """By one plan, which guards find; with their gradients."""
+    from flashkit.torch import attention
+
+    q, k, v = (x.requires_grad_() for x in qkv(torch, "bfloat16"))
+    dout, at = torch.randn_like(q), torch.arange(SHAPE[2], device="cuda")
+    distances = (at[:, None] - at).clamp(-20, 20) + 20
+
+    def with_table(table: Any) -> Any:
+        return lambda s, b, h, i, j: s + table[torch.clamp(i - j, -20, 20) + 20, h]
+
+    for _ in range(4):
+        table = torch.randn(41, SHAPE[1], device="cuda", requires_grad=True)
+        out = attention(q, k, v, score_mod=with_table(table))
+        scores = (q.float() @ k.float().mT) / SHAPE[3] ** 0.5 + table[distances].permute(2, 0, 1)
+        right = torch.softmax(scores, -1) @ v.float()
+        for one, two in zip(*(torch.autograd.grad(x, (q, k, v, table), dout.to(x.dtype)) for x in (out, right))):
+            assert (one - two).abs().max() < 2**-5 * two.abs().max()
+
+
 def test_jax_arrays_on_the_device() -> None:
     jax = pytest.importorskip("jax", reason="JAX is not installed")
     if jax.default_backend() != "gpu":

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import flashkit
-from flashkit import dispatch
+from flashkit import dispatch, mods
 from flashkit.backends.cuda_common import backend as cuda_backend
 from flashkit.call.arguments import prepare
 from flashkit.reference import standard_jvp, statistics
@@ -26,6 +26,7 @@ TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2}
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal, sinks": {"causal": True, "sinks": np.float32([0.5, -1.0, 2.0, 0.0])},
     "modifications": {"softcap": 2.0, "mask": np.random.default_rng(0).random((70, 90)) < 0.6},
+    "by distance": {"score_mod": mods.t5_bias(np.random.default_rng(1).random((8, 4), np.float32), max_distance=30)},
     "packed": {"cu_seqlens": (np.array([0, 30, 30, 110]), np.array([0, 50, 60, 160])), "causal": True},
 }
 

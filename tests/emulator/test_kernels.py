@@ -1055,3 +1055,64 @@ def test_tiles_of_a_bias(case: str, data: str, generation: str, monkeypatch: pyt
         assert np.abs(got - expected)[finite].max() <= np.abs(expected[finite]).max() * 2.0**-6
     assert (staged, stores, True) in paths or not staged
     assert staged == any(path[0] and path[2] for path in paths)
+
+
+def by_exact_distance(s: Any, b: Any, h: Any, q: Any, k: Any, *, table: Any, last: Any) -> Any:
+    """A table that ends with the distances of the call."""
+    return s + table[q - k + last, h]
+
+
+def by_entry(s: Any, b: Any, h: Any, q: Any, k: Any, *, table: Any) -> Any:
+    """Batch entries have tables of their own, read twice."""
+    return s - table[b, flashkit.minimum(abs(q - k), 20)] * 0.5 + table[b, flashkit.where(q < k, 0, 1 + (q - k) % 9)]
+
+
+DISTANCES: dict[str, tuple[int, int, int, dict[str, Any]]] = {  # head dim, queries, keys, options
+    "T5": (64, 150, 200, {}),
+    "T5, causal, 128 columns": (128, 150, 200, {"causal": True, "q_offset": 37}),
+    "T5, lengths": (32, 150, 200, {"kv_lengths": [33, 200], "window": (90, 40), "q_offset": 20}),
+    "T5, offsets": (64, 150, 200, {"q_offset": [50, -20]}),
+    "T5, packed": (64, 228, 256, {"cu_seqlens": ([0, 100, 228], [0, 130, 256]), "causal": True}),
+    "exact": (64, 150, 200, {"q_offset": 0}),
+    "exact, 128 columns": (128, 150, 200, {"q_offset": 50}),
+    "by entry": (64, 150, 200, {}),
+    "slopes": (64, 150, 200, {"causal": True}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", ["sm90"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("case", DISTANCES)
+@pytest.mark.one_in(2)
+def test_what_is_added_by_distance(case: str, dtype: str, generation: str, launched: list[str]) -> None:
+    """Read from memory, and its gradient from sums of dS, where pairs that do not exist have neither."""
+    import cupy
+
+    dim, n_q, n_k, options = DISTANCES[case]
+    packed, kind = "cu_seqlens" in options, case.partition(",")[0]
+    kv_heads = 2 if kind == "exact" else 1
+    sizes = (n_q, 2), (n_k, kv_heads), (n_k, kv_heads), (n_q, 2)
+    shapes = ((n, heads, dim) if packed else (2, heads, n, dim) for n, heads in sizes)
+    q, k, v, dout = normal(cases.numpy_dtype(dtype), *shapes)
+    last = n_k - 1 - (0 if kind != "exact" else options["q_offset"])
+    shape = {"T5": (16, 2), "exact": (n_q + n_k - 1, 2), "by entry": (2, 21), "slopes": (2,)}[kind]
+    table = np.random.default_rng(5).random(shape).astype(np.float32)
+
+    def results(xp: Any, backend: str) -> list[np.ndarray]:
+        own = xp.asarray(table)
+        added: dict[str, Any] = {"alibi_slopes": own} if kind == "slopes" else {"score_mod": {
+            "T5": lambda: mods.t5_bias(own, max_distance=50),
+            "exact": lambda: mods.score(by_exact_distance, table=own, last=last),
+            "by entry": lambda: mods.score(by_entry, table=own),
+        }[kind]()}  # fmt: skip
+        out, vjp = flashkit.attention_vjp(*map(xp.asarray, (q, k, v)), backend=backend, **added, **options)
+        wrt = ("q", "k", "v", "alibi_slopes" if kind == "slopes" else "score.table")
+        found = [out, *vjp(xp.asarray(dout), wrt=wrt), *vjp(xp.asarray(dout))]
+        return [cases.to_numpy(x).astype(np.float64) for x in found]
+
+    for got, expected in zip(results(cupy, "cupy_raw"), results(np, "reference"), strict=True):
+        assert np.abs(got - expected).max() <= np.abs(expected).max() * 2.0**-6
+    read = [] if kind == "slopes" else ["fill_by_distance"]
+    passes = [*read, "sm90_forward", "fill_by_distance", "sm90_backward", "add_by_distance", *read, "sm90_backward"]
+    assert [name for name in launched if "distance" in name or name.startswith("sm90_")][-len(passes) :] == passes

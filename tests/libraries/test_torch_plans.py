@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
 import flashkit  # noqa: E402
+from flashkit import mods  # noqa: E402
 from flashkit import torch as ft  # noqa: E402
 from flashkit.call import plans, torch_autograd, torch_plans  # noqa: E402
 
@@ -166,6 +167,40 @@ def test_calls_find_their_plans(runs: list[str]) -> None:
         runs.clear()
         ft.attention(q, k, v, causal=True, q_offset=0)
         assert not runs
+
+
+def test_calls_with_modifications_find_their_plans(runs: list[str]) -> None:
+    """By graph and numbers; not with block masks, numbers in tensors, or integers, which are checked at each call."""
+    q, k, v = qkv()
+
+    def found(*given: Any) -> int:
+        runs.clear()
+        for options in given:
+            ft.attention(q, k, v, **options)
+        return len(runs)
+
+    def window(reach: Any) -> dict[str, Any]:
+        return {"mask_mod": lambda b, h, i, j: abs(i - j) < reach}
+
+    assert found(window(3), window(4), window(3), window(4), window(3)) == 3
+    assert found(window(torch.tensor(5)), window(torch.tensor(5))) == 0
+    near = ft.Mods(score_mod=lambda s, b, h, i, j: s - 0.1 * abs(i - j))
+    assert found({"mods": near}, {"mods": near}, *[{"score_mod": lambda s, b, h, i, j: s * 2.0}] * 2) == 2
+    ids = torch.zeros(21, dtype=torch.int64)
+    assert found(*[{"mask_mod": lambda b, h, i, j: ids[i] == ids[j]}] * 2) == 0
+    assert found(*[{"block_mask": flashkit.BlockMask.from_mod(mods.causal(), 21, 21, 8, 8)}] * 2) == 0
+    expected = flashkit.attention(*(x.numpy() for x in (q, k, v)), **window(4), backend="reference")
+    np.testing.assert_allclose(ft.attention(q, k, v, **window(4)).numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_modifications_of_the_same_form() -> None:
+    def form(table: Any, gain: float = 1.0) -> Any:
+        return ft.Mods(score_mod=lambda s, b, h, i, j: s + gain * table[h, abs(i - j)]).form
+
+    found = {form(torch.zeros(4, 21)): "table"}
+    assert form(torch.ones(4, 40)) in found and form(torch.zeros(4, 21), 2.0) not in found
+    by_number = mods.score(lambda s, b, h, q, k, *, table: s + table[h], table=np.zeros(4, np.float32))
+    assert ft.Mods(score_mod=by_number).form is None
 
 
 def test_no_tensor_is_kept() -> None:

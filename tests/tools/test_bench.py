@@ -28,9 +28,6 @@ from flashkit.tools.bench.cases import Case
 from flashkit.tools.bench.contender import Entry
 from flashkit.tools.bench.results import Result
 
-# --- the environment --------------------------------------------------------------------------------------------------
-
-
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 

@@ -123,11 +123,9 @@ def test_a_cache_that_is_spread_equals_one_cache(ranks: int) -> None:
     slopes, sinks = rng.random(4), rng.standard_normal(4)
     every: list[dict[str, Any]] = [
         {},
-        {"causal": True, "softcap": 2.0},
-        {"causal": True, "window": (20, 0)},
-        {"alibi_slopes": slopes, "causal": True},
-        {"sinks": sinks, "mask_mod": lambda b, h, q, k: (q - k) % 3 != b},
-        {"score_mod": lambda s, b, h, q, k: s - 0.1 * k},
+        {"causal": True, "softcap": 2.0, "window": (20, 0)},
+        {"alibi_slopes": slopes, "sinks": sinks, "mask_mod": lambda b, h, q, k: (q - k) % 3 != b},
+        {"score_mod": lambda s, b, h, q, k: s - 0.1 * k, "causal": True},
     ]
     appended = [rng.standard_normal((2, 2, 2, n, 8)) for n in (37, 1, 3, 30)]
     uneven = rng.standard_normal((2, 5, 2, 8))

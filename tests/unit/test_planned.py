@@ -320,7 +320,7 @@ def test_every_option_is_part_of_the_key_or_prevents_caching(monkeypatch: pytest
         assert len(keys) == 2 and None not in keys and keys[0] != keys[1], name
     keys.clear()
     for options in (
-        {"score_mod": lambda s, b, h, q, k: s}, {"mask_mod": mods.causal()}, {"q_lengths": [3, 4]},
+        {"score_mod": lambda s, b, h, q, k: s}, {"mask_mod": mods.document([0] * 40, [0] * 40)}, {"q_lengths": [3, 4]},
         {"kv_lengths": [3, 4], "mask": np.ones((40, 40), bool)},
         {"sinks": np.ones(4)}, {"dropout_p": 0.5}, {"q_offset": np.array([1, 2])}, {"window": [1, 2]},
     ):  # fmt: skip
@@ -443,6 +443,7 @@ WITH_ARRAYS: dict[str, Callable[[int], dict[str, Any]]] = {
     "bias of rows": lambda i: {"bias": pairwise(i, 40, 80)[:, ::2], "softcap": 3.0},
     "bool mask": lambda i: {"mask": pairwise(i, 2, 1, 40, 40) > 0},
     "float mask": lambda i: {"mask": pairwise(i, 4, 1, 40), "causal": True},
+    "table": lambda i: {"score_mod": mods.t5_bias(pairwise(i, 8, 4)), "bias": pairwise(i, 40, 40)},
     "all": lambda i: {"alibi_slopes": pairwise(i, 2, 4) ** 2, "bias": pairwise(i, 40), "mask": pairwise(i + 9, 40, 40)},
 }
 
@@ -462,9 +463,38 @@ def test_plans_are_cached_by_layout(name: str, backend: str, monkeypatch: pytest
         same(attention(q, k, v, return_lse=True, backend=backend, **options), expected)
         assert len(prepared) - before == (i == 1)
         changed = next(iter(options))
-        options[changed][..., 0] = 0  # the same array, with other contents
+        array = options[changed].arrays["table"] if changed == "score_mod" else options[changed]
+        array[..., 0] = 0  # the same array, with other contents
         expected = full(q, k, v, backend=backend, **options)
         same(attention(q, k, v, out=q, backend=backend, **options), expected)
+
+
+def test_plans_are_cached_by_modifications(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their graphs and numbers; not where the contents of an array are checked."""
+    q, k, v = operands()
+    prepared: list[Any] = []
+    prepare: Any = plans.prepare
+    monkeypatch.setattr(plans, "prepare", lambda *a, **o: (prepared.append(1), prepare(*a, **o))[1])
+
+    def calls(*given: Any) -> int:
+        prepared.clear()
+        for one in given:
+            name = f"{one.kind}_mod"
+            same(attention(q, k, v, **{name: one}), attention(q, k, v, backend="cpu", **{name: one}))
+        return len(prepared)
+
+    assert calls(*[mods.sliding_window(reach) for reach in (3, 5, 3, 5)]) == 2 * 2
+    assert calls(*[mods.alibi(pairwise(i, 4)) for i in range(3)]) == 2
+    assert calls(mods.causal(), mods.causal() & mods.sliding_window(3), mods.causal()) == 2 * 2
+    assert calls(*[mods.document([0, 1] * 20, [0] * 40)] * 2) == 2 * 2
+    _, vjp = flashkit.attention_vjp(q, k, v, score_mod=mods.t5_bias(pairwise(1, 8, 4)))
+    dtable = vjp(q, wrt=("score.table",))[0]
+    table = pairwise(2, 8, 4)
+    prepared.clear()
+    _, vjp = flashkit.attention_vjp(q, k, v, score_mod=mods.t5_bias(table))
+    assert not prepared and np.abs(vjp(q, wrt=("score.table",))[0] - dtable).max() > 0
+    _, exact = flashkit.attention_vjp(q, k, v, score_mod=mods.t5_bias(table), backend="reference")
+    np.testing.assert_allclose(vjp(q, wrt=("score.table",))[0], exact(q, wrt=("score.table",))[0], rtol=1e-4, atol=1e-5)
 
 
 def test_arrays_of_cached_plans() -> None:

@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from ...mods import expr
 from ...mods.expr import Expr
+from ...spec import Read
 
 _ONE, _ZERO = expr.const(1.0), expr.const(0.0)
 
@@ -77,6 +78,12 @@ def affine_score(score: Expr) -> AffineScore | None:
     even = not any(expr.uses(part, expr.ROW, expr.Q) for part in (gain, rate))
     diagonal = not expr.uses(by_distance(bias), expr.ROW, expr.Q, expr.K)
     return AffineScore(gain, rate, bool(caps), bias, expr.uses(bias, expr.K), even, diagonal, straight)
+
+
+def adds_by_distance(score: Expr | None) -> bool:
+    """Whether a score modification adds what depends on q - k, the batch entry and the head alone."""
+    gain, bias = (None if score is None else _linear(score)) or (_ZERO, _ZERO)
+    return gain is _ONE and bias is not _ZERO and Read("", (), bias).of_distance() is not None
 
 
 def of_head(graphs: Sequence[Expr]) -> tuple[list[Expr], list[Expr]]:

@@ -55,6 +55,8 @@ FIELDS = tuple(
         ("dout_scale", "tensor", "FP16x2: scale of each row of dout"),
         ("entropy", "tensor", "(B, Hq, Nq); statistics"),
         ("max_logit", "tensor", "(B, Hq, Nq); statistics"),
+        ("by_distance", "tensor", "(B or 1, Hq, rows and keys) float32: what is added to scores of a distance"),
+        ("ds_by_distance", "tensor", "likewise: sums of dS"),
         ("sinks", "pointer to const void", "(Hq,) in computing precision"),
         ("dsinks", "pointer to void", "(Hq,) in computing precision, or null"),
         ("q_offsets", "pointer to const int64", "(B,) position of row 0, or null: q_offset for all"),

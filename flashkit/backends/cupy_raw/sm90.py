@@ -42,7 +42,7 @@ from ..cuda_common.sm90_launch import (
     work_enough,
 )
 from ..cuda_common.verify import Fallback
-from . import sm90_backward, sm90_fp8, sm90_fp16x2, sm90_jvp, sm90_mla, sm90_tf32, specialise
+from . import by_distance, sm90_backward, sm90_fp8, sm90_fp16x2, sm90_jvp, sm90_mla, sm90_tf32, specialise
 from .sm80 import MIN_TF32X3_DIM, OLDER
 from .sm90_fp16x2 import Fp16x2Conversion, num_terms
 from .sm90_wgmma import text as wgmma_functions
@@ -77,8 +77,13 @@ class Sm90Tile(ForwardTile):
             **self.common(spec, pack, _classifies(spec)),
             "ROW_SUM_BY_MMA": sums_rows_by_mma(spec, self),
             "FAST_MATH": num_terms(spec) == 1, "NUM_TERMS": num_terms(spec),
-            "FP8": False, "GETS_VT": False, **modification.forward_constants(spec),
+            "FP8": False, "GETS_VT": False, **modification.forward_constants(spec, reads_distances(spec)),
         }  # fmt: skip
+
+
+def reads_distances(spec: AttentionSpec) -> bool:
+    """Whether the kernel reads what a score modification adds by distance. Affine ones need no memory."""
+    return spec.score is not None and affine_score(spec.score) is None and by_distance.reads(spec)
 
 
 def sums_rows_by_mma(spec: AttentionSpec, tile: ForwardTile) -> bool:
@@ -116,8 +121,8 @@ class Sm90Forward(sm90_launch.Forward):
         addressed = ("out",) if is_float32 else ROW_TENSORS
         super().__init__(problem, device, tile, choice.why, library, fallback, addressed)
         self.conversion = Fp16x2Conversion(spec, tile.block_k, device) if is_float32 else None
-        if self.conversion:
-            self.libraries.append(self.conversion.library)
+        self.distances = by_distance.Distances(spec, device) if reads_distances(spec) else None
+        self.libraries += [each.library for each in (self.conversion, self.distances) if each]
 
     def takes(self, arguments: Arguments) -> bool:
         # A score modification of longer sequences would compute positions in 64 bits, one pair at a time.
@@ -130,6 +135,11 @@ class Sm90Forward(sm90_launch.Forward):
             (q, k, v), held = self.conversion.terms(arguments, stream, ("q", "k", "v"), "q")
             maps = [q.map(64, self.pack), k.map(self.tile.block_k), v.map(self.tile.block_k)]
         return [*maps, out], held
+
+    def launch(self, geometry: LaunchGeometry, arguments: Arguments, stream: int) -> None:
+        held = self.distances and self.distances.fill(arguments, stream)
+        super().launch(geometry, arguments, stream)
+        del held
 
 
 class Sm90(Generation):

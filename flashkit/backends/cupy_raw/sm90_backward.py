@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -14,6 +15,7 @@ from ..cuda_common.affine_score import affine_score
 from ..cuda_common.arguments import Arguments, aligned
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Choice, Pass, TileTables
+from ..cuda_common.launch import TensorMap
 from ..cuda_common.modification import (
     DenseBias,
     adds_rows,
@@ -29,7 +31,7 @@ from ..cuda_common.sm90_bwd_launch import BackwardTile, LaunchGeometry, cluster_
 from ..cuda_common.sm90_launch import chunks, padded
 from ..cuda_common.tensor_maps import Maps, layout_fits
 from ..cuda_common.verify import Fallback
-from . import specialise
+from . import by_distance, specialise
 from .sm80 import OLDER
 from .sm90_wgmma import text as wgmma_functions
 
@@ -79,7 +81,7 @@ def sums_by_warps(spec: AttentionSpec) -> bool:
     """Whether warps that multiply nothing add a bias gradient (kernels/sm90/bwd_values.cuh): consumers would wait.
     A deterministic pass needs these warps for dQ.
     """
-    return adds_rows(spec) and cluster_size(spec) == 1 and not spec.deterministic
+    return (adds_rows(spec) or by_distance.sums(spec)) and cluster_size(spec) == 1 and not spec.deterministic
 
 
 def in_order(problem: Problem) -> bool:
@@ -119,6 +121,12 @@ def staged_bias(spec: AttentionSpec, tile: BackwardTile, device: Device) -> tupl
     return None, tile
 
 
+def reads_distances(spec: AttentionSpec) -> bool:
+    """Whether the kernel reads what a score modification adds by distance."""
+    plain = not (spec.dropout or spec.dtype == "float32" or cluster_size(spec) > 1 or takes_affine_path(spec))
+    return plain and by_distance.reads(spec)
+
+
 def stores_ds(problem: Problem, bias: DenseBias | None) -> bool:
     """Whether dS is the gradient by the bias: each pair has an element of its own."""
     if bias is None or not sums_by_warps(problem.spec):
@@ -148,13 +156,15 @@ def source(
         **tile.constants(spec), "FUSED_PREPROCESS": fused_preprocess, "NUM_TERMS": 1, "VALUE_WARPS": 0,
         "BIAS_IS_BFLOAT16": False, "BIAS_OF_HEADS": False, "BIAS_OF_ENTRIES": False,
         "STORES_DS": stores, "ENTRIES_FIRST": entries_first,
+        "BY_DISTANCE": reads_distances(spec), "SUMS_BY_DISTANCE": by_distance.sums(spec),
     }  # fmt: skip
     if gives_registers(spec):
         constants |= {"CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40}
     if sums_by_warps(spec):
         constants |= {"VALUE_WARPS": 2}
         if max(spec.head_dim, spec.head_dim_v) <= 64 and not stores:
-            constants |= {"CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40}
+            by_warps = (216, 72) if by_distance.sums(spec) else (232, 40)
+            constants |= dict(zip(("CONSUMER_REGISTERS", "PRODUCER_REGISTERS"), by_warps, strict=True))
     if bias is None:
         return constants, functions(spec, tile)
     constants |= {
@@ -198,6 +208,18 @@ class Sm90Backward(sm90_bwd_launch.Backward):
             other = cast("partial[Pass]", partial(Sm90Backward, problem, choice, tables, stages_bias=False))
         fallback, early = Fallback(other, problem.spec, device, "backward"), not spec.packed
         super().__init__(spec, device, tile, choice.why, library, specialise.library, fallback, fused, early)
+        self._distances: by_distance.Distances | None = None
+        is_read, has_sums = reads_distances(spec), sums_by_warps(spec) and by_distance.sums(spec)
+        if is_read or has_sums:
+            self._distances = by_distance.Distances(problem.spec, device, is_read, has_sums)
+            self.libraries.append(self._distances.library)
+
+    def launch(self, arguments: Arguments, geometry: LaunchGeometry, maps: Sequence[TensorMap], stream: int) -> None:
+        held = self._distances and self._distances.fill(arguments, stream)
+        super().launch(arguments, geometry, maps, stream)
+        if self._distances and self._distances.has_sums:
+            self._distances.add(arguments, stream)
+        del held
 
     def boxes(self) -> list[tuple[str, int, int]]:
         dim_v = self.spec.head_dim_v

@@ -13,7 +13,7 @@ from ..cuda_common.generation import Choice, TileTables
 from ..cuda_common.memory import SmemLayout
 from ..cuda_common.sm90_launch import ForwardTile, LaunchGeometry, chunks, packed, padded
 from ..cuda_common.verify import Fallback
-from . import sm80_jvp, specialise
+from . import by_distance, sm80_jvp, specialise
 from .sm80 import OLDER
 from .sm90_wgmma import text as wgmma_functions
 
@@ -43,7 +43,8 @@ class Sm90JvpTile(ForwardTile):
         """Constants and generated functions of the kernel."""
         constants = {
             **self.common(spec, pack, spec.mask is not None or spec.kv_lengths), "ROW_SUM_BY_MMA": False,
-            "FAST_MATH": True, "NUM_TERMS": 1, "FP8": False, "GETS_VT": False, **modification.forward_constants(spec),
+            "FAST_MATH": True, "NUM_TERMS": 1, "FP8": False, "GETS_VT": False,
+            **modification.forward_constants(spec, by_distance.reads(spec)),
         }  # fmt: skip
         return constants, wgmma_functions(spec.dtype, [self.block_k], [padded(spec.head_dim_v)])
 
@@ -66,6 +67,9 @@ class Sm90Jvp(sm90_launch.Forward):
         addressed = (*dict.fromkeys((*ROW_TENSORS, *self._tangents, "dout")),)
         super().__init__(problem, device, tile, choice.why, library, fallback, addressed, "sm90_jvp")
         self._nonfinite = sm80_jvp.NonfiniteFallback(problem, tables)
+        self._distances = by_distance.Distances(spec, device) if by_distance.reads(spec) else None
+        if self._distances:
+            self.libraries.append(self._distances.library)
 
     def boxes(self, arguments: Arguments) -> list[tuple[str, int, int, int]]:
         boxes = super().boxes(arguments)
@@ -73,4 +77,6 @@ class Sm90Jvp(sm90_launch.Forward):
         return boxes + [(name, dim, heads, rows) for name, (_, dim, heads, rows) in named]
 
     def launch(self, geometry: LaunchGeometry, arguments: Arguments, stream: int) -> None:
+        held = self._distances and self._distances.fill(arguments, stream)
         self._nonfinite.follow(partial(super().launch, geometry, arguments, stream), arguments, stream)
+        del held

@@ -12,6 +12,8 @@ from typing import Any
 from .graph import Expr, arithmetic, as_expr, floating, number, select, to_float
 from .graph import sign as _sign
 
+_Unary = Callable[[Any], Expr]
+
 
 def where(condition: Any, x: Any, y: Any) -> Expr:
     """x where the condition holds, else y.
@@ -38,8 +40,14 @@ def where(condition: Any, x: Any, y: Any) -> Expr:
     return select(condition, x, y)
 
 
-def minimum(x: Any, y: Any) -> Expr:
-    """The smaller of x and y.
+def _extreme(name: str, op: str, which: str, result: str) -> Callable[[Any, Any], Expr]:
+    """The function of min or max. result: of the example in its docstring."""
+
+    def function(x: Any, y: Any) -> Expr:
+        return arithmetic(op, x, y)
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = f"""The {which} of x and y.
 
     Parameters
     ----------
@@ -54,34 +62,15 @@ def minimum(x: Any, y: Any) -> Expr:
     Examples
     --------
     >>> import flashkit
-    >>> mod = flashkit.mods.score(lambda s, b, h, q, k: flashkit.minimum(s, 1.0))
+    >>> mod = flashkit.mods.score(lambda s, b, h, q, k: flashkit.{name}(s, 1.0))
     >>> mod.evaluate(b=0, h=0, q=0, k=0, s=[-1.0, 4.0])
-    array([-1.,  1.])
+    {result}
     """
-    return arithmetic("min", x, y)
+    return function
 
 
-def maximum(x: Any, y: Any) -> Expr:
-    """The greater of x and y.
-
-    Parameters
-    ----------
-    x, y
-        Integers or floats; a bool counts as 0 or 1.
-
-    Returns
-    -------
-    Expr
-        A float if x or y is one, else an integer.
-
-    Examples
-    --------
-    >>> import flashkit
-    >>> mod = flashkit.mods.score(lambda s, b, h, q, k: flashkit.maximum(s, 1.0))
-    >>> mod.evaluate(b=0, h=0, q=0, k=0, s=[-1.0, 4.0])
-    array([1., 4.])
-    """
-    return arithmetic("max", x, y)
+minimum = _extreme("minimum", "min", "smaller", "array([-1.,  1.])")
+maximum = _extreme("maximum", "max", "greater", "array([1., 4.])")
 
 
 def clip(x: Any, low: Any, high: Any) -> Expr:
@@ -138,11 +127,16 @@ def to_int(x: Any) -> Expr:
     return Expr("int", (x,), None, "int") if x.kind == "float" else number(x)
 
 
-def _function(name: str, summary: str, given: str, result: str) -> Callable[[Any], Expr]:
-    """The function of the operation of this name. given, result: of the example in its docstring."""
+def _function(
+    name: str, summary: str, given: str, result: str, compute: _Unary | None = None, kind: str = "A float"
+) -> _Unary:
+    """A function of one operand; by default of the operation of this name. given, result: of the example in its
+    docstring.
+    """
+    of = compute or (lambda x: floating(name, x))
 
     def function(x: Any) -> Expr:
-        return floating(name, x)
+        return of(x)
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = f"""{summary}
@@ -155,7 +149,7 @@ def _function(name: str, summary: str, given: str, result: str) -> Callable[[Any
     Returns
     -------
     Expr
-        A float.
+        {kind}.
 
     Examples
     --------
@@ -182,49 +176,17 @@ floor = _function(
 )  # fmt: skip
 
 
-def sigmoid(x: Any) -> Expr:
-    """The logistic function of x, 1 / (1 + exp(-x)).
-
-    Parameters
-    ----------
-    x
-        An integer or a float; a bool counts as 0 or 1.
-
-    Returns
-    -------
-    Expr
-        A float.
-
-    Examples
-    --------
-    >>> import flashkit
-    >>> mod = flashkit.mods.score(lambda s, b, h, q, k: flashkit.sigmoid(s))
-    >>> mod.evaluate(b=0, h=0, q=0, k=0, s=[0.0, 1.0])
-    array([0.5       , 0.73105858])
-    """
+def _sigmoid(x: Any) -> Expr:
     x = to_float(x)
     e = exp(where(x >= 0.0, -x, x))  # at most 1: nothing overflows, here and in the derivative
     return where(x >= 0.0, 1.0, e) / (1.0 + e)
 
 
-def sign(x: Any) -> Expr:
-    """1 where x is above 0, -1 where it is below, else 0; NaN gives 0.
-
-    Parameters
-    ----------
-    x
-        An integer or a float; a bool counts as 0 or 1.
-
-    Returns
-    -------
-    Expr
-        An integer.
-
-    Examples
-    --------
-    >>> import flashkit
-    >>> mod = flashkit.mods.score(lambda s, b, h, q, k: flashkit.sign(s))
-    >>> mod.evaluate(b=0, h=0, q=0, k=0, s=[2.0, -2.0, 0.0])
-    array([ 1., -1.,  0.])
-    """
-    return _sign(x)
+sigmoid = _function(
+    "sigmoid", "The logistic function of x, 1 / (1 + exp(-x)).", "[0.0, 1.0]", "array([0.5       , 0.73105858])",
+    _sigmoid,
+)  # fmt: skip
+sign = _function(
+    "sign", "1 where x is above 0, -1 where it is below, else 0; NaN gives 0.", "[2.0, -2.0, 0.0]",
+    "array([ 1., -1.,  0.])", _sign, "An integer",
+)  # fmt: skip

@@ -23,7 +23,7 @@
 // The order of what does not depend on each other was found by timing (docs/notes/hopper-backward.md).
 constexpr bool DK_FIRST = CHUNKS == 1 && !FROM_DIAGONAL;  // not where the next CTA waits for this one's dQ at once
 // Warp groups alternate at issuing dV, dQ and dK.
-constexpr bool PING_PONG = HAS_SCORE && BIAS_BYTES == 0 && !DK_FIRST && !DETERMINISTIC;
+constexpr bool PING_PONG = HAS_SCORE && !HAS_BIAS && !DK_FIRST && !DETERMINISTIC;
 constexpr int PING_PONG_BARRIER = 1;  // plus the warp group: its named barrier
 constexpr int EARLY_LSE = S_REGS <= 32 ? S_REGS / 4 : 4;  // pairs of log-sum-exps that are loaded before S is complete
 
@@ -142,7 +142,7 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
 #pragma unroll
             for (int i = 0; i < EARLY_LSE; ++i) load_row_stats(early_lse[i], lse, i);
             if (AFFINE_PER_STEP) affine = affine_tile(p, id, warp, lane);
-            bias.load(base + AT_BIAS + stage * BYTES_BIAS, wg, warp, lane);
+            bias.load(p, id, base + AT_BIAS + stage * BYTES_BIAS, warp, lane);
             add_bias_early(affine, early_lse);
             pipe_dout.consumer_wait(n);
             wgmma_wait<0>();  // S, and dK of the step before

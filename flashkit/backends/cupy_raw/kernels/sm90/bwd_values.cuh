@@ -8,14 +8,48 @@
 
 constexpr int VALUE_LANES = 16, VALUE_KEYS = WARPGROUP_KEYS / VALUE_LANES;  // of a row; of a lane
 
-// Four elements of dS, as floats.
-DEVICE void load_ds(float (&x)[VALUE_KEYS], unsigned address) {
-    const float2 pairs = load_floats(address);
-    const unsigned bits[2] = {__float_as_uint(pairs.x), __float_as_uint(pairs.y)};
+// Four or eight elements of dS as floats, or zeros.
+template <int N>
+DEVICE void load_ds(float (&x)[N], unsigned address, bool exist = true) {
+    unsigned pairs[N / 2];
+    if constexpr (N == 8) {
+        const uint4 four = load_vec(address);
+        pairs[0] = four.x, pairs[1] = four.y, pairs[2] = four.z, pairs[3] = four.w;
+    } else {
+        const float2 two = load_floats(address);
+        pairs[0] = __float_as_uint(two.x), pairs[1] = __float_as_uint(two.y);
+    }
 #pragma unroll
-    for (int i = 0; i < VALUE_KEYS; ++i) {
-        const unsigned short element = (unsigned short)(bits[i / 2] >> i % 2 * 16);
+    for (int i = 0; i < N; ++i) {
+        const unsigned short element = (unsigned short)((exist ? pairs[i / 2] : 0) >> i % 2 * 16);
         x[i] = STORAGE == BFLOAT16 ? widen(bfloat16_t{element}) : widen(half_t{element});
+    }
+}
+
+// SUMS_BY_DISTANCE: adds dS of a warp group's tile to the sums of its distances. sums: of the first row and key; tile: its
+// address. Elements of blocks (m, m + c) of 8 rows x 8 keys have the same distances for all m, so that a lane sums those
+// that are in its row of a block. In turns the lanes have four c, the greatest first, and as many keys of a block as
+// registers allow.
+DEVICE void add_diagonals(float* sums, unsigned tile, int lane) {
+    constexpr int BLOCKS = WARPGROUP_KEYS / 8, KEYS = PRODUCER_REGISTERS < 40 ? 4 : 8;
+    static_assert(!SUMS_BY_DISTANCE || BLOCK_Q == WARPGROUP_KEYS, "as many blocks of rows as of keys");
+#pragma unroll
+    for (int turn = 0; turn < BLOCKS / 2 * 8 / KEYS; ++turn) {
+        const int most = BLOCKS - 1 - turn * KEYS / 8 * 4, key = turn * KEYS % 8, c = most - lane / 8;
+        float x[KEYS] = {};
+#pragma unroll
+        for (int m = 0; m < BLOCKS; ++m) {
+            if (m + most < 0 || m + most - 3 >= BLOCKS) continue;
+            const unsigned own = tile + swizzled(8 * m + lane % 8, m + c & BLOCKS - 1) + 2 * key;
+            float ds[KEYS];
+            load_ds(ds, own, m + c >= 0 && m + c < BLOCKS);
+#pragma unroll
+            for (int i = 0; i < KEYS; ++i) x[i] += ds[i];
+        }
+        float* at = sums + lane - 8 * most - key;  // lane: 8 (most - c) + the row of the block
+#pragma unroll
+        for (int i = 0; i < KEYS; ++i)
+            if (x[i] != 0) add_float(at - i, x[i]);
     }
 }
 
@@ -52,6 +86,16 @@ DEVICE void value_sums_warp(const Params& p, const TensorMap& dbias_map, unsigne
                     tma_store<1>(dbias_map, box, base + AT_DS + n % 2 * BYTES_DS + group * BLOCK_Q * CHUNK_ROW);
                     bulk_commit(), bulk_wait_read();
                 }
+                __syncwarp();
+                pipe_ds.consumer_release(n, lane);
+                ++n;
+                continue;
+            }
+            if constexpr (SUMS_BY_DISTANCE) {
+                const int distance = (desc >> 8) * BLOCK_Q - (key - VALUE_KEYS * part);
+                float* sums = by_distance(p.ds_by_distance, seq, h) + distance;
+                pipe_ds.consumer_wait(n);
+                add_diagonals(sums, base + AT_DS + n % 2 * BYTES_DS + group * BLOCK_Q * CHUNK_ROW, lane);
                 __syncwarp();
                 pipe_ds.consumer_release(n, lane);
                 ++n;

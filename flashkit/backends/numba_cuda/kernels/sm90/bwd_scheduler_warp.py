@@ -27,14 +27,6 @@ def next_work_tile(p, base, number):
 
 
 @device
-def reset_tile_scheduler(p):
-    """By one lane: the last CTA to end leaves the counters as the next launch expects them."""
-    if fetch_add(p.tile_counter + 4, 1) == blocks() - 1:
-        store(np.int32, p.tile_counter, 0, i32(0))
-        store(np.int32, p.tile_counter, 1, i32(0))
-
-
-@device
 def state_of_keys(p, b, h, n_k, row0, row1, k0, k1):
     """A tile that reaches past the last key is PARTIAL."""
     if k0 >= n_k:
@@ -114,4 +106,4 @@ def scheduler(p, base):
     if leader:
         store_word(work_tile_slot(base, number), END)
         mbarrier_arrive(full_barrier(base + AT_K_PIPE, number, KEY_BUFFERS))
-        reset_tile_scheduler(p)
+        reset_tile_counter(p)

@@ -148,3 +148,11 @@ def acquire_list(base, c):
 def commit_list(base, c):
     lanes_sync()
     mbarrier_arrive_once(full_barrier(base + AT_LIST_PIPE, c, NUM_LISTS))
+
+
+@device
+def reset_tile_counter(p):
+    """By one thread of each CTA, at its end: the last CTA resets the counters for the next launch."""
+    if fetch_add(p.tile_counter + 4, 1) == blocks() - 1:
+        store(np.int32, p.tile_counter, 0, i32(0))
+        store(np.int32, p.tile_counter, 1, i32(0))

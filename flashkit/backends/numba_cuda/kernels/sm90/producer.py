@@ -63,14 +63,6 @@ def work_tile_index(claimed):
 
 
 @device
-def reset_tile_counter(p):
-    """By one thread of each CTA, at its end: the last CTA resets the counters for the next launch."""
-    if fetch_add(p.tile_counter + 4, 1) == blocks() - 1:
-        store(np.int32, p.tile_counter, 0, i32(0))
-        store(np.int32, p.tile_counter, 1, i32(0))
-
-
-@device
 def write_list(p, to, work, count, first_bits, tiles, ends):
     store_word(to, work[0])
     store_word(to + 4, work[1])

@@ -1,0 +1,62 @@
+"""What score modifications add to all pairs of a distance, and sums of dS: kernels/common/by_distance.cuh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...mods import expr
+from ...spec import AttentionSpec
+from ..cuda_common import compiler
+from ..cuda_common.affine_score import adds_by_distance
+from ..cuda_common.arguments import Arguments
+from ..cuda_common.device import Device
+from ..cuda_common.launch import scratch
+from ..cuda_common.params import AT
+from . import specialise
+
+_ROOM = 512  # elements of a sequence beside one for each row and key: two times DISTANCE_ROOM
+_THREADS = 1024, 256  # of a CTA that fills, that adds
+
+
+def reads(spec: AttentionSpec) -> bool:
+    """Whether what a score modification adds can be read by distance."""
+    return adds_by_distance(spec.score) and not (spec.packed and spec.paged)
+
+
+def sums(spec: AttentionSpec) -> bool:
+    """Whether gradients by values follow from sums of dS by distance."""
+    return bool(spec.reads) and all(read.of_distance() is not None for read in spec.reads)
+
+
+class Distances:
+    """The memory of a call, and the kernels that fill it and, where there are sums, add these to the gradients."""
+
+    def __init__(self, spec: AttentionSpec, device: Device, is_read: bool = True, has_sums: bool = False) -> None:
+        self.is_read, self.has_sums = is_read, has_sums
+        constants = ("BY_DISTANCE", is_read), ("HAS_SUMS", has_sums)
+        self.library = specialise.library("common/by_distance", spec, constants, compiler.target(device.capability))
+        self._fill = self.library.kernel("fill_by_distance", device)
+        self._add = self.library.kernel("add_by_distance", device)
+        graphs = [spec.score, *(graph for read in spec.reads for graph in (read.slope, *read.indices))]
+        self._of_entries = spec.packed or spec.kv_lengths or any(expr.uses(x, expr.B) for x in graphs if x is not None)
+
+    def _ctas(self, arguments: Arguments) -> int:
+        """One for each head, of each batch entry where these differ."""
+        of_entries = self._of_entries or arguments.words[AT["q_offsets"]]
+        return arguments.heads * (arguments.batch if of_entries else 1)
+
+    def fill(self, arguments: Arguments, stream: int) -> Any:
+        """Returns the memory, to be kept until the kernels that read it are enqueued."""
+        ctas, heads, words = self._ctas(arguments), arguments.heads, arguments.words
+        of_head = arguments.n_q + arguments.n_k + _ROOM * (arguments.batch if arguments.spec.packed else 1)
+        heads_of_all = heads if arguments.spec.packed else ctas
+        memory = scratch((self.is_read + self.has_sums, heads_of_all, of_head), "float32")
+        for i, name in enumerate(["by_distance"] * self.is_read + ["ds_by_distance"] * self.has_sums):
+            address, of_entry = memory.data.ptr + 4 * i * heads_of_all * of_head, heads * of_head
+            words[AT[name] : AT[name] + 4] = [address, 0 if heads_of_all == heads else of_entry, of_head, 1]
+        self._fill.launch(ctas, _THREADS[0], arguments, stream)
+        return memory
+
+    def add(self, arguments: Arguments, stream: int) -> None:
+        """Add the sums to the gradients."""
+        self._add.launch(self._ctas(arguments), _THREADS[1], arguments, stream)
