@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..options import DEFAULTS, OPTIONS, TYPES, Layout, Precision, Role
-from . import interop, torch_plans
+from . import arrays, interop, torch_plans
 from .call import Call
 from .planned import Planned
 from .plans import plan_of
@@ -139,7 +139,8 @@ def _serves_others(planned: Any, call: Call, tensors: Tensors) -> bool:
     own, axis, lengths, offsets, *_ = call.per_call
     if axis or lengths is not None or offsets or len(own) != len(tensors):
         return False
-    return all(type(x) in PLAIN and y.data.ptr == x.data_ptr() for x, y in zip(tensors.values(), own, strict=True))
+    pairs = zip(tensors.values(), own, strict=True)
+    return all(type(x) in PLAIN and arrays.address(y) == x.data_ptr() for x, y in pairs)
 
 
 def results_of(dout: Any, dlse: Any, out: Any, lse: Any) -> tuple[Any, ...]:

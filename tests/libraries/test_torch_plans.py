@@ -269,3 +269,21 @@ def test_steps_of_decoding_share_a_plan(dtype: Any, monkeypatch: pytest.MonkeyPa
         )
         np.testing.assert_allclose(out.double().numpy(), right, atol=1e-5 if dtype is torch.float32 else 2.0**-6)
     assert len([q for q, *_ in prepared if q.dtype != np.float64]) == 1  # the measure is computed in float64
+
+
+def test_calls_with_biases_and_masks_find_their_plans(runs: list[str]) -> None:
+    """Tensors of their own, with gradients by the bias; from the second call on no plan is looked for."""
+    q, k, v = qkv()
+    for turn in range(3):
+        bias = torch.randn(4, q.shape[-2], k.shape[-2], requires_grad=True)
+        mask = torch.rand(q.shape[-2], k.shape[-2]) < 0.8
+        mask[:, 0] = True
+        runs.clear()
+        out = ft.attention(q, k, v, bias=bias, mask=mask)
+        (gradient,) = torch.autograd.grad(out.square().sum(), bias)
+        assert turn == 0 or runs == ["cpu"] * 2
+        right = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=bias.masked_fill(~mask, -torch.inf)
+        )  # fmt: skip
+        torch.testing.assert_close(out, right)
+        torch.testing.assert_close(gradient, torch.autograd.grad(right.square().sum(), bias)[0])
