@@ -151,7 +151,7 @@ class Block:
         self.flags = np.zeros(2, np.int64)  # whether the previous kernel has ended; whether the next one may begin
         self.state = State(
             entry.code, entry.operands, entry.hits, registers, self.counters,
-            state=np.zeros((warps, 8), np.int64), wgmmas=np.zeros((warps, 96, 8), np.int64),
+            state=np.zeros((warps, 8 + 64 + 1), np.int64), wgmmas=np.zeros((warps, 96, 8), np.int64),
             local=np.full((warps, 32, max(8, entry.local)), 0xFF, np.uint8), shared=shared, rank=rank,
             barriers=np.zeros((16, 4), np.int64), cluster=cluster, queue=np.zeros((512, 16), np.int64),
             buffers=BUFFERS.pop() if BUFFERS else np.zeros((512, 32768), np.uint8),
