@@ -150,6 +150,7 @@ class TileRow(_Section, frozen=True, dict=True):  # dict: for what is cached
     head_dim: Count | list[Count] | None = None
     min_head_dim: Count | None = None
     max_head_dim: Count | None = None
+    min_head_dim_v: Count | None = None
     max_head_dim_v: Count | None = None
     min_dim: Count | None = None
     max_dim: Count | None = None

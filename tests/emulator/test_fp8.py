@@ -22,7 +22,12 @@ from flashkit.backends.cuda_common import backend as cuda_backend
 from flashkit.backends.cuda_common import compiler, launch, quantize, verify
 from flashkit.backends.cupy_raw import sm90, sm90_fp8, specialise
 from flashkit.call import plans
+from flashkit.call.arguments import prepare
 from flashkit.call.quantized import transposed_values
+from flashkit.spec import Fp8
+
+from . import hardware
+from .errors import EmulationError
 
 if TYPE_CHECKING:
     from .device import Device
@@ -369,14 +374,59 @@ def test_a_weight_that_outgrows_the_first_tile(device: Device, launched: list[st
     check(quantised(q, k, v, "head"), launched)
 
 
-@pytest.mark.parametrize("dim", [64, pytest.param(256, marks=slow)])
-def test_promotion(dim: int, device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every four tiles here, with a maximum that grows meanwhile; no part of O is lost."""
+@pytest.mark.parametrize(
+    ("dim", "q_buffers"), [(64, 2), pytest.param(256, 2, marks=slow), pytest.param(256, 1, marks=slow)]
+)
+def test_promotion(
+    dim: int, q_buffers: int, device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Every four tiles here, with a maximum that grows meanwhile; no part of O is lost. Of wide heads the promoted part
+    is in shared memory where there is one buffer of Q.
+    """
     monkeypatch.setattr(sm90_fp8, "PROMOTED_KEYS", 512)
-    plant(monkeypatch, "sm90/fp8_mainloop.cuh", "PROMOTE_TILES = IS_NARROW ? 16 : 32", "PROMOTE_TILES = 4")
-    q, k, v = inputs(1, "2:1", 70, 1700, dim)
-    k *= (1 + np.arange(1700)[::-1] // 300).astype(k.dtype)[:, None] / 4
-    check(quantised(q, k, v, "head"), launched, atol=1e-2)
+    tile = sm90_fp8.Sm90Fp8Tile(128, 128, 2, q_buffers)
+    monkeypatch.setattr(sm90.Sm90, "tile", lambda *_: tile)
+    old = "PROMOTE_TILES = PROMOTED_IN_SHARED || !GETS_VT ? 16 : 32"
+    plant(monkeypatch, "sm90/fp8_mainloop.cuh", old, "PROMOTE_TILES = 4")
+    given = quantised(*growing(1700, dim), "head")
+    assert tile.promotes_in_shared(spec_of(given)) == (dim == 64 or q_buffers == 1)
+    check(given, launched, atol=1e-2)
+
+
+def growing(n: int, dim: int) -> list[np.ndarray]:
+    """q, k and v; keys grow from the last to the first, which is the order of a kernel."""
+    q, k, v = inputs(1, "2:1", 70, n, dim)
+    k *= (1 + np.arange(n)[::-1] // 300).astype(k.dtype)[:, None] / 4
+    return [q, k, v]
+
+
+def spec_of(given: list[Quantized]) -> Any:
+    """That of the call on the device."""
+    problem, _, _ = prepare(*(x.dequantize("float32").astype(x.dtype) for x in given))
+    return replace(problem.spec, fp8=Fp8("head", given[2].transposed is not None))
+
+
+@slow
+def test_great_weights_of_wide_heads(device: Device, launched: list[str]) -> None:
+    """Scores with a deviation of 3: what dominates a row is no better rounded than in exact arithmetic."""
+    q, k, v = (normal(1, 1, n, 256, seed=i, dtype=np.float32) for i, n in enumerate((128, 200, 200)))
+    given = quantised(*(x.astype(ml_dtypes.bfloat16) for x in (3 * q, k, v)), "head")
+    exact, _, rounded = exact_and_rounded(given)
+    out = flashkit.attention(*map(on_device, given), backend="cupy_raw").get().astype(np.float64)
+    assert np.mean((out - exact) ** 2) < 1.05**2 * np.mean((rounded - exact) ** 2) + np.mean((exact / 2**8) ** 2) / 3
+    assert launched == [KERNEL]
+
+
+def test_warps_of_a_group_keep_together(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A branch of the main loop that one warp decides alone would have the four issue different wgmma: wrong sums on a
+    device. The emulated one stops there.
+    """
+    if hardware.exists():
+        pytest.skip("what happens on hardware is undefined")
+    given = [on_device(x) for x in quantised(*inputs(1, "1:1", 128, 1152, 64), "head")]
+    plant(monkeypatch, "sm90/fp8_mainloop.cuh", "looks = HAS_MASK && !full;", "looks = threadIdx.x % 128 < 32;")
+    with pytest.raises(EmulationError, match="issue different wgmma"):
+        flashkit.attention(*given, backend="cupy_raw").get()
 
 
 def test_numbers_that_scales_cannot_carry(device: Device, launched: list[str]) -> None:

@@ -169,8 +169,8 @@ ROWS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("latent", "sm90/mla_mainloop.cuh", "o[i] *= rescale[i / 2 % 2];", ";"),
     ),
     f"{FP8} -m 'not slow'": (
-        ("quantised", "sm90/fp8_mainloop.cuh", "Elements::query_scale(params, at.b, h, row) * k_scale);",
-         "Elements::query_scale(params, at.b, h, row));"),
+        ("quantised", "sm90/fp8_mainloop.cuh", "valid_scale(row_scale[half] * k_scale);",
+         "valid_scale(row_scale[half]);"),
     ),
     f"{EMULATED} -k 'test_features and numba_cuda-simt'": (
         ("rescale", f"{NUMBA}.simt.forward:online_softmax", "l[i] * rescale + row_sum", "l[i] + row_sum"),

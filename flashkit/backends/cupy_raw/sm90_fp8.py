@@ -5,7 +5,7 @@ Codes have float32 scales: for each head, block of tokens or token. Results are 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...errors import UnsupportedError
@@ -38,8 +38,8 @@ MAX_DIM = 256
 COLUMNS = 16
 """Of a block that is transposed."""
 
-PROMOTED_KEYS = 4096
-"""Keys after which the promoted part of wide heads is written: PROMOTE_TILES of fp8_mainloop.cuh."""
+PROMOTED_KEYS = 2048
+"""Keys after which a promoted part is written: PROMOTE_TILES of fp8_mainloop.cuh."""
 
 _CHUNK = 128  # bytes and columns
 
@@ -76,7 +76,8 @@ class Sm90Fp8Tile(ForwardTile):
         smem.add("K", _CHUNK * self.block_k * self.stages * keys)
         smem.add("V", v_stages * (vt if gets_vt else _CHUNK * self.block_k * -(-columns // _CHUNK)))
         smem.add("VT", 0 if gets_vt else self.stages * vt)
-        smem.add("PROMOTED", self.warpgroups * _promoted(spec) if narrow else 0)
+        smem.add("PROMOTED", self.warpgroups * _promoted(spec) if self.promotes_in_shared(spec) else 0)
+        smem.add("REFERENCES", 0 if narrow else self.warpgroups * 64 * 4)
         smem.add("Q_PIPE", barriers * self.q_buffers)
         smem.add("K_PIPE", barriers * self.stages)
         smem.add("V_PIPE", barriers * v_stages)
@@ -93,11 +94,18 @@ class Sm90Fp8Tile(ForwardTile):
         smem.add("LIST_SEQS", NUM_LISTS * seq)
         return smem
 
+    def promotes_in_shared(self, spec: AttentionSpec) -> bool:
+        """Whether the promoted part of O is in shared memory: of wide heads only where there is one buffer of Q."""
+        return is_narrow(spec) or (self.q_buffers == 1 and _gets_vt(spec) and per(spec) != "token")
+
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         """Whether it fits shared memory and, as far as O, S and P tell, registers."""
         narrow = is_narrow(spec)
         needed = padded(spec.head_dim_v) // 2 + self.block_k // 2 + self.block_k // 8 * (1 + narrow)
-        return self.shared_memory(spec) <= device.shared_per_block and needed <= self.registers_of(spec)[0] - 16
+        if self.shared_memory(spec) > device.shared_per_block or needed > self.registers_of(spec)[0] - 16:
+            return False
+        gains = self.q_buffers > 1 or self.promotes_in_shared(spec)
+        return gains or not replace(self, q_buffers=2).fits(spec, device)
 
     def registers_of(self, spec: AttentionSpec) -> tuple[int, int]:
         """Of a consumer thread, and of a thread of the other warp groups, which classify tiles and transpose V."""
@@ -113,6 +121,7 @@ class Sm90Fp8Tile(ForwardTile):
         constants = {
             **self.common(spec, pack, True), "ROW_SUM_BY_MMA": False, "FAST_MATH": True, "NUM_TERMS": 1,
             "FP8": 1 + SCALES.index(per(spec)), "GETS_VT": _gets_vt(spec),
+            "PROMOTED_IN_SHARED": self.promotes_in_shared(spec),
             "EXACT_LSE": spec.fp8 is not None and spec.fp8.exact_lse,
             "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer,
             **modification.forward_constants(spec),
@@ -138,7 +147,9 @@ def _gets_vt(spec: AttentionSpec) -> bool:
 
 def _promoted(spec: AttentionSpec) -> int:
     """Bytes of the promoted part of O of a warp group: PROMOTED_BYTES."""
-    registers = padded(spec.head_dim_v) // 2 + 4 * (is_narrow(spec) and per(spec) != "token")
+    if not is_narrow(spec):  # in float16
+        return 64 * 2 * padded(spec.head_dim_v)
+    registers = padded(spec.head_dim_v) // 2 + 4 * (per(spec) != "token")
     return (registers // 4 + 1) * 16 * 128
 
 
@@ -176,7 +187,7 @@ class Sm90Fp8Forward(sm90_launch.Forward):
         fallback = Fallback(_refuse, spec, device, "forward")
         super().__init__(problem, device, tile, choice.why, library, fallback, kernel="sm90_fp8_forward")
         self._threads = tile.threads_of(spec)
-        self._promoted = 0 if is_narrow(spec) else tile.warpgroups * _promoted(spec)
+        self._promoted = 0 if tile.promotes_in_shared(spec) else tile.warpgroups * _promoted(spec)
 
     def boxes(self, arguments: Arguments) -> list[tuple[str, int, int, int]]:
         q, k, v, _ = super().boxes(arguments)  # consumers store O themselves

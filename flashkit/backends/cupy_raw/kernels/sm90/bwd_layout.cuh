@@ -162,11 +162,6 @@ DEVICE unsigned nonfinite_keys_slot(unsigned base, unsigned number) {
     return base + AT_NONFINITE_KEYS + 4 * NONFINITE_WORDS * (number % KEY_BUFFERS);
 }
 
-DEVICE float load_float(unsigned address) {
-    float x;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
-    return x;
-}
 
 // --- the CTA's share -------------------------------------------------------------------------------------------------
 

@@ -34,42 +34,45 @@ DEVICE unsigned existing_keys(int left) {
            (left > 9 ? 0xff000000u : 0u);
 }
 
-// Blocks of 16 columns take turns among the warps. keys: how many of the tile exist. Codes of the others become 0, as
+// A unit is 32 keys of a block of 16 columns. Blocks take turns among the warps. keys: how many of the tile exist. Codes of the others become 0, as
 // P = 0 would not hide a NaN.
 DEVICE void transpose_tile(unsigned v, unsigned vt, int keys, int warp) {
     constexpr int STEPS = BLOCK_K / 32, BLOCKS = COLUMNS / 16, WARPS = larger(TRANSPOSE_WARPS, 1);
     const int lane = threadIdx.x % 32, own = lane % 8 * 2 + (lane / 8 + lane / 4) % 2;  // the line the lane addresses
     const unsigned first = lane < 16 ? 0x6420 : 0x7531, second = first ^ 0x1111;  // bytes of its first word's column
+    if (!IS_NARROW) asm volatile("" : "+r"(v), "+r"(vt));  // or addresses of all units are kept from tile to tile
     const unsigned from = v + swizzled(lane, warp), to = vt + swizzled(own, lane / 16) + warp * 16 * CHUNK_ROW;
-    unsigned r[STEPS][4];
-    auto load = [&](int block, int step) {  // `block`: of those before this warp's
-        const unsigned column = from ^ block % 8 * VEC_BYTES;
-        ldmatrix_x4<true>(r[step], column + block / 8 * CHUNK_BYTES + step * 32 * CHUNK_ROW);
+    constexpr int UNITS = (BLOCKS + WARPS - 1) / WARPS * STEPS, AHEAD = IS_NARROW ? 4 : 2;  // registers allow no more
+    unsigned r[AHEAD][4];
+    auto exists = [&](int unit) {  // `block`: of those before this warp's
+        const int block = unit / STEPS * WARPS;
+        return unit < UNITS && (block + WARPS <= BLOCKS || block + warp < BLOCKS);
     };
-    auto exists = [&](int block) { return BLOCKS % WARPS == 0 || block + warp < BLOCKS; };
+    auto load = [&](int unit) {
+        const int block = unit / STEPS * WARPS;
+        ldmatrix_x4<true>(r[unit % AHEAD], (from ^ block % 8 * VEC_BYTES) + block / 8 * CHUNK_BYTES +
+                                               unit % STEPS * 32 * CHUNK_ROW);
+    };
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step)
-        if (exists(0)) load(0, step);
+    for (int unit = 0; unit < AHEAD; ++unit)
+        if (exists(unit)) load(unit);
 #pragma unroll
-    for (int block = 0; block < BLOCKS; block += WARPS) {
-        if (!exists(block)) break;
+    for (int unit = 0; unit < UNITS; ++unit) {
+        if (!exists(unit)) break;
+        const int step = unit % STEPS;
+        unsigned words[4];
 #pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-            unsigned words[4];
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const unsigned x = r[step][2 * half], y = r[step][2 * half + 1];
-                words[2 * half] = __byte_perm(x, y, first), words[2 * half + 1] = __byte_perm(x, y, second);
-                if (HAS_LENGTHS && keys < BLOCK_K) {
-                    const unsigned exist = existing_keys(keys - 32 * step - 16 * half - lane % 4 * 2);
-                    words[2 * half] &= exist, words[2 * half + 1] &= exist;
-                }
+        for (int half = 0; half < 2; ++half) {
+            const unsigned x = r[unit % AHEAD][2 * half], y = r[unit % AHEAD][2 * half + 1];
+            words[2 * half] = __byte_perm(x, y, first), words[2 * half + 1] = __byte_perm(x, y, second);
+            if (HAS_LENGTHS && keys < BLOCK_K) {
+                const unsigned exist = existing_keys(keys - 32 * step - 16 * half - lane % 4 * 2);
+                words[2 * half] &= exist, words[2 * half + 1] &= exist;
             }
-            const int next = block + WARPS;
-            if (next < BLOCKS && exists(next)) load(next, step);  // its latency is hidden behind the other steps
-            stmatrix_x4<false>((to ^ 2 * step * VEC_BYTES) + block * 16 * CHUNK_ROW, words[0], words[1], words[2],
-                               words[3]);
         }
+        if (exists(unit + AHEAD)) load(unit + AHEAD);  // its latency is hidden behind the units between
+        stmatrix_x4<false>((to ^ 2 * step * VEC_BYTES) + unit / STEPS * WARPS * 16 * CHUNK_ROW, words[0], words[1],
+                           words[2], words[3]);
     }
 }
 

@@ -4,7 +4,8 @@
 //     S         [64][BLOCK_K]            registers: S = Q K^T of codes, then weights
 //     P         [64][BLOCK_K]            registers, codes; IS_NARROW: two, in turns
 //     O         [64][HEAD_DIM_V]         registers, sums of the tensor cores; SUMS_BY_ONES: and row sums
-//     promoted  [64][HEAD_DIM_V]         shared memory, or global memory that stays in L2: sums of CUDA cores
+//     promoted  [64][HEAD_DIM_V]         shared memory, or global memory that stays in L2: sums of CUDA cores. Of wide
+//                                        heads in float16
 //
 // S(n) is issued together with P(n-1) V(n-1), and the softmax of tile n overlaps with the second product. Warp groups
 // do not ping-pong. Tiles that hide nothing come in pairs, the codes of one in the registers that the other leaves
@@ -29,7 +30,8 @@
 //
 //     AT_VT            unless GETS_VT: [STAGES][VT_LINES][128 bytes], V^T: a line has a column's codes of BLOCK_K keys
 //     AT_VT_PIPE       full and empty barriers of it
-//     AT_PROMOTED      IS_NARROW: [MMA_WARPGROUPS][PROMOTED_VECS][128 threads][16 bytes]
+//     AT_PROMOTED      PROMOTED_IN_SHARED: [MMA_WARPGROUPS][PROMOTED_VECS][128 threads][16 bytes]
+//     AT_REFERENCES    unless IS_NARROW: [MMA_WARPGROUPS][64] floats, what a row of it is relative to
 //     AT_KEY_SCALES    SCALES_OF_TOKENS: [2][MMA_WARPGROUPS][3][128] floats, see load_key_scales()
 
 constexpr bool IS_NARROW = COLUMNS <= 128;  // O leaves registers for two P
@@ -40,9 +42,16 @@ constexpr int ONES = COLUMNS / 2;  // the first row sum in O
 constexpr int SUMS_REGS = ONES + 4 * SUMS_BY_ONES, CODE_REGS = BLOCK_K / 8;
 constexpr int Q_REGS = Q_IN_REGISTERS ? up(HEAD_DIM, 32) / 8 : 4;
 constexpr int BYTES_VT = VT_LINES * CHUNK_ROW, SCALE_BYTES = 4 * 128;
-constexpr int PROMOTED_VECS = SUMS_REGS / 4 + 1, PROMOTED_BYTES = PROMOTED_VECS * 128 * VEC_BYTES;  // of a warp group
+constexpr int PROMOTED_VECS = IS_NARROW ? SUMS_REGS / 4 + 1 : COLUMNS / 16;
+constexpr int PROMOTED_BYTES = PROMOTED_VECS * 128 * VEC_BYTES, REFERENCES_BYTES = 64 * 4;  // of a warp group
+constexpr bool CHAINED = !IS_NARROW && !HAS_SCORE && !SCALES_OF_TOKENS;  // FULL tiles
+constexpr bool RELEASES_Q_EARLY = !IS_NARROW && Q_BUFFERS == 1;  // with the last S of a work tile
 
-constexpr int PROMOTE_TILES = IS_NARROW ? 16 : 32, SUM_TILES = 4;
+// Wide heads with V^T and up to 4,096 keys have no room for the promoted part in shared memory, and need none.
+constexpr int PROMOTE_TILES = PROMOTED_IN_SHARED || !GETS_VT ? 16 : 32, SUM_TILES = 4;
+// log2 of what 1 in float16 stands for. Sums of a million weights and values fit it, and what is too small for it is
+// under 2^-9 of a code of V.
+constexpr float PROMOTED_UNIT = 21;
 
 static_assert(BLOCK_K % 32 == 0 && BLOCK_K <= 128, "a line of V^T has up to 128 keys, a wgmma multiplies 32");
 static_assert(!SCALES_OF_BLOCKS || BLOCK_K == 128, "a tile has one scale");
@@ -61,6 +70,21 @@ DEVICE Pipeline<STAGES> vt_pipe(unsigned base) {
     return Pipeline<STAGES>::at(base + (GETS_VT ? AT_V_PIPE : AT_VT_PIPE));
 }
 DEVICE unsigned at_vt(unsigned base, int stage) { return base + (GETS_VT ? AT_V : AT_VT) + stage * BYTES_VT; }
+
+// Two numbers in float16.
+DEVICE unsigned pack_f16(float low, float high) {
+    unsigned x;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+    return x;
+}
+DEVICE float2 unpack_f16(unsigned x) {
+    float2 y;
+    asm("{ .reg .b16 low, high;\n"
+        "mov.b32 {low, high}, %2;\n"
+        "cvt.f32.f16 %0, low;\n"
+        "cvt.f32.f16 %1, high; }" : "=f"(y.x), "=f"(y.y) : "r"(x));
+    return y;
+}
 
 // --- scales ----------------------------------------------------------------------------------------------------------
 //
@@ -192,7 +216,7 @@ struct ConsumerFp8 {
     float exact_l[2];          // EXACT_LSE with SUMS_BY_ONES: of weights that are not rounded, of a lane's columns
     float rescale[2];          // of O and l, where m has grown
     float row_scale[2];        // of S; to base 2 unless HAS_SCORE
-    float v_scale;             // of the head
+    float k_scale, v_scale;    // of the head
     float factor[2], shift;    // of the tile: from S to base 2, and log2 of the scale of v
     float inverse_v = 1, pending_inverse_v = 1;  // of the tile, and of that whose codes are pending
     unsigned p[CODE_REGS], other_p[CODE_REGS], q[Q_REGS];
@@ -220,6 +244,11 @@ struct ConsumerFp8 {
     __device__ __forceinline__ void pass_v() {  // of a tile that is EMPTY for this warp group, but not for another one
         wait_v();
         release_v();
+    }
+    // RELEASES_Q_EARLY, when S of a tile is there.
+    __device__ __forceinline__ void release_q_after(int tile_desc) const {
+        if (RELEASES_Q_EARLY)
+            mbarrier_arrive_once(q_pipe(base).empty_barrier(number), threadIdx.x % 32 + (tile_desc & LAST_TILE ? 0 : 32));
     }
     // Whether codes wait for their V.
     __device__ __forceinline__ bool is_pending() const { return tiles_v != tiles_k; }
@@ -256,6 +285,7 @@ struct ConsumerFp8 {
         wgmma_wait<PENDING>();
         fence_operand(s);
         release_k();
+        release_q_after(next_desc);
     }
     __device__ __forceinline__ void wait_pv(unsigned (&codes)[CODE_REGS]) {
         wgmma_wait<0>();
@@ -306,6 +336,12 @@ struct ConsumerFp8 {
         return fmaf(top, factor[half], shift);
     }
 
+    // Whether m is to grow, as a lane sees it. LAZY: a weight that dominates its row's sum becomes 2^top, which e4m3 holds,
+    // as the sum of floats does not have its rounding. A lane's l is a quarter of the row's sum or so.
+    __device__ __forceinline__ bool outgrows(int half, float most, float top, float limit) {
+        if (most - limit > m[half]) return true;
+        return LAZY > 0 && most - top > m[half] && exp2_fast(most - m[half]) * inverse_v > l[half];
+    }
     // m relative to which no weight of S is above 2^LIMIT; where it grows the greatest becomes 2^TOP. Returns whether O
     // and l are to be multiplied by `rescale`.
     template <bool FIRST>
@@ -313,11 +349,13 @@ struct ConsumerFp8 {
         const float most[2] = {row_maximum(0), row_maximum(1)};
         bool grows = false;
         if (FIRST) m[0] = fmaxf(most[0] - top, NO_MAXIMUM), m[1] = fmaxf(most[1] - top, NO_MAXIMUM);
-        else grows = __any_sync(~0u, most[0] - limit > m[0] || most[1] - limit > m[1]);
+        else if (LAZY == 0) grows = __any_sync(~0u, most[0] - limit > m[0] || most[1] - limit > m[1]);
+        else grows = __any_sync(~0u, outgrows(0, most[0], top, limit) || outgrows(1, most[1], top, limit));
         if (__builtin_expect(grows, 0)) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float next = most[half] - limit > m[half] ? most[half] - top : m[half];
+                const bool higher = most[half] - (LAZY == 0 ? limit : top) > m[half];
+                const float next = higher ? most[half] - top : m[half];
                 rescale[half] = exp2_fast(m[half] - next), m[half] = next;
                 if (SUMS_OF_FLOATS) float_sum(half) *= rescale[half];
             }
@@ -417,21 +455,56 @@ struct ConsumerFp8 {
     __device__ __forceinline__ unsigned promoted_slot(int i) const {
         return base + AT_PROMOTED + wg * PROMOTED_BYTES + (i * 128 + threadIdx.x % 128) * VEC_BYTES;
     }
-    __device__ __forceinline__ float4* promoted_vec(int i) const {
-        return static_cast<float4*>(params.o_partial.data) +
+    __device__ __forceinline__ uint4* promoted_vec(int i) const {
+        return static_cast<uint4*>(params.o_partial.data) +
                ((blockIdx.x * MMA_WARPGROUPS + wg) * PROMOTED_VECS + i) * 128 + threadIdx.x % 128;
     }
+    __device__ __forceinline__ unsigned reference_slot(int half) const {
+        return base + AT_REFERENCES + wg * REFERENCES_BYTES + row_of_lane(half) * 4;
+    }
     __device__ __forceinline__ float4 load_promoted(int i) const {
-        if constexpr (!IS_NARROW) return *promoted_vec(i);
         const uint4 x = load_vec(promoted_slot(i));
         return {__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w)};
     }
     __device__ __forceinline__ void store_promoted(int i, float x, float y, float z, float w) const {
-        if constexpr (!IS_NARROW) *promoted_vec(i) = {x, y, z, w};
-        else store_vec(promoted_slot(i), x, y, z, w);
+        store_vec(promoted_slot(i), x, y, z, w);
+    }
+    // The same of wide heads: a vector has four numbers of each row.
+    __device__ __forceinline__ void add_wide_promoted(const float (&m)[2]) {
+        float by[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            by[half] = exp2_fast(load_float(reference_slot(half)) - m[half] + PROMOTED_UNIT);
+#pragma unroll
+        for (int i = 0; i < PROMOTED_VECS; ++i) {
+            const uint4 x = PROMOTED_IN_SHARED ? load_vec(promoted_slot(i)) : *promoted_vec(i);
+            const float2 pairs[4] = {unpack_f16(x.x), unpack_f16(x.y), unpack_f16(x.z), unpack_f16(x.w)};
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                float* to = o + 8 * i + 2 * c;
+                to[0] = fmaf(pairs[c].x, by[c % 2], to[0]), to[1] = fmaf(pairs[c].y, by[c % 2], to[1]);
+            }
+        }
+    }
+    __device__ __forceinline__ void store_wide_promoted() {
+        constexpr float unit = 1.0f / (1 << (int)PROMOTED_UNIT);
+#pragma unroll
+        for (int i = 0; i < PROMOTED_VECS; ++i) {
+            unsigned x[4];
+#pragma unroll
+            for (int c = 0; c < 4; ++c) x[c] = pack_f16(o[8 * i + 2 * c] * unit, o[8 * i + 2 * c + 1] * unit);
+            if (PROMOTED_IN_SHARED) store_words(promoted_slot(i), x[0], x[1], x[2], x[3]);
+            else *promoted_vec(i) = {x[0], x[1], x[2], x[3]};
+        }
+        __syncwarp();  // all lanes have read the references
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            if (threadIdx.x % 4 == 0) store_float(reference_slot(half), m[half]);
+        __syncwarp();
     }
     // O plus the promoted part, relative to m.
     __device__ __forceinline__ void add_promoted(const float (&m)[2]) {
+        if constexpr (!IS_NARROW) return add_wide_promoted(m);
         const float4 reference = load_promoted(PROMOTED_VECS - 1);
         const float by[2] = {exp2_fast(reference.x - m[0]), exp2_fast(reference.y - m[1])};
 #pragma unroll
@@ -443,10 +516,14 @@ struct ConsumerFp8 {
     }
     __device__ __forceinline__ void promote() {
         if (promoted) add_promoted(m);
+        if constexpr (IS_NARROW) {
 #pragma unroll
-        for (int i = 0; i < PROMOTED_VECS - 1; ++i)
-            store_promoted(i, o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
-        store_promoted(PROMOTED_VECS - 1, m[0], m[1], 0, 0);
+            for (int i = 0; i < PROMOTED_VECS - 1; ++i)
+                store_promoted(i, o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
+            store_promoted(PROMOTED_VECS - 1, m[0], m[1], 0, 0);
+        } else {
+            store_wide_promoted();
+        }
         clear_sums();
         promoted = true;
     }
@@ -483,13 +560,13 @@ struct ConsumerFp8 {
         q_pipe(base).consumer_wait(number);
         const WorkTile at = read_work_tile(params, base, number, wg);
         const int head = at.h / GQA_GROUP;
-        const float k_scale = SCALES_OF_HEADS ? Elements::key_scale(params, params.k_scale, at.b, head, 0) : 1.0f;
+        k_scale = SCALES_OF_HEADS ? Elements::key_scale(params, params.k_scale, at.b, head, 0) : 1.0f;
         v_scale = SCALES_OF_HEADS ? Elements::key_scale(params, params.v_scale, at.b, head, 0) : 1.0f;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const auto [h, row] = clamped_row(params, at.b, at.h, at.row0 + row_of_lane(half));
-            row_scale[half] = valid_scale(Elements::query_scale(params, at.b, h, row) * k_scale);
-            if (!HAS_SCORE) row_scale[half] *= softmax_scale_log2(params);
+            row_scale[half] = Elements::query_scale(params, at.b, h, row);
+            if (IS_NARROW) combine_scales(half);
         }
         if constexpr (Q_IN_REGISTERS) {
             const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
@@ -504,6 +581,15 @@ struct ConsumerFp8 {
             release_q();
         }
         begins = false;
+    }
+    __device__ __forceinline__ void combine_scales(int half) {
+        row_scale[half] = valid_scale(row_scale[half] * k_scale);
+        if (!HAS_SCORE) row_scale[half] *= softmax_scale_log2(params);
+    }
+    // Wide heads: once the scales have arrived from global memory, and not before products are issued.
+    __device__ __forceinline__ void await_scales() {
+        fence_operand(row_scale);
+        combine_scales(0), combine_scales(1);
     }
     // The epilogue of the work tile before; its state, as O is still its.
     __device__ __forceinline__ void end_work_tile(const float (&m)[2], const float (&l)[2], const float (&exact_l)[2],
@@ -532,12 +618,34 @@ struct ConsumerFp8 {
         pending_inverse_v = inverse_v;
     }
 
+    // CHAINED: a tile that hides nothing, behind one whose codes are pending, and others after it. Only those after them
+    // wait for their descriptor.
+    __device__ __forceinline__ void full_steps() {
+        int tile_desc;
+        do {
+            const unsigned slot = tile_desc_slot(base, tiles_k);
+            load_tile_scales(slot);
+            issue_qk();
+            issue_pv(p);
+            next_desc = tile_desc = uniform(load_word(slot));
+            wait_s<1>();
+            const bool grows = exact_softmax<false, false>(p, 0);
+            wait_pv(p);
+            pack_codes();
+            wait_k();
+            end_product(grows, !(tile_desc & LAST_TILE));
+            pending_inverse_v = inverse_v;
+        } while (tile_desc & PAIR);
+        read_ahead();
+    }
+
     // Any tile. FIRST: of its work tile, while codes of the one before are PENDING.
     template <bool FIRST, bool PENDING>
     __device__ __forceinline__ void step(unsigned slot, int tile, bool full) {
         const float m_before[2] = {m[0], m[1]}, l_before[2] = {l[0], l[1]}, exact_before[2] = {exact_l[0], exact_l[1]};
         const float v_before = v_scale;
         const bool promoted_before = promoted;
+        const bool is_first = FIRST || (!PENDING && begins);
         if (FIRST) begin_work_tile();
         if (!PENDING && begins) {
             if (number > 0) end_work_tile(m, l, exact_l, v_scale, promoted);
@@ -547,10 +655,14 @@ struct ConsumerFp8 {
             l[0] = l[1] = exact_l[0] = exact_l[1] = 0, promoted = false;
         }
         if (FIRST) l[0] = l[1] = exact_l[0] = exact_l[1] = 0, promoted = false;
-        load_tile_scales(slot);
+        if (IS_NARROW) load_tile_scales(slot);
         const unsigned key_scales = base + AT_KEY_SCALES + (++loads % 2 * MMA_WARPGROUPS + wg) * 3 * SCALE_BYTES;
         issue_qk();
         if (PENDING) issue_pv(p);
+        if (!IS_NARROW) {
+            if (is_first) await_scales();
+            load_tile_scales(slot);
+        }
         if (SCALES_OF_TOKENS)
             load_key_scales(params, read_work_tile(params, base, number, wg), tile * BLOCK_K, key_scales, wg);
         wait_s<PENDING>();
@@ -558,15 +670,16 @@ struct ConsumerFp8 {
         const bool grows = exact_softmax<FIRST, false>(p, key_scales);
         if (PENDING) {
             wait_pv(p);
+            if (!IS_NARROW) pack_codes();  // no branch in between: ptxas packs before it waits
             while (tiles_v + 1 != tiles_k) pass_v();
         }
         read_ahead();  // its latency is hidden behind packing P
         if (FIRST) {
-            pack_codes();
+            if (IS_NARROW) pack_codes();
             end_work_tile(m_before, l_before, exact_before, v_before, promoted_before);
             clear_sums();
         } else if (PENDING) {
-            pack_codes();
+            if (IS_NARROW) pack_codes();
             end_product(grows, tile > 0);
         } else {
             if (grows) {
@@ -593,6 +706,7 @@ struct ConsumerFp8 {
         if (tiles_k - tiles_v > 1) drain();
         const bool pending = is_pending();
         release_k();
+        release_q_after(next_desc);
         if (!pending) pass_v();
         looks = true;
         read_ahead();
@@ -603,18 +717,19 @@ struct ConsumerFp8 {
 #pragma unroll 1
         while (true) {
             const unsigned slot = tile_desc_slot(base, tiles_k);
-            const int tile_desc = uniform(next_desc), tile = tile_desc >> 8, state = tile_desc >> 2 * wg & 3;
+            const int tile_desc = uniform(next_desc), tile = tile_desc >> TILE_BIT, state = tile_desc >> 2 * wg & 3;
             if (IN_PAIRS && (tile_desc & PAIR) && state == FULL && !looks) {
                 optimistic_step(p, other_p, slot, tile);
                 optimistic_step(other_p, p, tile_desc_slot(base, tiles_k), tile - 1);
                 continue;
             }
             if (tile_desc & FIRST_TILE) {  // also END
-                if (!Q_IN_REGISTERS && number >= 0) release_q();
+                if (!Q_IN_REGISTERS && !RELEASES_Q_EARLY && number >= 0) release_q();
                 ++number, begins = looks = true;
             }
             if (tile_desc == END) break;
-            if (state == EMPTY) skip();
+            if (CHAINED && state == FULL && !begins && tiles_k - tiles_v == 1) full_steps();
+            else if (state == EMPTY) skip();
             else if (!is_pending()) step<false, false>(slot, tile, state == FULL);
             else if (begins) step<true, true>(slot, tile, state == FULL);
             else step<false, true>(slot, tile, state == FULL);

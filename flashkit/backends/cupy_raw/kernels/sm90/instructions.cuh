@@ -60,6 +60,11 @@ DEVICE float2 load_floats(unsigned address) {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
     return x;
 }
+DEVICE float load_float(unsigned address) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+    return x;
+}
 DEVICE int load_word(unsigned address) {
     int x;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
@@ -208,6 +213,9 @@ DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PEND
 
 DEVICE void store_vec(unsigned address, float x, float y, float z, float w) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+}
+DEVICE void store_words(unsigned address, unsigned x, unsigned y, unsigned z, unsigned w) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 DEVICE uint4 load_vec(unsigned address) {
     uint4 x;
