@@ -122,9 +122,11 @@ def test_a_kernel_takes_one_structure_and_its_maps(tmp_path: Path, monkeypatch: 
     assert compiler.binary(tiny(2), "sm_90a") == found
 
 
-def test_a_changed_text_helper_or_compiler_is_another_binary(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_text_helper_layout_or_compiler_is_another_binary(monkeypatch: pytest.MonkeyPatch) -> None:
     made = [repr(tiny(2).made_from()), repr(tiny(3).made_from())]
     monkeypatch.setattr(numbas, "_helpers", lambda: (("memory.py", "changed"),))
+    made.append(repr(tiny(2).made_from()))
+    monkeypatch.setattr(numbas, "FIELDS", fields.FIELDS[1:])  # where a kernel finds its parameters
     made.append(repr(tiny(2).made_from()))
     monkeypatch.setattr(assemble, "program", lambda: Path(sys.executable))
     numbas._versions.cache_clear()

@@ -57,7 +57,7 @@ class PythonSource:
     values: int
 
     def made_from(self) -> object:
-        return self.text, self.values, _helpers(), _versions()
+        return self.text, self.values, [(field.name, field.kind) for field in FIELDS], _helpers(), _versions()
 
     def compile(self, arch: str) -> tuple[bytes, str]:
         module = module_of(self.name, self.text)
