@@ -123,7 +123,7 @@ def wgmma_issue(kind, p, w, s, count, n, operands, R, state, pending):
     issued, count_of, own = state[w, -1], state.shape[1] - 1, state.shape[1] - 1 - HISTORY
     for other in range(w - w % 4, min(w - w % 4 + 4, state.shape[0])):
         ahead = state[other, count_of] - issued
-        if 0 < ahead <= HISTORY and state[other, own + issued % HISTORY] != p:
+        if kind == E4M3 and 0 < ahead <= HISTORY and state[other, own + issued % HISTORY] != p:
             return np.int64(PARTED)
     state[w, own + issued % HISTORY], state[w, count_of] = p, issued + 1
     first = s + n // 2  # after the accumulators

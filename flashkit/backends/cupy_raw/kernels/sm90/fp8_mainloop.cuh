@@ -247,8 +247,8 @@ struct ConsumerFp8 {
     }
     // RELEASES_Q_EARLY, when S of a tile is there.
     __device__ __forceinline__ void release_q_after(int tile_desc) const {
-        if (RELEASES_Q_EARLY)
-            mbarrier_arrive_once(q_pipe(base).empty_barrier(number), threadIdx.x % 32 + (tile_desc & LAST_TILE ? 0 : 32));
+        const int lane = threadIdx.x % 32 + (tile_desc & ENDS_WORK_TILE ? 0 : 32);  // none is 0 then
+        if (RELEASES_Q_EARLY) mbarrier_arrive_once(q_pipe(base).empty_barrier(number), lane);
     }
     // Whether codes wait for their V.
     __device__ __forceinline__ bool is_pending() const { return tiles_v != tiles_k; }
@@ -336,8 +336,8 @@ struct ConsumerFp8 {
         return fmaf(top, factor[half], shift);
     }
 
-    // Whether m is to grow, as a lane sees it. LAZY: a weight that dominates its row's sum becomes 2^top, which e4m3 holds,
-    // as the sum of floats does not have its rounding. A lane's l is a quarter of the row's sum or so.
+    // Whether m is to grow, as a lane sees it. LAZY: a weight that dominates its row's sum becomes 2^top, which e4m3
+    // holds, as the sum of floats does not have its rounding. A lane's l is a quarter of the row's sum or so.
     __device__ __forceinline__ bool outgrows(int half, float most, float top, float limit) {
         if (most - limit > m[half]) return true;
         return LAZY > 0 && most - top > m[half] && exp2_fast(most - m[half]) * inverse_v > l[half];
@@ -618,8 +618,8 @@ struct ConsumerFp8 {
         pending_inverse_v = inverse_v;
     }
 
-    // CHAINED: a tile that hides nothing, behind one whose codes are pending, and others after it. Only those after them
-    // wait for their descriptor.
+    // CHAINED: a tile that hides nothing, behind one whose codes are pending, and others after it. Only those after
+    // them wait for their descriptor.
     __device__ __forceinline__ void full_steps() {
         int tile_desc;
         do {
@@ -633,7 +633,7 @@ struct ConsumerFp8 {
             wait_pv(p);
             pack_codes();
             wait_k();
-            end_product(grows, !(tile_desc & LAST_TILE));
+            end_product(grows, !(tile_desc & ENDS_WORK_TILE));
             pending_inverse_v = inverse_v;
         } while (tile_desc & PAIR);
         read_ahead();

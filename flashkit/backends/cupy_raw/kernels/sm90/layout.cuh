@@ -134,7 +134,7 @@ constexpr int AFFINE_BYTES = 24;  // of AT_AFFINE, for a warp
 constexpr int FIRST_TILE = 64, END = -1, NO_DESC = -2;
 constexpr int PAIR = 128;  // FP8: the next tile of the work tile has the same states
 // FP8 with wide heads: the tile ends its work tile. Its number follows from TILE_BIT on.
-constexpr int LAST_TILE = FP8 && COLUMNS > 128 ? 256 : 0, TILE_BIT = LAST_TILE ? 9 : 8;
+constexpr int ENDS_WORK_TILE = FP8 && COLUMNS > 128 ? 256 : 0, TILE_BIT = ENDS_WORK_TILE ? 9 : 8;
 constexpr int DESC_BYTES = FP8 ? 16 : 4;
 
 // ROW_SUM_BY_MMA: one chunk of ones follows the chunks of V of every stage, as the last column block of the second

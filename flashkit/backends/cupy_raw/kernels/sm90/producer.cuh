@@ -320,8 +320,9 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
             if constexpr (FP8) {
                 const int next = i + 1 < count ? work.list.entry[i + 1] : ~entry;
                 const int pair = !first && (entry & 63) == (next & 63) ? PAIR : 0;
-                const int last = LAST_TILE && i + 1 == count && work.ends ? LAST_TILE : 0;
-                if (leader) store_word(tile_desc_slot(base, n), at.tile << TILE_BIT | first | pair | last | (entry & 63));
+                const int last = ENDS_WORK_TILE && i + 1 == count && work.ends ? ENDS_WORK_TILE : 0;
+                const int states = entry & 63;
+                if (leader) store_word(tile_desc_slot(base, n), at.tile << TILE_BIT | first | pair | last | states);
                 if (SCALES_OF_BLOCKS) {
                     if (i == 0) scales = tile_scales(p, b, head, at.tile);
                     store_scales(tile_desc_slot(base, n), scales);
