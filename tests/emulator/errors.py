@@ -10,7 +10,7 @@ MESSAGES = {
     "UNKNOWN": "an unknown operation",
     "FULL": "too many copies or wgmma are in flight",
     "BARRIER": "a barrier with more arrivals than it expects, or one that is not initialized",
-    "PARTED": "warps of a warp group that issue different wgmma of e4m3",
+    "PARTED": "warps of a warp group that issue different wgmma",
     "UNREAD": "the CTA exits before a store has read its source in shared memory",
 }
 CODES = {name: -1 - i for i, name in enumerate(MESSAGES)}

@@ -109,7 +109,9 @@ def stmatrix(n, transposed, s, operands, R, shared, info):
 # and B are transposed; its group; its type.
 
 HISTORY = 64
-"""Of the last ones' program rows, which the warps of a warp group have in common, and of how many a warp has issued."""
+"""How many of a warp's last wgmma are compared with those of its warp group: their tiles of B, or, of e4m3, their rows
+in the program, which is more. The last number of a state is how many it has issued.
+"""
 
 PROGRAM_ROW, OF_A, OF_B, ACCUMULATES, TRANSPOSES_A, TRANSPOSES_B, OF_GROUP, OF_TYPE = 0, 1, 2, 3, 4, 5, 6, 7
 
@@ -120,18 +122,19 @@ def wgmma_issue(kind, p, w, s, count, n, operands, R, state, pending):
     at = state[w, WGMMAS]
     if at >= pending.shape[1]:
         return np.int64(FULL)
-    issued, count_of, own = state[w, -1], state.shape[1] - 1, state.shape[1] - 1 - HISTORY
-    for other in range(w - w % 4, min(w - w % 4 + 4, state.shape[0])):
-        ahead = state[other, count_of] - issued
-        if kind == E4M3 and 0 < ahead <= HISTORY and state[other, own + issued % HISTORY] != p:
-            return np.int64(PARTED)
-    state[w, own + issued % HISTORY], state[w, count_of] = p, issued + 1
     first = s + n // 2  # after the accumulators
     from_shared = count - n // 2 == (5 if kind >= TF32 else 7)
     rest = first + (1 if from_shared else 4)
     entry = pending[w, at]
     entry[PROGRAM_ROW], entry[OF_A] = p, L[operands[first], 0] if from_shared else 0
     entry[OF_B], entry[ACCUMULATES] = L[operands[rest], 0], np.int64(V[operands[rest + 1], 0])
+    issued, count_of, own = state[w, -1], state.shape[1] - 1, state.shape[1] - 1 - HISTORY
+    what = p if kind == E4M3 else entry[OF_B]
+    for other in range(w - w % 4, min(w - w % 4 + 4, state.shape[0])):
+        ahead = state[other, count_of] - issued
+        if 0 < ahead <= HISTORY and state[other, own + issued % HISTORY] != what:
+            return np.int64(PARTED)
+    state[w, own + issued % HISTORY], state[w, count_of] = what, issued + 1
     entry[TRANSPOSES_A] = entry[TRANSPOSES_B] = 0
     if kind < TF32:
         if from_shared:
