@@ -51,8 +51,8 @@ DEVICE bool positions_are_near(const Params& p, long long offset) {
 
 constexpr bool HAS_BIAS = BIAS_BYTES > 0 || BY_DISTANCE;
 
-// The bias of a lane's pairs: in 16 bits as pairs, in the order of a packed fragment; by distance, one of those with the
-// same one, which are as many keys on as rows.
+// The bias of a lane's pairs: in 16 bits as pairs, in the order of a packed fragment; by distance, one of those with
+// the same one, which are as many keys on as rows.
 struct BiasFragment {
     static constexpr int WORDS = BY_DISTANCE ? S_REGS / 2 + 2 : BIAS_BYTES == 4 ? S_REGS : S_REGS / 2;
     unsigned address, words[WORDS];

@@ -26,10 +26,10 @@ DEVICE void load_ds(float (&x)[N], unsigned address, bool exist = true) {
     }
 }
 
-// SUMS_BY_DISTANCE: adds dS of a warp group's tile to the sums of its distances. sums: of the first row and key; tile: its
-// address. Elements of blocks (m, m + c) of 8 rows x 8 keys have the same distances for all m, so that a lane sums those
-// that are in its row of a block. In turns the lanes have four c, the greatest first, and as many keys of a block as
-// registers allow.
+// SUMS_BY_DISTANCE: adds dS of a warp group's tile to the sums of its distances. sums: of the first row and key; tile:
+// its address. Elements of blocks (m, m + c) of 8 rows x 8 keys have the same distances for all m, so that a lane sums
+// those that are in its row of a block. In turns the lanes have four c, the greatest first, and as many keys of a block
+// as registers allow.
 DEVICE void add_diagonals(float* sums, unsigned tile, int lane) {
     constexpr int BLOCKS = WARPGROUP_KEYS / 8, KEYS = PRODUCER_REGISTERS < 40 ? 4 : 8;
     static_assert(!SUMS_BY_DISTANCE || BLOCK_Q == WARPGROUP_KEYS, "as many blocks of rows as of keys");

@@ -34,8 +34,8 @@ DEVICE unsigned existing_keys(int left) {
            (left > 9 ? 0xff000000u : 0u);
 }
 
-// A unit is 32 keys of a block of 16 columns. Blocks take turns among the warps. keys: how many of the tile exist. Codes of the others become 0, as
-// P = 0 would not hide a NaN.
+// A unit is 32 keys of a block of 16 columns. Blocks take turns among the warps. keys: how many of the tile exist.
+// Codes of the others become 0, as P = 0 would not hide a NaN.
 DEVICE void transpose_tile(unsigned v, unsigned vt, int keys, int warp) {
     constexpr int STEPS = BLOCK_K / 32, BLOCKS = COLUMNS / 16, WARPS = larger(TRANSPOSE_WARPS, 1);
     const int lane = threadIdx.x % 32, own = lane % 8 * 2 + (lane / 8 + lane / 4) % 2;  // the line the lane addresses
