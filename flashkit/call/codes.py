@@ -1,9 +1,9 @@
 """Calls with quantised arrays: on their codes where a backend reads these, and dequantised otherwise.
 
 The key of a plan on codes leaves out the scales, which each call passes like an array of a modification. `Dequantised`
-is the adapter between quantised and float arrays. A quantised array is dequantised to the
-computing dtype, float32 or float64, as a number of e4m3 times its scale is not representable in bfloat16. Of pages only
-those that the table names are dequantised.
+is the adapter between quantised and float arrays. A quantised array is dequantised to the computing dtype, float32 or
+float64, as a number of e4m3 times its scale is not representable in bfloat16. Of pages only those that the table names
+are dequantised.
 """
 
 from __future__ import annotations

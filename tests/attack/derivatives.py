@@ -10,6 +10,7 @@ import cases
 import numpy as np
 
 import flashkit
+from flashkit.call import arrays
 
 from .caches import Found
 from .codes import by_definition
@@ -33,9 +34,8 @@ def both(call: cases.Call, r: Random) -> Found:
     if "page_table" not in options:
         along = [r.random() < 0.8 for _ in range(3)]
         tangents = [draw.standard_normal(x.shape).astype(x.dtype) for x in tensors]
-        like = call.k if hasattr(call.k, "get") else None
-        given = [t if like is None else _on_device(t) for t in tangents]
-        given = [t if use else None for t, use in zip(given, along)]
+        xp = arrays.namespace(arrays.require("q", call.q))
+        given = [xp.asarray(t) if use else None for t, use in zip(tangents, along)]
         (out, lse), (dout, dlse) = flashkit.attention_jvp(call.q, call.k, call.v, *given, return_lse=True, **options)
         six = wide + [t.astype(np.float64) if use else None for t, use in zip(tangents, along)]
         definition = partial(_tangents, plain)
@@ -45,12 +45,6 @@ def both(call: cases.Call, r: Random) -> Found:
     unit = FLOAT32 if call.choice["dtype"] in ("float32", "float64") else 2.0**-15  # of a quick exponential
     wrong += far("statistics", [found[name] for name in NAMES], partial(_statistics, plain), wide, unit, draw)
     return Found([], wrong)
-
-
-def _on_device(x: np.ndarray) -> Any:
-    import cupy
-
-    return cupy.asarray(x)
 
 
 def _tangents(options: dict[str, Any], *six: Any) -> list[np.ndarray]:
