@@ -224,6 +224,10 @@ def test_out(kept: bool) -> None:
     for shared in range(3):  # an input as the result
         copies = tuple(x.copy() for x in given)
         same(call(*copies, out=copies[shared]), expected)
+    memory = np.zeros((2, 4, 450, 16), np.float32)
+    memory[:, :, :300] = q
+    half = memory[:, :, :300]
+    same((call if kept else plan(half, k, v, causal=True))(half, k, v, out=memory[:, :, 150:]), expected)
     read_only = np.empty_like(q)
     read_only.flags.writeable = False
     for wrong, error in (
