@@ -133,18 +133,6 @@ def test_the_installed_backends() -> None:
         assert backend.device_kind in ("cpu", "cuda")
 
 
-def test_a_block_asks() -> None:
-    with use_backend("reference"):
-        assert chosen() == "reference"
-        with use_backend("cpu"):
-            assert chosen() == "cpu"
-            with use_backend(None):
-                assert chosen() == "cpu"  # the usual choice
-        assert chosen() == "reference"
-        assert chosen(backend="cpu") == "cpu"  # a call goes before a block
-    assert chosen() == "cpu"
-
-
 def test_a_block_that_ends_in_an_error_asks_no_longer() -> None:
     with pytest.raises(RuntimeError), use_backend("reference"):
         raise RuntimeError
@@ -158,15 +146,6 @@ def test_a_block_is_of_its_thread() -> None:
         thread.start()
         thread.join()
     assert seen == ["cpu"]
-
-
-def test_a_process_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHKIT_BACKEND", "reference")
-    assert chosen() == "reference"
-    with use_backend("cpu"):
-        assert chosen() == "cpu"  # a block goes before the process
-    monkeypatch.setenv("FLASHKIT_BACKEND", "")
-    assert chosen() == "cpu"
 
 
 def test_the_process_may_ask_for_repeatable_bits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -401,14 +401,21 @@ def test_what_chooses_the_backend_is_heeded(monkeypatch: pytest.MonkeyPatch) -> 
             attention(q, k, v)
             with flashkit.use_backend(None):
                 attention(q, k, v)
+            attention(q, k, v)
+            attention(q, k, v, backend="cpu")  # a call goes before a block
         attention(q, k, v, backend="reference")
         monkeypatch.setenv("FLASHKIT_BACKEND", "reference")
+        attention(q, k, v)
+        with flashkit.use_backend("cpu"):
+            attention(q, k, v)  # and a block before the process
+        monkeypatch.setenv("FLASHKIT_BACKEND", "")
         attention(q, k, v)
         monkeypatch.setenv("FLASHKIT_BACKEND", "absent")
         with pytest.raises(ValueError, match="FLASHKIT_BACKEND"):
             attention(q, k, v)
         monkeypatch.delenv("FLASHKIT_BACKEND")
-    assert calls == ["cpu", "reference.forward", "cpu", "reference.forward", "reference.forward"] * 2
+    kinds = {"c": "cpu", "r": "reference.forward"}
+    assert calls == [kinds[x] for x in "crcrcrrcc"] * 2
 
 
 def test_plans_are_cached_by_their_block_mask(monkeypatch: pytest.MonkeyPatch) -> None:
