@@ -203,13 +203,12 @@ extern "C" __global__ void g(float* x) { x[0] = table[(int)x[1]]; }
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
-def test_a_cubin_is_checked(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+def test_a_cubin_is_checked(calls_of: Callable[..., Any], arch: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     source = compiler.Source("kernels", KERNELS)
     made = compiler.binary(source, arch)
     assert set(made.resources) == {"f", "g"}
-    compiles, compile_ = [], compiler._compile
-    monkeypatch.setattr(compiler, "_compile", lambda *args: compiles.append(1) or compile_(*args))
+    compiles = calls_of(compiler, "_compile")
     assert compiler.binary(source, arch) == made and not compiles
     for at in (0, len(made.code) // 2, -1):
         damaged = bytearray(made.code)

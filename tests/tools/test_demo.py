@@ -143,27 +143,21 @@ def small_corpus(passages: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 @pytest.mark.usefixtures("encoder", "small_corpus")
 def test_passages_are_embedded_once(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, calls_of: Any
 ) -> None:
     """The second answer reads the file of the first, unless it is of another corpus, or damaged."""
     search = importlib.import_module(f"{demo.__name__}.search")
-    embedded, embed = [], search.embed_corpus
-
-    def counted(encoder: Any, passages: Any, batch_size: int) -> Any:
-        embedded.append(len(passages))
-        return embed(encoder, passages, batch_size)
-
-    monkeypatch.setattr(search, "embed_corpus", counted)
+    embedded = calls_of(search, "embed_corpus")
     answers = []
     for limit in ("4", "4", "5", "5"):
         assert demo.main(["parse JSON", "--json", "--limit", limit]) == 0
         answers.append(json.loads(capsys.readouterr().out))
-    assert embedded == [4, 5]
+    assert [len(passages) for _, passages, _ in embedded] == [4, 5]
     assert answers[0]["queries"] == answers[1]["queries"] and answers[1]["sentences_per_second"] is None
     (file,) = (tmp_path / "flashkit-demo").iterdir()  # the other one is gone
     file.write_bytes(file.read_bytes()[:-99])
     assert demo.main(["parse JSON", "--json", "--limit", "5"]) == 0
-    assert embedded == [4, 5, 5]
+    assert [len(passages) for _, passages, _ in embedded] == [4, 5, 5]
     (tmp_path / "a file").touch()
     monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path / "a file"))
     assert demo.main(["parse JSON", "--json", "--limit", "4"]) == 0

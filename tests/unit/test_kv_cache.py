@@ -19,7 +19,6 @@ import flashkit
 from flashkit.cache import layer as layers
 from flashkit.cache import step_plans
 from flashkit.cache.pages import PageTable
-from flashkit.call.planned import Planned
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
@@ -166,10 +165,9 @@ def test_each_call_has_the_tables_that_it_gives(dtype: str) -> None:
     assert np.array_equal(stored(cache, 0)[0][6:], flashkit.rotary(k, *one, positions=[6], layout="bnhd"))
 
 
-def test_steps_of_decoding_share_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_decoding_share_plans(calls_of: Any) -> None:
     """A plan is made for a power of two of keys, not for each step; its results follow the lengths."""
-    made = []
-    monkeypatch.setattr(step_plans, "Planned", lambda *given: made.append(0) or Planned(*given))
+    made = calls_of(step_plans, "Planned")
     cache = flashkit.KVCache(2, 2, 16, pages=80, page=4, layers=2)
     k, v, q = numbers(2, 100, 2, 16), numbers(2, 100, 2, 16, seed=1), numbers(100, 2, 4, 16, seed=2)
     for n in range(60):
@@ -221,10 +219,9 @@ def test_packed_queries_of_equal_sequences_share_plans(each: int, monkeypatch: p
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_packed_queries_of_unequal_sequences_share_plans(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_queries_of_unequal_sequences_share_plans(causal: bool, calls_of: Any) -> None:
     """As many queries find one plan, whatever their offsets and the lengths are; rows behind the last offset are 0."""
-    made = []
-    monkeypatch.setattr(step_plans, "Planned", lambda *given: made.append(0) or Planned(*given))
+    made = calls_of(step_plans, "Planned")
     cache = flashkit.KVCache(3, 2, 16, pages=80, page=4)
     k, v, q = numbers(60, 2, 16), numbers(60, 2, 16, seed=1), numbers(9, 4, 16, seed=2)
     cache.append(k, v, [0, 33, 47, 60])
