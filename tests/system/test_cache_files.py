@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import shutil
 import tempfile
 import textwrap
@@ -40,6 +41,16 @@ def silent() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
+
+
+def test_compilations_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """And a file that is found again compiles nothing."""
+    with caplog.at_level("INFO", "flashkit"):
+        for _ in range(2):
+            objects._loaded.clear()
+            assert run() == COMPILED
+    (record,) = caplog.records
+    assert record.name == "flashkit" and re.fullmatch(r"compiled kind in \d+\.\d s", record.getMessage())
 
 
 # --- a full disk ------------------------------------------------------------------------------------------------------

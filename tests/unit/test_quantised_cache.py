@@ -65,16 +65,6 @@ def test_memory_is_a_quarter_of_float32() -> None:
     assert nbytes("float32") / nbytes("e4m3") == 4 * 128 / 132
 
 
-def test_rotary_is_applied_before_rounding() -> None:
-    cache, table = cache_of("int8", 1, pages=8), flashkit.rotary_table(32, DIM)
-    k, v, q = numbers(1, HEADS_KV, 9, DIM), numbers(1, HEADS_KV, 9, VALUE_DIM), numbers(1, HEADS, 1, DIM)
-    cache.append(k, v, rotary=table)
-    turned = flashkit.quantize(flashkit.rotary(k, *table), "int8", "token")
-    assert near(cache.attend(q), exact(q, turned, flashkit.quantize(v, "int8", "token")))
-    pages = cache[0].k_pages.data[cache.page_table[0, :3]].reshape(12, HEADS_KV, DIM)
-    assert np.array_equal(pages[:9], turned.data[0].swapaxes(0, 1))
-
-
 @pytest.mark.parametrize("per", ["tensor", "head", "token"])
 @pytest.mark.parametrize("kv_format", ["e4m3", "int8"])
 def test_pools_of_an_engine(kv_format: Any, per: Any, in_place: None) -> None:
