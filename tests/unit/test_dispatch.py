@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -233,6 +233,20 @@ def test_another_package_brings_a_backend(fake: FakeBackend) -> None:
     for a, b in zip(vjp(out), vjp_expected(out)):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
     assert fake.calls == ["plan", "forward", "backward"]
+
+
+def test_a_backend_that_does_not_know_a_result_is_not_asked_for_it(fake: FakeBackend) -> None:
+    """It may compute the plain results of such a problem."""
+    fake.efficiency, q, bias = 0.99, x(), np.zeros((9, 9), np.float32)
+    calls: list[Callable[[], Any]] = [
+        lambda: attention(q, q, q, return_stats=("entropy",)), lambda: flashkit.attention_jvp(q, q, q, q),
+        lambda: attention_vjp(q, q, q, bias=bias)[1](q, wrt=("bias",)),
+    ]  # fmt: skip
+    for call in calls:
+        assert np.isfinite(call()[0]).all()
+        with use_backend("fake"), pytest.raises(UnsupportedError, match="fake: "):
+            call()
+    assert "backward" not in fake.calls
 
 
 def test_a_backend_that_cannot_be_imported(install: Any) -> None:
