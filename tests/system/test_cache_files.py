@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 from kernels import COMPILED, Source, file_of, forget, leftovers, run
 
-from flashkit import settings
 from flashkit.backends import elf
 from flashkit.backends.cpu import objects
 from flashkit.backends.cuda_common import compiler
@@ -348,23 +347,6 @@ def test_a_folder_that_vanishes_while_a_kernel_is_written(monkeypatch: pytest.Mo
     monkeypatch.setattr(trust, "write", late)
     assert run() == COMPILED
     assert file_of().exists()
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("0", 0), ("12", 12), ("4K", 4096), ("1.5 M", 3 << 19), ("2GiB", 2 << 30), ("1tb", 1 << 40)]
-)
-def test_sizes(text: str, size: int) -> None:
-    assert settings.size(text) == size
-
-
-@pytest.mark.parametrize("text", ["many", "-1", "1X", "K", "1e3", "", "1 2", "9" * 400])
-def test_what_is_no_size(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    with pytest.raises(ValueError, match="a number of bytes such as 500M or 2G"):
-        settings.size(text)
-    monkeypatch.setenv("FLASHKIT_CACHE_SIZE", text)
-    if text:  # an empty variable is none
-        with pytest.raises(ValueError, match=f"FLASHKIT_CACHE_SIZE: expected a number of bytes .* got {text!r}"):
-            run()
 
 
 # --- in memory --------------------------------------------------------------------------------------------------------
