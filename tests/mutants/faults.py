@@ -47,8 +47,7 @@ ROWS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("bounds", "call.sequences:offsets_of",
          "offsets[0] != 0 or offsets[-1] > tokens or (offsets[1:] < offsets[:-1]).any()",
          "offsets[0] != 0 or offsets[-1] > tokens or (np.diff(offsets) < 0).any()"),
-        ("bounds", "call.sequences:integers_of", 'array.dtype.kind == "u" and array.itemsize == 8',
-         "array.dtype == np.uint64"),
+        ("bounds", "call.sequences:integers_of", "array.itemsize == 8", "array.dtype == np.uint64"),
     ),
     f"{SAFETY} -k exchanged_values": (("bounds", "call.compose:check_indices", "high >= n", "high > n"),),
     f"{SAFETY} -k integers": (
