@@ -238,7 +238,7 @@ def test_names_without_a_gradient() -> None:
 def test_a_backend_that_does_not_know_them_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     from flashkit import dispatch
 
-    monkeypatch.setattr(type(dispatch.registry()["cpu"]), "takes_wrt", False)
+    monkeypatch.setattr(type(dispatch.registry()["cpu"]), "takes", ())
     dispatch.forget()
     try:
         vjp = _vjp(bias=np.zeros((3, 4), np.float32))
