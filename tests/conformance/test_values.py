@@ -16,8 +16,7 @@ import pytest
 import flashkit
 from flashkit import mods, reference
 from flashkit.call.arguments import prepare
-from flashkit.call.backward import Recorded, clear_values
-from flashkit.call.vjp import Vjp
+from flashkit.call.vjp import Recorded, Vjp, clear_values
 
 Options = dict[str, Any]
 slow = pytest.mark.slow
