@@ -6,7 +6,6 @@ Every error names the argument, what was expected and what came.
 from __future__ import annotations
 
 import math
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Unpack
 
@@ -15,7 +14,7 @@ import numpy as np
 from .. import mods
 from ..mods import Mod
 from ..numeric import number
-from ..options import DEFAULTS, Options, unknown
+from ..options import DEFAULTS, Options
 from ..spec import MAX_PAGE_RUN, AttentionSpec, Fp8, Operands, Problem, name_of
 from . import arrays
 from .checks import (
@@ -31,16 +30,7 @@ from .checks import (
     window_of,
 )
 from .compose import check_indices, compose
-from .sequences import (
-    Sequences,
-    are_read,
-    check_default_offset,
-    q_offset_range,
-    q_offsets_of,
-    queries_of,
-    queries_within,
-    sequences_of,
-)
+from .sequences import Sequences, sequences_of
 from .shape import Shape, pairwise
 
 PRECISIONS = (None, "highest", "tf32", "fp8")
@@ -87,8 +77,6 @@ def prepare(
     and views of arrays are taken, before they are checked, because the caller's arrays may change at any time. Lengths
     on a device are not read; the kernels clamp them.
     """
-    if not DEFAULTS.keys() >= given.keys():
-        raise unknown("attention", [name for name in given if name not in DEFAULTS])
     o: Any = SimpleNamespace(**DEFAULTS | given)
     kind = arrays.require("q", q)
     for name, array in (("k", k), ("v", v)):
@@ -102,32 +90,18 @@ def prepare(
             raise TypeError(f"{name}: expected dtype {dtype} (q's), got {array.dtype}")
     pe_dim = 0 if k_pe is None else k_pe.shape[-1]
     q_of_k = q[..., : q.shape[-1] - pe_dim]
-    seqs = sequences_of(
-        q_of_k, k, v, kind, o.layout, o.kv_lengths, o.cu_seqlens, o.page_table, not described
-    )  # fmt: skip
+    seqs = sequences_of(q_of_k, k, v, kind, o, not described)
     shape, batch, most_q, most_k = seqs.shape, seqs.batch, seqs.most_q, seqs.most_k
     q4 = (shape.four_axes if described else shape.to_four)(q).view()
     k4, v4 = ((shape.four_axes if described and not shape.paged else shape.keys_to_four)(x).view() for x in (k, v))
     entries, heads, n_q, d = q4.shape
     heads_kv, dv = k4.shape[1], v4.shape[3]
-    if o.q_lengths is not None and seqs.extra:
-        raise ValueError("expected q_lengths or cu_seqlens, which gives the lengths, not both")
-    queries = queries_of(o.q_lengths, kind, shape, batch, seqs.n_q, most_q, not described)
-    offsets = seqs.positions
-    find_offsets = partial(q_offsets_of, o.q_offset, kind, shape, batch, seqs.lengths, queries, most_k, not described)
-    later = o.q_offset is offsets is None and not isinstance(seqs.lengths, np.ndarray)
-    if not later and (o.q_offset is not None or offsets is None):
-        offsets = find_offsets()
-
-    scores, masks, given_mods = _modifications(o, kind, heads, seqs, queries, described)
+    scores, masks, given_mods = _modifications(o, kind, heads, seqs, described)
     for mod in given_mods:
-        reach = q_offset_range(offsets, o.q_offset is not None, batch, most_q, most_k)
-        check_indices(mod, batch, heads, seqs.n_q if isinstance(seqs.n_q, np.ndarray) else most_q, most_k, *reach)
+        n = seqs.n_q if isinstance(seqs.n_q, np.ndarray) else most_q
+        check_indices(mod, batch, heads, n, most_k, *seqs.reach())
     score, hidden, slots, params, values, names = compose(scores, masks)
-    if later:  # two launches on a device, whose kernels mostly do not read the result
-        offsets = find_offsets() if are_read(score, hidden) else np.zeros(batch, np.int64)
-    if o.q_offset is o.q_lengths is o.page_table is None and o.kv_lengths is not None:
-        check_default_offset(seqs.lengths, n_q, (score, hidden))
+    offsets = seqs.offsets_for(kind, n_q, score, hidden)
 
     if out is not None:
         out = arrays.own_form("out", out, kind)
@@ -166,13 +140,19 @@ def prepare(
         empty((entries, heads, n_q), spec.lse_dtype), o.block_mask if len(masks) == 1 else None, seqs.cu_seqlens,
         seqs.page_table, None if k_pe is None else shape.keys_to_four(k_pe),
         (None if of_q is None else shape.four_axes(of_q), *scales) if memory.scales else None,
-        follows=queries if o.q_offset is None else None, names=names,
+        follows=seqs.queries if o.q_offset is None else None, names=names,
     )  # fmt: skip
     return Prepared(problem, operands, shape)
 
 
+def masks_by_position(causal: Any, window: Any) -> list[Mod]:
+    """The masks that these options are, in their order."""
+    masks = [mods.causal()] if flag("causal", causal, ", and mask= for an array of pairs") else []
+    return masks if window is None else [*masks, mods.sliding_window(*window_of(window))]
+
+
 def _modifications(
-    o: Any, kind: str, heads: int, seqs: Sequences, queries: Any, described: bool
+    o: Any, kind: str, heads: int, seqs: Sequences, described: bool
 ) -> tuple[dict[str, Mod], list[Mod], list[Mod]]:
     """The options that change scores, in their order and by name, those that hide pairs, and those of them whose
     indices have to be proved in range.
@@ -194,12 +174,7 @@ def _modifications(
         scores["alibi_slopes"] = mods.alibi(slopes).snapshot()
     if o.bias is not None:
         scores["bias"] = mods.bias(pairs("bias", o.bias, "f")).snapshot()
-    if flag("causal", o.causal, ", and mask= for an array of pairs"):
-        masks.append(mods.causal())
-    if o.q_lengths is not None:
-        masks.append(queries_within(queries))
-    if o.window is not None:
-        masks.append(mods.sliding_window(*window_of(o.window)))
+    masks += [*masks_by_position(o.causal, o.window), *seqs.masks]
     if o.mask is not None:
         # A floating mask is added to the scores, as in other libraries.
         array = pairs("mask", o.mask, "bf")

@@ -37,7 +37,11 @@ class Sequences(NamedTuple):
     lengths: Any  # keys of each sequence, int64 (B,), or (B + 1,) with those of the extra
     cu_seqlens: tuple[Any, Any] | None = None  # see Operands
     page_table: Any = None
-    positions: Any = None  # the default offsets, int64 (B + 1,), where offsets are on a device
+    offsets: Any = None  # positions of the first queries, int64 (B,) or (B + 1,); None: those of lengths on a device
+    has_offsets: bool = False  # whether the caller gave them
+    queries: Any = None  # n_q, or the caller's q_lengths, int64 (B,)
+    masks: tuple[Mod, ...] = ()  # that hide the rows behind q_lengths
+    pads: bool = False  # whether lengths may be those of padded queries, whose default offsets are checked
 
     @property
     def extra(self) -> int:
@@ -65,11 +69,46 @@ class Sequences(NamedTuple):
         found[:-1], found[-1:] = values, 0
         return found
 
+    def reach(self) -> tuple[np.ndarray, np.ndarray]:
+        """See `q_offset_range`."""
+        return q_offset_range(self.offsets, self.has_offsets, self.batch, self.most_q, self.most_k)
 
-def sequences_of(
+    def offsets_for(self, kind: str, n_q: int, *graphs: Expr | None) -> Any:
+        """The offsets for modifications with these graphs, checked: for default ones on a device, which take two
+        launches, 0 where no graph reads them. n_q: of q.
+        """
+        if self.pads:
+            check_default_offset(self.lengths, n_q, graphs)
+        if self.offsets is not None:
+            return self.offsets
+        if not are_read(*graphs):
+            return np.zeros(self.batch, np.int64)
+        return q_offsets_of(None, kind, self.shape, self.batch, self.lengths, self.queries, self.most_k)
+
+
+def sequences_of(q: Any, k: Any, v: Any, kind: str, o: Any, copied: bool) -> Sequences:
+    """The sequences of a call with options o; ValueError or TypeError if the arguments disagree."""
+    found = _laid_out(q, k, v, kind, o.layout, o.kv_lengths, o.cu_seqlens, o.page_table, copied)
+    shape, batch, queries, offsets = found.shape, found.batch, found.n_q, found.offsets
+    masks: tuple[Mod, ...] = ()
+    if o.q_lengths is not None:
+        if found.extra:
+            raise ValueError("expected q_lengths or cu_seqlens, which gives the lengths, not both")
+        queries = _counts("q_lengths", o.q_lengths, kind, shape, batch, found.most_q, "queries", copied)
+        queries = queries.astype(np.int64, copy=False)
+        masks = (Mod("mask", expr.Array("q_lengths", 1, "int")[expr.B] > expr.ROW, {}, {"q_lengths": queries}),)
+    if o.q_offset is not None or (offsets is None and isinstance(found.lengths, np.ndarray)):
+        offsets = q_offsets_of(o.q_offset, kind, shape, batch, found.lengths, queries, found.most_k, copied)
+    pads = o.q_offset is o.q_lengths is o.page_table is None and o.kv_lengths is not None
+    return found._replace(
+        offsets=offsets, has_offsets=o.q_offset is not None, queries=queries, masks=masks, pads=pads
+    )  # fmt: skip
+
+
+def _laid_out(
     q: Any, k: Any, v: Any, kind: str, layout: str, kv_lengths: Any, cu_seqlens: Any, page_table: Any, copied: bool
 ) -> Sequences:
-    """The sequences of a call; ValueError or TypeError if the arguments disagree."""
+    """The sequences as arrays say where they lie."""
     if cu_seqlens is None and page_table is None:
         shape = shape_of(q, k, v, layout)
         n_q, n_k = (x.shape[-2 if x.ndim == 2 else HEADS_AND_TOKENS[layout][1]] for x in (q, k))
@@ -219,11 +258,6 @@ def check_pages(table: Any, lengths: Any, pages: int, page: int) -> None:
         )
 
 
-def queries_within(lengths: Any) -> Mod:
-    """The mask that q_lengths is: a row at or past the length of its batch entry sees no key."""
-    return Mod("mask", expr.Array("q_lengths", 1, "int")[expr.B] > expr.ROW, {}, {"q_lengths": lengths})
-
-
 # --- one integer for each batch entry ---------------------------------------------------------------------------------
 
 
@@ -296,14 +330,6 @@ def kv_lengths_of(value: Any, kind: str, shape: Shape, batch: int, n_k: int, cop
     if value is None:
         return _spread(n_k, batch, copied)
     return _counts("kv_lengths", value, kind, shape, batch, n_k, "keys", copied)
-
-
-def queries_of(value: Any, kind: str, shape: Shape, batch: int, n_q: Any, most: int, copied: bool = True) -> Any:
-    """q_lengths, or the queries of each sequence: int64 (B,), or one number."""
-    if value is None:
-        return n_q
-    counts = _counts("q_lengths", value, kind, shape, batch, most, "queries", copied)
-    return counts.astype(np.int64, copy=False)
 
 
 def q_offsets_of(
