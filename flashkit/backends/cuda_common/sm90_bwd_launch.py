@@ -134,7 +134,7 @@ class BackwardTile:
         if cluster_size(spec) > 1:
             registers, possible = max(dim, dim_v) // 2 + fragments, self.block_q == 64
         else:
-            registers, possible = (dim + dim_v) // 2 + fragments, self.block_q == 64 or not (spec.dropout or spec.wrt)
+            registers, possible = (dim + dim_v) // 2 + fragments, self.block_q == 64 or not (spec.dropout or spec.sums)
         return possible and registers <= 224 and self.shared_memory(spec) <= device.shared_per_block
 
     def constants(self, spec: AttentionSpec) -> dict[str, int]:

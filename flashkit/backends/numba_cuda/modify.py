@@ -63,7 +63,7 @@ def _value_sums(spec: AttentionSpec) -> str:
     flushing = [f"add_number(last[{n}], sums[{n}]); last[{n}] = 0" for n in range(len(spec.reads))]
     return "\n".join([
         *functions,
-        f"HAS_VALUES, READS = {bool(spec.wrt)}, {max(len(spec.reads), 1)}",
+        f"HAS_VALUES, READS = {bool(spec.sums)}, {max(len(spec.reads), 1)}",
         "\n    ".join(["@device\ndef add_values(ds, s, b, h, row, q, k, p, last, sums):", *adding, "return\n"]),
         "\n    ".join(["@device\ndef flush_values(last, sums):", *flushing, "return\n"]),
     ])  # fmt: skip
