@@ -19,7 +19,7 @@
 //     AT_V_TILES            FP8, for each stage of V its tile: b, tile
 //     AT_SCALES, AT_AFFINE  softmax scales; for each consumer warp the row-uniform part of its AffineScore
 //
-// FP8 says what shares a scale of codes in fp8_forward.cu, whose further constants and parts fp8_mainloop.cuh lists,
+// FP8 says what shares a scale of codes in fp8_forward.cu, whose further constants and parts fp8_softmax.cuh lists,
 // and is 0 in other kernels. GETS_VT: V comes as V^T.
 #pragma once
 #include "common/positions.cuh"
