@@ -106,8 +106,8 @@ def axes_of(
 def _interleaved_axes(
     dtype: str, page: int, head: int, token: int, dim: int, heads: int, tokens: int, pages: int, rows: int
 ) -> Axes:
-    """Axes (place, token / 8, chunk, token % 8, column of a chunk) of keys in pages. A place counts units from the first
-    element to those of a page, head and token: KvSource::place of kernels/sm90/producer.cuh.
+    """Axes (place, token / 8, chunk, token % 8, column of a chunk) of keys in pages. A place counts units from the
+    first element to those of a page, head and token: KvSource::place of kernels/sm90/producer.cuh.
     """
     columns, unit = _BOX_BYTES // _itemsize(dtype), _unit(page, head, token)
     places = ((pages - 1) * page + (heads - 1) * head + (tokens - rows) * token) // unit + 1
