@@ -48,6 +48,11 @@ def sums_of(spec: AttentionSpec) -> dict[str, tuple[int, Slot]]:
     return found
 
 
+def sums_by_distance(spec: AttentionSpec) -> bool:
+    """Whether gradients by values follow from sums of dS by distance, in any order."""
+    return bool(spec.reads) and not spec.deterministic and all(read.of_distance() is not None for read in spec.reads)
+
+
 def slope_is_one(spec: AttentionSpec) -> bool:
     """Whether the score modification only adds to scores, so that dS is the same before and after it."""
     return spec.score is not None and expr.is_const(expr.derivative(spec.score), 1)
