@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,8 @@ from .shape import FORMS, HEADS_AND_TOKENS, LAYOUTS, Shape, disagreement, shape_
 OFFSETS = "integers (sequences + 1,), from 0 up to the number of tokens,"
 
 
-class Sequences(NamedTuple):
+@dataclass(slots=True)
+class Sequences:
     """The sequences of a call and where they lie. A packed call has one more than the caller's: the queries behind
     these, which see no key and so give 0.
     """
@@ -89,20 +91,18 @@ class Sequences(NamedTuple):
 def sequences_of(q: Any, k: Any, v: Any, kind: str, o: Any, copied: bool) -> Sequences:
     """The sequences of a call with options o; ValueError or TypeError if the arguments disagree."""
     found = _laid_out(q, k, v, kind, o.layout, o.kv_lengths, o.cu_seqlens, o.page_table, copied)
-    shape, batch, queries, offsets = found.shape, found.batch, found.n_q, found.offsets
-    masks: tuple[Mod, ...] = ()
+    shape, batch, queries = found.shape, found.batch, found.n_q
     if o.q_lengths is not None:
         if found.extra:
             raise ValueError("expected q_lengths or cu_seqlens, which gives the lengths, not both")
         queries = _counts("q_lengths", o.q_lengths, kind, shape, batch, found.most_q, "queries", copied)
         queries = queries.astype(np.int64, copy=False)
-        masks = (Mod("mask", expr.Array("q_lengths", 1, "int")[expr.B] > expr.ROW, {}, {"q_lengths": queries}),)
-    if o.q_offset is not None or (offsets is None and isinstance(found.lengths, np.ndarray)):
-        offsets = q_offsets_of(o.q_offset, kind, shape, batch, found.lengths, queries, found.most_k, copied)
-    pads = o.q_offset is o.q_lengths is o.page_table is None and o.kv_lengths is not None
-    return found._replace(
-        offsets=offsets, has_offsets=o.q_offset is not None, queries=queries, masks=masks, pads=pads
-    )  # fmt: skip
+        found.masks = (Mod("mask", expr.Array("q_lengths", 1, "int")[expr.B] > expr.ROW, {}, {"q_lengths": queries}),)
+    if o.q_offset is not None or (found.offsets is None and isinstance(found.lengths, np.ndarray)):
+        found.offsets = q_offsets_of(o.q_offset, kind, shape, batch, found.lengths, queries, found.most_k, copied)
+    found.queries, found.has_offsets = queries, o.q_offset is not None
+    found.pads = o.q_offset is o.q_lengths is o.page_table is None and o.kv_lengths is not None
+    return found
 
 
 def _laid_out(
