@@ -142,10 +142,8 @@ def attention(
     if return_stats != ():
         names = names_of(return_stats)
         with Call("attention", q, k, v, {**options}, out) as call:
-            result, lse, stats = with_statistics(call, backend, names)
-            adapter = call.foreign
-            own = stats if adapter is None else {name: adapter.from_native(name, x) for name, x in stats.items()}
-            result, lse = call.to_caller((result, lse))
+            result, lse, *stats = call.to_caller(with_statistics(call, backend, names))
+            own = dict(zip(names, stats))
             return (result, lse, own) if return_lse else (result, own)
     with Call("attention", q, k, v, {**options}, out) as call:
         return call.to_caller(plan_of(call, backend, return_lse).run(call))
