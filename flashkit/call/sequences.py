@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import shown
+from ..errors import shown, warn
 from ..mods import Mod, expr
 from ..mods.expr import INT64, MAX_POSITION, Expr, Q, uses
 from ..mods.tracing import as_array
 from ..numeric import described
-from ..spec import Tokens
+from ..spec import MAX_HEAD_DIM, Tokens
 from . import arrays
 from .checks import choice
-from .shape import FORMS, HEADS_AND_TOKENS, LAYOUTS, Shape, disagreement, shape_of
+from .shape import FORMS, HEADS_AND_TOKENS, LAYOUTS, Shape
 
 OFFSETS = "integers (sequences + 1,), from 0 up to the number of tokens,"
 
@@ -147,6 +147,63 @@ def _laid_out(
     if n_q is None:
         return _on_device(shape, q, room, cu_q, lengths, table)
     return Sequences(shape, batch, n_q, _most(n_q, len(q)), _most(lengths, room), room, lengths, cu, table)
+
+
+MAX_HEADS = 128
+"""The most heads of known models; where there are more, and more than tokens, the axes may be exchanged."""
+
+
+def shape_of(q: Any, k: Any, v: Any, layout: str) -> Shape:
+    """The shape of a call; ValueError if q, k and v disagree."""
+    choice("layout", layout, LAYOUTS)
+    other = LAYOUTS[1 - LAYOUTS.index(layout)]
+    shapes = {"q": q.shape, "k": k.shape, "v": v.shape}
+    if problem := disagreement(shapes, layout):
+        hint = "" if q.ndim == 2 or disagreement(shapes, other) else f"; did you mean layout={other!r}?"
+        raise ValueError(f"{problem} (layout={layout!r}: {FORMS[layout]}{hint})")
+    if q.ndim > 3 and _looks_exchanged(shapes, layout) and not disagreement(shapes, other):
+        heads, tokens = (q.shape[axis] for axis in HEADS_AND_TOKENS[layout])
+        warn(
+            f"q has {heads} heads of {tokens} tokens (shape {q.shape}, layout={layout!r}: {FORMS[layout]}); "
+            f"layout={other!r} reads {tokens} heads of {heads} tokens"
+        )
+    return Shape(q.ndim, tuple(q.shape[:-3]), layout)
+
+
+def disagreement(shapes: dict[str, tuple[int, ...]], layout: str) -> str:
+    """Why these shapes of q, k and v disagree, or nothing."""
+    q, k, v = shapes.values()
+    for name, shape in shapes.items():
+        if len(shape) < 2:
+            return f"{name}: expected shape {FORMS[layout]} or (tokens, head_dim), got {shape}"
+        if len(shape) != len(q):
+            return f"{name}: expected {len(q)} axes, as q has (shape {q}), got {len(shape)} (shape {shape})"
+        if shape[:-3] != q[:-3]:
+            return f"{name}: expected batch axes {q[:-3]} (q's), got {shape[:-3]} (shape {shape})"
+        if not 1 <= shape[-1] <= MAX_HEAD_DIM:
+            return f"{name}: expected a head dim of 1 to {MAX_HEAD_DIM}, got {shape[-1]} (shape {shape})"
+    if k[-1] != q[-1]:
+        return f"k: expected head dim {q[-1]} (q's; only v's may differ), got {k[-1]} (shape {k})"
+    head_axis, token_axis = HEADS_AND_TOKENS[layout] if len(q) > 2 else (None, -2)
+    if v[token_axis] != k[token_axis]:
+        return f"v: expected {k[token_axis]} tokens (k's), got {v[token_axis]} (shape {v})"
+    if head_axis is not None:
+        heads, heads_k, heads_v = (shape[head_axis] for shape in (q, k, v))
+        if heads_v != heads_k:
+            return f"v: expected {heads_k} heads (k's), got {heads_v} (shape {v})"
+        if (heads_k == 0 and heads != 0) or (heads_k and heads % heads_k):
+            return f"q: expected a multiple of k's {heads_k} heads, got {heads} (shape {q})"
+    return ""
+
+
+def _looks_exchanged(shapes: dict[str, tuple[int, ...]], layout: str) -> bool:
+    """Whether q and k have more heads than tokens, and so many heads, or tokens in such a ratio, as only exchanged axes
+    have: the heads of q and k would be equal, and q's tokens a multiple of k's, as heads of a group are.
+    """
+    (heads, tokens), (heads_k, tokens_k) = ([shapes[x][axis] for axis in HEADS_AND_TOKENS[layout]] for x in "qk")
+    if heads <= tokens or heads_k <= tokens_k or 0 in (tokens, tokens_k):
+        return False
+    return heads > MAX_HEADS or (heads == heads_k and tokens > tokens_k and tokens % tokens_k == 0)
 
 
 def _on_device(shape: Shape, q: Any, n_k: int, cu_q: Any, keys: Any, table: Any = None) -> Sequences:
