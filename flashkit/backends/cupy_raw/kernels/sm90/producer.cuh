@@ -211,36 +211,28 @@ struct KvSource {
     // Calls f(box, row) by one lane for each box of a tile, with its first row in the tile. The others tell it where
     // boxes begin: if each lane loaded its own, ptxas would elect one after another.
     template <typename F>
-    __device__ __forceinline__ void for_each_box(const Tensor& tensor, const KvTile& at, F f) const {
+    __device__ __forceinline__ void for_each_box(const KvTile& at, F f) const {
         if constexpr (!IS_PAGED) return f(kv_box(p, at.b, at.head, at.tile * BLOCK_K), 0u);
-        const long long page = existing_page(p, at.page);
-        const int head = uniform(at.head), own = INTERLEAVED ? place(tensor, page, head, at.row) : (int)page;
+        const int page = (int)existing_page(p, at.page), head = uniform(at.head);
 #pragma unroll
         for (int i = 0; i < BLOCK_K / BOX_ROWS; ++i) {
-            const int other = __shfl_sync(~0u, own, i);
-            const Box box = INTERLEAVED ? Box{0, 0, 0, other} : Box{0, __shfl_sync(~0u, at.row, i), head, other};
+            const Box box{0, __shfl_sync(~0u, at.row, i), head, __shfl_sync(~0u, page, i)};
             if (elect_one()) f(box, i * BOX_ROWS);
         }
         __syncwarp();  // a lane that fell behind would wait for a phase of the pipeline that is over
     }
-    // INTERLEAVED: where rows of a head begin, in units of the largest power of two that divides all strides
-    // (cuda_common/tensor_maps.py).
-    __device__ __forceinline__ static int place(const Tensor& at, long long page, int head, int row) {
-        return (int)(page * at.batch + head * at.head + row * at.token >> __ffsll(at.batch | at.head | 8 * at.token) - 1);
-    }
-    template <int CHUNKS, int TOGETHER>
-    __device__ __forceinline__ void load_pages(const TensorMap& map, const Tensor& tensor, const KvTile& at,
-                                               unsigned target, int chunk, unsigned barrier) const {
+    template <int CHUNKS>
+    __device__ __forceinline__ void load_pages(const TensorMap& map, const KvTile& at, unsigned target, int chunk,
+                                               unsigned barrier) const {
         if (is_leader()) mbarrier_arrive_expect_tx(barrier, BLOCK_K * CHUNK_ROW * CHUNKS);
-        for_each_box(tensor, at, [&](const Box& box, unsigned row) {
-            load_tile<1, CHUNKS / TOGETHER, BLOCK_K, CHUNK_COLUMNS>(target + row * TOGETHER * CHUNK_ROW, map, box, barrier,
-                                                                    0, chunk);
+        for_each_box(at, [&](const Box& box, unsigned row) {
+            load_tile<1, CHUNKS, BLOCK_K, CHUNK_COLUMNS>(target + row * CHUNK_ROW, map, box, barrier, 0, chunk);
         });
     }
     __device__ __forceinline__ static bool is_leader() { return !IS_PAGED || threadIdx.x % 32 == 0; }
 
     __device__ __forceinline__ void load_k(const KvTile& at, unsigned target, unsigned barrier) const {
-        if constexpr (IS_PAGED) return load_pages<CHUNKS_K, TOGETHER_K>(k_map, p.k, at, target, CHUNK_BYTES, barrier);
+        if constexpr (IS_PAGED) return load_pages<CHUNKS_K>(k_map, at, target, CHUNK_BYTES, barrier);
         mbarrier_arrive_expect_tx(barrier, BYTES_K);
         const Box box = kv_box(p, at.b, at.head, at.tile * BLOCK_K);
         load_tile<1, CHUNKS_K, BLOCK_K, CHUNK_COLUMNS>(target, k_map, box, barrier, 0, ROWS_K * CHUNK_ROW);
@@ -249,7 +241,7 @@ struct KvSource {
     }
     __device__ __forceinline__ void load_v(const KvTile& at, unsigned target, int chunk_stride,
                                            unsigned barrier) const {
-        if constexpr (IS_PAGED) return load_pages<CHUNKS_V, TOGETHER_V>(v_map, p.v, at, target, chunk_stride, barrier);
+        if constexpr (IS_PAGED) return load_pages<CHUNKS_V>(v_map, at, target, chunk_stride, barrier);
         if constexpr (GETS_VT) {  // the keys of each column
             mbarrier_arrive_expect_tx(barrier, COLUMNS * CHUNK_ROW);
             return tma_load<1>(target, v_map, Box{at.tile * BLOCK_K, 0, at.head, at.b}, barrier);
