@@ -124,6 +124,9 @@ constexpr int BYTES_K = CHUNK_BYTES * CHUNKS_K * (1 + TANGENT_K);
 constexpr int BYTES_V = GETS_VT ? VT_LINES * CHUNK_ROW : CHUNK_BYTES * CHUNKS_V * (1 + TANGENT_V);
 constexpr int V_STAGES = FP8 && !GETS_VT ? (COLUMNS <= 128 ? 2 : 1) : STAGES;
 
+// V has a producer warp of its own, as boxes of pages take long to ask for.
+constexpr bool HAS_V_PRODUCER = IS_PAGED && !FP8 && !HAS_TANGENTS;
+
 // Registers of a lane. Where ROW_SUM_BY_MMA the last four of O are sums of P.
 constexpr int O_REGS = COLUMNS / 2 + 4 * ROW_SUM_BY_MMA, S_REGS = BLOCK_K / 2, P_REGS = BLOCK_K / 4;
 
@@ -176,7 +179,7 @@ DEVICE void init_barriers(unsigned base) {
     q_pipe(base).init(1, 1);
     k_pipe(base).init(1, 4 * MMA_WARPGROUPS);
     v_pipe(base).init(1, 4 * MMA_WARPGROUPS);
-    list_pipe(base).init(1, 1);
+    list_pipe(base).init(1, 1 + HAS_V_PRODUCER);
     mbarrier_init(base + AT_CLAIM, 1);
     for (int i = 0; i < MMA_WARPGROUPS * Q_BUFFERS; ++i) mbarrier_init(base + AT_OUT_READY + 8 * i, 4);
     fence_mbarrier_init();
