@@ -189,13 +189,35 @@ struct RowDeltas {
     }
 };
 
+// SUMS_BY_DISTANCE: the sum and the moment of dS (common/by_distance.cuh) of the pairs that four lanes have in each 64
+// rows of a tile, for bwd_values.cuh.
+struct PairSums {
+    static constexpr int TILES = SUMS_BY_DISTANCE ? BLOCK_Q / STRAIGHT : 0, BYTES = 8;
+    float sum[larger(TILES, 1)], moment[larger(TILES, 1)];
+
+    // of_keys: of the lane's two keys; of_rows: of the elements times their row, counted from the lane's first one.
+    __device__ __forceinline__ void set(int tile, const float (&of_keys)[2], float of_rows) {
+        const auto add = [](float x, float y) { return x + y; };
+        const float all = of_keys[0] + of_keys[1];
+        const int first = lane_row(0, 0) - row_of_lane(0);
+        sum[tile] = across_lanes(all, add);
+        moment[tile] = across_lanes(fmaf(first, all, fmaf(-8, of_keys[1], of_rows)), add);
+    }
+};
+// Of query tile n of the CTA and the keys of a warp group. The places of four lanes follow one another.
+DEVICE unsigned pair_sums(unsigned base, unsigned n, int group, int tile) {
+    return base + AT_PAIR_SUMS + ((n % 2 * larger(PairSums::TILES, 1) + tile) * MMA_WARPGROUPS + group) * 32 * PairSums::BYTES;
+}
+
 // dS = P * slope * (dP - delta), rounded. p_slope: P times the slope of the score modification (softmax_p). UNMASKED:
 // every pair is visible; else pairs whose P is 0 get a dS of 0, whatever dP is.
 template <bool UNMASKED>
 DEVICE void compute_ds(const Params& p, const float (&p_slope)[S_REGS], float (&dp)[S_REGS], unsigned (&ds)[S_REGS / 2],
-                       const RowDeltas& deltas, const DropoutMask& dropout) {
+                       const RowDeltas& deltas, const DropoutMask& dropout, PairSums& sums) {
+    float of_keys[2], of_rows;
 #pragma unroll
     for (int n = 0; n < S_REGS / 4; ++n) {
+        if (n % (STRAIGHT / 8) == 0) of_keys[0] = of_keys[1] = of_rows = 0;
         float delta[2];
         deltas.get(delta, n);
 #pragma unroll
@@ -207,9 +229,13 @@ DEVICE void compute_ds(const Params& p, const float (&p_slope)[S_REGS], float (&
                 if (HAS_DROPOUT) dp[i] = dropout.kept(n, half, c) ? dp[i] * (float)p.dropout_scale : 0.0f;
                 x[c] = p_slope[i] * minus_delta(dp[i], delta[c]);
                 if (!UNMASKED && p_slope[i] == 0) x[c] = 0;
+                if constexpr (SUMS_BY_DISTANCE)
+                    of_keys[half] += x[c], of_rows = fmaf(8 * (n % (STRAIGHT / 8)) + c, x[c], of_rows);
             }
             ds[2 * n + half] = pack(x[0], x[1]);
         }
+        if constexpr (SUMS_BY_DISTANCE)
+            if ((n + 1) % (STRAIGHT / 8) == 0) sums.set(n / (STRAIGHT / 8), of_keys, of_rows);
     }
 }
 

@@ -4,28 +4,24 @@
 //
 // STORES_DS: each pair has an element of its own, so that dS is the gradient, and leaves by TMA as it is.
 #pragma once
+#include "sm90/bwd_fragments.cuh"
 #include "sm90/dq_accum.cuh"
 
 constexpr int VALUE_LANES = 16, VALUE_KEYS = WARPGROUP_KEYS / VALUE_LANES;  // of a row; of a lane
 
-// Two, four or eight elements of dS as floats.
+// Elements of dS as floats.
 template <int N>
-DEVICE void load_ds(float (&x)[N], unsigned address) {
-    unsigned pairs[N / 2];
-    if constexpr (N == 8) {
-        const uint4 four = load_vec(address);
-        pairs[0] = four.x, pairs[1] = four.y, pairs[2] = four.z, pairs[3] = four.w;
-    } else if constexpr (N == 4) {
-        const float2 two = load_floats(address);
-        pairs[0] = __float_as_uint(two.x), pairs[1] = __float_as_uint(two.y);
-    } else {
-        pairs[0] = (unsigned)load_word(address);
-    }
+DEVICE void unpack(float (&x)[N], const unsigned* pairs) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
         const unsigned short element = (unsigned short)(pairs[i / 2] >> i % 2 * 16);
         x[i] = STORAGE == BFLOAT16 ? widen(bfloat16_t{element}) : widen(half_t{element});
     }
+}
+DEVICE void load_ds(float (&x)[4], unsigned address) {
+    const float2 two = load_floats(address);
+    const unsigned pairs[2] = {__float_as_uint(two.x), __float_as_uint(two.y)};
+    unpack(x, pairs);
 }
 
 // SUMS_BY_DISTANCE: adds dS of a tile to the sums of its distances. sums: of the first row and key; tile: its address. A
@@ -42,8 +38,9 @@ DEVICE void add_diagonals(float* sums, unsigned tile, int lane) {
         const int pair = i - lane & 31;
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
+            const unsigned word = (unsigned)load_word(tile + swizzled(2 * i + row, pair / 4) + pair % 4 * 4);
             float ds[2];
-            load_ds(ds, tile + swizzled(2 * i + row, pair / 4) + pair % 4 * 4);
+            unpack(ds, &word);
             x[row + 1] += ds[0], x[row] += ds[1];
         }
     }
@@ -55,25 +52,11 @@ DEVICE void add_diagonals(float* sums, unsigned tile, int lane) {
     }
 }
 
-// The same where the tile is_straight(). A lane has eight keys of every fourth row.
-DEVICE void add_straight(float* sums, unsigned tile, int lane) {
-    const int row = lane / 8, part = lane % 8;
-    float sum = 0, of_rows = 0, of_keys = 0;
-#pragma unroll 4
-    for (int i = 0; i < STRAIGHT / 4; ++i) {
-        float ds[8];
-        load_ds(ds, tile + swizzled(row + 4 * i, part));
-        const float all = (ds[0] + ds[1] + (ds[2] + ds[3])) + (ds[4] + ds[5] + (ds[6] + ds[7]));
-        sum += all, of_rows = fmaf(i, all, of_rows);
-#pragma unroll
-        for (int key = 1; key < 8; ++key) of_keys = fmaf(key, ds[key], of_keys);
-    }
-    float moment = fmaf(4, of_rows, fmaf(row - 8 * part, sum, -of_keys)) * (1.0f / MOMENT_AT);
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        sum += __shfl_xor_sync(~0u, sum, step);
-        moment += __shfl_xor_sync(~0u, moment, step);
-    }
+// The same where the tile is_straight(), from what consumers have found (PairSums).
+DEVICE void add_straight(float* sums, unsigned found, int lane) {
+    const float2 own = load_floats(found + lane * PairSums::BYTES);
+    const auto add = [](float x, float y) { return x + y; };
+    const float sum = across_warp(own.x, add), moment = across_warp(own.y, add) * (1.0f / MOMENT_AT);
     const float x = lane == 0 ? sum - moment : moment;
     if (lane < 2 && x != 0) add_float(sums + lane * MOMENT_AT, x);
 }
@@ -127,7 +110,7 @@ DEVICE void value_sums_warp(const Params& p, const TensorMap& dbias_map, unsigne
                 pipe_ds.consumer_wait(n);
 #pragma unroll
                 for (int i = 0; i < BLOCK_Q / STRAIGHT; ++i, sums += STRAIGHT, tile += STRAIGHT * CHUNK_ROW) {
-                    if (straight[i]) add_straight(sums, tile, lane);
+                    if (straight[i]) add_straight(sums, pair_sums(base, n, group, i), lane);
                     else add_diagonals(sums, tile, lane);
                 }
                 __syncwarp();
