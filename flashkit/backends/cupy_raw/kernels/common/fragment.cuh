@@ -42,14 +42,6 @@ DEVICE float across_lanes(float x, F join) {
     return x;
 }
 
-// Reduces over a warp.
-template <typename F>
-DEVICE float across_warp(float x, F join) {
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) x = join(x, __shfl_xor_sync(~0u, x, step));
-    return x;
-}
-
 // A head's sink, one more logit without a value: the row reference in base 2 and the row sum with it, the factor on O.
 DEVICE void add_sink(const Params& p, int h, float& reference, float& sum, float& factor) {
     const float sink = static_cast<const float*>(p.sinks)[h] * LOG2E, before = reference;

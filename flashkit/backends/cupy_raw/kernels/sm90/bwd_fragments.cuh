@@ -189,24 +189,26 @@ struct RowDeltas {
     }
 };
 
-// SUMS_BY_DISTANCE: the sum and the moment of dS (common/by_distance.cuh) of the pairs that four lanes have in each 64
-// rows of a tile, for bwd_values.cuh.
+// SUMS_BY_DISTANCE: the sum and the moment of dS (common/by_distance.cuh) of a warp's pairs in each 64 rows of a tile, in
+// even and in odd lanes, for bwd_values.cuh.
 struct PairSums {
-    static constexpr int TILES = SUMS_BY_DISTANCE ? BLOCK_Q / STRAIGHT : 0, BYTES = 8;
-    float sum[larger(TILES, 1)], moment[larger(TILES, 1)];
+    static constexpr int TILES = SUMS_BY_DISTANCE ? BLOCK_Q / STRAIGHT : 0, BYTES = 2 * 4;  // of a warp
+    int lane, first;  // distance of the lane's first pair from the tile's
+    float x[larger(TILES, 1)];
 
     // of_keys: of the lane's two keys; of_rows: of the elements times their row, counted from the lane's first one.
     __device__ __forceinline__ void set(int tile, const float (&of_keys)[2], float of_rows) {
-        const auto add = [](float x, float y) { return x + y; };
-        const float all = of_keys[0] + of_keys[1];
-        const int first = lane_row(0, 0) - row_of_lane(0);
-        sum[tile] = across_lanes(all, add);
-        moment[tile] = across_lanes(fmaf(first, all, fmaf(-8, of_keys[1], of_rows)), add);
+        const float sum = of_keys[0] + of_keys[1], moment = fmaf(first, sum, fmaf(-8, of_keys[1], of_rows));
+        const bool odd = lane % 2;
+        x[tile] = (odd ? moment : sum) + __shfl_xor_sync(~0u, odd ? sum : moment, 1);
+#pragma unroll
+        for (int step = 2; step < 32; step *= 2) x[tile] += __shfl_xor_sync(~0u, x[tile], step);
     }
 };
-// Of query tile n of the CTA and the keys of a warp group. The places of four lanes follow one another.
+// Of query tile n of the CTA and the keys of a warp group: of its first warp.
 DEVICE unsigned pair_sums(unsigned base, unsigned n, int group, int tile) {
-    return base + AT_PAIR_SUMS + ((n % 2 * larger(PairSums::TILES, 1) + tile) * MMA_WARPGROUPS + group) * 32 * PairSums::BYTES;
+    const int place = (n % 2 * larger(PairSums::TILES, 1) + tile) * MMA_WARPGROUPS + group;
+    return base + AT_PAIR_SUMS + place * 4 * PairSums::BYTES;
 }
 
 // dS = P * slope * (dP - delta), rounded. p_slope: P times the slope of the score modification (softmax_p). UNMASKED:

@@ -3,6 +3,8 @@
 // the keys of a consumer warp group. So no consumer waits for its additions.
 //
 // STORES_DS: each pair has an element of its own, so that dS is the gradient, and leaves by TMA as it is.
+//
+// SUMS_BY_DISTANCE: they add dS to the sums of its distances (common/by_distance.cuh).
 #pragma once
 #include "sm90/bwd_fragments.cuh"
 #include "sm90/dq_accum.cuh"
@@ -24,9 +26,9 @@ DEVICE void load_ds(float (&x)[4], unsigned address) {
     unpack(x, pairs);
 }
 
-// SUMS_BY_DISTANCE: adds dS of a tile to the sums of its distances. sums: of the first row and key; tile: its address. A
-// lane has the distances 2 lane - 1 ... 2 lane + 1, and those 64 less; of every two rows it has the two keys that have
-// some of either, which are the next ones on from rows to rows.
+// dS of a tile. sums: of the distance of its first row and key; tile: its address. A lane has the distances 2 lane - 1
+// ... 2 lane + 1, and those 64 less. Of each two rows it has the two keys with some of these distances, which are two
+// keys on in the next two rows.
 DEVICE void add_diagonals(float* sums, unsigned tile, int lane) {
     float x[3] = {}, less[3];
 #pragma unroll 4
@@ -52,13 +54,13 @@ DEVICE void add_diagonals(float* sums, unsigned tile, int lane) {
     }
 }
 
-// The same where the tile is_straight(), from what consumers have found (PairSums).
+// The same of a tile that is_straight(), from what four consumer warps have found (PairSums).
 DEVICE void add_straight(float* sums, unsigned found, int lane) {
-    const float2 own = load_floats(found + lane * PairSums::BYTES);
-    const auto add = [](float x, float y) { return x + y; };
-    const float sum = across_warp(own.x, add), moment = across_warp(own.y, add) * (1.0f / MOMENT_AT);
-    const float x = lane == 0 ? sum - moment : moment;
-    if (lane < 2 && x != 0) add_float(sums + lane * MOMENT_AT, x);
+    float x = load_float(found + lane % 8 * 4);
+    x += __shfl_xor_sync(~0u, x, 2);
+    x += __shfl_xor_sync(~0u, x, 4);
+    const float moment = __shfl_sync(~0u, x, 1) * (1.0f / MOMENT_AT), added = lane == 0 ? x - moment : moment;
+    if (lane < 2 && added != 0) add_float(sums + lane * MOMENT_AT, added);
 }
 
 DEVICE void value_sums_warp(const Params& p, const TensorMap& dbias_map, unsigned base, int group) {
