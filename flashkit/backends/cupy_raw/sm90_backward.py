@@ -157,7 +157,7 @@ def source(
         **tile.constants(spec), "FUSED_PREPROCESS": fused_preprocess, "NUM_TERMS": 1, "VALUE_WARPS": 0,
         "BIAS_IS_BFLOAT16": False, "BIAS_OF_HEADS": False, "BIAS_OF_ENTRIES": False,
         "STORES_DS": stores, "ENTRIES_FIRST": entries_first,
-        "BY_DISTANCE": reads_distances(spec), "SUMS_BY_DISTANCE": sums_by_distance(spec),
+        "BY_DISTANCE": reads_distances(spec), "SUMS_BY_DISTANCE": sums_by_warps(spec) and sums_by_distance(spec),
     }  # fmt: skip
     if gives_registers(spec):
         constants |= {"CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40}
