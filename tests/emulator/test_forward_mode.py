@@ -33,7 +33,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 KERNELS = [
     pytest.param(
         backend, generation, dtype, name,
-        marks=pytest.mark.slow if backend == "numba_cuda" or name == "packed" or generation == "simt" else [],
+        marks=[
+            *[pytest.mark.slow] * (backend == "numba_cuda" or name == "packed" or generation == "simt"),
+            *[pytest.mark.exhaustive] * (backend == "numba_cuda" and name != "modifications"),
+        ],
     )
     for backend, generation, dtype in (
         ("cupy_raw", "sm90", "bfloat16"), ("cupy_raw", "sm80", "bfloat16"), ("cupy_raw", "simt", "float32"),

@@ -137,10 +137,6 @@ def test_explain_with_real_backends(run: Any) -> None:
     status, out, _ = run(*line.split())
     assert status == 0
     assert isinstance(json.loads(out), dict)
-    status, out, _ = run("explain", "--measure", "--json", "--shape", "1,2,128,64", "--dtype", "float32", "--causal")
-    measured = json.loads(out)["measured_seconds"]
-    assert measured.keys() == {"forward", "backward"}
-    assert all(1e-6 < seconds < 1 for seconds in measured.values())
     status, out, _ = run("explain", "--measure", "--shape", "1,2,128,64")
     assert "measured   forward" in out
     assert "measured   backward" in out
