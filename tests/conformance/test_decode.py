@@ -137,8 +137,9 @@ def test_one_key_has_its_value_as_gradient_too() -> None:
 @pytest.mark.parametrize(
     ("dtype", "lanes"),
     [
-        ("float64", 4), ("bfloat16", 8), ("float16", 16),
-        *(pytest.param(*x, marks=pytest.mark.exhaustive) for x in (("bfloat16", 4), ("float64", 8), ("float32", 16))),
+        ("float64", 4), ("bfloat16", 8),
+        *(pytest.param(*x, marks=pytest.mark.exhaustive) for x in (
+            ("float16", 16), ("bfloat16", 4), ("float64", 8), ("float32", 16))),
     ],
 )  # fmt: skip
 def test_every_width_decodes(dtype: str, lanes: int) -> None:
