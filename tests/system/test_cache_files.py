@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kernels import COMPILED, Source, file_of, forget, leftovers, run
+from kernels import COMPILED, PLANTED, Source, content, file_of, forget, leftovers, returning, run
 
 from flashkit.backends import elf
 from flashkit.backends.cpu import objects
@@ -203,6 +203,24 @@ def test_work_goes_on_without_a_lock(monkeypatch: pytest.MonkeyPatch, error: Exc
 
 
 # --- damaged files ----------------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_another_process_makes_meanwhile_is_not_made_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A process that waited for the lock reads what the other has made."""
+    assert run() == COMPILED
+    file, lock = file_of(), kernel_cache.compile_lock
+    file.write_bytes(content(file.name, returning(PLANTED)))
+    held = file.rename(tmp_path / "held")
+
+    def waited(folder: str, name: str) -> Any:
+        held.rename(file)  # as the process that holds the lock does
+        return lock(folder, name)
+
+    monkeypatch.setattr(kernel_cache, "compile_lock", waited)
+    objects._loaded.clear()
+    assert run() == PLANTED
 
 
 KERNELS = """
