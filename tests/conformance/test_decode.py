@@ -144,7 +144,7 @@ def test_one_key_has_its_value_as_gradient_too() -> None:
 )  # fmt: skip
 def test_every_width_decodes(dtype: str, lanes: int) -> None:
     """With dtypes in turn, as in test_cpu_kernels.py."""
-    q, k, v = (x.astype(cases.numpy_dtype(dtype)) for x in tensors(6, 2, 2, 700, 37))
+    q, k, v = (x.astype(dtype) for x in tensors(6, 2, 2, 700, 37))
     problem, operands, _ = prepare(q, k, v, softcap=4.0)
     tile = CpuTile(64, 64, lanes, 2, 2)
     cpu = CpuBackend()

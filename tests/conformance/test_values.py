@@ -77,7 +77,7 @@ def tensors(sizes: tuple[int, ...], dtype: str, heads_kv: int = 2) -> list[np.nd
     heads, n_q, n_k, batch = sizes
     rng = np.random.default_rng(0)
     shapes = (heads, n_q, 16), (heads_kv, n_k, 16), (heads_kv, n_k, 24)
-    return [rng.standard_normal((batch, *shape)).astype(cases.numpy_dtype(dtype)) for shape in shapes]
+    return [rng.standard_normal((batch, *shape)).astype(dtype) for shape in shapes]
 
 
 def on(xp: Any, options: Options) -> Options:
