@@ -84,11 +84,6 @@ def num_q_tiles(p, block):
 
 
 @device
-def num_k_tiles(p, block):
-    return p.n_k // block + p.batch if IS_PACKED else (p.n_k + block - 1) // block
-
-
-@device
 def q_tile(p, entry, number, block):
     """The query tile that a number stands for."""
     if IS_PACKED:

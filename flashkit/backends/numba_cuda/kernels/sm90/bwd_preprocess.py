@@ -59,4 +59,4 @@ def bwd_postprocess(p):
             store_vec(row_address(p.dq, I(b), I(h), I(row)) + column * ITEMSIZE, join(pack, x))
             finite = finite_eight(x)
         if MAY_HIDE:
-            recompute_dq(p, b, h, row, column, finite, 1)
+            recompute_dq(p, b, h, row, column, finite)
