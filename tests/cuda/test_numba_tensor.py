@@ -15,6 +15,7 @@ import pytest
 from test_cuda_kernels import disassembled
 from tiles import MODELS, tile_of
 
+from flashkit.backends.base import refused
 from flashkit.backends.cuda_common import compiler
 from flashkit.backends.numba_cuda import specialise
 from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
@@ -98,6 +99,12 @@ def test_what_a_generation_cannot_do_is_refused(changes: dict, reason: str, name
     assert generation(name).supports(problem(), HOPPER, "forward")
     assert bool(generation(name).supports(problem(), HOPPER, "backward")) == (name == "sm90")
     assert reason in generation(name).supports(problem(**changes), HOPPER, "forward").reason
+
+
+def test_what_only_cuda_cpp_has_is_refused() -> None:
+    spec = problem().spec
+    for extra, what in ({"stats": True}, "statistics"), ({"jvp": "q"}, "tangents"), ({"wrt": ("bias",)}, "by values"):
+        assert what in refused(NUMBA, replace(spec, **extra)), extra
 
 
 def test_what_hoppers_backward_pass_cannot_do_is_refused() -> None:

@@ -33,11 +33,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 KERNELS = [
     pytest.param(
         backend, generation, dtype, name,
-        marks=pytest.mark.slow if backend == "numba_cuda" or name == "packed" or generation == "simt" else [],
+        marks=pytest.mark.slow if name == "packed" or generation == "simt" else [],
     )
     for backend, generation, dtype in (
         ("cupy_raw", "sm90", "bfloat16"), ("cupy_raw", "sm80", "bfloat16"), ("cupy_raw", "simt", "float32"),
-        ("numba_cuda", "simt", "float32"),
     )
     for name in OPTIONS
 ]  # fmt: skip
@@ -88,10 +87,7 @@ def test_statistics(backend: str, generation: str, dtype: str, name: str, device
         near(x, expected[statistic], "float32")  # scores and sums are float32
 
 
-@pytest.mark.parametrize(
-    ("backend", "generation", "dtype", "name"),
-    [x for x in KERNELS if x.values[0] == "cupy_raw"],
-)
+@pytest.mark.parametrize(("backend", "generation", "dtype", "name"), KERNELS)
 def test_tangents(backend: str, generation: str, dtype: str, name: str, device: Device) -> None:
     tensors, tangents, options, own, on_device = call_of(name, dtype)
     (out, lse), (dout, dlse) = flashkit.attention_jvp(*own, return_lse=True, backend=backend, **on_device)

@@ -23,7 +23,7 @@ class NumbaCudaBackend(CudaBackend):
     generations = (Sm90(specialise.library, _SM80, _SIMT), _SM80, _SIMT)
     needs = dict.fromkeys(("cupy", "cuda.bindings", "numba_cuda"), _HINT)
     last_resort = True
-    takes_jvp = False
+    takes_stats = takes_jvp = takes_wrt = False
 
     def check(self) -> None:
         compile.check()

@@ -12,9 +12,9 @@
 
 
 @device
-def softmax_backward(p, state, s, dp, slope, b, h, row0, k0, n_k, last, sums, adds):
+def softmax_backward(p, state, s, dp, slope, b, h, row0, k0, n_k):
     """S, as it comes from the product, to P, and dP to dS, which includes the scale and the slope of the score
-    modification. Where P is 0 dS is 0, whatever dP is. adds: whether gradients by values of it are summed as well.
+    modification. Where P is 0 dS is 0, whatever dP is.
     """
     tx, ty = thread_coord()
     n_q, stats = seq_info(p, b).n_q, stats_row(p, b, row0)
@@ -29,15 +29,7 @@ def softmax_backward(p, state, s, dp, slope, b, h, row0, k0, n_k, last, sums, ad
                 lse = load(F, number_address(p.bwd_lse, b, h, stats + row), 0)
                 delta = load(F, number_address(p.delta, b, h, stats + row), 0)
             p_ij = softmax_exp2((s[i, j] - lse) * LOG2E)
-            ds = p_ij * (dp[i, j] - delta)
-            if HAS_VALUES:
-                if p_ij != ZERO:
-                    key = ty + i * TY if BACKWARD_KEYS else tx + j * TX
-                    position = row0 + row + seq_info(p, b).q_position
-                    if adds:
-                        add_values(ds, slope[i, j], b, h, row0 + row, position, k0 + key, p, last, sums)
-                    slope[i, j] = score_slope(slope[i, j], b, h, row0 + row, position, k0 + key, p)
-            ds *= F(p.softmax_scale)
+            ds = p_ij * (dp[i, j] - delta) * F(p.softmax_scale)
             if HAS_SCORE:
                 ds *= slope[i, j]
             s[i, j], dp[i, j] = p_ij, ZERO if p_ij == ZERO else ds
@@ -66,7 +58,6 @@ def dkdv_tile(p, shared):
     factor = cuda.local.array(ROWS_PER_THREAD, F_TYPE)
     dk = cuda.local.array((ROWS_PER_THREAD, K_COLUMNS), F_TYPE)
     dv = cuda.local.array((ROWS_PER_THREAD, V_COLUMNS), F_TYPE)
-    last, sums = cuda.local.array(READS, int64), cuda.local.array(READS, F_TYPE)  # nothing
     ones(factor)
     nonfinite, again = False, True
     while again:
@@ -81,7 +72,7 @@ def dkdv_tile(p, shared):
                 dout = q_rows(p, p.dout, b, h, row0)
                 scores(k, q, CHUNK_QK, s, shared)
                 scores(v, dout, CHUNK_V, dp, shared)
-                softmax_backward(p, walk.state, s, dp, slope, b, h, row0, k0, n_k, last, sums, False)
+                softmax_backward(p, walk.state, s, dp, slope, b, h, row0, k0, n_k)
                 if HAS_DROPOUT:
                     drop_tile(p, s, b, h, row0, k0)
                 store_tile(s, shared)
@@ -117,9 +108,6 @@ def dq_tile(p, shared):
     slope = cuda.local.array((ROWS_PER_THREAD, COLUMNS_PER_THREAD), F_TYPE)
     factor = cuda.local.array(ROWS_PER_THREAD, F_TYPE)
     dq = cuda.local.array((ROWS_PER_THREAD, K_COLUMNS), F_TYPE)
-    last, sums = cuda.local.array(READS, int64), cuda.local.array(READS, F_TYPE)
-    for n in range(READS):
-        last[n] = 0
     ones(factor)
     nonfinite, again = False, True
     while again:
@@ -130,12 +118,10 @@ def dq_tile(p, shared):
             k = k_rows(kv, k0)
             scores(q, k, CHUNK_QK, s, shared)
             scores(dout, v_rows(kv, k0), CHUNK_V, dp, shared)
-            softmax_backward(p, walk.state, s, dp, slope, b, h, row0, k0, n_k, last, sums, not nonfinite)
+            softmax_backward(p, walk.state, s, dp, slope, b, h, row0, k0, n_k)
             store_tile(dp, shared)
             accumulate(k, ACC_QK, dq, shared, nonfinite)
             walk = next_tile(p, walk)
-        if HAS_VALUES:
-            flush_values(last, sums)
         finite = store_accumulator(dq, ACC_QK, factor, p.dq, b, h, seq_info(p, b).row_offset, row0, seq_info(p, b).n_q)
         again = all_threads_or(not finite) and not nonfinite
         nonfinite = True

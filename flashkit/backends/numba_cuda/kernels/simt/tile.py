@@ -258,7 +258,7 @@ def store_accumulator(acc, shape, factor, tensor, b, h, start, first, n):
 @device
 def modify_tile(p, state, s, slopes, with_slopes, b, h, row0, k0, n_k):
     """Scales and modifies the scores of a tile; pairs past the last row or key are masked. with_slopes: also computes
-    the slope of the score modification, or, where gradients by its values are summed, keeps the scaled scores.
+    the slope of the score modification.
     """
     tx, ty = thread_coord()
     scale, n_q, q_position = F(p.softmax_scale), seq_info(p, b).n_q, seq_info(p, b).q_position
@@ -269,10 +269,7 @@ def modify_tile(p, state, s, slopes, with_slopes, b, h, row0, k0, n_k):
             if row < n_q and k < n_k:
                 scaled = s[i, j] * scale
                 if with_slopes:
-                    if HAS_VALUES:
-                        slopes[i, j] = scaled
-                    else:
-                        slopes[i, j] = score_slope(scaled, b, h, row, row + q_position, k, p) if HAS_SCORE else ONE
+                    slopes[i, j] = score_slope(scaled, b, h, row, row + q_position, k, p) if HAS_SCORE else ONE
                 s[i, j] = modify(scaled, state, b, h, row, row + q_position, k, p)
             else:
                 s[i, j] = HIDDEN
