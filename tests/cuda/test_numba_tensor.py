@@ -105,6 +105,8 @@ def test_what_only_cuda_cpp_has_is_refused() -> None:
     spec = problem().spec
     for extra, what in ({"stats": True}, "statistics"), ({"jvp": "q"}, "tangents"), ({"wrt": ("bias",)}, "by values"):
         assert what in refused(NUMBA, replace(spec, **extra)), extra
+    for extra in {"packed": True}, {"paged": True}:
+        assert "alone" in NUMBA.supports(replace(problem(), spec=replace(spec, **extra))).reason, extra
 
 
 def test_what_hoppers_backward_pass_cannot_do_is_refused() -> None:
@@ -122,9 +124,6 @@ WHERE = [
     ({"d": 256}, "sm90", "simt", "gradients of more than 128 columns run on the simt kernels"),
     ({"n_q": 9}, "sm80", "sm90", "rows share keys"),
     ({"deterministic": True}, "sm90", "simt", "deterministic gradients run on the simt kernels"),
-    ({"packed": True}, "simt", "simt", "packed sequences run on the simt kernels"),
-    ({"packed": True, "paged": True}, "simt", "simt", "packed sequences run on the simt kernels"),
-    ({"paged": True}, "simt", "simt", "paged keys run on the simt kernels"),
     ({"dtype": "float32"}, "simt", "simt", "float32 is not for these tensor cores"),
 ]
 

@@ -211,7 +211,7 @@ def test_deterministic_decoding_depends_on_its_sequence_alone(
 PACKED = {**FEATURES, "sizes": "100x140", "sequences": "packed", "q_offset": "default", "kv_lengths": "no"}
 """Three sequences, one of them empty, and tokens behind the last."""
 
-PACKED_KERNELS = [each for each in CUPY_OFTEN if each.values not in (("numba_cuda", "sm90"), ("numba_cuda", "sm80"))]
+PACKED_KERNELS = [each for each in CUPY_OFTEN if each.values[0] == "cupy_raw"]
 
 OLDER_PAGED = [each for each in PACKED_KERNELS if each.values[1] != "sm90"]
 """Pages of any number of keys, and few queries."""
@@ -241,8 +241,8 @@ def test_packed_sequences(backend: str, generation: str, launched: list[str]) ->
 )
 def test_modifications_of_packed_sequences(more: cases.Choice, backend: str, generation: str) -> None:
     """Positions, heads and batch entries are those of each sequence."""
-    if "storage" in more and (generation, backend) != ("sm80", "cupy_raw"):
-        more = {**more, "storage": "swapped"}  # TMA takes no gaps, nor do Numba's copies of 16 bytes
+    if "storage" in more and generation != "sm80":
+        more = {**more, "storage": "swapped"}  # TMA takes no gaps
     check({**PLAIN, "batch": "3", "sizes": "100x140", "sequences": "packed", **more}, backend)
 
 
@@ -413,16 +413,10 @@ def test_sequences_of_few_keys_after_a_long_one(causal: bool, monkeypatch: pytes
 
 
 @slow
-@pytest.mark.parametrize(
-    ("backend", "generation", "dtype"),
-    [
-        pytest.param(backend, generation, dtype, marks=exhaustive if backend == "numba_cuda" else [])
-        for backend, generation in (("cupy_raw", "sm80"), ("numba_cuda", "simt"))
-        for dtype in (np.int32, np.int64)
-    ],
-)
+@pytest.mark.parametrize("generation", ["sm80"])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_integers_of_the_caller_are_read_in_place(
-    dtype: type, backend: str, generation: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
+    dtype: type, generation: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is no copy of another dtype, nor are offsets computed that nothing reads."""
     import cupy
@@ -435,14 +429,14 @@ def test_integers_of_the_caller_are_read_in_place(
         assert read_in_place(cupy, x).data.ptr == x.data.ptr
     with monkeypatch.context() as patch:
         patch.setattr(call_arguments, "q_offsets_of", lambda *_: pytest.fail("nothing reads offsets"))
-        out = flashkit.attention(*given, **on_device, backend=backend)
+        out = flashkit.attention(*given, **on_device, backend="cupy_raw")
     assert generations(launched) == {generation}
     wide = [x.astype(float) for x in (q, k, v)]
     right = flashkit.attention(*wide, page_table=table, kv_lengths=lengths, backend="reference")
     np.testing.assert_allclose(out.get().astype(float), right, atol=2.0**-9)
     offsets = np.array([-1, 30])
     given_offsets = {"causal": True, "q_offset": cupy.asarray(offsets.astype(dtype)), **on_device}
-    out = flashkit.attention(*given, **given_offsets, backend=backend)
+    out = flashkit.attention(*given, **given_offsets, backend="cupy_raw")
     right = flashkit.attention(
         *wide, page_table=table, kv_lengths=lengths, causal=True, q_offset=offsets, backend="reference"
     )
@@ -542,14 +536,8 @@ def test_keys_in_pages(backend: str, generation: str, n_q: int, device: Device, 
 
 
 @slow
-@pytest.mark.parametrize(
-    ("backend", "generation", "d", "page"),
-    [
-        ("cupy_raw", "sm80", 64, 1), ("cupy_raw", "sm80", 20, 1), ("cupy_raw", "sm90", 64, 16),
-        pytest.param("numba_cuda", "simt", 64, 1, marks=exhaustive),
-    ],
-)  # fmt: skip
-def test_a_table_that_ends_with_the_last_key(backend: str, generation: str, d: int, page: int, device: Device) -> None:
+@pytest.mark.parametrize(("generation", "d", "page"), [("sm80", 64, 1), ("sm80", 20, 1), ("sm90", 64, 16)])
+def test_a_table_that_ends_with_the_last_key(generation: str, d: int, page: int, device: Device) -> None:
     """Rows of the last tile behind it have no entries; of rows that are whole vectors, and not."""
     import cupy
 
@@ -560,7 +548,7 @@ def test_a_table_that_ends_with_the_last_key(backend: str, generation: str, d: i
     table = cupy.asarray(np.arange(n_k // page)[None])
     if isinstance(device, hardware.Hardware):
         table = hardware.at_the_end_of_memory(table)
-    out = flashkit.attention(cupy.asarray(q), *pools, page_table=table, kv_lengths=[n_k], q_offset=0, backend=backend)
+    out = flashkit.attention(cupy.asarray(q), *pools, page_table=table, kv_lengths=[n_k], q_offset=0, backend="cupy_raw")
     right = flashkit.attention(*(x.astype(np.float64) for x in (q, k, v)), backend="reference")
     np.testing.assert_allclose(out.get().astype(np.float64), right, atol=2.0**-7)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ...spec import Problem, Verdict
 from ..cuda_common.backend import CudaBackend
 from ..cuda_common.simt import Simt
 from . import compile, specialise
@@ -24,6 +25,11 @@ class NumbaCudaBackend(CudaBackend):
     needs = dict.fromkeys(("cupy", "cuda.bindings", "numba_cuda"), _HINT)
     last_resort = True
     takes_stats = takes_jvp = takes_wrt = False
+
+    def supports(self, problem: Problem) -> Verdict:
+        if problem.spec.packed or problem.spec.paged:
+            return Verdict(False, "packed sequences and keys in pages have kernels in CUDA C++ alone")
+        return super().supports(problem)
 
     def check(self) -> None:
         compile.check()

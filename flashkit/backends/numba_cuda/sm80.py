@@ -104,10 +104,6 @@ def on_tensor_cores(spec: AttentionSpec, direction: Direction) -> Verdict:
     """Whether the kernels for tensor cores, of Ampere and of Hopper, support q, k and v of this kind."""
     if direction == "backward" and spec.deterministic:
         return Verdict(False, "deterministic gradients run on the simt kernels, which add in one order")
-    if spec.packed:
-        return Verdict(False, "packed sequences run on the simt kernels")
-    if spec.paged:
-        return Verdict(False, "paged keys run on the simt kernels")
     return supports_16bit(spec, MAX_DIM)
 
 

@@ -17,7 +17,6 @@ def softmax_backward(p, state, s, dp, slope, b, h, row0, k0, n_k):
     modification. Where P is 0 dS is 0, whatever dP is.
     """
     tx, ty = thread_coord()
-    n_q, stats = seq_info(p, b).n_q, stats_row(p, b, row0)
     modify_tile(p, state, s, slope, True, b, h, row0, k0, n_k)
     if HAS_DROPOUT:
         drop_tile(p, dp, b, h, row0, k0)
@@ -25,9 +24,9 @@ def softmax_backward(p, state, s, dp, slope, b, h, row0, k0, n_k):
         for j in range(COLUMNS_PER_THREAD):
             row = tx + j * TX if BACKWARD_KEYS else ty + i * TY
             lse, delta = INFINITE, ZERO
-            if row0 + row < n_q:
-                lse = load(F, number_address(p.bwd_lse, b, h, stats + row), 0)
-                delta = load(F, number_address(p.delta, b, h, stats + row), 0)
+            if row0 + row < p.n_q:
+                lse = load(F, number_address(p.bwd_lse, b, h, row0 + row), 0)
+                delta = load(F, number_address(p.delta, b, h, row0 + row), 0)
             p_ij = softmax_exp2((s[i, j] - lse) * LOG2E)
             ds = p_ij * (dp[i, j] - delta) * F(p.softmax_scale)
             if HAS_SCORE:
@@ -44,13 +43,11 @@ def ones(factor):
 @device
 def dkdv_tile(p, shared):
     """dK and dV of one key tile."""
-    block, heads_kv, entries = I(cuda.blockIdx.x), p.heads // GQA_GROUP, num_entries(p)
-    head_kv = block % heads_kv
-    b, tile = k_tile(p, block // heads_kv % entries, block // (heads_kv * entries), BLOCK_K)
-    k0, n_k = tile * BLOCK_K, seq_info(p, b).n_k
+    block, heads_kv = I(cuda.blockIdx.x), p.heads // GQA_GROUP
+    head_kv, b, k0 = block % heads_kv, block // heads_kv % p.batch, block // (heads_kv * p.batch) * BLOCK_K
+    n_k = seq_info(p, b).n_k
     k1 = min(k0 + BLOCK_K, n_k)
-    kv = kv_source(p, b, head_kv, n_k)
-    k, v = k_rows(kv, k0), v_rows(kv, k0)
+    k, v = kv_rows(p.k, b, head_kv, k0, n_k), kv_rows(p.v, b, head_kv, k0, n_k)
 
     s = cuda.local.array((ROWS_PER_THREAD, COLUMNS_PER_THREAD), F_TYPE)
     dp = cuda.local.array((ROWS_PER_THREAD, COLUMNS_PER_THREAD), F_TYPE)
@@ -65,7 +62,7 @@ def dkdv_tile(p, shared):
         clear(dv, V_COLUMNS)
         h = head_kv * GQA_GROUP
         while h < (head_kv + 1) * GQA_GROUP and k0 < n_k:
-            walk = walk_queries(p, b, h, k0, k1, seq_info(p, b).n_q)
+            walk = walk_queries(p, b, h, k0, k1, p.n_q)
             while walk.state != EMPTY:
                 row0 = walk.tile * BLOCK_Q
                 q = q_rows(p, p.q, b, h, row0)
@@ -83,9 +80,8 @@ def dkdv_tile(p, shared):
                 walk = next_tile(p, walk)
             h += 1
         # Keys past a sequence's length have accumulated nothing and get 0.
-        start, end = seq_info(p, b).key_offset, stored_n_k(p, b)
-        finite_k = store_accumulator(dk, ACC_QK, factor, p.dk, b, head_kv, start, k0, end)
-        finite_v = store_accumulator(dv, ACC_V, factor, p.dv, b, head_kv, start, k0, end)
+        finite_k = store_accumulator(dk, ACC_QK, factor, p.dk, b, head_kv, k0, p.n_k)
+        finite_v = store_accumulator(dv, ACC_V, factor, p.dv, b, head_kv, k0, p.n_k)
         again = all_threads_or(not (finite_k and finite_v)) and not nonfinite
         nonfinite = True
 
@@ -93,13 +89,8 @@ def dkdv_tile(p, shared):
 @device
 def dq_tile(p, shared):
     """dQ of one query tile."""
-    block, entries, tiles = I(cuda.blockIdx.x), num_entries(p), num_q_tiles(p, BLOCK_Q)
-    h, entry = block % p.heads, block // p.heads % entries
-    b, tile = q_tile(p, entry, tiles - 1 - block // (p.heads * entries), BLOCK_Q)
-    row0, head_kv, n_k = tile * BLOCK_Q, h // GQA_GROUP, seq_info(p, b).n_k
-    if IS_PACKED and row0 >= seq_info(p, b).n_q:
-        return
-    row1, kv = min(row0 + BLOCK_Q, seq_info(p, b).n_q), kv_source(p, b, head_kv, n_k)
+    b, h, row0 = query_tile_of_cta(p)
+    head_kv, n_k, row1 = h // GQA_GROUP, seq_info(p, b).n_k, min(row0 + BLOCK_Q, p.n_q)
     q = q_rows(p, p.q, b, h, row0)
     dout = q_rows(p, p.dout, b, h, row0)
 
@@ -115,14 +106,14 @@ def dq_tile(p, shared):
         walk = walk_keys(p, b, h, row0, row1, n_k)
         while walk.state != EMPTY:
             k0 = walk.tile * BLOCK_K
-            k = k_rows(kv, k0)
+            k = kv_rows(p.k, b, head_kv, k0, n_k)
             scores(q, k, CHUNK_QK, s, shared)
-            scores(dout, v_rows(kv, k0), CHUNK_V, dp, shared)
+            scores(dout, kv_rows(p.v, b, head_kv, k0, n_k), CHUNK_V, dp, shared)
             softmax_backward(p, walk.state, s, dp, slope, b, h, row0, k0, n_k)
             store_tile(dp, shared)
             accumulate(k, ACC_QK, dq, shared, nonfinite)
             walk = next_tile(p, walk)
-        finite = store_accumulator(dq, ACC_QK, factor, p.dq, b, h, seq_info(p, b).row_offset, row0, seq_info(p, b).n_q)
+        finite = store_accumulator(dq, ACC_QK, factor, p.dq, b, h, row0, p.n_q)
         again = all_threads_or(not finite) and not nonfinite
         nonfinite = True
 

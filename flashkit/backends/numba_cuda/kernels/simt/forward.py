@@ -6,9 +6,6 @@
 #     s (S, P)    [BLOCK_Q][BLOCK_K]      registers; P then goes through shared memory
 #     o           [BLOCK_Q][HEAD_DIM_V]   registers, not yet divided by the row sum
 #     m, l        [BLOCK_Q]               running row maximum and row sum: registers of the TX threads that share a row
-#
-# CTAs are numbered longest first: the last query tiles, which see the most keys under a causal mask, come first. Heads
-# are neighbours, so those of a group share K and V in the L2 cache.
 
 
 @device
@@ -68,21 +65,16 @@ def epilogue(p, b, h, row0, m, l, o):
         empty = row_sum == ZERO  # no visible key
         factor[i] = ZERO if empty else rescaled / row_sum
         row = row0 + ty + i * TY
-        if tx == 0 and row < seq_info(p, b).n_q:
-            store(F, number_address(p.lse, b, h, q_token(p, b, row)), 0, HIDDEN if empty else row_max + log(row_sum))
-    return store_accumulator(o, ACC_V, factor, p.out, b, h, seq_info(p, b).row_offset, row0, seq_info(p, b).n_q)
+        if tx == 0 and row < p.n_q:
+            store(F, number_address(p.lse, b, h, row), 0, HIDDEN if empty else row_max + log(row_sum))
+    return store_accumulator(o, ACC_V, factor, p.out, b, h, row0, p.n_q)
 
 
 @kernel(THREADS, BLOCKS_PER_SM)
 def simt_forward(p):
     shared = shared_address()
-    block, entries, tiles = I(cuda.blockIdx.x), num_entries(p), num_q_tiles(p, BLOCK_Q)
-    h, entry = block % p.heads, block // p.heads % entries
-    b, tile = q_tile(p, entry, tiles - 1 - block // (p.heads * entries), BLOCK_Q)
-    row0, head_kv, n_k = tile * BLOCK_Q, h // GQA_GROUP, seq_info(p, b).n_k
-    if IS_PACKED and row0 >= seq_info(p, b).n_q:
-        return
-    row1, kv = min(row0 + BLOCK_Q, seq_info(p, b).n_q), kv_source(p, b, head_kv, n_k)
+    b, h, row0 = query_tile_of_cta(p)
+    head_kv, n_k, row1 = h // GQA_GROUP, seq_info(p, b).n_k, min(row0 + BLOCK_Q, p.n_q)
     q = q_rows(p, p.q, b, h, row0)
 
     s = cuda.local.array((ROWS_PER_THREAD, COLUMNS_PER_THREAD), F_TYPE)
@@ -98,13 +90,13 @@ def simt_forward(p):
         walk = walk_keys(p, b, h, row0, row1, n_k)
         while walk.state != EMPTY:
             k0 = walk.tile * BLOCK_K
-            scores(q, k_rows(kv, k0), CHUNK_QK, s, shared)
+            scores(q, kv_rows(p.k, b, head_kv, k0, n_k), CHUNK_QK, s, shared)
             modify_tile(p, walk.state, s, s, False, b, h, row0, k0, n_k)
             online_softmax(s, m, l, o)
             if HAS_DROPOUT:
                 drop_tile(p, s, b, h, row0, k0)
             store_tile(s, shared)
-            accumulate(v_rows(kv, k0), ACC_V, o, shared, nonfinite)
+            accumulate(kv_rows(p.v, b, head_kv, k0, n_k), ACC_V, o, shared, nonfinite)
             walk = next_tile(p, walk)
         finite = epilogue(p, b, h, row0, m, l, o)
         again = all_threads_or(not finite) and not nonfinite
