@@ -548,7 +548,8 @@ def test_a_table_that_ends_with_the_last_key(generation: str, d: int, page: int,
     table = cupy.asarray(np.arange(n_k // page)[None])
     if isinstance(device, hardware.Hardware):
         table = hardware.at_the_end_of_memory(table)
-    out = flashkit.attention(cupy.asarray(q), *pools, page_table=table, kv_lengths=[n_k], q_offset=0, backend="cupy_raw")
+    q_on = cupy.asarray(q)
+    out = flashkit.attention(q_on, *pools, page_table=table, kv_lengths=[n_k], q_offset=0, backend="cupy_raw")
     right = flashkit.attention(*(x.astype(np.float64) for x in (q, k, v)), backend="reference")
     np.testing.assert_allclose(out.get().astype(np.float64), right, atol=2.0**-7)
 
@@ -814,6 +815,24 @@ def test_more_than_32_tiles_of_an_array_mask(backend: str) -> None:
     for n_k in (1024, 2048, 2200):
         arrays = normal(ml_dtypes.bfloat16, *((1, 1, n, 8) for n in (9, n_k, n_k)))
         check_arrays(*arrays, backend=backend, atol=2.0**-7, on_device=True, mask=mask[:n_k])
+
+
+@pytest.mark.parametrize(
+    ("backend", "generation", "dtype", "hidden"),
+    [("cupy_raw", "sm90", "bool", 0), ("cupy_raw", "simt", "int8", -1), ("numba_cuda", "simt", "int8", -1),
+     pytest.param("cupy_raw", "sm80", "uint16", 0, marks=exhaustive)],
+)  # fmt: skip
+def test_a_mask_of_pairs(backend: str, dtype: str, hidden: int) -> None:
+    """A tile has more pairs than are read to bound them; some tiles show no pair, some all."""
+    pairs = np.random.default_rng(0).integers(hidden, hidden + 2, (130, 260))
+    pairs[:64, :128], pairs[64:, 128:], pairs[:, 0] = hidden, hidden + 1, hidden + 1
+    if dtype == "bool":
+        options: dict[str, Any] = {"mask": pairs.astype(bool), "on_device": True}
+    else:
+        visible = mods.mask(lambda b, h, q, k, pairs: pairs[q, k] > hidden, pairs=pairs.astype(dtype))
+        options = {"mask_mod": visible, "q_offset": 0}
+    q, k, v = normal(ml_dtypes.bfloat16, *((1, 1, n, 8) for n in (130, 260, 260)))
+    check_arrays(q, k, v, backend=backend, atol=2.0**-6, **options)
 
 
 @slow

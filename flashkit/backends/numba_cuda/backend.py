@@ -13,7 +13,7 @@ from .sm90 import Sm90
 
 _HINT = 'pip install "numba-cuda[cu13]" "cupy-cuda13x[ctk]" "cuda-bindings==13.*", or all for CUDA 12'
 
-_SIMT = Simt(specialise.library)
+_SIMT = Simt(specialise.library, left_out=("fp8", "stats", "jvp", "wrt", "orders_sums"))
 _SM80 = Sm80(specialise.library, _SIMT)
 
 
@@ -24,7 +24,6 @@ class NumbaCudaBackend(CudaBackend):
     generations = (Sm90(specialise.library, _SM80, _SIMT), _SM80, _SIMT)
     needs = dict.fromkeys(("cupy", "cuda.bindings", "numba_cuda"), _HINT)
     last_resort = True
-    takes_stats = takes_jvp = takes_wrt = False
 
     def supports(self, problem: Problem) -> Verdict:
         if problem.spec.packed or problem.spec.paged:

@@ -14,7 +14,7 @@
 
 U, LOW = np.uint64, np.uint64(0xFFFFFFFF)
 
-SeqInfo = namedtuple("SeqInfo", "n_q n_k q_position")  # of a batch entry; the latter: of query 0 on the axis of the keys
+SeqInfo = namedtuple("SeqInfo", "n_q n_k q_position")  # of a batch entry; q_position: of query 0 on the axis of keys
 
 
 @device
