@@ -205,6 +205,16 @@ class AttentionSpec:
         return expr.classify(expr.TRUE if self.mask is None else self.mask, self.int32_arrays)
 
     @cached_property
+    def sums(self) -> tuple[Slot, ...]:
+        """The slots of `wrt`: what a backward pass has gradients by, beside the tensors."""
+        return tuple(slot for slot in self.slots if slot.name in self.wrt)
+
+    @property
+    def orders_sums(self) -> bool:
+        """Whether the bits of these gradients must not depend on the order of their terms."""
+        return bool(self.wrt) and self.deterministic
+
+    @cached_property
     def reads(self) -> tuple[Read, ...]:
         """Where the score reads values of `wrt`."""
         return tuple(each for name in self.wrt for each in reads_of(self.score, name))
@@ -441,8 +451,8 @@ class Gradients:
     """What the backward pass reads beyond the operands, and where it writes.
 
     dout (B, Hq, Nq, Dv); dlse (B, Hq, Nq) or None; dq, dk, dv like q, k, v, C-contiguous; dsinks (Hq,) or None.
-    values: the gradients by the slots of `spec.wrt`, in their shapes, a number's (); C-contiguous, of the accumulators'
-    dtype, and 0 before; or None, where the backend makes an array, of any floating dtype.
+    values: the gradients by the slots of `spec.sums`, None before: arrays that the backend makes, in the shapes of the
+    values, a number's (), of any floating dtype.
     """
 
     dout: Any

@@ -4,7 +4,7 @@ the group `flashkit.backends`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from ..spec import AttentionSpec, Direction, Gradients, Operands, Problem, Verdict
@@ -41,7 +41,7 @@ class Backend(Protocol):
         """Fill operands.out and operands.lse."""
 
     def backward(self, plan: Any, operands: Operands, gradients: Gradients) -> None:
-        """Fill gradients.dq, dk, dv and dsinks, and add to gradients.values, given operands.out and operands.lse of the
+        """Fill gradients.dq, dk, dv and dsinks, and make gradients.values, given operands.out and operands.lse of the
         forward pass.
         """
 
@@ -51,15 +51,20 @@ EXTRAS = {
     "stats": "it has no kernels for statistics",  # `Operands.stats`
     "jvp": "it has no kernels for tangents",  # `Operands.tangents`
     "wrt": "it has no gradients by values of score modifications",  # `Gradients.values`
+    "orders_sums": "it sums gradients by values of score modifications in any order",
 }
-"""What a spec may have that a backend, or a generation of kernels, is asked about only if its attribute `takes_<name>`
-is true; and the refusal of others."""
+"""What a spec may have that a backend, or a generation of kernels, is asked about only if it is in its `takes`, and the
+refusal of others."""
+
+OF_BACKWARD = frozenset(("wrt", "orders_sums"))
+"""Of these, what forward passes do without."""
 
 
 def refused(taker: object, spec: AttentionSpec, direction: Direction = "backward") -> str:
-    """Why a backend, or a generation of kernels, is not asked about a spec; "" if it is. wrt is of backward passes."""
-    wanted = [name for name in EXTRAS if getattr(spec, name) and (name != "wrt" or direction == "backward")]
-    return next((EXTRAS[name] for name in wanted if not getattr(taker, f"takes_{name}", False)), "")
+    """Why a backend, or a generation of kernels, is not asked about a spec; "" if it is."""
+    asked = EXTRAS if direction == "backward" else EXTRAS.keys() - OF_BACKWARD
+    taken: Collection[str] = getattr(taker, "takes", ())
+    return next((EXTRAS[name] for name in EXTRAS if name in asked and getattr(spec, name) and name not in taken), "")
 
 
 Bound = Callable[..., None]
@@ -73,12 +78,10 @@ BoundBackward = Callable[[Operands, Gradients], None]
 class Optional(Backend, Protocol):
     """What a backend may have besides. `bind` and `bind_backward` make repeated calls on arrays of one layout cheap."""
 
+    takes: Collection[str]  # names of EXTRAS that it is asked about
     last_resort: bool  # whether it ranks behind the others unless a profile has measured it
     spares_lse: bool  # whether a bound call takes None for an lse that the caller did not request
-    takes_arrays: bool  # whether `per_call` may name arrays of modifications
-    takes_scales: bool  # whether, behind all else, the scales of codes: those of q ("q_scale"), "k_scale" and "v_scale"
-    makes_values: bool  # whether it makes the arrays of `Gradients.values` where they are None
-    takes_lengths: bool  # whether it may be ("kv_lengths", "q_offset"), and with pages "page_table" behind them
+    takes_lengths: bool  # whether `per_call` may be ("kv_lengths", "q_offset"), and with pages "page_table" behind them
 
     def rate(self, problem: Problem, profile: Any, direction: Direction) -> float | None:
         """The measured FLOP/s, or None, of a problem that `supports` has accepted: where that is not the rate of the
@@ -98,8 +101,8 @@ class Optional(Backend, Protocol):
             alive with f, and f reads its contents at the time of the call.
         per_call
             Names of operands.arrays, of operands.sequences() or of operands themselves that f gets with each call, in
-            the layout of the operands' own. No reference to them is kept either. kv_lengths of the operands are then
-            the most that a call may have.
+            the layout of the operands' own, and behind all else of scales: "q_scale", "k_scale", "v_scale". No
+            reference to them is kept either. kv_lengths of the operands are then the most that a call may have.
 
         Returns
         -------
@@ -120,8 +123,7 @@ class Optional(Backend, Protocol):
         plan, operands, gradients
             Of a first call.
         per_call
-            Names of operands.arrays that differ from call to call, in one layout. Only a backend with `takes_arrays`
-            gets any.
+            Names of operands.arrays that differ from call to call, in one layout.
 
         Returns
         -------

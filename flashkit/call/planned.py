@@ -19,7 +19,6 @@ from ..options import OPTIONS
 from ..spec import Operands
 from . import arrays
 from .arguments import Prepared, per_token, prepare
-from .backward import Backward, Recorded
 from .call import Call
 from .checks import check_out
 from .compose import check_indices
@@ -33,6 +32,7 @@ from .sequences import (
     table_of,
 )
 from .views import View
+from .vjp import Backward, Recorded
 
 LENGTHS = "kv_lengths", "q_offset", "page_table"
 """What calls of a plan that was made with kv_lengths may pass, in the order of a bound call's arguments."""
@@ -92,8 +92,7 @@ class Planned:
             self._operands.scales = None
         self._layouts = arrays.layouts(*given)
         fours = operands.q, operands.k, operands.v
-        binds = hasattr(chosen, "bind") and (not per_call or getattr(chosen, "takes_arrays", False))
-        binds = binds and (not scales or getattr(chosen, "takes_scales", False))
+        binds = hasattr(chosen, "bind")
         # A bound call reads addresses, so each call copies arrays that are not addressable, as attention() does.
         self._copied = not all(map(arrays.same_address, given, fours))
         self._copies = binds and self._copied

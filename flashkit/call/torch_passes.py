@@ -17,7 +17,8 @@ from .planned import Planned
 from .plans import plan_of
 from .torch_mods import Mods
 from .views import View
-from .vjp import WRT, Vjp
+from .vjp import TENSORS as QKV
+from .vjp import Vjp
 
 ARRAYS = tuple(name for name, option in OPTIONS.items() if option.axes)
 _NAMES = {"q_offset": ("q_offsets",), "cu_seqlens": ("cu_seqlens_q", "cu_seqlens_k")}
@@ -124,23 +125,24 @@ def forward(
             planned = plan_of(call, backend, with_lse)
             output = call.to_caller(planned.run(call))
             result = [*output] if with_lse else [output]
-            kept = _read(tensors, mods) if is_memory else None
-            if kept is not None and _serves_others(planned, call, kept):
-                name = _name_of(with_lse, kept, options, mods)
-                torch_plans.keep(name, (q, k, v, *kept.values()), (planned, transposed))
+            if is_memory:
+                _keep(with_lse, call, planned, transposed, (q, k, v), tensors, options, mods)
     out, lse = result if with_lse else (*result, None)
     return out.transpose(1, 2) if transposed else out, lse
 
 
-def _serves_others(planned: Any, call: Call, tensors: Tensors) -> bool:
-    """Whether the plan serves any call of these layouts: it reads addresses, and of q, k, v and these tensors alone."""
-    if not (isinstance(planned, Planned) and planned.reads_addresses):
-        return False
-    own, axis, lengths, offsets, *_ = call.per_call
-    if axis or lengths is not None or offsets or len(own) != len(tensors):
-        return False
-    pairs = zip(tensors.values(), own, strict=True)
-    return all(type(x) in PLAIN and arrays.address(y) == x.data_ptr() for x, y in pairs)
+def _keep(
+    kind: Any, call: Call, planned: Any, transposed: bool, given: tuple[Any, ...], tensors: Tensors, options: Scalars,
+    mods: Mods | None,
+) -> None:  # fmt: skip
+    """Keep the plan if it serves any call of these layouts: it reads addresses, and of `given` and tensors alone."""
+    read, (own, axis, lengths, offsets, *_) = _read(tensors, mods), call.per_call
+    if read is None or not (isinstance(planned, Planned) and planned.reads_addresses):
+        return
+    if axis or lengths is not None or offsets or len(own) != len(read):
+        return
+    if all(type(x) in PLAIN and arrays.address(y) == x.data_ptr() for x, y in zip(read.values(), own, strict=True)):
+        torch_plans.keep(_name_of(kind, read, options, mods), (*given, *read.values()), (planned, transposed))
 
 
 def results_of(dout: Any, dlse: Any, out: Any, lse: Any) -> tuple[Any, ...]:
@@ -156,14 +158,14 @@ def backward(
 
     known: of `known_plan` for the number of `results_of`, and q, k, v and these.
     """
-    wrt = *WRT[:3], *more
+    names = *QKV, *more
     if known is not None:
         planned, memory = known[0], interop.TORCH.memory
         with interop.TORCH.scope(q):
             read = tensors if mods is None else tensors | mods.captured
             given = q, k, v, out, lse, *read.values()
             recorded = planned.recorded_on(*map(memory, given))
-            return _gradients(Vjp(recorded), q, memory(dout), None if dlse is None else memory(dlse), wrt)
+            return _gradients(Vjp(recorded), q, memory(dout), None if dlse is None else memory(dlse), names)
     keywords = keywords_of(tensors, options, mods)
     backend = keywords.pop("backend", None)
     with Call("attention", q, k, v, keywords) as call:
@@ -173,17 +175,15 @@ def backward(
         take = adapter.views if type(call.q) is View else adapter.to_native
         native = take(out=out, lse=lse, dout=dout, dlse=dlse)
         vjp: Any = Vjp(planned.recorded(call, native["out"], native["lse"], kept=True), call.options)
-        vjp.check_names(wrt)
-        gradients = _gradients(vjp, q, native["dout"], native["dlse"], wrt)
-        kept = _read(tensors, mods) if is_memory else None
-        if kept is not None and _serves_others(planned, call, kept):
+        vjp.check_names(names)
+        gradients = _gradients(vjp, q, native["dout"], native["dlse"], names)
+        if is_memory:
             results = results_of(dout, dlse, out, lse)
-            name = _name_of(len(results), kept, options, mods)
-            torch_plans.keep(name, (q, k, v, *results, *kept.values()), (planned, False))
+            _keep(len(results), call, planned, False, (q, k, v, *results), tensors, options, mods)
     return gradients
 
 
-def _gradients(vjp: Any, q: Any, dout: Any, dlse: Any, wrt: tuple[str, ...]) -> list[Any]:
+def _gradients(vjp: Any, q: Any, dout: Any, dlse: Any, names: tuple[str, ...]) -> list[Any]:
     """The gradients of native arrays or Views as tensors."""
     empty = dout.empty if type(dout) is View else None
-    return [interop.TORCH.own(x, q) for x in vjp.gradients(dout, dlse, wrt, empty)]
+    return [interop.TORCH.own(x, q) for x in vjp.gradients(dout, dlse, names, empty)]

@@ -19,7 +19,7 @@ from flashkit.backends.cuda_common import backend as cuda_backend
 from flashkit.backends.cuda_common import sm90_bwd_launch
 from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward
 from flashkit.backends.numba_cuda import sm90 as numba_sm90
-from flashkit.call import arguments as call_arguments
+from flashkit.call import sequences as call_sequences
 from flashkit.call.arguments import prepare
 from flashkit.call.sequences import read_in_place
 from flashkit.mods import dropout
@@ -429,7 +429,7 @@ def test_integers_of_the_caller_are_read_in_place(
     for x in on_device.values():
         assert read_in_place(cupy, x).data.ptr == x.data.ptr
     with monkeypatch.context() as patch:
-        patch.setattr(call_arguments, "q_offsets_of", lambda *_: pytest.fail("nothing reads offsets"))
+        patch.setattr(call_sequences, "q_offsets_of", lambda *_: pytest.fail("nothing reads offsets"))
         out = flashkit.attention(*given, **on_device, backend=backend)
     assert generations(launched) == {generation}
     wide = [x.astype(float) for x in (q, k, v)]
@@ -824,6 +824,24 @@ def test_more_than_32_tiles_of_an_array_mask(backend: str) -> None:
     for n_k in (1024, 2048, 2200):
         arrays = normal(ml_dtypes.bfloat16, *((1, 1, n, 8) for n in (9, n_k, n_k)))
         check_arrays(*arrays, backend=backend, atol=2.0**-7, on_device=True, mask=mask[:n_k])
+
+
+@pytest.mark.parametrize(
+    ("backend", "generation", "dtype", "hidden"),
+    [("cupy_raw", "sm90", "bool", 0), ("cupy_raw", "simt", "int8", -1), ("numba_cuda", "simt", "int8", -1),
+     pytest.param("cupy_raw", "sm80", "uint16", 0, marks=exhaustive)],
+)  # fmt: skip
+def test_a_mask_of_pairs(backend: str, dtype: str, hidden: int) -> None:
+    """A tile has more pairs than are read to bound them; some tiles show no pair, some all."""
+    pairs = np.random.default_rng(0).integers(hidden, hidden + 2, (130, 260))
+    pairs[:64, :128], pairs[64:, 128:], pairs[:, 0] = hidden, hidden + 1, hidden + 1
+    if dtype == "bool":
+        options: dict[str, Any] = {"mask": pairs.astype(bool), "on_device": True}
+    else:
+        visible = mods.mask(lambda b, h, q, k, pairs: pairs[q, k] > hidden, pairs=pairs.astype(dtype))
+        options = {"mask_mod": visible, "q_offset": 0}
+    q, k, v = normal(ml_dtypes.bfloat16, *((1, 1, n, 8) for n in (130, 260, 260)))
+    check_arrays(q, k, v, backend=backend, atol=2.0**-6, **options)
 
 
 @slow

@@ -132,7 +132,7 @@ class BackwardTile:
         """Whether it fits shared memory and, as far as accumulators and fragments tell, registers."""
         dim, dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
         fragments = self.block_q + self.block_q // 4
-        lane_sums = spec.wrt and not sums_by_distance(spec)
+        lane_sums = spec.sums and not sums_by_distance(spec)
         if cluster_size(spec) > 1:
             registers, possible = max(dim, dim_v) // 2 + fragments, self.block_q == 64
         else:

@@ -4,6 +4,7 @@ problems that have too little work for it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -125,7 +126,7 @@ class ForwardTile:
         consumer, producer = self.registers(classifies)
         return {
             "BLOCK_K": self.block_k, "MMA_WARPGROUPS": self.warpgroups, "STAGES": self.stages,
-            "Q_BUFFERS": self.q_buffers,
+            "Q_BUFFERS": self.q_buffers, "BOX_ROWS": keys_of_a_box(spec, self.block_k),
             "PING_PONG": bool(self.turns) and self.warpgroups > 1, "PACK_GQA": pack, "CONSUMER_REGISTERS": consumer,
             "PRODUCER_REGISTERS": producer, "WATCHDOG": WATCHDOG,
             "NUM_LISTS": NUM_LISTS, "LIST_HEADER": LIST_HEADER, "LIST_CAPACITY": LIST_CAPACITY,
@@ -157,9 +158,11 @@ def packed(problem: Problem) -> int:
     return group if problem.n_q <= 256 and 64 % group == 0 and not problem.spec.packed else 1
 
 
-def keys_of_a_box(page: int, block_k: int) -> int:
-    """Keys of a TMA box where K and V lie in pages: the largest power of two that divides a page and a tile."""
-    return (page | block_k) & -(page | block_k)
+def keys_of_a_box(spec: AttentionSpec, block_k: int) -> int:
+    """Keys of a TMA box: of pages those that are known to lie together. A tile has a box at most for each lane of a
+    warp.
+    """
+    return max(SWIZZLE_ROWS, math.gcd(spec.page_run, block_k)) if spec.paged else block_k
 
 
 def work_enough(problem: Problem, device: Device) -> Verdict:
@@ -204,10 +207,8 @@ class Forward:
 
     def boxes(self, arguments: Arguments) -> list[tuple[str, int, int, int]]:
         """For each tensor: its name, its columns, and the heads and rows of a TMA box."""
-        spec, keys = arguments.spec, self.tile.block_k
-        dim, dim_v = spec.head_dim, spec.head_dim_v
-        if spec.paged:
-            keys = keys_of_a_box(arguments.words[AT["page"]], keys)
+        spec, dim, dim_v = arguments.spec, arguments.spec.head_dim, arguments.spec.head_dim_v
+        keys = keys_of_a_box(spec, self.tile.block_k)
         return [("q", dim, self.pack, 64), ("k", dim, 1, keys), ("v", dim_v, 1, keys), ("out", dim_v, self.pack, 64)]
 
     def maps(self, arguments: Arguments, geometry: LaunchGeometry, stream: int) -> tuple[list[TensorMap], Any]:

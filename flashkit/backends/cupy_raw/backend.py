@@ -17,7 +17,7 @@ class CupyRawBackend(CudaBackend):
 
     name = "cupy_raw"
     max_head_dim = sm90_mla.MAX_DIM  # simt has any
-    generations = (Sm90(), Sm80(), Simt(specialise.library, takes_jvp=True, takes_wrt_in_order=True))
+    generations = (Sm90(), Sm80(), Simt(specialise.library))
     needs = dict.fromkeys(("cupy", "cuda.bindings"), _HINT)
 
     def sources(self) -> list[tuple[str, str]]:

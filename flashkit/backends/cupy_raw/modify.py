@@ -95,7 +95,7 @@ def _value_sums(spec: AttentionSpec) -> list[str]:
         flushing.append(f"        sum{n}.flush(p{where.format(n=n)});")
     reads_score = any(expr.uses(read.slope, expr.S) for read in spec.reads)
     facts = {
-        "HAS_VALUES": bool(spec.wrt), "VALUES_READ_SCORE": reads_score, "SLOPE_IS_ONE": slope_is_one(spec),
+        "HAS_VALUES": bool(spec.sums), "VALUES_READ_SCORE": reads_score, "SLOPE_IS_ONE": slope_is_one(spec),
         "VALUES_BY_DISTANCE": all(read.of_distance() is not None for read in spec.reads),
     }  # fmt: skip
     return [

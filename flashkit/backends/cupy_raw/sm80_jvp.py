@@ -66,7 +66,7 @@ class NonfiniteFallback:
     """
 
     def __init__(self, problem: Problem, tables: TileTables) -> None:
-        spec, simt = problem.spec, Simt(specialise.library, takes_jvp=True)
+        spec, simt = problem.spec, Simt(specialise.library)
         hides = spec.mask is not None or spec.score is not None or spec.dropout
         self._fallback = Fallback(lambda: tables.plan(simt, problem), spec, tables.device, "forward") if hides else None
 

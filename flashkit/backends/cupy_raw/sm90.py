@@ -15,6 +15,7 @@ from typing import Any
 
 from ...devices.schema import TileRow
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
+from ..base import EXTRAS
 from ..cuda_common import compiler, modification, sm90_launch
 from ..cuda_common.affine_score import affine_score
 from ..cuda_common.arguments import ROW_TENSORS, Arguments
@@ -147,7 +148,7 @@ class Sm90(Generation):
 
     name = "sm90"
     directions: tuple[Direction, ...] = ("forward", "backward")
-    takes_fp8 = takes_stats = takes_jvp = takes_wrt = True
+    takes = EXTRAS.keys() - {"orders_sums"}
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         spec = problem.spec
@@ -180,7 +181,7 @@ class Sm90(Generation):
             dims = f"head dims {spec.head_dim} and {spec.head_dim_v}"
             return Verdict(False, f"rows of {dims} are not a multiple of 16 bytes")
         if direction == "backward":
-            return sm90_backward.supports_wrt(spec)
+            return sm90_backward.supports_sums(spec)
         return sm90_jvp.supports(spec) if spec.jvp else work_enough(problem, device)
 
     def profitable(self, problem: Problem, direction: Direction) -> Verdict:

@@ -60,11 +60,11 @@ def takes_affine_path(spec: AttentionSpec) -> bool:
     return known is not None and known.even and known.diagonal
 
 
-def supports_wrt(spec: AttentionSpec) -> Verdict:
+def supports_sums(spec: AttentionSpec) -> Verdict:
     """Whether the kernel sums gradients by values of a score modification: registers do not hold scores until dS is
     there, nor P apart from the slope.
     """
-    if not spec.wrt:
+    if not spec.sums:
         return Verdict(True)
     if spec.dtype == "float32":
         return Verdict(False, "float32 has no gradients by values of score modifications here")
@@ -143,7 +143,7 @@ def puts_entries_first(problem: Problem, bias: DenseBias | None) -> bool:
     if bias is None or bias.entry is not None or problem.spec.group > 1:
         return False
     elements = (problem.heads if bias.head is not None else 1) * problem.n_q * problem.n_k
-    return problem.batch > 1 and elements * (8 if problem.spec.wrt else 4) > SMALL_BIAS
+    return problem.batch > 1 and elements * (8 if problem.spec.sums else 4) > SMALL_BIAS
 
 
 def source(
@@ -197,7 +197,7 @@ class Sm90Backward(sm90_bwd_launch.Backward):
         long = sm90_bwd_launch.has_long_work_tiles(kind, problem.n_q, problem.n_k, density=1)
         fused, arch = long and can_fuse_preprocess(spec, tile), compiler.target(device.capability)
         constants, wgmma = source(spec, tile, fused, self.bias, self.stores, self.entries_first)
-        if spec.wrt:  # of the call: that dQ is accumulated in order does not order these sums
+        if spec.sums:  # of the call: that dQ is accumulated in order does not order these sums
             asked = problem.spec
             constants |= {
                 "ORDERED_SUMS": False, "VALUES": values_of(asked), "PARAMS_WORDS": arguments.size(asked),

@@ -39,7 +39,7 @@ COLUMNS = 16
 """Of a block that is transposed."""
 
 PROMOTED_KEYS = 2048
-"""Keys after which a promoted part is written: PROMOTE_TILES of fp8_mainloop.cuh."""
+"""Keys after which a promoted part is written: PROMOTE_TILES of fp8_softmax.cuh."""
 
 _CHUNK = 128  # bytes and columns
 
@@ -63,7 +63,7 @@ class Sm90Fp8Tile(ForwardTile):
         return 128 * (self.warpgroups + (2 if self._has_transpose_warps(spec) else 1))
 
     def _has_transpose_warps(self, spec: AttentionSpec) -> bool:
-        """Whether a warp group of its own transposes V (TRANSPOSE_WARPS in fp8_mainloop.cuh)."""
+        """Whether a warp group of its own transposes V (TRANSPOSE_WARPS in fp8_softmax.cuh)."""
         return not _gets_vt(spec) and self.warpgroups < 3 and is_narrow(spec)
 
     def smem(self, spec: AttentionSpec) -> SmemLayout:
@@ -137,7 +137,7 @@ def per(spec: AttentionSpec) -> str:
 
 
 def is_narrow(spec: AttentionSpec) -> bool:
-    """Whether O leaves registers for two P (IS_NARROW in fp8_mainloop.cuh)."""
+    """Whether O leaves registers for two P (IS_NARROW in fp8_softmax.cuh)."""
     return spec.head_dim_v <= 128
 
 

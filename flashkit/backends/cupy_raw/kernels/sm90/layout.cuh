@@ -1,9 +1,9 @@
 // Tile shape, registers and shared memory of Hopper's forward pass.
 //
 // From the head: BLOCK_K, MMA_WARPGROUPS, STAGES, Q_BUFFERS, PACK_GQA, PING_PONG, ROW_SUM_BY_MMA, NUM_TERMS,
-// CONSUMER_REGISTERS, PRODUCER_REGISTERS, WATCHDOG, READS_ARRAYS, POSITIONS, FAR, SHARED_BYTES,
-// LIST_HEADER, LIST_CAPACITY and the offsets AT_* of the parts of shared memory, which ForwardTile.smem lays out
-// (cuda_common/sm90_launch.py):
+// CONSUMER_REGISTERS, PRODUCER_REGISTERS, BOX_ROWS (keys of a TMA box of K and V), WATCHDOG, READS_ARRAYS, POSITIONS,
+// FAR, SHARED_BYTES, LIST_HEADER, LIST_CAPACITY and the offsets AT_* of the parts of shared memory, which
+// ForwardTile.smem lays out (cuda_common/sm90_launch.py):
 //
 //     AT_Q                  [Q_BUFFERS][MMA_WARPGROUPS][64][..]; O on its way out lies there, too
 //     AT_K, AT_V            [STAGES][BLOCK_K][..]; jvp.cu: with tangents
@@ -19,7 +19,7 @@
 //     AT_V_TILES            FP8, for each stage of V its tile: b, tile
 //     AT_SCALES, AT_AFFINE  softmax scales; for each consumer warp the row-uniform part of its AffineScore
 //
-// FP8 says what shares a scale of codes in fp8_forward.cu, whose further constants and parts fp8_mainloop.cuh lists,
+// FP8 says what shares a scale of codes in fp8_forward.cu, whose further constants and parts fp8_softmax.cuh lists,
 // and is 0 in other kernels. GETS_VT: V comes as V^T.
 #pragma once
 #include "common/positions.cuh"
@@ -124,6 +124,9 @@ constexpr int BYTES_K = CHUNK_BYTES * CHUNKS_K * (1 + TANGENT_K);
 constexpr int BYTES_V = GETS_VT ? VT_LINES * CHUNK_ROW : CHUNK_BYTES * CHUNKS_V * (1 + TANGENT_V);
 constexpr int V_STAGES = FP8 && !GETS_VT ? (COLUMNS <= 128 ? 2 : 1) : STAGES;
 
+// V has a producer warp of its own, as boxes of pages take long to ask for.
+constexpr bool HAS_V_PRODUCER = IS_PAGED && !FP8 && !HAS_TANGENTS;
+
 // Registers of a lane. Where ROW_SUM_BY_MMA the last four of O are sums of P.
 constexpr int O_REGS = COLUMNS / 2 + 4 * ROW_SUM_BY_MMA, S_REGS = BLOCK_K / 2, P_REGS = BLOCK_K / 4;
 
@@ -176,7 +179,7 @@ DEVICE void init_barriers(unsigned base) {
     q_pipe(base).init(1, 1);
     k_pipe(base).init(1, 4 * MMA_WARPGROUPS);
     v_pipe(base).init(1, 4 * MMA_WARPGROUPS);
-    list_pipe(base).init(1, 1);
+    list_pipe(base).init(1, 1 + HAS_V_PRODUCER);
     mbarrier_init(base + AT_CLAIM, 1);
     for (int i = 0; i < MMA_WARPGROUPS * Q_BUFFERS; ++i) mbarrier_init(base + AT_OUT_READY + 8 * i, 4);
     fence_mbarrier_init();

@@ -1,5 +1,5 @@
 // The producer: one thread issues TMA loads of K, V and Q for every K/V tile of every work tile that the scheduler
-// lists.
+// lists. Of pages another warp's issues those of V.
 #pragma once
 #include "sm90/layout.cuh"
 
@@ -196,11 +196,6 @@ struct KvSource {
     const TensorMap &k_map, &v_map;
     const TangentMaps tangents{};
 
-    // A box has a page's rows, as many as the largest power of two that divides a page and a tile
-    // (sm90_launch.keys_of_a_box): a tile has at most one for each lane of a warp.
-    __device__ __forceinline__ unsigned box_rows() const {
-        return ((unsigned)p.page | BLOCK_K) & -((unsigned)p.page | BLOCK_K);
-    }
     // The page of a sequence's last key. Asked for once a list: the length is far away.
     __device__ __forceinline__ unsigned last_page(int b) const {
         const int n_k = IS_PAGED ? (int)seq_info(p, b).n_k : 0;
@@ -209,7 +204,7 @@ struct KvSource {
     // Looked up once for K and V. Behind the last key comes what lies there in its page, or that page again.
     __device__ __forceinline__ KvTile located(int tile, int head, int b, unsigned last) const {
         if constexpr (!IS_PAGED) return {tile, head, b};
-        const unsigned key = tile * BLOCK_K + threadIdx.x % 32 * box_rows(), number = page_number(p, key);
+        const unsigned key = tile * BLOCK_K + threadIdx.x % 32 * BOX_ROWS, number = page_number(p, key);
         return {tile, head, b, (int)(key - number * p.page), table_entry(p, b, number < last ? number : last)};
     }
 
@@ -218,10 +213,14 @@ struct KvSource {
     template <typename F>
     __device__ __forceinline__ void for_each_box(const KvTile& at, F f) const {
         if constexpr (!IS_PAGED) return f(kv_box(p, at.b, at.head, at.tile * BLOCK_K), 0u);
-        const int page = (int)existing_page(p, at.page), head = uniform(at.head), rows = uniform((int)box_rows());
-        for (int row = 0, lane = 0; row < BLOCK_K; row += rows, ++lane) {
-            const Box box{0, __shfl_sync(~0u, at.row, lane), head, __shfl_sync(~0u, page, lane)};
-            if (elect_one()) f(box, (unsigned)row);
+        constexpr int BOXES = BLOCK_K / BOX_ROWS;
+        const int page = (int)existing_page(p, at.page), head = uniform(at.head);
+        int rows[BOXES], pages[BOXES];
+#pragma unroll
+        for (int i = 0; i < BOXES; ++i) rows[i] = __shfl_sync(~0u, at.row, i), pages[i] = __shfl_sync(~0u, page, i);
+        if (elect_one()) {
+#pragma unroll
+            for (int i = 0; i < BOXES; ++i) f(Box{0, rows[i], head, pages[i]}, i * BOX_ROWS);
         }
         __syncwarp();  // a lane that fell behind would wait for a phase of the pipeline that is over
     }
@@ -334,7 +333,7 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
             kv.load_k(at, base + at_k(n % STAGES), pipe_k.full_barrier(n));
             // The table is far away: the next tile's pages arrive while V's stage is awaited.
             if (IS_PAGED && i + 1 < count) looked_up = located(work.list.entry[i + 1]);
-            if (n > 0) load_previous_v();
+            if (!HAS_V_PRODUCER && n > 0) load_previous_v();
             previous = at;
             ++n;
             if (leader && first)
@@ -343,7 +342,7 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
         if (IS_PAGED) __syncwarp();  // all lanes have read the list
         if (leader) mbarrier_arrive(pipe_lists.empty_barrier(c));
     }
-    if (n > 0) load_previous_v();
+    if (!HAS_V_PRODUCER && n > 0) load_previous_v();
     if (!leader) return;
     pipe_k.producer_acquire(n);
     store_word(tile_desc_slot(base, n), END);
@@ -353,5 +352,35 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
         pipe_v.producer_acquire(n);
         store_v_tile(v_tile_slot(base, n), {0, 0, END});
         mbarrier_arrive(pipe_v.full_barrier(n));
+    }
+}
+
+// The producer of V in pages, all lanes, beside that of K and Q.
+DEVICE void v_producer(const Params& p, const TensorMap& v_map, unsigned base, const WorkTileList* lists) {
+    const Pipeline<V_STAGES> pipe_v = v_pipe(base);
+    const Pipeline<2> pipe_lists = list_pipe(base);
+    const KvSource kv{p, v_map, v_map};
+    unsigned n = 0;
+#pragma unroll 1
+    for (unsigned c = 0;; ++c) {
+        pipe_lists.consumer_wait(c);
+        const WorkTileList& work = lists[c % 2];
+        const int b = work.b, count = work.count, head = work.h / GQA_GROUP;
+        if (b == END) break;
+        const unsigned last_page = kv.last_page(b);
+        const auto located = [&](int i) {
+            return kv.located(work.last_tile - (work.list.entry[i] >> 8), head, b, last_page);
+        };
+        KvTile next = located(0);
+#pragma unroll 1
+        for (int i = 0; i < count; ++i, ++n) {
+            const KvTile at = next;
+            const unsigned stage = n % V_STAGES;
+            pipe_v.producer_acquire(n);
+            kv.load_v(at, base + at_v(stage), chunk_stride_v(stage), pipe_v.full_barrier(n));
+            if (i + 1 < count) next = located(i + 1);
+        }
+        __syncwarp();  // all lanes have read the list
+        if (KvSource::is_leader()) mbarrier_arrive(pipe_lists.empty_barrier(c));
     }
 }
