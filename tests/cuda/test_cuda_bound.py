@@ -199,20 +199,25 @@ def placed(first: str = "", stride: str = "", scale: float = 1.0) -> Arguments:
     return block
 
 
-def test_numbas_tensor_cores_take_rows_of_whole_vectors(kept: list[Any]) -> None:
-    """Of each tensor that the forward pass reads or writes in vectors, and a positive scale."""
-    ran: list[str] = []
-    one = object.__new__(numbas_sm80.Forward)
-    one._fallback = SimpleNamespace(run=lambda *_: ran.append("older"))
-    one._kernel = SimpleNamespace(launch=lambda *_: ran.append("sm80"))
-    one.tile = SimpleNamespace(block_q=128)
-    for name in NAMES:
-        for where in ("first", "stride"):
-            one.run(placed(**{where: name}), 0)
-            assert ran.pop() == ("older" if name in NAMES[:4] else "sm80"), (name, where)
-    for scale in (0.0, -0.5):
-        one.run(placed(scale=scale), 0)
-        assert ran.pop() == "older"
+def test_numbas_tensor_cores_take_rows_of_whole_vectors(kept: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each tensor that a pass reads or writes in vectors; the forward pass also a positive scale alone."""
+    monkeypatch.setattr(numbas_sm80.MmaBackward, "geometry", lambda *_: "its own")
+    monkeypatch.setattr(numbas_sm80.MmaBackward, "run", lambda *_: ran.append("sm80"))
+    older, ran = SimpleNamespace(run=lambda *_: ran.append("older")), list[str]()
+    passes: dict[str, Any] = {"forward": numbas_sm80.Forward, "backward": numbas_sm80.Backward}
+    for direction, kind in passes.items():
+        one = object.__new__(kind)
+        one._fallback, one._kernel = older, SimpleNamespace(launch=lambda *_: ran.append("sm80"))
+        one.tile = SimpleNamespace(block_q=128)
+        used = NAMES[:4] if direction == "forward" else [name for name in NAMES if name != "out"]
+        for name in NAMES:
+            for where in ("first", "stride"):
+                one.run(placed(**{where: name}), 0)
+                assert ran.pop() == ("older" if name in used else "sm80"), (direction, name, where)
+        if direction == "forward":
+            for scale in (0.0, -0.5):
+                one.run(placed(scale=scale), 0)
+                assert ran.pop() == "older"
 
 
 # --- the backward pass ------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from flashkit.backends.cuda_common import backend as cuda_backend
 from flashkit.backends.cuda_common import sm90_bwd_launch
 from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward
 from flashkit.backends.numba_cuda import sm90 as numba_sm90
-from flashkit.call import arguments as call_arguments
+from flashkit.call import sequences as call_sequences
 from flashkit.call.arguments import prepare
 from flashkit.call.sequences import read_in_place
 from flashkit.mods import dropout
@@ -46,9 +46,6 @@ CUPY_OFTEN = [
     for generation in GENERATIONS
 ]
 """Numba's kernels take long to compile: those of further specifications run where all tests are asked for."""
-
-GRADIENTS = [each for each in CUPY_OFTEN if each.values != ("numba_cuda", "sm80")]
-"""With a backward pass."""
 
 HARD_DATA = [
     pytest.param(
@@ -137,7 +134,7 @@ def equal_scores(n_q: int, n_k: int, dtype: str, dim: int = 64) -> tuple[list[np
     q, k = np.broadcast_to(size, (len(size), n_q, dim)).copy(), np.broadcast_to(size, (len(size), n_k, dim))
     q[1::2] *= -1
     v = np.random.default_rng(0).standard_normal((len(size), n_k, 64))
-    arrays = [x[None].astype(cases.numpy_dtype(dtype)) for x in (q, k, v)]
+    arrays = [x[None].astype(dtype) for x in (q, k, v)]
     return arrays, (q[:, 0, 0] * k[:, 0, 0]) * dim**0.5
 
 
@@ -211,7 +208,7 @@ def test_deterministic_decoding_depends_on_its_sequence_alone(
 PACKED = {**FEATURES, "sizes": "100x140", "sequences": "packed", "q_offset": "default", "kv_lengths": "no"}
 """Three sequences, one of them empty, and tokens behind the last."""
 
-PACKED_KERNELS = [each for each in CUPY_OFTEN if each.values[0] == "cupy_raw"]
+PACKED_KERNELS = [each for each in CUPY_OFTEN if each.values not in (("numba_cuda", "sm90"), ("numba_cuda", "sm80"))]
 
 OLDER_PAGED = [each for each in PACKED_KERNELS if each.values[1] != "sm90"]
 """Pages of any number of keys, and few queries."""
@@ -241,8 +238,8 @@ def test_packed_sequences(backend: str, generation: str, launched: list[str]) ->
 )
 def test_modifications_of_packed_sequences(more: cases.Choice, backend: str, generation: str) -> None:
     """Positions, heads and batch entries are those of each sequence."""
-    if "storage" in more and generation != "sm80":
-        more = {**more, "storage": "swapped"}  # TMA takes no gaps
+    if "storage" in more and (generation, backend) != ("sm80", "cupy_raw"):
+        more = {**more, "storage": "swapped"}  # TMA takes no gaps, nor do Numba's copies of 16 bytes
     check({**PLAIN, "batch": "3", "sizes": "100x140", "sequences": "packed", **more}, backend)
 
 
@@ -335,10 +332,8 @@ PAGED = {**PACKED, "sequences": "paged"}
 
 
 @slow
-@pytest.mark.parametrize(
-    ("backend", "generation"),
-    [("cupy_raw", "sm90"), ("cupy_raw", "sm80"), pytest.param("numba_cuda", "sm90", marks=exhaustive)],
-)
+@pytest.mark.parametrize("backend", ["cupy_raw", pytest.param("numba_cuda", marks=exhaustive)])
+@pytest.mark.parametrize("generation", ["sm90", "sm80"])
 def test_keys_that_no_query_sees_beside_a_row_that_is_not_finite(backend: str) -> None:
     import cupy
 
@@ -413,10 +408,16 @@ def test_sequences_of_few_keys_after_a_long_one(causal: bool, monkeypatch: pytes
 
 
 @slow
-@pytest.mark.parametrize("generation", ["sm80"])
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize(
+    ("backend", "generation", "dtype"),
+    [
+        pytest.param(backend, generation, dtype, marks=exhaustive if backend == "numba_cuda" else [])
+        for backend, generation in (("cupy_raw", "sm80"), ("numba_cuda", "simt"))
+        for dtype in (np.int32, np.int64)
+    ],
+)
 def test_integers_of_the_caller_are_read_in_place(
-    dtype: type, generation: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
+    dtype: type, backend: str, generation: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is no copy of another dtype, nor are offsets computed that nothing reads."""
     import cupy
@@ -428,15 +429,15 @@ def test_integers_of_the_caller_are_read_in_place(
     for x in on_device.values():
         assert read_in_place(cupy, x).data.ptr == x.data.ptr
     with monkeypatch.context() as patch:
-        patch.setattr(call_arguments, "q_offsets_of", lambda *_: pytest.fail("nothing reads offsets"))
-        out = flashkit.attention(*given, **on_device, backend="cupy_raw")
+        patch.setattr(call_sequences, "q_offsets_of", lambda *_: pytest.fail("nothing reads offsets"))
+        out = flashkit.attention(*given, **on_device, backend=backend)
     assert generations(launched) == {generation}
     wide = [x.astype(float) for x in (q, k, v)]
     right = flashkit.attention(*wide, page_table=table, kv_lengths=lengths, backend="reference")
     np.testing.assert_allclose(out.get().astype(float), right, atol=2.0**-9)
     offsets = np.array([-1, 30])
     given_offsets = {"causal": True, "q_offset": cupy.asarray(offsets.astype(dtype)), **on_device}
-    out = flashkit.attention(*given, **given_offsets, backend="cupy_raw")
+    out = flashkit.attention(*given, **given_offsets, backend=backend)
     right = flashkit.attention(
         *wide, page_table=table, kv_lengths=lengths, causal=True, q_offset=offsets, backend="reference"
     )
@@ -536,8 +537,14 @@ def test_keys_in_pages(backend: str, generation: str, n_q: int, device: Device, 
 
 
 @slow
-@pytest.mark.parametrize(("generation", "d", "page"), [("sm80", 64, 1), ("sm80", 20, 1), ("sm90", 64, 16)])
-def test_a_table_that_ends_with_the_last_key(generation: str, d: int, page: int, device: Device) -> None:
+@pytest.mark.parametrize(
+    ("backend", "generation", "d", "page"),
+    [
+        ("cupy_raw", "sm80", 64, 1), ("cupy_raw", "sm80", 20, 1), ("cupy_raw", "sm90", 64, 16),
+        pytest.param("numba_cuda", "simt", 64, 1, marks=exhaustive),
+    ],
+)  # fmt: skip
+def test_a_table_that_ends_with_the_last_key(backend: str, generation: str, d: int, page: int, device: Device) -> None:
     """Rows of the last tile behind it have no entries; of rows that are whole vectors, and not."""
     import cupy
 
@@ -548,8 +555,7 @@ def test_a_table_that_ends_with_the_last_key(generation: str, d: int, page: int,
     table = cupy.asarray(np.arange(n_k // page)[None])
     if isinstance(device, hardware.Hardware):
         table = hardware.at_the_end_of_memory(table)
-    q_on = cupy.asarray(q)
-    out = flashkit.attention(q_on, *pools, page_table=table, kv_lengths=[n_k], q_offset=0, backend="cupy_raw")
+    out = flashkit.attention(cupy.asarray(q), *pools, page_table=table, kv_lengths=[n_k], q_offset=0, backend=backend)
     right = flashkit.attention(*(x.astype(np.float64) for x in (q, k, v)), backend="reference")
     np.testing.assert_allclose(out.get().astype(np.float64), right, atol=2.0**-7)
 
@@ -596,7 +602,7 @@ def test_packed_queries_of_keys_in_pages(backend: str, generation: str) -> None:
 
 
 @slow
-@pytest.mark.parametrize(("backend", "generation"), GRADIENTS)
+@pytest.mark.parametrize(("backend", "generation"), CUPY_OFTEN)
 def test_a_sink_of_minus_infinity(backend: str, generation: str) -> None:
     """Where rows see no key either, the gradient of the sink is 0. By the kernels of test_features."""
     call = build(features(generation))
@@ -635,7 +641,10 @@ def test_float32_on_tensor_cores() -> None:
 
 
 @slow
-@pytest.mark.parametrize(("backend", "generation"), [("cupy_raw", "sm90"), ("cupy_raw", "sm80")])
+@pytest.mark.parametrize(
+    ("backend", "generation"),
+    [("cupy_raw", "sm90"), ("cupy_raw", "sm80"), pytest.param("numba_cuda", "sm80", marks=exhaustive)],
+)
 def test_wide_heads(backend: str) -> None:
     """In CUDA C++ for Hopper, two CTAs of a cluster share the backward pass of a tile of keys."""
     check({**FEATURES, "dims": "192/128", "batch": "2", "heads": "2:2"}, backend)
@@ -706,7 +715,7 @@ def test_capped_scores_with_dropout() -> None:
 CHUNKS = [
     pytest.param(backend, generation, marks=slow if (backend, generation) == ("cupy_raw", "sm90") else exhaustive)
     for backend in ("cupy_raw", "numba_cuda")
-    for generation in GENERATIONS if (backend, generation) != ("numba_cuda", "sm80")
+    for generation in GENERATIONS
 ]
 
 
@@ -891,8 +900,19 @@ def test_lengths_below_the_queries_need_an_offset(device: Device, lengths_on_dev
     assert cupy.asarray(operands.q_offset).get().tolist() == [19, 11]
 
 
-@pytest.mark.parametrize("generation", [pytest.param("simt", marks=slow), "sm80", "sm90"])
-def test_gradients_by_values(generation: str, device: Device) -> None:
+VALUES = [
+    pytest.param(backend, generation, marks=slow if backend == "numba_cuda" or generation != "simt" else [])
+    for backend, generation in (
+        ("cupy_raw", "simt"),
+        ("cupy_raw", "sm80"),
+        ("cupy_raw", "sm90"),
+        ("numba_cuda", "simt"),
+    )
+]
+
+
+@pytest.mark.parametrize(("backend", "generation"), VALUES)
+def test_gradients_by_values(backend: str, generation: str, device: Device) -> None:
     """Of a bias that entries share, of slopes and of a table by distance; but on Hopper also where the slope is not 1.
     In any order of events the same bits where that is asked for.
     """
@@ -901,7 +921,7 @@ def test_gradients_by_values(generation: str, device: Device) -> None:
     rng, dtype = np.random.default_rng(0), "float32" if generation == "simt" else "bfloat16"
     batch, heads, n_q, n_k, d = 2, 2, 40, 90, 16 if generation == "simt" else 64
     shapes = (batch, heads, n_q, d), (batch, 1, n_k, d), (batch, 1, n_k, d), (batch, heads, n_q, d)
-    q, k, v, dout = normal(cases.numpy_dtype(dtype), *shapes)
+    q, k, v, dout = normal(np.dtype(dtype), *shapes)
     values = [rng.standard_normal(shape).astype(np.float32) for shape in ((1, heads, n_q, n_k), (heads,), (8, heads))]
     wrt = ("bias", "alibi_slopes", "score.table", *(("score.gain", "softcap") if generation == "simt" else ()))
 
@@ -918,15 +938,15 @@ def test_gradients_by_values(generation: str, device: Device) -> None:
         )  # fmt: skip
         return [cases.to_numpy(x).astype(np.float64) for x in vjp(xp.asarray(dout), wrt=wrt)]
 
-    found, right = gradients(cupy, "cupy_raw"), gradients(np, "reference")
+    found, right = gradients(cupy, backend), gradients(np, "reference")
     for name, got, expected in zip(wrt, found, right, strict=True):
         unit = np.abs(expected).max() * (2.0**-5 if dtype == "bfloat16" else 2.0**-16)  # sums that cancel
         assert np.abs(got - expected).max() <= 2 * unit, name
-    if generation == "simt":
+    if (backend, generation) == ("cupy_raw", "simt"):
         again = []
         for seed in (1, 2):
             device.seed(seed)
-            again.append(gradients(cupy, "cupy_raw", deterministic=True))
+            again.append(gradients(cupy, backend, deterministic=True))
         for one, two, plain in zip(*again, found, strict=True):
             np.testing.assert_array_equal(one, two)
             np.testing.assert_allclose(one, plain, atol=np.abs(plain).max() * 1e-5)
@@ -951,7 +971,7 @@ def test_a_dense_bias_on_hopper(case: str, generation: str, launched: list[str])
     packed = "cu_seqlens" in options
     n_q = shape[-2]
     shapes = ((n, 2, dim) if packed else (2, 2, n, dim) for n in (n_q, n_k, n_k, n_q))
-    q, k, v, dout = normal(cases.numpy_dtype("bfloat16"), *shapes)
+    q, k, v, dout = normal(np.dtype("bfloat16"), *shapes)
     values = np.random.default_rng(5).standard_normal(shape).astype(np.float32)
 
     def gradients(xp: Any, backend: str) -> list[np.ndarray]:
@@ -1013,7 +1033,7 @@ def test_tiles_of_a_bias(case: str, data: str, generation: str, monkeypatch: pyt
     shape, dtype, operands, dim, heads_kv, options, stores, staged = STAGED[case]
     n_q, n_k = shape[-2:]
     rows, keys = (2, 2, n_q, dim), (2, heads_kv, n_k, dim)
-    q, k, v, dout = normal(cases.numpy_dtype(operands), rows, keys, keys, rows)
+    q, k, v, dout = normal(np.dtype(operands), rows, keys, keys, rows)
     rng = np.random.default_rng(5)
     values = rng.standard_normal(shape).astype(np.float32)
     if data == "hidden":
@@ -1023,7 +1043,7 @@ def test_tiles_of_a_bias(case: str, data: str, generation: str, monkeypatch: pyt
         if options:
             values[..., 60] = 0
             values[..., 0, 60] = k[:, :, 60, 1] = np.nan
-    values = values.astype(cases.numpy_dtype(dtype))
+    values = values.astype(dtype)
     if "part" in case:
         first = 1 if "2 bytes" in case else 8
         whole = np.zeros((*shape[:-1], n_k + 16), values.dtype)
@@ -1065,6 +1085,11 @@ def by_entry(s: Any, b: Any, h: Any, q: Any, k: Any, *, table: Any) -> Any:
     return s - table[b, flashkit.minimum(abs(q - k), 20)] * 0.5 + table[b, flashkit.where(q < k, 0, 1 + (q - k) % 9)]
 
 
+def clipped(s: Any, b: Any, h: Any, q: Any, k: Any, *, table: Any) -> Any:
+    """Linear in the distance, with a step that is no power of two, between two distances inside of tiles."""
+    return s + table[h] * flashkit.clip(q - k, -75, 90) * 0.03
+
+
 DISTANCES: dict[str, tuple[int, int, int, dict[str, Any]]] = {  # head dim, queries, keys, options
     "T5": (64, 150, 200, {}),
     "T5, causal, 128 columns": (128, 150, 200, {"causal": True, "q_offset": 37}),
@@ -1075,6 +1100,8 @@ DISTANCES: dict[str, tuple[int, int, int, dict[str, Any]]] = {  # head dim, quer
     "exact, 128 columns": (128, 150, 200, {"q_offset": 50}),
     "by entry": (64, 150, 200, {}),
     "slopes": (64, 150, 200, {"causal": True}),
+    "clipped": (64, 150, 290, {}),
+    "clipped, 128 columns": (128, 150, 290, {}),
 }
 
 
@@ -1092,9 +1119,9 @@ def test_what_is_added_by_distance(case: str, dtype: str, generation: str, launc
     kv_heads = 2 if kind == "exact" else 1
     sizes = (n_q, 2), (n_k, kv_heads), (n_k, kv_heads), (n_q, 2)
     shapes = ((n, heads, dim) if packed else (2, heads, n, dim) for n, heads in sizes)
-    q, k, v, dout = normal(cases.numpy_dtype(dtype), *shapes)
+    q, k, v, dout = normal(np.dtype(dtype), *shapes)
     last = n_k - 1 - (0 if kind != "exact" else options["q_offset"])
-    shape = {"T5": (16, 2), "exact": (n_q + n_k - 1, 2), "by entry": (2, 21), "slopes": (2,)}[kind]
+    shape = {"T5": (16, 2), "exact": (n_q + n_k - 1, 2), "by entry": (2, 21), "slopes": (2,), "clipped": (2,)}[kind]
     table = np.random.default_rng(5).random(shape).astype(np.float32)
 
     def results(xp: Any, backend: str) -> list[np.ndarray]:
@@ -1103,14 +1130,16 @@ def test_what_is_added_by_distance(case: str, dtype: str, generation: str, launc
             "T5": lambda: mods.t5_bias(own, max_distance=50),
             "exact": lambda: mods.score(by_exact_distance, table=own, last=last),
             "by entry": lambda: mods.score(by_entry, table=own),
+            "clipped": lambda: mods.score(clipped, table=own),
         }[kind]()}  # fmt: skip
         out, vjp = flashkit.attention_vjp(*map(xp.asarray, (q, k, v)), backend=backend, **added, **options)
         wrt = ("q", "k", "v", "alibi_slopes" if kind == "slopes" else "score.table")
         found = [out, *vjp(xp.asarray(dout), wrt=wrt), *vjp(xp.asarray(dout))]
         return [cases.to_numpy(x).astype(np.float64) for x in found]
 
+    unit = 2.0 ** (-4 if kind == "clipped" else -6)  # sums that cancel
     for got, expected in zip(results(cupy, "cupy_raw"), results(np, "reference"), strict=True):
-        assert np.abs(got - expected).max() <= np.abs(expected).max() * 2.0**-6
-    read = [] if kind == "slopes" else ["fill_by_distance"]
+        assert np.abs(got - expected).max() <= np.abs(expected).max() * unit
+    read = [] if kind in ("slopes", "clipped") else ["fill_by_distance"]
     passes = [*read, "sm90_forward", "fill_by_distance", "sm90_backward", "add_by_distance", *read, "sm90_backward"]
     assert [name for name in launched if "distance" in name or name.startswith("sm90_")][-len(passes) :] == passes

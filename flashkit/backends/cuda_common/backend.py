@@ -68,7 +68,7 @@ class CudaBackend:
     """Of k in the forward pass."""
 
     efficiency = 0.5
-    spares_lse = takes_arrays = takes_scales = makes_values = True
+    spares_lse = True
 
     @property
     def takes(self) -> frozenset[str]:
@@ -82,10 +82,12 @@ class CudaBackend:
         raise NotImplementedError
 
     def allowed(self, direction: Direction = "forward") -> tuple[Generation, ...]:
-        """The generations for this direction that the environment allows; all if the forced one is not for it."""
-        able = tuple(generation for generation in self.generations if direction in generation.directions)
-        forced, others = settings.CUDA_GENERATION.read(), {each.name for each in {*self.generations} - {*able}}
-        return able if forced is None or forced in others else tuple(each for each in able if each.name == forced)
+        """The generations that the environment allows; all if the forced one has no kernels for this direction."""
+        forced = settings.CUDA_GENERATION.read()
+        if forced is None:
+            return self.generations
+        left = tuple(generation for generation in self.generations if generation.name == forced)
+        return self.generations if left and direction not in left[0].directions else left
 
     def choose(self, problem: Problem, profile: Any, on: Device, direction: Direction) -> Selection:
         """The generation to compute with, and its tile; None where none can."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...spec import Problem, Verdict
 from ..cuda_common.backend import CudaBackend
 from ..cuda_common.simt import Simt
 from . import compile, specialise
@@ -13,7 +12,7 @@ from .sm90 import Sm90
 
 _HINT = 'pip install "numba-cuda[cu13]" "cupy-cuda13x[ctk]" "cuda-bindings==13.*", or all for CUDA 12'
 
-_SIMT = Simt(specialise.library, left_out=("fp8", "stats", "jvp", "wrt", "orders_sums"))
+_SIMT = Simt(specialise.library, left_out=("fp8", "jvp", "orders_sums"))
 _SM80 = Sm80(specialise.library, _SIMT)
 
 
@@ -24,11 +23,6 @@ class NumbaCudaBackend(CudaBackend):
     generations = (Sm90(specialise.library, _SM80, _SIMT), _SM80, _SIMT)
     needs = dict.fromkeys(("cupy", "cuda.bindings", "numba_cuda"), _HINT)
     last_resort = True
-
-    def supports(self, problem: Problem) -> Verdict:
-        if problem.spec.packed or problem.spec.paged:
-            return Verdict(False, "packed sequences and keys in pages have kernels in CUDA C++ alone")
-        return super().supports(problem)
 
     def check(self) -> None:
         compile.check()

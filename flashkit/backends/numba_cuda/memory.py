@@ -15,11 +15,12 @@ from numba.cuda import libdevice, types
 from numba.cuda.extending import intrinsic
 
 from ...mods.expr.graph import FUNCTIONS
-from .ptx.asm import instruction
+from .ptx.asm import NOTHING, instruction
 
 __all__ = [
-    "all_threads_or", "ballot", "bits_of_half", "bits_of_single", "device", "double_of", "functions_of", "half_of",
-    "load", "load4", "lowest_bit", "shuffle_xor", "single_of", "store", "store4", "thread_here",
+    "add_double", "add_single", "all_threads_or", "ballot", "bits_of_half", "bits_of_single", "device", "double_of",
+    "functions_of", "half_of", "load", "load4", "lowest_bit", "shuffle_xor", "single_of", "store", "store4",
+    "thread_here",
 ]  # fmt: skip
 
 _ALL = 0xFFFFFFFF
@@ -88,6 +89,11 @@ def store(typing: Any, kind: Any, address: Any, index: Any, value: Any) -> Any:
 def store4(typing: Any, kind: Any, address: Any, index: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     """Write four elements from `index` on, aligned as those of load4()."""
     return types.void(kind, _wide(address), types.int64, *[kind.dtype] * 4), _store
+
+
+add_single = instruction("red.global.add.f32 [$0], $1;", NOTHING, types.int64, types.float32)
+add_double = instruction("red.global.add.f64 [$0], $1;", NOTHING, types.int64, types.float64)
+"""add_single(address, x): add to a number of global memory, which other threads add to as well."""
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import numpy as np
 from ...mods import codegen, expr
 from ...mods.expr import Expr
 from ...spec import AttentionSpec, Slot
-from ..cuda_common.modification import entries
+from ..cuda_common.modification import entries, sums_of
 
 _STORED = {"bool": "uint8", "float16": "int16", "bfloat16": "int16"}
 """The types that elements of these dtypes are read as; others are read as themselves."""
@@ -35,7 +35,37 @@ def text(spec: AttentionSpec) -> str:
         _function(spec, "modified_score", "s, b, h, row, q, k, p", [score], "F({0})"),
         _function(spec, "score_slope", "s, b, h, row, q, k, p", [expr.derivative(score)], "F({0})"),
         _function(spec, "visible", "b, h, row, q, k, p", [mask]),
+        _value_sums(spec),
         _function(spec, "classify", _CORNERS, [empty, full], "EMPTY if {0} else FULL if {1} else PARTIAL"),
+    ])  # fmt: skip
+
+
+def _value_sums(spec: AttentionSpec) -> str:
+    """`add_values` and `flush_values`: gradients by values of the modification. A thread sums terms of neighbouring
+    pairs for the same element before it adds them to memory; `last` and `sums` hold address and sum for each read.
+    """
+    places, functions, adding = sums_of(spec), [], []
+    for n, read in enumerate(spec.reads):
+        at, slot = places[read.name]
+        offset = " + ".join(f"({{{i}}}) * p.values[{at + 1 + i}]" for i in range(slot.ndim or 0)) or "I(0)"
+        address = f"p.values[{at}] + ({offset}) * F_ITEMSIZE"
+        functions += [
+            _function(spec, f"value_slope{n}", "s, b, h, row, q, k, p", [read.slope], "F({0})"),
+            _function(spec, f"value_at{n}", "b, h, row, q, k, p", read.indices, address),
+        ]
+        adding += [
+            f"at = value_at{n}(b, h, row, q, k, p)",
+            f"if at != last[{n}]:",
+            f"    add_number(last[{n}], sums[{n}])",
+            f"    last[{n}], sums[{n}] = at, ZERO",
+            f"sums[{n}] += ds * value_slope{n}(s, b, h, row, q, k, p)",
+        ]
+    flushing = [f"add_number(last[{n}], sums[{n}]); last[{n}] = 0" for n in range(len(spec.reads))]
+    return "\n".join([
+        *functions,
+        f"HAS_VALUES, READS = {bool(spec.sums)}, {max(len(spec.reads), 1)}",
+        "\n    ".join(["@device\ndef add_values(ds, s, b, h, row, q, k, p, last, sums):", *adding, "return\n"]),
+        "\n    ".join(["@device\ndef flush_values(last, sums):", *flushing, "return\n"]),
     ])  # fmt: skip
 
 

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from ...devices.schema import TileRow
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler
-from ..cuda_common.arguments import ROW_TENSORS, Arguments, addresses, aligned, strides_are_vector_multiples
+from ..cuda_common.arguments import (
+    ROW_TENSORS,
+    Arguments,
+    addresses,
+    aligned,
+    strides_are_vector_multiples,
+)
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Choice, Generation, Kernels, TileTables, supports_16bit, tile_of
 from ..cuda_common.launch import check_grid
 from ..cuda_common.memory import SmemLayout, SmemTile, bytes_of_keys, heads_per_l2_group, stage_constants
 from ..cuda_common.params import AT
+from ..cuda_common.sm80_bwd_launch import LaunchGeometry, MmaBackward
 from ..cuda_common.verify import Fallback
 
 THREADS = 128
 _ADDRESSES, _HEADS_PER_L2_GROUP = addresses(ROW_TENSORS), AT["heads_per_l2_group"]
+_BACKWARD_ROWS = "q", "k", "v", "dout", "dq", "dk", "dv"
+_BACKWARD_ADDRESSES = addresses(_BACKWARD_ROWS)
 MAX_DIM = 256
 _L2_BYTES = 24_000_000  # of K and V of the heads that CTAs work on at the same time
 
@@ -100,18 +110,86 @@ class Forward:
         return None
 
 
+@dataclass(frozen=True)
+class BackwardTile(SmemTile):
+    """A tile of the backward pass and its warps, each of which has 32 rows of every product:
+    kernels/sm80/bwd_layout.py.
+    """
+
+    block_q: int
+    block_k: int
+    warps: int = 8
+
+    def __post_init__(self) -> None:
+        across_s, across_kv = (self.warps * 32 / rows for rows in (self.block_q, self.block_k))
+        if self.block_q % 32 or self.block_k % 64 or across_s % 1 or across_kv % 1:
+            raise ValueError(
+                f"{self=}: expected warps that share the tile in groups of 32 rows, block_k a multiple of 64"
+            )
+        if self.block_k / across_s % 16 or 64 / across_kv % 16:
+            raise ValueError(f"{self=}: expected at least 16 keys and columns for a warp")
+
+    def stage(self, spec: AttentionSpec) -> SmemLayout:
+        """A stage of Q and dO, with bwd_lse and delta of their rows; swizzled tiles begin on 1024 bytes."""
+        q, dout = (self.block_q * row_bytes(dim, spec) for dim in (spec.head_dim, spec.head_dim_v))
+        return SmemLayout(STAGE_Q=q, STAGE_DOUT=dout, STAGE_ROWS=1024 * -(-self.block_q // 128))
+
+    def smem(self, spec: AttentionSpec) -> SmemLayout:
+        """The shared memory of a CTA; SCALE holds the softmax scale."""
+        fragments = self.block_q * (2 * self.block_k + 16)
+        k, v = (self.block_k * row_bytes(dim, spec) for dim in (spec.head_dim, spec.head_dim_v))
+        return SmemLayout(K=k, V=v, QDO=2 * self.stage(spec).bytes, P=fragments, DS=fragments, SCALE=4, END=8)
+
+    def fits(self, spec: AttentionSpec, device: Device) -> bool:
+        columns = 64 * -(-spec.head_dim // 64) * self.block_q / (32 * self.warps)  # of dQ for a warp
+        return columns % 16 == 0 and self.shared_memory(spec) <= device.shared_per_block
+
+    def constants(self, spec: AttentionSpec, device: Device) -> dict[str, int]:
+        return {
+            "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "WARPS": self.warps,
+            "VECTOR_ADDS": device.capability >= (9, 0),
+            **self.smem(spec).constants(), **stage_constants(self.stage(spec)),
+        }  # fmt: skip
+
+
+class Backward(MmaBackward):
+    """The backward pass. CTAs add to dQ in any order."""
+
+    ordered = False
+
+    def __init__(self, generation: Sm80, problem: Problem, choice: Choice, tables: TileTables) -> None:
+        spec, device, (tile, _, why) = problem.spec, tables.device, choice
+        columns = 64 * -(-spec.head_dim // 64)
+        super().__init__(generation.kernels, spec, device, tile, why, tile.constants(spec, device), columns)
+        older = partial(tables.plan, generation.below, problem)
+        self._fallback = Fallback(older, spec, device, "backward")  # for rows that are not aligned to 16 bytes
+
+    def geometry(self, arguments: Arguments) -> LaunchGeometry | None:
+        supported = arguments.n_k and strides_are_vector_multiples(arguments, _BACKWARD_ROWS)
+        return super().geometry(arguments) if supported else None
+
+    def run(self, arguments: Arguments, stream: int) -> None:
+        if arguments.known(self, self.geometry) is None or not aligned(arguments, _BACKWARD_ADDRESSES):
+            return self._fallback.run(arguments, stream)
+        return super().run(arguments, stream)
+
+
 def on_tensor_cores(spec: AttentionSpec, direction: Direction) -> Verdict:
     """Whether the kernels for tensor cores, of Ampere and of Hopper, support q, k and v of this kind."""
     if direction == "backward" and spec.deterministic:
         return Verdict(False, "deterministic gradients run on the simt kernels, which add in one order")
+    if spec.packed:
+        return Verdict(False, "packed sequences run on the simt kernels")
+    if spec.paged:
+        return Verdict(False, "paged keys run on the simt kernels")
     return supports_16bit(spec, MAX_DIM)
 
 
 class Sm80(Generation):
-    """The forward pass on tensor cores: float16 and bfloat16. `below`: the generation that takes all other problems."""
+    """Kernels for tensor cores: float16 and bfloat16. `below`: the generation that takes all other problems."""
 
     name = "sm80"
-    directions: tuple[Direction, ...] = ("forward",)
+    directions: tuple[Direction, ...] = ("forward", "backward")
 
     def __init__(self, kernels: Kernels, below: Generation) -> None:
         self.kernels, self.below = kernels, below
@@ -119,17 +197,19 @@ class Sm80(Generation):
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         if device.capability < (8, 0):
             return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, older than sm_80")
-        if direction == "backward":
-            return Verdict(False, "gradients run on the sm90 or the simt kernels")
         return on_tensor_cores(problem.spec, direction)
 
-    def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Tile]:
+    def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
+        kind: Any = Tile
         shapes: list[tuple[int, ...]] = [(128, keys) for keys in (64, 32, 96, 48, 128, 16)]
         shapes += [(64, keys, 1) for keys in (64, 32, 16)]
-        return [tile for each in shapes if (tile := Tile(*each)).fits(problem.spec, device)]
+        if direction == "backward":
+            kind, shapes = BackwardTile, [(128, 128), (64, 128), (64, 64), (64, 64, 4), (32, 64, 4)]
+        return [tile for each in shapes if (tile := kind(*each)).fits(problem.spec, device)]
 
-    def tile(self, problem: Problem, row: TileRow, device: Device, direction: Direction) -> Tile | None:
-        return tile_of(Tile, row, problem.spec, lambda tile, spec: tile if tile.fits(spec, device) else None)
+    def tile(self, problem: Problem, row: TileRow, device: Device, direction: Direction) -> Any:
+        kind: Any = Tile if direction == "forward" else BackwardTile
+        return tile_of(kind, row, problem.spec, lambda tile, spec: tile if tile.fits(spec, device) else None)
 
-    def plan(self, problem: Problem, choice: Choice, tables: TileTables) -> Forward:
-        return Forward(self, problem, choice, tables)
+    def plan(self, problem: Problem, choice: Choice, tables: TileTables) -> Forward | Backward:
+        return (Forward if tables.direction == "forward" else Backward)(self, problem, choice, tables)

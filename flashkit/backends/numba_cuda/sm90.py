@@ -91,7 +91,7 @@ class Sm90(Generation):
         if direction == "forward":
             return work_enough(problem, device)
         if cluster_size(problem.spec) > 1:
-            return Verdict(False, "gradients of more than 128 columns run on the simt kernels")
+            return Verdict(False, "gradients of more than 128 columns run on the sm80 kernels")
         return Verdict(True)
 
     def tile(self, problem: Problem, row: TileRow, device: Device, direction: Direction) -> Any:

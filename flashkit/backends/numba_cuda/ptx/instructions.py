@@ -18,10 +18,10 @@ __all__ = [
     "bulk_wait", "bulk_wait_read", "clock", "count_if", "cp_async_commit", "cp_async_if", "cp_async_wait", "elect_one",
     "exp2_fast", "fence_mbarrier_init", "fence_operand", "fence_proxy_async", "fetch_add", "fma", "from_lane",
     "from_lane_float", "greater", "griddepcontrol_wait", "lanes_sync", "ldmatrix_x4", "ldmatrix_x4_trans", "load_bulk",
-    "load_two", "load_vec", "load_word", "log2_fast", "lowest_set_bit", "map_address",
+    "load_f32", "load_two", "load_vec", "load_word", "log2_fast", "lowest_set_bit", "map_address",
     "mbarrier_arrive", "mbarrier_arrive_expect_tx", "mbarrier_arrive_once", "mbarrier_init", "mbarrier_try_wait",
     "mbarrier_wait_spin", "mma", "named_barrier_arrive", "named_barrier_sync", "nap", "ones", "opaque", "or_lanes",
-    "pack_bfloat16", "pack_float16", "reciprocal", "red_add_four",
+    "pack_bfloat16", "pack_float16", "reciprocal", "red_add", "red_add_four",
     "setmaxnreg_dec", "setmaxnreg_inc", "shared_address", "stmatrix_x4", "stmatrix_x4_trans", "store_four",
     "store_half", "store_vec", "store_word", "store_zeros", "thread", "threads_sync", "times_rounded", "tma_load",
     "tma_store", "vote", "wgmma", "wgmma_commit", "wgmma_fence", "wgmma_registers", "wgmma_wait",
@@ -62,10 +62,12 @@ count_if = instruction(
 """count_if(address, condition): counts a word of global memory up where the condition holds; returns its old value, 0
 elsewhere. ptxas combines what a warp adds, and so waits for the result at once; it does not combine this."""
 
-red_add_four = instruction(
-    "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};", NOTHING, uint64, UniTuple(float32, 4)
-)
-"""red_add_four(address, four): atomic addition to four consecutive float32 in global memory (Hopper)."""
+_ADD = "red.relaxed.gpu.global.add"
+red_add = instruction(f"{_ADD}.f32 [$0], $1;", NOTHING, uint64, float32)
+"""red_add(address, x): atomic addition to a float32 in global memory."""
+red_add_four = instruction(f"{_ADD}.v4.f32 [$0], {{$1, $2, $3, $4}};", NOTHING, uint64, UniTuple(float32, 4))
+"""red_add_four(address, four): the same for four consecutive values (Hopper)."""
+"""Relaxed load of a word that other CTAs change."""
 
 # --- lanes ------------------------------------------------------------------------------------------------------------
 
@@ -207,7 +209,8 @@ cp_async_if = instruction(
 and then `source` need not be a valid address"""
 
 load_word = instruction("ld.shared.b32 $0, [$1];", int32, uint32)
-"""load_word(address): 4 bytes of shared memory"""
+"""load_word(address), load_f32(address): 4 bytes of shared memory"""
+load_f32 = instruction("ld.shared.b32 $0, [$1];", float32, uint32)
 store_word = instruction("st.shared.b32 [$0], $1;", NOTHING, uint32, int32)
 store_half = instruction("st.shared.b16 [$0], $1;", NOTHING, uint32, uint16)
 store_zeros = instruction("st.shared.v4.b32 [$0], {$1, $1, $1, $1};", NOTHING, uint32, int32)

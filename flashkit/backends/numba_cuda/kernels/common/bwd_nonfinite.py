@@ -95,11 +95,14 @@ def finite_eight(x):
 
 
 @device
-def recompute_dq(p, b, h, row, column, finite):
-    """The gradients of a warp's lanes that are not finite: eight columns from `column` on of `row`."""
+def recompute_dq(p, b, h, row, column, finite, rows):
+    """The gradients of a warp's lanes that are not finite: eight columns from `column` on of `rows` rows, `row` and the
+    one 8 behind it.
+    """
     nonfinite = vote(not finite)
     while nonfinite != u32(0):
         lane = lowest_set_bit(nonfinite)
         nonfinite = u32(nonfinite & (nonfinite - u32(1)))
-        of_lane, first = from_lane(row, lane), from_lane(column, lane)
-        recompute_row(p, DQ, b, h, of_lane, first, 8, i32(p.n_q), np.float32(p.softmax_scale))
+        for r in range(rows):
+            of_lane, first = from_lane(row, lane) + 8 * r, from_lane(column, lane)
+            recompute_row(p, DQ, b, h, of_lane, first, 8, i32(p.n_q), np.float32(p.softmax_scale))

@@ -7,12 +7,17 @@ def bwd_preprocess(p):
     rows, heads = U(p.bwd_lse.head), U(p.heads)  # unsigned quotients take fewer instructions
     index = (U(cuda.blockIdx.x) * U(128) + U(cuda.threadIdx.x)) // U(ROW_LANES)
     head = index // rows
-    stored = I(index) < p.batch * p.heads * p.bwd_lse.head
-    row, h, b = I(index - head * rows), I(head % heads), I(head // heads) if stored else I(0)
-    exists = stored and row < p.n_q
+    stored = I(index) < num_entries(p) * p.heads * p.bwd_lse.head
+    at, h, entry = I(index - head * rows), I(head % heads), I(head // heads) if stored else I(0)
+    row, b = at, entry
+    if IS_PACKED:
+        number = I(U(at) // U(p.row_block))
+        tile = q_tile(p, entry, number, p.row_block)
+        row, b = at + (tile.tile - number) * p.row_block, tile.b
+    exists = stored and row < seq_info(p, b).n_q
     total = row_dot(p, b, h, row, exists)
     if stored and I(cuda.threadIdx.x) % ROW_LANES == 0:
-        store_row_stats(p, b, h, row, exists, total)
+        store_row_stats(p, entry, h, at, b, row, exists, total)
 
 
 @kernel(256)
@@ -25,8 +30,9 @@ def bwd_sinks(p):
     total = 0.0
     if HAS_SINKS:
         sink = load(F, p.sinks, h)
-        for index in range(thread, p.batch * p.n_q, 256):
-            b, row = index // p.n_q, index % p.n_q
+        rows = p.bwd_lse.head if IS_PACKED else p.n_q
+        for index in range(thread, num_entries(p) * rows, 256):
+            b, row = index // rows, index % rows
             lse = load(F, number_address(p.bwd_lse, b, h, row), 0)
             p_sink = exp2(sink * LOG2E - lse) if BASE_2 else exp(sink - lse)
             if p_sink != ZERO:

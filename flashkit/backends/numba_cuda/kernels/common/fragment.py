@@ -8,7 +8,7 @@
 
 from flashkit.backends.numba_cuda.ptx import *
 
-i32, u32 = np.int32, np.uint32
+i32, u32, u64 = np.int32, np.uint32, np.uint64
 YES, NO = np.bool_(True), np.bool_(False)  # run-time values; literals compile functions again
 LN2 = np.float32(0.6931471805599453)
 

@@ -29,7 +29,7 @@ def row_dot(p, b, h, row, exists):
     """rowsum(dO * O), in each of the row's lanes."""
     lane, total = I(cuda.threadIdx.x) % ROW_LANES, ZERO
     if exists:
-        out, dout = row_address(p.out, b, h, row), row_address(p.dout, b, h, row)
+        out, dout = q_row_address(p, p.out, b, h, row), q_row_address(p, p.dout, b, h, row)
         if HEAD_DIM_V % ROW_VECTOR == 0 and (out | dout) % 16 == 0:
             for vec in range(lane, ROW_VECTORS, ROW_LANES):
                 total += dot_vec(out, dout, vec)
@@ -44,21 +44,21 @@ def row_dot(p, b, h, row, exists):
 
 
 @device
-def store_row_stats(p, b, h, row, exists, total):
+def store_row_stats(p, entry, h, at, b, row, exists, total):
     """delta = rowsum(dO * O) - dlse, and bwd_lse, the log-sum-exp with +inf for rows without a visible key, so that
     their P is 0. P is 0 of rows beyond MAX_BWD_LSE, too, if it is computed in base 2. Rows past n_q, up to a multiple
-    of the query tile, get a finite bwd_lse that makes their P 0 as well.
+    of the query tile, get a finite bwd_lse that makes their P 0 as well. at: where a head's numbers of the row lie.
     """
     lse = PADDING_LSE
     if exists:
-        lse = load(F, number_address(p.lse, b, h, row), 0)
+        lse = load(F, number_address(p.lse, b, h, q_token(p, b, row)), 0)
         if p.dlse.data != 0:
-            total -= load(F, number_address(p.dlse, b, h, row), 0)
+            total -= load(F, number_address(p.dlse, b, h, q_token(p, b, row)), 0)
         if lse == HIDDEN:
             total = ZERO
         if lse == HIDDEN or (BASE_2 and abs(lse) > MAX_BWD_LSE):
             lse = INFINITE
         elif BASE_2:
             lse *= LOG2E
-    store(F, number_address(p.delta, b, h, row), 0, total)
-    store(F, number_address(p.bwd_lse, b, h, row), 0, lse)
+    store(F, number_address(p.delta, entry, h, at), 0, total)
+    store(F, number_address(p.bwd_lse, entry, h, at), 0, lse)

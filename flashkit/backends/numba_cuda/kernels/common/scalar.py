@@ -60,6 +60,16 @@ def to_int(x):  # without its fraction, up to 2^30; NaN as 0
 
 
 @device
+def add_number(address, x):
+    """Add to a number of global memory, unless the address is 0."""
+    if address != 0:
+        if F_ITEMSIZE == 8:
+            add_double(address, x)
+        else:
+            add_single(address, x)
+
+
+@device
 def softmax_exp2(x):
     """2^x of a score relative to its row maximum."""
     return exp2(x)

@@ -14,7 +14,9 @@
 
 U, LOW = np.uint64, np.uint64(0xFFFFFFFF)
 
-SeqInfo = namedtuple("SeqInfo", "n_q n_k q_position")  # of a batch entry; q_position: of query 0 on the axis of keys
+# Where a batch entry's tokens lie and how many there are: first row in the tensors of queries, number of queries, first
+# row in the tensors of keys, number of keys, position of query 0 on the axis of the keys.
+SeqInfo = namedtuple("SeqInfo", "row_offset n_q key_offset n_k q_position")
 
 
 @device
@@ -35,8 +37,84 @@ def kv_length(p, b):
 
 @device
 def seq_info(p, b):
-    """The only reader of the lengths and positions in Params. Grids and schedules are for p.n_k keys."""
-    return SeqInfo(p.n_q, kv_length(p, b), p.q_offset if p.q_offsets == 0 else load(np.int64, p.q_offsets, b))
+    """The only reader of the lengths and positions in Params, with the functions of SeqTile. Where sequences are not
+    packed all have p.n_q queries, and grids and schedules are for p.n_k keys.
+    """
+    q_position = p.q_offset if p.q_offsets == 0 else load(np.int64, p.q_offsets, b)
+    if IS_PACKED:
+        start, end = load(np.int64, p.cu_seqlens_q, b), load(np.int64, p.cu_seqlens_q, b + 1)
+        key_start = I(0) if IS_PAGED else load(np.int64, p.cu_seqlens_k, b)
+        return SeqInfo(start, max(end - start, 0), key_start, kv_length(p, b), q_position)
+    return SeqInfo(I(0), p.n_q, I(0), kv_length(p, b), q_position)
+
+
+# A tile of a sequence. Packed sequences begin at any token: the tiles of sequence b have numbers from
+# start // block + b on, where start is its first token. That leaves room for the tiles of all sequences before it, and
+# needs no sum over them; at most one number for each sequence stands for no tile (is past the sequence's end).
+SeqTile = namedtuple("SeqTile", "b tile")
+
+
+@device
+def first_tile(cu_seqlens, b, block):
+    return I(U(load(np.int64, cu_seqlens, b)) // U(block)) + b
+
+
+@device
+def packed_tile(cu_seqlens, batch, number, block):
+    low, high = I(0), batch
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if first_tile(cu_seqlens, middle, block) <= number:
+            low = middle
+        else:
+            high = middle
+    return SeqTile(low, number - first_tile(cu_seqlens, low, block))
+
+
+@device
+def num_entries(p):
+    """Batch entries that grids and schedules count."""
+    return I(1) if IS_PACKED else p.batch
+
+
+@device
+def num_q_tiles(p, block):
+    """Query tiles of a head of one of these entries."""
+    return p.n_q // block + p.batch if IS_PACKED else (p.n_q + block - 1) // block
+
+
+@device
+def num_k_tiles(p, block):
+    return p.n_k // block + p.batch if IS_PACKED else (p.n_k + block - 1) // block
+
+
+@device
+def q_tile(p, entry, number, block):
+    """The query tile that a number stands for."""
+    if IS_PACKED:
+        return packed_tile(p.cu_seqlens_q, p.batch, I(number), block)
+    return SeqTile(I(entry), I(number))
+
+
+@device
+def k_tile(p, entry, number, block):
+    if IS_PACKED:
+        return packed_tile(p.cu_seqlens_k, p.batch, I(number), block)
+    return SeqTile(I(entry), I(number))
+
+
+@device
+def stats_row(p, b, n):
+    """The row of bwd_lse and delta for row n of a sequence."""
+    return first_tile(p.cu_seqlens_q, I(b), p.row_block) * p.row_block + n if IS_PACKED else n
+
+
+@device
+def stored_n_k(p, b):
+    """Keys of which the backward pass writes dK and dV. Those past kv_lengths get 0; packed, they are another
+    sequence's.
+    """
+    return seq_info(p, I(b)).n_k if IS_PACKED else p.n_k
 
 
 @device
@@ -49,6 +127,41 @@ def row_address(tensor, b, h, n):
 def number_address(tensor, b, h, n):
     """The same in a tensor of computed numbers, such as the log-sum-exp."""
     return tensor.data + (b * tensor.batch + h * tensor.head + n * tensor.token) * F_ITEMSIZE
+
+
+@device
+def q_token(p, b, n):
+    """The row of query n of sequence b in a tensor that has one for each query: Q, O, dO, dQ, log-sum-exps."""
+    return seq_info(p, I(b)).row_offset + n
+
+
+@device
+def kv_token(p, b, n):
+    """The row of key n of sequence b in a tensor that has one for each key: K, V, dK, dV."""
+    return seq_info(p, I(b)).key_offset + n
+
+
+@device
+def q_row_address(p, tensor, b, h, n):
+    return row_address(tensor, b, h, q_token(p, b, n))
+
+
+PageTable = namedtuple("PageTable", "data width pages page")  # address; pages of a sequence; all pages; keys of a page
+
+
+@device
+def page_table(p):
+    return PageTable(p.page_table, p.table_width, p.pages, p.page)
+
+
+@device
+def page_and_row(table, b, n):
+    """Where key n of sequence b lies. A page that does not exist is the first or the last one. There are less than 2^31
+    keys.
+    """
+    at = I(np.uint32(np.uint32(n) // np.uint32(table.page)))
+    page = integer_at(table.data, I(b) * table.width + at)
+    return min(max(page, 0), table.pages - 1), n - at * table.page
 
 
 # --- the walk over tiles ----------------------------------------------------------------------------------------------

@@ -12,11 +12,12 @@
 
 
 @device
-def softmax_backward(p, state, s, dp, slope, b, h, row0, k0, n_k):
+def softmax_backward(p, state, s, dp, slope, b, h, row0, k0, n_k, last, sums, adds):
     """S, as it comes from the product, to P, and dP to dS, which includes the scale and the slope of the score
-    modification. Where P is 0 dS is 0, whatever dP is.
+    modification. Where P is 0 dS is 0, whatever dP is. adds: whether gradients by values of it are summed as well.
     """
     tx, ty = thread_coord()
+    n_q, stats = seq_info(p, b).n_q, stats_row(p, b, row0)
     modify_tile(p, state, s, slope, True, b, h, row0, k0, n_k)
     if HAS_DROPOUT:
         drop_tile(p, dp, b, h, row0, k0)
@@ -24,11 +25,19 @@ def softmax_backward(p, state, s, dp, slope, b, h, row0, k0, n_k):
         for j in range(COLUMNS_PER_THREAD):
             row = tx + j * TX if BACKWARD_KEYS else ty + i * TY
             lse, delta = INFINITE, ZERO
-            if row0 + row < p.n_q:
-                lse = load(F, number_address(p.bwd_lse, b, h, row0 + row), 0)
-                delta = load(F, number_address(p.delta, b, h, row0 + row), 0)
+            if row0 + row < n_q:
+                lse = load(F, number_address(p.bwd_lse, b, h, stats + row), 0)
+                delta = load(F, number_address(p.delta, b, h, stats + row), 0)
             p_ij = softmax_exp2((s[i, j] - lse) * LOG2E)
-            ds = p_ij * (dp[i, j] - delta) * F(p.softmax_scale)
+            ds = p_ij * (dp[i, j] - delta)
+            if HAS_VALUES:
+                if p_ij != ZERO:
+                    key = ty + i * TY if BACKWARD_KEYS else tx + j * TX
+                    position = row0 + row + seq_info(p, b).q_position
+                    if adds:
+                        add_values(ds, slope[i, j], b, h, row0 + row, position, k0 + key, p, last, sums)
+                    slope[i, j] = score_slope(slope[i, j], b, h, row0 + row, position, k0 + key, p)
+            ds *= F(p.softmax_scale)
             if HAS_SCORE:
                 ds *= slope[i, j]
             s[i, j], dp[i, j] = p_ij, ZERO if p_ij == ZERO else ds
@@ -43,11 +52,13 @@ def ones(factor):
 @device
 def dkdv_tile(p, shared):
     """dK and dV of one key tile."""
-    block, heads_kv = I(cuda.blockIdx.x), p.heads // GQA_GROUP
-    head_kv, b, k0 = block % heads_kv, block // heads_kv % p.batch, block // (heads_kv * p.batch) * BLOCK_K
-    n_k = seq_info(p, b).n_k
+    block, heads_kv, entries = I(cuda.blockIdx.x), p.heads // GQA_GROUP, num_entries(p)
+    head_kv = block % heads_kv
+    b, tile = k_tile(p, block // heads_kv % entries, block // (heads_kv * entries), BLOCK_K)
+    k0, n_k = tile * BLOCK_K, seq_info(p, b).n_k
     k1 = min(k0 + BLOCK_K, n_k)
-    k, v = kv_rows(p.k, b, head_kv, k0, n_k), kv_rows(p.v, b, head_kv, k0, n_k)
+    kv = kv_source(p, b, head_kv, n_k)
+    k, v = k_rows(kv, k0), v_rows(kv, k0)
 
     s = cuda.local.array((ROWS_PER_THREAD, COLUMNS_PER_THREAD), F_TYPE)
     dp = cuda.local.array((ROWS_PER_THREAD, COLUMNS_PER_THREAD), F_TYPE)
@@ -55,6 +66,7 @@ def dkdv_tile(p, shared):
     factor = cuda.local.array(ROWS_PER_THREAD, F_TYPE)
     dk = cuda.local.array((ROWS_PER_THREAD, K_COLUMNS), F_TYPE)
     dv = cuda.local.array((ROWS_PER_THREAD, V_COLUMNS), F_TYPE)
+    last, sums = cuda.local.array(READS, int64), cuda.local.array(READS, F_TYPE)  # nothing
     ones(factor)
     nonfinite, again = False, True
     while again:
@@ -62,14 +74,14 @@ def dkdv_tile(p, shared):
         clear(dv, V_COLUMNS)
         h = head_kv * GQA_GROUP
         while h < (head_kv + 1) * GQA_GROUP and k0 < n_k:
-            walk = walk_queries(p, b, h, k0, k1, p.n_q)
+            walk = walk_queries(p, b, h, k0, k1, seq_info(p, b).n_q)
             while walk.state != EMPTY:
                 row0 = walk.tile * BLOCK_Q
                 q = q_rows(p, p.q, b, h, row0)
                 dout = q_rows(p, p.dout, b, h, row0)
                 scores(k, q, CHUNK_QK, s, shared)
                 scores(v, dout, CHUNK_V, dp, shared)
-                softmax_backward(p, walk.state, s, dp, slope, b, h, row0, k0, n_k)
+                softmax_backward(p, walk.state, s, dp, slope, b, h, row0, k0, n_k, last, sums, False)
                 if HAS_DROPOUT:
                     drop_tile(p, s, b, h, row0, k0)
                 store_tile(s, shared)
@@ -80,8 +92,9 @@ def dkdv_tile(p, shared):
                 walk = next_tile(p, walk)
             h += 1
         # Keys past a sequence's length have accumulated nothing and get 0.
-        finite_k = store_accumulator(dk, ACC_QK, factor, p.dk, b, head_kv, k0, p.n_k)
-        finite_v = store_accumulator(dv, ACC_V, factor, p.dv, b, head_kv, k0, p.n_k)
+        start, end = seq_info(p, b).key_offset, stored_n_k(p, b)
+        finite_k = store_accumulator(dk, ACC_QK, factor, p.dk, b, head_kv, start, k0, end)
+        finite_v = store_accumulator(dv, ACC_V, factor, p.dv, b, head_kv, start, k0, end)
         again = all_threads_or(not (finite_k and finite_v)) and not nonfinite
         nonfinite = True
 
@@ -89,8 +102,13 @@ def dkdv_tile(p, shared):
 @device
 def dq_tile(p, shared):
     """dQ of one query tile."""
-    b, h, row0 = query_tile_of_cta(p)
-    head_kv, n_k, row1 = h // GQA_GROUP, seq_info(p, b).n_k, min(row0 + BLOCK_Q, p.n_q)
+    block, entries, tiles = I(cuda.blockIdx.x), num_entries(p), num_q_tiles(p, BLOCK_Q)
+    h, entry = block % p.heads, block // p.heads % entries
+    b, tile = q_tile(p, entry, tiles - 1 - block // (p.heads * entries), BLOCK_Q)
+    row0, head_kv, n_k = tile * BLOCK_Q, h // GQA_GROUP, seq_info(p, b).n_k
+    if IS_PACKED and row0 >= seq_info(p, b).n_q:
+        return
+    row1, kv = min(row0 + BLOCK_Q, seq_info(p, b).n_q), kv_source(p, b, head_kv, n_k)
     q = q_rows(p, p.q, b, h, row0)
     dout = q_rows(p, p.dout, b, h, row0)
 
@@ -99,6 +117,9 @@ def dq_tile(p, shared):
     slope = cuda.local.array((ROWS_PER_THREAD, COLUMNS_PER_THREAD), F_TYPE)
     factor = cuda.local.array(ROWS_PER_THREAD, F_TYPE)
     dq = cuda.local.array((ROWS_PER_THREAD, K_COLUMNS), F_TYPE)
+    last, sums = cuda.local.array(READS, int64), cuda.local.array(READS, F_TYPE)
+    for n in range(READS):
+        last[n] = 0
     ones(factor)
     nonfinite, again = False, True
     while again:
@@ -106,14 +127,16 @@ def dq_tile(p, shared):
         walk = walk_keys(p, b, h, row0, row1, n_k)
         while walk.state != EMPTY:
             k0 = walk.tile * BLOCK_K
-            k = kv_rows(p.k, b, head_kv, k0, n_k)
+            k = k_rows(kv, k0)
             scores(q, k, CHUNK_QK, s, shared)
-            scores(dout, kv_rows(p.v, b, head_kv, k0, n_k), CHUNK_V, dp, shared)
-            softmax_backward(p, walk.state, s, dp, slope, b, h, row0, k0, n_k)
+            scores(dout, v_rows(kv, k0), CHUNK_V, dp, shared)
+            softmax_backward(p, walk.state, s, dp, slope, b, h, row0, k0, n_k, last, sums, not nonfinite)
             store_tile(dp, shared)
             accumulate(k, ACC_QK, dq, shared, nonfinite)
             walk = next_tile(p, walk)
-        finite = store_accumulator(dq, ACC_QK, factor, p.dq, b, h, row0, p.n_q)
+        if HAS_VALUES:
+            flush_values(last, sums)
+        finite = store_accumulator(dq, ACC_QK, factor, p.dq, b, h, seq_info(p, b).row_offset, row0, seq_info(p, b).n_q)
         again = all_threads_or(not finite) and not nonfinite
         nonfinite = True
 

@@ -21,7 +21,9 @@ ROWS, COLUMNS = (BLOCK_K, BLOCK_Q) if BACKWARD_KEYS else (BLOCK_Q, BLOCK_K)
 TX_BITS = TX.bit_length() - 1
 ROWS_PER_THREAD, COLUMNS_PER_THREAD = ROWS // TY, COLUMNS // TX
 
-Rows = namedtuple("Rows", "data token count")  # of one head: address, elements between rows, rows that exist
+# Rows of one head: address, elements between rows, rows that exist. In pages: the address is that of row 0 of page 0;
+# elements between pages; batch entry, key of the first row, and the table. Queries have none, whose address is 0.
+Rows = namedtuple("Rows", "data token count batch b first table")
 # Of an operand: columns, columns and pitch of a stage, threads per row.
 Shape = namedtuple("Shape", "dim width pitch across")
 
@@ -60,25 +62,52 @@ STAGE = P_TILE // 2
 
 # --- load_tile --------------------------------------------------------------------------------------------------------
 
+# Where the keys and values of a sequence come from: tensors; batch entry and key/value head; the row of key 0; the
+# number of keys; the pages of the sequence.
+KvSource = namedtuple("KvSource", "k v b head start n_k table")
+
+
 @device
-def query_tile_of_cta(p):
-    """Batch entry, query head and first row. The last query tiles, which see the most keys under a causal mask, come
-    first. Heads are neighbours, so those of a group share K and V in the L2 cache.
-    """
-    block, tiles = I(cuda.blockIdx.x), (p.n_q + BLOCK_Q - 1) // BLOCK_Q
-    return block // p.heads % p.batch, block % p.heads, (tiles - 1 - block // (p.heads * p.batch)) * BLOCK_Q
+def kv_source(p, b, head, n_k):
+    return KvSource(p.k, p.v, b, head, kv_token(p, b, I(0)), n_k, page_table(p))
 
 
 @device
 def q_rows(p, tensor, b, h, first):
     """Rows first ... of a head's queries, at most BLOCK_Q of them."""
-    return Rows(row_address(tensor, b, h, first), tensor.token, min(p.n_q - first, BLOCK_Q))
+    address, count = q_row_address(p, tensor, b, h, first), min(seq_info(p, b).n_q - first, BLOCK_Q)
+    return Rows(address, tensor.token, count, I(0), I(0), I(0), PageTable(I(0), I(0), I(0), I(0)))
 
 
 @device
-def kv_rows(tensor, b, head, first, n_k):
-    """Rows first ... of the n_k keys or values of a head, at most BLOCK_K of them."""
-    return Rows(row_address(tensor, b, head, first), tensor.token, min(n_k - first, BLOCK_K))
+def kv_rows(kv, tensor, first):
+    """Rows first ... of K or V of a KvSource, at most BLOCK_K of them."""
+    count = min(kv.n_k - first, BLOCK_K)
+    if IS_PAGED:
+        address = row_address(tensor, I(0), kv.head, I(0))
+        return Rows(address, tensor.token, count, tensor.batch, kv.b, first, kv.table)
+    address = row_address(tensor, I(kv.b), I(kv.head), kv.start + first)
+    return Rows(address, tensor.token, count, I(0), I(0), I(0), kv.table)
+
+
+@device
+def k_rows(kv, first):
+    return kv_rows(kv, kv.k, first)
+
+
+@device
+def v_rows(kv, first):
+    return kv_rows(kv, kv.v, first)
+
+
+@device
+def address_in_rows(source, row):
+    """Address of one of the rows."""
+    if IS_PAGED:
+        if source.table.data != 0:
+            page, row_of_page = page_and_row(source.table, source.b, source.first + row)
+            return source.data + (page * source.batch + row_of_page * source.token) * ITEMSIZE
+    return source.data + row * source.token * ITEMSIZE
 
 
 @device
@@ -90,14 +119,16 @@ def load_tile(source, first, column, rows, shape, shared, start):
     step = THREADS // shape.across
     row, lane_column = thread // shape.across, (thread & (shape.across - 1)) * 4
     if lane_column < shape.width:
-        stride = source.token * ITEMSIZE
-        vectorized = shape.dim % 4 == 0 and (source.data | stride) & (min(4 * ITEMSIZE, 16) - 1) == 0
+        strides = (source.token | source.batch) * ITEMSIZE
+        vectorized = shape.dim % 4 == 0 and (source.data | strides) & (min(4 * ITEMSIZE, 16) - 1) == 0
         exist = source.count - first - row  # rows from this one on
         address = source.data + ((first + row) * source.token + column + lane_column) * ITEMSIZE
         for i in range(0, rows, step):
             if rows % step == 0 or row + i < rows:
                 x, y, z, w = ZERO, ZERO, ZERO, ZERO
                 if i < exist:
+                    if IS_PAGED:
+                        address = address_in_rows(source, first + row + i) + (column + lane_column) * ITEMSIZE
                     if vectorized:
                         if column + lane_column < shape.dim:
                             a, b, c, d = load4(STORED, address, 0)
@@ -202,14 +233,16 @@ def clear(acc, width):
 
 
 @device
-def store_accumulator(acc, shape, factor, tensor, b, h, first, n):
-    """Writes an accumulator to rows first ... n - 1, each row times its factor. Returns whether they are finite."""
+def store_accumulator(acc, shape, factor, tensor, b, h, start, first, n):
+    """Writes an accumulator to rows first ... n - 1 of a sequence that begins at row `start` of the tensor, each row
+    times its factor. Returns whether they are finite.
+    """
     tx, ty = thread_coord()
     finite = True
     for i in range(ROWS_PER_THREAD):
         row = first + ty + i * TY
         if row < n:
-            target = row_address(tensor, b, h, row)
+            target = row_address(tensor, b, h, start + row)
             for c in range(shape.pitch // TX):
                 column = c // 4 * 4 * TX + 4 * tx + c % 4
                 if column < shape.dim:
@@ -225,7 +258,7 @@ def store_accumulator(acc, shape, factor, tensor, b, h, first, n):
 @device
 def modify_tile(p, state, s, slopes, with_slopes, b, h, row0, k0, n_k):
     """Scales and modifies the scores of a tile; pairs past the last row or key are masked. with_slopes: also computes
-    the slope of the score modification.
+    the slope of the score modification, or, where gradients by its values are summed, keeps the scaled scores.
     """
     tx, ty = thread_coord()
     scale, n_q, q_position = F(p.softmax_scale), seq_info(p, b).n_q, seq_info(p, b).q_position
@@ -236,7 +269,10 @@ def modify_tile(p, state, s, slopes, with_slopes, b, h, row0, k0, n_k):
             if row < n_q and k < n_k:
                 scaled = s[i, j] * scale
                 if with_slopes:
-                    slopes[i, j] = score_slope(scaled, b, h, row, row + q_position, k, p) if HAS_SCORE else ONE
+                    if HAS_VALUES:
+                        slopes[i, j] = scaled
+                    else:
+                        slopes[i, j] = score_slope(scaled, b, h, row, row + q_position, k, p) if HAS_SCORE else ONE
                 s[i, j] = modify(scaled, state, b, h, row, row + q_position, k, p)
             else:
                 s[i, j] = HIDDEN

@@ -16,6 +16,12 @@
 
 
 @device
+def scores(q, k):
+    """s = Q K^T for the rows of this warp."""
+    return repeat(mma_step_nt, STEPS, filled(ZERO, SCORES), (q, CHUNK_Q, k, CHUNK_K))
+
+
+@device
 def load_k(p, target, kv, tile):
     b, head, n_k = kv
     load_tile(target, p.k, b, head, i32(tile) * BLOCK_K, n_k, BLOCK_K, HEAD_DIM, COLUMNS_QK)
@@ -39,7 +45,7 @@ def epilogue(p, base, at, m, l, output):
     lane, row0 = thread() % 32, thread() // 32 * WARP_ROWS
     staged = base + row0 * CHUNK_ROW
     lanes_sync()
-    groups(store_o_fragment, FRAGMENT, join(pack, output), staged)
+    groups(store_o_fragment, FRAGMENT, to_operand(output), (staged, CHUNK_Q, 0))
     lanes_sync()
     if MAY_HIDE:  # P = 0 may have met inf or NaN in V
         if any_lane(nonfinite):
@@ -108,6 +114,6 @@ def sm80_forward(p):
         l = both(add, l, total)
         if HAS_DROPOUT:
             s = dropout_tile(p, at, s, i32(k0))
-        output = gemm_pv(output, join(pack, s), k + AT_STAGE_V)
+        output = gemm_rs(output, to_operand(s), k + AT_STAGE_V, CHUNK_K)
         stage, walk = 1 - stage if STAGES > 1 else stage, ahead
     epilogue(p, base, at, m, l, output)

@@ -2,32 +2,46 @@
 # Matrix products of a warp by mma.sync: 16 rows, or 32, two tiles of 16 that use the same B operands. The layout of
 # accumulators is in ptx/tuples.py. An A operand is four registers of each tile of 16 rows. B operands are addresses in
 # shared memory and the bytes from one chunk of 64 columns to the next. A lane reaches further columns by flipping bits
-# of its address, so that all addresses follow from one.
+# of its address, so that all addresses follow from one; EVEN: a warp multiplies a power of two of columns, or all of
+# them.
 
 # --- load_tile --------------------------------------------------------------------------------------------------------
+#
+# load_tile: tiles from global to shared memory by cp.async. THREADS: of a CTA.
 
 ROWS_AT_ONCE = THREADS // 8
+
+# The copies of a thread. Eight threads copy the eight vectors of a row of a chunk, so a thread's vectors have the same
+# position in all its rows, and no index is divided in the loops. `left`: the rows that exist, from its first one on.
+# Rows past them, and columns past the head dim, become zeros.
+Copy = namedtuple("Copy", "target source step left wanted")
+
+
+@device
+def copy_of(target, tensor, b, h, first, count, wanted):
+    row, vec = i32(thread() // 8), i32(thread() % 8)
+    source = row_address(tensor, I(b), I(h), I(first + row)) + VEC_BYTES * vec
+    step = tensor.token * (ITEMSIZE * ROWS_AT_ONCE)
+    return Copy(target + swizzled(row, vec), source, step, i32(count - first - row), i32(wanted))
+
+
+@device
+def copy_rows(copy, chunk, row, rows, dim, columns):
+    """Copies ROWS_AT_ONCE rows, from `row` of a tile of `rows` rows on, of one chunk of the `columns`."""
+    exist, needed, column = dim - PER_CHUNK * chunk, columns - PER_CHUNK * chunk, VEC_ELEMENTS * i32(thread() % 8)
+    end = copy.left if exist >= PER_CHUNK or column < exist else 0
+    wanted = copy.wanted if needed >= PER_CHUNK or column < needed else 0
+    source = copy.source + row // ROWS_AT_ONCE * copy.step + CHUNK_ROW * chunk
+    cp_async_if(copy.target + (chunk * rows + row) * CHUNK_ROW, source, row, end, wanted)
 
 
 @device
 def load_tile(target, tensor, b, h, first, count, rows, dim, columns):
-    """Rows first ... of a head from global to shared memory by cp.async. Rows past `count`, and columns past the head
-    dim, become zeros.
-
-    Eight threads copy the eight vectors of a row of a chunk, so a thread's vectors have the same position in all its
-    rows, and no index is divided in the loops.
-    """
-    row, vec = i32(thread() // 8), i32(thread() % 8)
-    target, left = target + swizzled(row, vec), i32(count - first - row)
-    source = row_address(tensor, I(b), I(h), I(first + row)) + VEC_BYTES * vec
-    step = tensor.token * (ITEMSIZE * ROWS_AT_ONCE)
+    """Rows first ... of a head to shared memory, asynchronously."""
+    copy = copy_of(target, tensor, b, h, first, count, True)
     for chunk in range((columns + PER_CHUNK - 1) // PER_CHUNK):  # nested, so that both loops are unrolled
-        exist, needed, column = dim - PER_CHUNK * chunk, columns - PER_CHUNK * chunk, VEC_ELEMENTS * vec
-        end = left if exist >= PER_CHUNK or column < exist else 0
-        wanted = 1 if needed >= PER_CHUNK or column < needed else 0
-        for below in range(0, rows, ROWS_AT_ONCE):
-            place = target + (chunk * rows + below) * CHUNK_ROW
-            cp_async_if(place, source + below // ROWS_AT_ONCE * step + CHUNK_ROW * chunk, below, end, wanted)
+        for row in range(0, rows, ROWS_AT_ONCE):
+            copy_rows(copy, chunk, row, rows, dim, columns)
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -64,49 +78,57 @@ else:
 
 
 @device
-def mma_keys(i, sums, rest):
-    left, k = rest
-    return mma_16_columns(sums, left, ldmatrix_x4(k + 16 * i * CHUNK_ROW))
+def mma_columns_nt(i, sums, rest):
+    left, b = rest
+    return mma_16_columns(sums, left, ldmatrix_x4(b + 16 * i * CHUNK_ROW))
 
 
 @device
-def mma_step_qk(step, sums, rest):
-    """One step of S += Q K^T: 16 columns of the rows of both."""
-    q, k = rest
+def mma_step_nt(step, sums, rest):
+    """One step of sums += a b^T: 16 columns of the rows of a and of b."""
+    a, chunk_a, b, chunk_b = rest
     lane = thread() % 32
-    left = ((q + swizzled(lane % 16, lane // 16)) ^ step % 4 * 32) + step // 4 * CHUNK_Q
-    right = ((k + swizzled(lane // 16 * 8 + lane % 8, lane // 8 % 2)) ^ step % 4 * 32) + step // 4 * CHUNK_K
-    return groups(mma_keys, SIXTEEN, sums, (load_a(left), right))
+    left = ((a + swizzled(lane % 16, lane // 16)) ^ step % 4 * 32) + step // 4 * chunk_a
+    right = ((b + swizzled(lane // 16 * 8 + lane % 8, lane // 8 % 2)) ^ step % 4 * 32) + step // 4 * chunk_b
+    return groups(mma_columns_nt, SIXTEEN, sums, (load_a(left), right))
 
 
 @device
-def scores(q, k):
-    """S = Q K^T for the rows of this warp."""
-    return repeat(mma_step_qk, STEPS, filled(ZERO, SCORES), (q, k))
+def mma_columns_nn(i, sums, rest):
+    """sums += left b for 16 columns of b from vector `first` on, and 16 of its rows from `row` on."""
+    left, b, chunk_b, first, row = rest
+    lane, vec = thread() % 32, first + 2 * i
+    if EVEN:
+        at = b + (first >> 3) * chunk_b + swizzled(lane % 16, (first & 7) + lane // 16)
+        at = (at ^ i % 4 * 32) + i // 4 * chunk_b
+    else:
+        at = b + (vec >> 3) * chunk_b + swizzled(lane % 16, (vec & 7) + lane // 16)
+    return mma_16_columns(sums, left, ldmatrix_x4_trans(at + row * CHUNK_ROW))
 
 
 @device
-def mma_columns(i, sums, rest):
-    left, v = rest
-    at = ((v + swizzled(thread() % 32 % 16, thread() % 32 // 16)) ^ i % 4 * 32) + i // 4 * CHUNK_K
-    return mma_16_columns(sums, left, ldmatrix_x4_trans(at))
+def mma_step_rs(step, p_tile, output, rest):
+    v, chunk = rest
+    return groups(mma_columns_nn, SIXTEEN, output, (p_tile, v, chunk, 0, 16 * step))
 
 
 @device
-def mma_step_pv(step, p_tile, output, v):
-    return groups(mma_columns, SIXTEEN, output, (p_tile, v + 16 * step * CHUNK_ROW))
+def gemm_rs(output, p_tile, v, chunk):
+    """output += P V, with P packed in registers."""
+    return chain(mma_step_rs, FRAGMENT, p_tile, output, (v, chunk))
 
 
 @device
-def gemm_pv(output, p_tile, v):
-    """O += P V, with P packed in registers."""
-    return chain(mma_step_pv, FRAGMENT, p_tile, output, v)
+def to_operand(fragment):
+    """P as an operand, or O as it is stored."""
+    return join(pack, fragment)
 
 
 @device
-def store_o_fragment(i, words, staged):
-    """16 columns of all rows of O, packed, to shared memory."""
+def store_o_fragment(i, words, rest):
+    """16 columns of all rows, packed, to shared memory, from vector `first` of a row on."""
+    staged, chunk, first = rest
     lane = i32(thread() % 32)
     for j in range(FRAGMENT):
-        row, vec = j // 4 * 16 + j % 2 * 8 + lane // 4, 2 * i + j // 2 % 2
-        store_word(staged + (vec >> 3) * CHUNK_Q + swizzled(row, vec & 7) + lane % 4 * 4, i32(words[j]))
+        row, vec = j // 4 * 16 + j % 2 * 8 + lane // 4, first + 2 * i + j // 2 % 2
+        store_word(staged + (vec >> 3) * chunk + swizzled(row, vec & 7) + lane % 4 * 4, i32(words[j]))

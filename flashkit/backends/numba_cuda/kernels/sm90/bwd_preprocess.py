@@ -17,7 +17,7 @@ def dot_of(i, args):
 def store_stats_of(i, done, args):
     (p, b, h, row), totals = args
     row = I(row + ROWS_AT_ONCE * i)
-    store_row_stats(p, I(b), I(h), row, row < p.n_q, totals[i])
+    store_row_stats(p, I(b), I(h), row, I(b), row, row < p.n_q, totals[i])
     return done
 
 
@@ -59,4 +59,4 @@ def bwd_postprocess(p):
             store_vec(row_address(p.dq, I(b), I(h), I(row)) + column * ITEMSIZE, join(pack, x))
             finite = finite_eight(x)
         if MAY_HIDE:
-            recompute_dq(p, b, h, row, column, finite)
+            recompute_dq(p, b, h, row, column, finite, 1)
