@@ -1085,6 +1085,11 @@ def by_entry(s: Any, b: Any, h: Any, q: Any, k: Any, *, table: Any) -> Any:
     return s - table[b, flashkit.minimum(abs(q - k), 20)] * 0.5 + table[b, flashkit.where(q < k, 0, 1 + (q - k) % 9)]
 
 
+def clipped(s: Any, b: Any, h: Any, q: Any, k: Any, *, table: Any) -> Any:
+    """Linear in the distance, with a step that is no power of two, between two distances inside of tiles."""
+    return s + table[h] * flashkit.clip(q - k, -75, 90) * 0.03
+
+
 DISTANCES: dict[str, tuple[int, int, int, dict[str, Any]]] = {  # head dim, queries, keys, options
     "T5": (64, 150, 200, {}),
     "T5, causal, 128 columns": (128, 150, 200, {"causal": True, "q_offset": 37}),
@@ -1095,6 +1100,8 @@ DISTANCES: dict[str, tuple[int, int, int, dict[str, Any]]] = {  # head dim, quer
     "exact, 128 columns": (128, 150, 200, {"q_offset": 50}),
     "by entry": (64, 150, 200, {}),
     "slopes": (64, 150, 200, {"causal": True}),
+    "clipped": (64, 150, 290, {}),
+    "clipped, 128 columns": (128, 150, 290, {}),
 }
 
 
@@ -1114,7 +1121,7 @@ def test_what_is_added_by_distance(case: str, dtype: str, generation: str, launc
     shapes = ((n, heads, dim) if packed else (2, heads, n, dim) for n, heads in sizes)
     q, k, v, dout = normal(np.dtype(dtype), *shapes)
     last = n_k - 1 - (0 if kind != "exact" else options["q_offset"])
-    shape = {"T5": (16, 2), "exact": (n_q + n_k - 1, 2), "by entry": (2, 21), "slopes": (2,)}[kind]
+    shape = {"T5": (16, 2), "exact": (n_q + n_k - 1, 2), "by entry": (2, 21), "slopes": (2,), "clipped": (2,)}[kind]
     table = np.random.default_rng(5).random(shape).astype(np.float32)
 
     def results(xp: Any, backend: str) -> list[np.ndarray]:
@@ -1123,14 +1130,16 @@ def test_what_is_added_by_distance(case: str, dtype: str, generation: str, launc
             "T5": lambda: mods.t5_bias(own, max_distance=50),
             "exact": lambda: mods.score(by_exact_distance, table=own, last=last),
             "by entry": lambda: mods.score(by_entry, table=own),
+            "clipped": lambda: mods.score(clipped, table=own),
         }[kind]()}  # fmt: skip
         out, vjp = flashkit.attention_vjp(*map(xp.asarray, (q, k, v)), backend=backend, **added, **options)
         wrt = ("q", "k", "v", "alibi_slopes" if kind == "slopes" else "score.table")
         found = [out, *vjp(xp.asarray(dout), wrt=wrt), *vjp(xp.asarray(dout))]
         return [cases.to_numpy(x).astype(np.float64) for x in found]
 
+    unit = 2.0 ** (-4 if kind == "clipped" else -6)  # sums that cancel
     for got, expected in zip(results(cupy, "cupy_raw"), results(np, "reference"), strict=True):
-        assert np.abs(got - expected).max() <= np.abs(expected).max() * 2.0**-6
-    read = [] if kind == "slopes" else ["fill_by_distance"]
+        assert np.abs(got - expected).max() <= np.abs(expected).max() * unit
+    read = [] if kind in ("slopes", "clipped") else ["fill_by_distance"]
     passes = [*read, "sm90_forward", "fill_by_distance", "sm90_backward", "add_by_distance", *read, "sm90_backward"]
     assert [name for name in launched if "distance" in name or name.startswith("sm90_")][-len(passes) :] == passes
