@@ -10,6 +10,7 @@ from ..cuda_common import compiler
 from ..cuda_common.affine_score import adds_by_distance
 from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
+from ..cuda_common.generation import Pass
 from ..cuda_common.launch import scratch
 from ..cuda_common.params import AT
 from . import specialise
@@ -60,3 +61,10 @@ class Distances:
     def add(self, arguments: Arguments, stream: int) -> None:
         """Add the sums to the gradients."""
         self._add.launch(self._ctas(arguments), _THREADS[1], arguments, stream)
+
+
+def of(one: Pass, is_read: bool = True, has_sums: bool = False) -> Distances:
+    """Those of a pass, of the problem's spec: that dQ is added in order does not order sums."""
+    found = Distances(one.problem.spec, one.device, is_read, has_sums)
+    one.libraries.append(found.library)
+    return found
