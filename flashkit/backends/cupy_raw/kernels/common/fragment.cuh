@@ -119,8 +119,7 @@ DEVICE RowSums row_nonfinite(const Params& p, int b, int h, int row, int first, 
     const float sink = has_sink ? static_cast<const float*>(p.sinks)[h] * LOG2E : HIDDEN;
     top = fmaxf(top, sink);
     const float shift = top == HIDDEN ? 0.0f : top;
-#pragma unroll
-    for (int i = 0; i < OWN; ++i) sums[i] = 0;
+    UNROLL(i, OWN) sums[i] = 0;
 #pragma unroll 1
     for (int k0 = first; k0 < end; k0 += 32) {
         const float below = score_log2(k0 + lane) - shift;
@@ -134,8 +133,7 @@ DEVICE RowSums row_nonfinite(const Params& p, int b, int h, int row, int first, 
             const int from = existing(k0 + other);
             const auto value = OF::values(p, b, h / GQA_GROUP, from);
             const float v_scale = OF::key_scale(p, p.v_scale, b, h / GQA_GROUP, from);
-#pragma unroll
-            for (int i = 0; i < OWN; ++i) {
+            UNROLL(i, OWN) {
                 const float v = widen(value[column + 32 * i < HEAD_DIM_V ? column + 32 * i : 0]) * v_scale;
                 sums[i] += weight == 0 ? 0.0f : weight * v;
             }

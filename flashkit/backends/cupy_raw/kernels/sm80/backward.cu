@@ -134,10 +134,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                         return __uint_as_float(load_word(stage + AT_STAGE_ROWS + 4 * i));
                     };
                     float bwd_lse[S_TILES][2], delta[S_TILES][2];
-#pragma unroll
-                    for (int j = 0; j < S_TILES; ++j)
-#pragma unroll
-                        for (int half = 0; half < 2; ++half)
+                    UNROLL(j, S_TILES)
+                        UNROLL(half, 2)
                             bwd_lse[j][half] = row_value(at.row(j, half)),
                             delta[j][half] = row_value(BLOCK_Q + at.row(j, half));
 
@@ -199,8 +197,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                     float* dq_accum = row_at<float>(p.dq_accum, b, at.h, q_tile_number(p, b, tile, BLOCK_Q)) +
                                       warp * Q_TILES * Q_COLUMNS * 128 + lane * 4;
                     const auto add_dq = [&](int k, int steps) {
-#pragma unroll
-                        for (int j = 0; j < Q_TILES * Q_COLUMNS; ++j)
+                        UNROLL(j, Q_TILES * Q_COLUMNS)
                             if (j * steps / (Q_TILES * Q_COLUMNS) == k)
                                 reduce_add(dq_accum + j * 128, dq[j / Q_COLUMNS][j % Q_COLUMNS]);
                     };

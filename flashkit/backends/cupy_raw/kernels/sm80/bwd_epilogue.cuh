@@ -10,18 +10,15 @@ DEVICE void epilogue(const Params& p, const Tensor& tensor, const WorkTile& at, 
     constexpr int BYTES = 16 * KV_TILES * pitch(STAGED);
     static_assert(WARPS * BYTES <= AT_TILE_LIST, "the tiles of all warps fit");
     const int warp = threadIdx.x / 32, k0 = at.k0 + warp / ACROSS * 16 * KV_TILES, first = warp % ACROSS * COLUMNS * 8;
-#pragma unroll
-    for (int i = 0; i < 2 * KV_TILES; ++i) {  // keys past the sequence's length
+    UNROLL(i, 2 * KV_TILES) {  // keys past the sequence's length
         if (k0 + 8 * i + (int)threadIdx.x % 32 / 4 < at.n_k) continue;
-#pragma unroll
-        for (int n = 0; n < COLUMNS; ++n) x[i / 2][n][i % 2 * 2] = x[i / 2][n][i % 2 * 2 + 1] = 0;
+        UNROLL(n, COLUMNS) x[i / 2][n][i % 2 * 2] = x[i / 2][n][i % 2 * 2 + 1] = 0;
     }
     const Rows<> target(tensor, at.b, head, seq_info(p, at.b).key_offset);
     store_tile<DIM, STAGED>(x, factor, shared + warp * BYTES, 0, first, target, k0, (int)stored_n_k(p, at.b));
     if constexpr (MAY_HIDE) {
         bool nonfinite = false;
-#pragma unroll
-        for (int i = 0; i < KV_TILES * COLUMNS * 4; ++i)
+        UNROLL(i, KV_TILES * COLUMNS * 4)
             nonfinite |= !is_finite(x[i / COLUMNS / 4][i / 4 % COLUMNS][i % 4]);
         if (__any_sync(~0u, nonfinite)) {
             __syncwarp();  // all lanes have stored

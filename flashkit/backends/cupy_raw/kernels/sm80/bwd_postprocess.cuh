@@ -15,8 +15,7 @@ struct EightColumns {
         column = (warp % (WARPS / WARPS_Q) * Q_COLUMNS + n) * 8;
         const float* fragment = accum + ((warp * Q_TILES + j) * Q_COLUMNS + n) * 128;
         const float4* four = reinterpret_cast<const float4*>(fragment) + 4 * g;
-#pragma unroll
-        for (int t = 0; t < 4; ++t) {
+        UNROLL(t, 4) {
             const float4 y = four[t];
             x[0][2 * t] = y.x * scale, x[0][2 * t + 1] = y.y * scale;
             x[1][2 * t] = y.z * scale, x[1][2 * t + 1] = y.w * scale;
@@ -24,8 +23,7 @@ struct EightColumns {
     }
     __device__ __forceinline__ bool is_nonfinite() const {
         bool nonfinite = false;
-#pragma unroll
-        for (int c = 0; c < 16; ++c) nonfinite |= !is_finite(x[c / 8][c % 8]);
+        UNROLL(c, 16) nonfinite |= !is_finite(x[c / 8][c % 8]);
         return nonfinite;
     }
 };
@@ -44,8 +42,7 @@ extern "C" __global__ void __launch_bounds__(256, 6) bwd_postprocess(KERNEL_PARA
     for (int i = threadIdx.x; i < VECS; i += 256) {
         const EightColumns each(accum, i, scale);
         if constexpr (MAY_HIDE) nonfinite |= each.is_nonfinite();
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        UNROLL(half, 2) {
             const int row = tile * BLOCK_Q + each.row + 8 * half;
             if (row < seq_info(p, b).n_q)
                 store_eight<HEAD_DIM>(q_row<storage>(p, p.dq, b, h, row), each.column, each.x[half]);

@@ -40,8 +40,7 @@ DEVICE void reduce_add(float* target, const float (&x)[4]) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(x[0]), "f"(x[1]),
                  "f"(x[2]), "f"(x[3]) : "memory");
 #else
-#pragma unroll
-    for (int e = 0; e < 4; ++e)
+    UNROLL(e, 4)
         asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(target + e), "f"(x[e]) : "memory");
 #endif
 }
