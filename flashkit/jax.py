@@ -23,9 +23,10 @@ from jax.experimental.buffer_callback import buffer_callback
 from . import api, dispatch, mods
 from .call.arguments import prepare
 from .call.checks import window_of
-from .call.jax_derivatives import DIFFERENTIABLE, bind, evaluated_by
+from .call.jax_derivatives import bind, evaluated_by
 from .call.second_order import second_order
 from .call.sequences import check_default_offset
+from .call.vjp import DIFFERENTIABLE
 from .errors import shown
 from .numeric import number
 from .options import (
@@ -407,9 +408,10 @@ def _run_tangent(static: Static, arrays: Arrays) -> None:
 def _run_pull_back(static: Static, arrays: Arrays) -> None:
     results = ("q", "k", "v", "out", "lse")
     vjp = api.vjp_of(*(arrays[name] for name in results), **_options(static, arrays))
-    wrt = tuple(name for name in DIFFERENTIABLE if f"to d{name}" in arrays)
+    names = tuple(name for name in DIFFERENTIABLE if f"to d{name}" in arrays)
     dout = arrays["dout"] if "dout" in arrays else 0 * arrays["out"]
-    for name, gradient in zip(wrt, vjp(dout, arrays.get("dlse"), wrt=wrt), strict=True):
+    vjp.check_names(names)
+    for name, gradient in zip(names, vjp.gradients(dout, arrays.get("dlse"), names), strict=True):
         arrays[f"to d{name}"][...] = gradient
 
 

@@ -205,6 +205,16 @@ class AttentionSpec:
         return expr.classify(expr.TRUE if self.mask is None else self.mask, self.int32_arrays)
 
     @cached_property
+    def sums(self) -> tuple[Slot, ...]:
+        """The slots of `wrt`: what a backward pass has gradients by, beside the tensors."""
+        return tuple(slot for slot in self.slots if slot.name in self.wrt)
+
+    @property
+    def orders_sums(self) -> bool:
+        """Whether the bits of these gradients must not depend on the order of their terms."""
+        return bool(self.wrt) and self.deterministic
+
+    @cached_property
     def reads(self) -> tuple[Read, ...]:
         """Where the score reads values of `wrt`."""
         return tuple(each for name in self.wrt for each in reads_of(self.score, name))

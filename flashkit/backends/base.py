@@ -4,7 +4,7 @@ the group `flashkit.backends`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from ..spec import AttentionSpec, Direction, Gradients, Operands, Problem, Verdict
@@ -51,15 +51,20 @@ EXTRAS = {
     "stats": "it has no kernels for statistics",  # `Operands.stats`
     "jvp": "it has no kernels for tangents",  # `Operands.tangents`
     "wrt": "it has no gradients by values of score modifications",  # `Gradients.values`
+    "orders_sums": "it sums gradients by values of score modifications in any order",
 }
-"""What a spec may have that a backend, or a generation of kernels, is asked about only if its attribute `takes_<name>`
-is true; and the refusal of others."""
+"""What a spec may have that a backend, or a generation of kernels, is asked about only if it is in its `takes`, and the
+refusal of others."""
+
+OF_BACKWARD = frozenset(("wrt", "orders_sums"))
+"""Of these, what forward passes do without."""
 
 
 def refused(taker: object, spec: AttentionSpec, direction: Direction = "backward") -> str:
-    """Why a backend, or a generation of kernels, is not asked about a spec; "" if it is. wrt is of backward passes."""
-    wanted = [name for name in EXTRAS if getattr(spec, name) and (name != "wrt" or direction == "backward")]
-    return next((EXTRAS[name] for name in wanted if not getattr(taker, f"takes_{name}", False)), "")
+    """Why a backend, or a generation of kernels, is not asked about a spec; "" if it is."""
+    asked = EXTRAS if direction == "backward" else EXTRAS.keys() - OF_BACKWARD
+    taken: Collection[str] = getattr(taker, "takes", ())
+    return next((EXTRAS[name] for name in EXTRAS if name in asked and getattr(spec, name) and name not in taken), "")
 
 
 Bound = Callable[..., None]
@@ -73,6 +78,7 @@ BoundBackward = Callable[[Operands, Gradients], None]
 class Optional(Backend, Protocol):
     """What a backend may have besides. `bind` and `bind_backward` make repeated calls on arrays of one layout cheap."""
 
+    takes: Collection[str]  # names of EXTRAS that it is asked about
     last_resort: bool  # whether it ranks behind the others unless a profile has measured it
     spares_lse: bool  # whether a bound call takes None for an lse that the caller did not request
     takes_arrays: bool  # whether `per_call` may name arrays of modifications

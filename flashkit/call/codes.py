@@ -221,7 +221,7 @@ def on_codes(
         operands.q, operands.k, operands.v = map(_addressable, (operands.q, operands.k, operands.v))
     ranked = dispatch.candidates(prepared.problem, only=dispatch.forced(backend))
     if not any(candidate.verdict for candidate in ranked):
-        asked = [c for c in ranked if not of_fp8 or getattr(dispatch.registry()[c.name], "takes_fp8", False)]
+        asked = [c for c in ranked if not of_fp8 or "fp8" in getattr(dispatch.registry()[c.name], "takes", ())]
         return "; ".join(f"{c.name}: {c.verdict.reason}" for c in asked) or "this backend has no kernels for e4m3"
     return prepared
 

@@ -2,7 +2,7 @@
 arguments, of four kinds.
 
     tangent      tangents of q, k, v and sinks to those of out and lse           transposed: pull_back
-    pull_back    cotangents of out and lse to those of these, and of `VALUES`    transposed: tangent
+    pull_back    cotangents of out and lse to those of these, and of arrays      transposed: tangent
     second       the derivative of either along a direction u of q, k and v, pulled back to these; symmetric
     curvature    the derivative of `tangent` along u: it is only transposed, to `second`, as no kernel computes it
 
@@ -22,16 +22,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ..errors import UnsupportedError
-from ..options import OPTIONS, Role
-from .vjp import TENSORS, WRT
+from .vjp import DIFFERENTIABLE, TENSORS
 
 Arrays = dict[str, Any]
-VALUES = tuple(name for name, option in OPTIONS.items() if option.role is Role.PAIRS)
-"""Arrays by which there are gradients, and no tangents."""
-
-DIFFERENTIABLE = *WRT, *VALUES
-"""Arguments with a gradient, where they are floating."""
-
 _LIKE = {"dout": "out", "dlse": "lse"} | {f"d{name}": name for name in DIFFERENTIABLE}
 """The argument whose shape and dtype a result has."""
 
@@ -75,7 +68,7 @@ def _compute(*values: Any, kind: str, static: Any, names: Any, results: Any, ext
             "flashkit has no forward-mode derivative of a forward-mode derivative: use jax.grad in one"
         )
     arrays = dict(zip(names, values, strict=True))
-    if kind == "tangent" and (by := [name for name in VALUES if f"d{name}" in arrays]):
+    if kind == "tangent" and (by := [name for name in DIFFERENTIABLE[4:] if f"d{name}" in arrays]):
         raise UnsupportedError(
             f"flashkit has no forward-mode derivative by {by[0]}: pass jax.lax.stop_gradient({by[0]}), or use jax.grad"
         )

@@ -19,7 +19,6 @@ from ..options import OPTIONS
 from ..spec import Operands
 from . import arrays
 from .arguments import Prepared, per_token, prepare
-from .backward import Backward, Recorded
 from .call import Call
 from .checks import check_out
 from .compose import check_indices
@@ -33,6 +32,7 @@ from .sequences import (
     table_of,
 )
 from .views import View
+from .vjp import Backward, Recorded
 
 LENGTHS = "kv_lengths", "q_offset", "page_table"
 """What calls of a plan that was made with kv_lengths may pass, in the order of a bound call's arguments."""

@@ -213,7 +213,7 @@ class OfRanks(torch.autograd.Function):
     def forward(ctx: Any, attention_vjp: Any, options: dict[str, Any], q: Any, k: Any, v: Any, sinks: Any) -> Any:
         given = {**options, "sinks": None if sinks is None else sinks.detach()}
         (out, lse), ctx.vjp = attention_vjp(q.detach(), k.detach(), v.detach(), return_lse=True, **given)
-        ctx.wrt = ("q", "k", "v", "sinks")[: 3 if sinks is None else 4]
+        ctx.names = ("q", "k", "v", "sinks")[: 3 if sinks is None else 4]
         ctx.like, ctx.shape = out.new_empty(0), out.shape
         ctx.set_materialize_grads(False)
         return out, lse
@@ -222,5 +222,5 @@ class OfRanks(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
         dout = ctx.like.new_zeros(ctx.shape) if dout is None else dout.contiguous()
-        gradients = ctx.vjp(dout, None if dlse is None else dlse.contiguous(), wrt=ctx.wrt)
+        gradients = ctx.vjp(dout, None if dlse is None else dlse.contiguous(), wrt=ctx.names)
         return None, None, *gradients, *[None] * (4 - len(gradients))

@@ -164,7 +164,7 @@ def _named(mod: Mod) -> list[tuple[str, Any]]:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def value_names(text: str | None) -> list[str]:
-    """Names of the tensors of a text, in its order: "score.NAME" or "mask.NAME", as `wrt` has them."""
+    """Names of the tensors of a text, in its order: "score.NAME" or "mask.NAME", as of `Vjp.__call__`."""
     return [
         f"{'score' if part == 'score_mod' else 'mask'}.{name}"
         for part, _, params, arrays, *_ in _parsed(text or "{}")

@@ -132,11 +132,11 @@ _AXES = TENSORS | dict.fromkeys(("q", "k", "v", "out", "dout"), "tokens") | dict
 
 def batched_results(
     call: Callable[[dict[str, Any]], tuple[Any, ...]], size: int, given: Batched, options: Scalars,
-    names: tuple[str, ...], alone: bool, wrt: Collection[str] = (),
+    names: tuple[str, ...], alone: bool, more: Collection[str] = (),
 ) -> tuple[Any, ...]:  # fmt: skip
     """The results of these names, each batched along its first axis.
 
-    call: the pass, of tensors by name. alone: whether each entry needs its own call regardless. wrt: tensors by which
+    call: the pass, of tensors by name. alone: whether each entry needs its own call regardless. more: tensors by which
     each entry has a gradient of its own.
     """
     if alone or not _fits_one_call(given, options):
@@ -148,7 +148,7 @@ def batched_results(
     q, axis = given["q"]
     shape = [n for i, n in enumerate(q.shape) if i != axis]
     head = 1 if dict(options).get("layout", "bhnd") == "bhnd" else 2
-    lent = {name: _as_batch(name, x, axis, size, shape, head, name in wrt) for name, (x, axis) in given.items()}
+    lent = {name: _as_batch(name, x, axis, size, shape, head, name in more) for name, (x, axis) in given.items()}
     outputs = zip(names, call(lent), strict=True)
     return tuple(_as_entries(name, x, size, len(shape), head) for name, x in outputs)
 

@@ -17,7 +17,8 @@ from .planned import Planned
 from .plans import plan_of
 from .torch_mods import Mods
 from .views import View
-from .vjp import WRT, Vjp
+from .vjp import TENSORS as QKV
+from .vjp import Vjp
 
 ARRAYS = tuple(name for name, option in OPTIONS.items() if option.axes)
 _NAMES = {"q_offset": ("q_offsets",), "cu_seqlens": ("cu_seqlens_q", "cu_seqlens_k")}
@@ -156,14 +157,14 @@ def backward(
 
     known: of `known_plan` for the number of `results_of`, and q, k, v and these.
     """
-    wrt = *WRT[:3], *more
+    names = *QKV, *more
     if known is not None:
         planned, memory = known[0], interop.TORCH.memory
         with interop.TORCH.scope(q):
             read = tensors if mods is None else tensors | mods.captured
             given = q, k, v, out, lse, *read.values()
             recorded = planned.recorded_on(*map(memory, given))
-            return _gradients(Vjp(recorded), q, memory(dout), None if dlse is None else memory(dlse), wrt)
+            return _gradients(Vjp(recorded), q, memory(dout), None if dlse is None else memory(dlse), names)
     keywords = keywords_of(tensors, options, mods)
     backend = keywords.pop("backend", None)
     with Call("attention", q, k, v, keywords) as call:
@@ -173,8 +174,8 @@ def backward(
         take = adapter.views if type(call.q) is View else adapter.to_native
         native = take(out=out, lse=lse, dout=dout, dlse=dlse)
         vjp: Any = Vjp(planned.recorded(call, native["out"], native["lse"], kept=True), call.options)
-        vjp.check_names(wrt)
-        gradients = _gradients(vjp, q, native["dout"], native["dlse"], wrt)
+        vjp.check_names(names)
+        gradients = _gradients(vjp, q, native["dout"], native["dlse"], names)
         kept = _read(tensors, mods) if is_memory else None
         if kept is not None and _serves_others(planned, call, kept):
             results = results_of(dout, dlse, out, lse)
@@ -183,7 +184,7 @@ def backward(
     return gradients
 
 
-def _gradients(vjp: Any, q: Any, dout: Any, dlse: Any, wrt: tuple[str, ...]) -> list[Any]:
+def _gradients(vjp: Any, q: Any, dout: Any, dlse: Any, names: tuple[str, ...]) -> list[Any]:
     """The gradients of native arrays or Views as tensors."""
     empty = dout.empty if type(dout) is View else None
-    return [interop.TORCH.own(x, q) for x in vjp.gradients(dout, dlse, wrt, empty)]
+    return [interop.TORCH.own(x, q) for x in vjp.gradients(dout, dlse, names, empty)]

@@ -335,7 +335,7 @@ def t5_bias(table: Any, *, bidirectional: bool = True, max_distance: int = 128) 
     Returns
     -------
     Mod
-        `attention_vjp(..., score_mod=...)` differentiates by the table: wrt=("score.table",).
+        `attention_vjp(..., score_mod=...)` differentiates by the table, by the name "score.table".
 
     References
     ----------

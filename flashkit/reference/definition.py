@@ -131,7 +131,7 @@ def standard_gradients(
     dlse
         Gradient with respect to lse, (B, Hq, Nq), or None for 0.
     values
-        Zeros in the shape of each value of `spec.wrt`, by its slot; the gradients are added.
+        Zeros in the shape of each value of `spec.sums`, by its slot; the gradients are added.
 
     Returns
     -------

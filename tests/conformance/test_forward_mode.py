@@ -236,8 +236,7 @@ def test_a_backend_that_does_not_know_them_is_not_asked(monkeypatch: pytest.Monk
     """Another package's backend may compute the plain result of such a problem."""
     q = np.ones((1, 1, 4, 8))
     problem, *_ = prepare(q, q, q)
-    monkeypatch.setattr(ReferenceBackend, "takes_stats", False)
-    monkeypatch.setattr(ReferenceBackend, "takes_jvp", False)
+    monkeypatch.setattr(ReferenceBackend, "takes", ())
     more: dict[str, Any]
     for more in ({"stats": True}, {"jvp": "q"}):
         asked = replace(problem, spec=replace(problem.spec, **more))

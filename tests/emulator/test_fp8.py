@@ -135,7 +135,7 @@ def only_sm90(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if request.node.originalname not in (
         "test_numbers_that_scales_cannot_carry", "test_a_fresh_kernel_is_checked", "test_equal_scores_of_any_size"
     ):  # fmt: skip
-        plant(monkeypatch, "sm90/fp8_mainloop.cuh", "        rows_nonfinite(p, at, 0);\n", "")
+        plant(monkeypatch, "sm90/fp8_sums.cuh", "        rows_nonfinite(p, at, 0);\n", "")
     yield
     launch._shared.clear()
 
@@ -387,7 +387,7 @@ def test_promotion(
     tile = sm90_fp8.Sm90Fp8Tile(128, 128, 2, q_buffers)
     monkeypatch.setattr(sm90.Sm90, "tile", lambda *_: tile)
     old = "PROMOTE_TILES = PROMOTED_IN_SHARED || !GETS_VT ? 16 : 32"
-    plant(monkeypatch, "sm90/fp8_mainloop.cuh", old, "PROMOTE_TILES = 4")
+    plant(monkeypatch, "sm90/fp8_softmax.cuh", old, "PROMOTE_TILES = 4")
     given = quantised(*growing(1700, dim), "head")
     assert tile.promotes_in_shared(spec_of(given)) == (dim == 64 or q_buffers == 1)
     check(given, launched, atol=1e-2)

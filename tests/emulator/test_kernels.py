@@ -826,6 +826,24 @@ def test_more_than_32_tiles_of_an_array_mask(backend: str) -> None:
         check_arrays(*arrays, backend=backend, atol=2.0**-7, on_device=True, mask=mask[:n_k])
 
 
+@pytest.mark.parametrize(
+    ("backend", "generation", "dtype", "hidden"),
+    [("cupy_raw", "sm90", "bool", 0), ("cupy_raw", "simt", "int8", -1), ("numba_cuda", "simt", "int8", -1),
+     pytest.param("cupy_raw", "sm80", "uint16", 0, marks=exhaustive)],
+)  # fmt: skip
+def test_a_mask_of_pairs(backend: str, dtype: str, hidden: int) -> None:
+    """A tile has more pairs than are read to bound them; some tiles show no pair, some all."""
+    pairs = np.random.default_rng(0).integers(hidden, hidden + 2, (130, 260))
+    pairs[:64, :128], pairs[64:, 128:], pairs[:, 0] = hidden, hidden + 1, hidden + 1
+    if dtype == "bool":
+        options: dict[str, Any] = {"mask": pairs.astype(bool), "on_device": True}
+    else:
+        visible = mods.mask(lambda b, h, q, k, pairs: pairs[q, k] > hidden, pairs=pairs.astype(dtype))
+        options = {"mask_mod": visible, "q_offset": 0}
+    q, k, v = normal(ml_dtypes.bfloat16, *((1, 1, n, 8) for n in (130, 260, 260)))
+    check_arrays(q, k, v, backend=backend, atol=2.0**-6, **options)
+
+
 @slow
 @pytest.mark.parametrize(("backend", "generation"), CUPY_OFTEN)
 def test_a_document_that_begins_with_the_last_key_of_a_tile(backend: str) -> None:

@@ -76,8 +76,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("chunks", ["all", "odd heads"])
-@pytest.mark.one_in(4)
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.one_in(8)
 def test_chunks_make_the_whole(name: str, chunks: str) -> None:
     q, k, v = tensors()
     options = OPTIONS[name]
@@ -86,12 +86,10 @@ def test_chunks_make_the_whole(name: str, chunks: str) -> None:
     same(found, flashkit.attention(q, k, v, return_lse=True, **plain))
 
 
-@pytest.mark.parametrize("chunks", ["one", "keys"])
-def test_other_chunks(chunks: str) -> None:
+def test_the_chunks_of_the_result() -> None:
     q, k, v = tensors(dtype="float32", dv=24)
-    out = attention(*chunked((q, k, v), CHUNKS[chunks]), causal=True)
+    out = attention(*chunked((q, k, v), CHUNKS["keys"]), causal=True)
     assert out.chunks == ((2,), (4,), (N_Q,), (24,)) and out.dtype == np.float32
-    same([out], [flashkit.attention(q, k, v, causal=True)], 1e-5)
 
 
 @pytest.mark.parametrize("lead", [(), (4,), (2, 3, 4)], ids=["ND", "HND", "ABHND"])

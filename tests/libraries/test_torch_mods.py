@@ -317,10 +317,13 @@ def test_a_mask_that_is_made_of_nothing_shows_all() -> None:
 
 @pytest.mark.parametrize(
     ("function", "message"),
-    [(lambda s, b, h, q, k: s.add_(1.0), "'add_'"), (lambda s, b, h, q, k: torch.lgamma(s), "lgamma"),
+    [(lambda s, b, h, q, k: s.add_(1.0), "'add_'"),
+     (lambda s, b, h, q, k: torch.lgamma(s), "lgamma of a position or the score has no counterpart"),
+     (lambda s, b, h, q, k: s if q > k else -s, "use torch.where"),
+     (lambda s, b, h, q, k: torch.where(q == BOXES, s, 0.0), "expected a tensor of one element"),
      (lambda s, b, h, q, k: torch.where(torch.isin(k, torch.arange(65)), s, 0.0), "at most 64 elements"),
      (lambda s, b, h, q, k: torch.dot(BOXES[q], BOXES[k]), "expected 2 positions"),
-     (lambda s, b, h, q, k: s + BOXES[q], "expected 2 positions"),
+     (lambda s, b, h, q, k: s + BOXES[q], "expected 2 positions .* got 1"),
      (lambda s, b, h, q, k: torch.where(BOXES[q] == 1.0, s, 0.0), "expected 2 positions"),
      (lambda s, b, h, q, k: s if BOXES[q] != s else -s, "expected 2 positions"),
      (lambda s, b, h, q, k: BOXES[q], "expected 2 positions"),

@@ -50,10 +50,16 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_cache, "_unpruned", {})
 
 
-def returning(number: int, name: str = "f") -> objects.Object:
-    """The machine code of a function."""
+def returning(number: int, name: str = "f", wanted: target.Target | None = None) -> objects.Object:
+    """The machine code of a function, for this CPU or a class of them."""
     text = IR.format(name=name, number=number)
-    return objects.Object(target.machine(target.target()).emit_object(binding.parse_assembly(text)), (name,))
+    machine = target.machine(wanted or target.target())
+    return objects.Object(machine.emit_object(binding.parse_assembly(text)), (name,))
+
+
+def source(number: int = COMPILED, kind: str = "kind") -> objects.Source:
+    """All of a kind have one name, whatever they return."""
+    return objects.Source(kind, "text", lambda wanted: returning(number, wanted=wanted))
 
 
 def content(name: str, made: objects.Object, **changed: Any) -> bytes:
@@ -66,7 +72,7 @@ def content(name: str, made: objects.Object, **changed: Any) -> bytes:
 
 def run(kind: str = "kind") -> int:
     """Call the kernel, loaded from the cache or compiled."""
-    found = objects.functions(objects.Source(kind, "text", lambda wanted: returning(COMPILED)))
+    found = objects.functions(source(kind=kind))
     return int(ctypes.CFUNCTYPE(ctypes.c_int)(found["f"])())
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kernels import COMPILED, PLANTED, Source, content, file_of, forget, leftovers, returning, run
+from kernels import COMPILED, Source, file_of, forget, leftovers, run
 
 from flashkit import settings
 from flashkit.backends import elf
@@ -193,31 +193,6 @@ def test_work_goes_on_without_a_lock(monkeypatch: pytest.MonkeyPatch, error: Exc
 
 
 # --- damaged files ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("at", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0])
-def test_a_damaged_object_is_not_loaded(monkeypatch: pytest.MonkeyPatch, at: float) -> None:
-    """LLVM would end the process, or run other code."""
-    assert run() == COMPILED
-    file = file_of()
-    stored = bytearray(file.read_bytes())
-    stored[int(at * (len(stored) - 1))] ^= 4
-    file.write_bytes(stored)
-    objects._loaded.clear()
-    load, loaded = objects._load, []
-    monkeypatch.setattr(objects, "_load", lambda made: loaded.append(made.code) or load(made))
-    assert run() == COMPILED
-    assert loaded == [returning(COMPILED).code]
-
-
-def test_an_object_of_another_name_is_not_loaded() -> None:
-    assert run() == run("another") == COMPILED
-    file = file_of("another")
-    file_of().write_bytes(content(file.name, returning(PLANTED)))
-    objects._loaded.clear()
-    assert run() == COMPILED
-    file.write_bytes(content(file.name, returning(PLANTED)))
-    assert run("another") == PLANTED
 
 
 KERNELS = """

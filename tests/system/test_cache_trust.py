@@ -216,21 +216,33 @@ def test_a_kernel_that_cannot_be_trusted_is_replaced(kernel: Path, monkeypatch: 
     assert stat.S_IMODE(kernel.stat().st_mode) == 0o600
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_file_that_is_swapped_meanwhile(kernel: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+@pytest.mark.parametrize(
+    ("when", "says"),
+    [("before", "can be written by"), ("after", ""), pytest.param("by a link", "belongs to user", marks=as_root)],
+)
+def test_a_file_that_is_swapped_meanwhile(
+    kernel: Path, monkeypatch: pytest.MonkeyPatch, when: str, says: str
+) -> None:
     """It is opened once, not through a link, and what was opened is what is checked and loaded."""
     evil = kernel.with_name("evil")
     evil.write_bytes(content(kernel.name, returning(13)))
-    evil.chmod(0o666)
+    evil.chmod(0o666 if when != "by a link" else 0o600)
     opened, open_ = [], os.open
 
     def swapping(path: Any, *rest: Any, **options: Any) -> int:
         if Path(path) != kernel:
             return open_(path, *rest, **options)
         opened.append(path)
+        if len(opened) > 1:
+            return open_(path, *rest, **options)
         if when == "after":
             descriptor = open_(path, *rest, **options)
-        os.replace(evil, kernel)
+        if when == "by a link":
+            kernel.unlink()
+            kernel.symlink_to(evil)
+            os.chown(kernel, NOBODY, NOBODY, follow_symlinks=False)
+        else:
+            os.replace(evil, kernel)
         return descriptor if when == "after" else open_(path, *rest, **options)
 
     monkeypatch.setattr(os, "open", swapping)
@@ -239,27 +251,9 @@ def test_a_file_that_is_swapped_meanwhile(kernel: Path, monkeypatch: pytest.Monk
             warnings.simplefilter("error")
             assert run() == PLANTED
     else:
-        with pytest.warns(UserWarning, match="can be written by"):
+        with pytest.warns(UserWarning, match=says):
             assert run() == COMPILED
-    assert len(opened) == 1
-
-
-@as_root
-def test_a_link_put_there_meanwhile_is_not_followed(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    evil = kernel.with_name("evil")
-    evil.write_bytes(content(kernel.name, returning(13)))
-    open_ = os.open
-
-    def swapping(path: Any, *rest: Any, **options: Any) -> int:
-        if Path(path) == kernel and not kernel.is_symlink():
-            kernel.unlink()
-            kernel.symlink_to(evil)
-            os.chown(kernel, NOBODY, NOBODY, follow_symlinks=False)
-        return open_(path, *rest, **options)
-
-    monkeypatch.setattr(os, "open", swapping)
-    with pytest.warns(UserWarning, match="belongs to user"):
-        assert run() == COMPILED
+    assert len(opened) == 1 or when == "by a link"
 
 
 # --- CUDA's binaries --------------------------------------------------------------------------------------------------
@@ -314,6 +308,10 @@ def test_junk_is_compiled_again_and_does_not_crash(program: Callable[..., str], 
         def file(code, **changed):
             return content(path.name, objects.Object(code, ("f",)), **changed)
 
+        def flipped(stored, at):
+            place = int(at * (len(stored) - 1))
+            return stored[:place] + bytes([stored[place] ^ 4]) + stored[place + 1 :]
+
         run()
         (path,) = kernel_cache.path().rglob("kind_*.o")
         whole = returning(PLANTED).code
@@ -326,6 +324,8 @@ def test_junk_is_compiled_again_and_does_not_crash(program: Callable[..., str], 
             file(whole, functions=3), file(whole, functions=["f\\0"]), file(whole, functions=[]),
             file(whole, functions=[None]), file(whole, functions=["\\ud800"]), file(whole, sha256=None),
             file(whole, calls="yes"), file(whole, calls=["nobody_has_this"]),
+            content(path.name.replace("kind", "another"), returning(PLANTED)), file(whole)[:-100],
+            *(flipped(file(whole), at) for at in (0, 0.1, 0.3, 0.5, 0.7, 0.9, 1)),
         ):
             path.write_bytes(junk)
             objects._loaded.clear()

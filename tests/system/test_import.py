@@ -92,8 +92,11 @@ def test_no_module_loads_a_compiler(program: Callable[..., str]) -> None:
         for module in {PUBLIC}:
             importlib.import_module(f"flashkit.{{module}}")
             print(module, *{{"numba", "llvmlite", "cupy", "torch", "jax"}} & set(sys.modules))
+        from flashkit.devices import profiles
+        profiles.for_device("cpu")
+        print("a profile", *{{"numba", "cupy", "torch", "typer", "rich"}} & set(sys.modules))
     """
-    assert program(text).split("\n") == [*PUBLIC, ""]
+    assert program(text).split("\n") == [*PUBLIC, "a profile", ""]
 
 
 def test_nothing_is_written_before_the_first_call(program: Callable[..., str], tmp_path: Path) -> None:
@@ -132,14 +135,9 @@ def test_a_later_process_does_without_numba(program: Callable[..., str]) -> None
         out, vjp = flashkit.attention_vjp(q, q, q, **options)
         vjp(out)
         print("numba" in sys.modules)
-        import numba
-        numba.set_num_threads(1)
-        from flashkit.backends.cpu import threads
-        print(threads.count())
-        np.testing.assert_array_equal(flashkit.attention(q, q, q, **options), out)
     """
-    program(text, NUMBA_NUM_THREADS=2)  # compiles
-    assert program(text, NUMBA_NUM_THREADS=2).split() == ["False", "1"]
+    program(text)  # compiles
+    assert program(text) == "False\n"
 
 
 def test_a_program_whose_own_functions_numba_leaves_alone(program: Callable[..., str], tmp_path: Path) -> None:

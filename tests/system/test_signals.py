@@ -289,19 +289,9 @@ def interrupt_until(event: threading.Event) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_handler_that_raises_waits_for_work_that_can_be_stopped() -> None:
-    stop, ended = threading.Event(), threading.Event()
-
-    def work() -> None:
-        interrupt_until(stop)
-        ended.set()
-
-    with pytest.raises(KeyboardInterrupt):
-        run_off_main_thread(work, stop.set)
-    assert ended.is_set()
-
-
-def test_a_handler_that_raises_leaves_other_work_alone() -> None:
+@pytest.mark.parametrize("can_be_stopped", [True, False])
+def test_a_handler_that_raises_waits_for_work_that_can_be_stopped(can_be_stopped: bool) -> None:
+    """And leaves other work alone."""
     go_on, ended = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -309,8 +299,8 @@ def test_a_handler_that_raises_leaves_other_work_alone() -> None:
         ended.set()
 
     with pytest.raises(KeyboardInterrupt):
-        run_off_main_thread(work)
-    assert not ended.is_set()
+        run_off_main_thread(work, *([go_on.set] if can_be_stopped else []))
+    assert ended.is_set() == can_be_stopped
     go_on.set()
     assert ended.wait(60)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,8 @@ def autotune(machine: Machine, **options: Any) -> list[Outcome]:
 
 @pytest.fixture(autouse=True)
 def load(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The share of the cores' time that other processes are said to take, in place of what they take."""
+    """The share of the cores' time that other processes are said to take, in place of what they take; short runs."""
+    monkeypatch.setattr(cpu, "QUICK", EFFORT)
     shares = [0.0]
 
     def leave(self: environment.BackgroundLoad, *error: object) -> None:
@@ -132,7 +134,6 @@ def read(path: Path) -> list[dict[str, Any]]:
 def test_the_search_finds_the_fastest_of_what_it_tries(tmp_path: Path) -> None:
     machine = Machine(block_size)
     found = search(machine, tmp_path / "log")
-    assert found is not None
     assert found.complete
     assert (found.tile.rows, found.tile.vectors) == (4, 3)
     assert found.tile == min(machine.timed, key=block_size)
@@ -144,7 +145,6 @@ def test_the_search_finds_the_fastest_of_what_it_tries(tmp_path: Path) -> None:
 
 def test_a_tile_within_the_margin_does_not_replace_the_one_in_use(tmp_path: Path) -> None:
     found = search(Machine(lambda tile: 1.0 if tile == IN_USE else 0.99), tmp_path / "log")
-    assert found is not None
     assert found.tile == IN_USE
     assert found.gain == 1.0
     assert found.why.startswith("none of ")
@@ -158,7 +158,6 @@ def test_a_wrong_tile_is_never_chosen(tmp_path: Path) -> None:
 
     machine = Machine(block_size, wrong)
     found = search(machine, tmp_path / "log")
-    assert found is not None
     assert found.tile.rows != 4
     assert found.wrong > 0
     assert all(tile.rows != 4 for tile in machine.timed)
@@ -171,7 +170,6 @@ def test_a_wrong_tile_is_never_chosen(tmp_path: Path) -> None:
 def test_a_wrong_tile_in_use_is_replaced_by_a_right_one_even_if_slower(tmp_path: Path) -> None:
     machine = Machine(lambda tile: 1.0 if tile == IN_USE else 1.5, lambda tile: "wrong" if tile == IN_USE else "")
     found = search(machine, tmp_path / "log")
-    assert found is not None
     assert found.tile != IN_USE
 
 
@@ -180,7 +178,6 @@ def test_an_outclassed_generation_gets_one_trial(tmp_path: Path) -> None:
     for rival, tried in ((1500.0, False), (1400.0, True)):
         machine = Machine(block_size)
         found = search(machine, tmp_path / str(rival), rival_gflops=rival)
-        assert found is not None
         assert found.complete
         assert (set(machine.timed) != {IN_USE}) == tried
         assert found.gflops > 0
@@ -193,7 +190,6 @@ def test_generations_compete_on_the_same_problem(monkeypatch: pytest.MonkeyPatch
         def targets(self, effort: Effort, dtypes: Any) -> list[Target]:
             return [Target("forward", "float32", 64, generation=name) for name in ("new", "old")]
 
-    monkeypatch.setattr(cpu, "QUICK", EFFORT)
     machine = Machine(block_size)
     monkeypatch.setattr(machine, "flops", lambda target: 1e13 if target.generation == "new" else 1e12)
     new, old = command.autotune(quick=True, tuned=[TwoGenerations(machine)], clock=machine.clock)
@@ -210,7 +206,6 @@ def test_a_stored_log_reads(tmp_path: Path) -> None:
         '"vectors":3},"status":"ok","seconds":0.1,"ratio":1.0}\n'
     )
     log = Log(path, CpuTile)
-    assert log.peaks is not None
     assert (log.peaks.bandwidth_gbs, log.peaks.peak_tflops) == (20.0, {"float32": 0.2})
     assert [trial.tile for trial in log.of("a")] == [IN_USE]
 
@@ -229,8 +224,6 @@ def test_an_interrupted_search_resumes(tmp_path: Path) -> None:
     with (tmp_path / "log").open("a") as file:
         file.write('{"type":"trial","target":"forw')  # killed while it wrote
     resumed = search(second, tmp_path / "log")
-    assert resumed is not None
-    assert undisturbed is not None
     assert (resumed.tile, resumed.complete) == (undisturbed.tile, True)
     assert resumed.gain == pytest.approx(undisturbed.gain)
     assert (tmp_path / "log").read_text().startswith(before)
@@ -253,7 +246,6 @@ def test_the_time_is_up(tmp_path: Path) -> None:
     assert search(Machine(block_size), tmp_path / "none", deadline=-1.0) is None
     machine = Machine(block_size)
     found = search(machine, tmp_path / "some", deadline=70.0)
-    assert found is not None
     assert not found.complete
     assert machine.now < 100
     assert any(line["stage"] == "final" for line in read(tmp_path / "some"))
@@ -262,12 +254,9 @@ def test_the_time_is_up(tmp_path: Path) -> None:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_autotune_writes_a_profile_that_is_used_and_explained(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_autotune_writes_a_profile_that_is_used_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
     q = np.ones((1, 4, 256, 64), np.float32)
     flashkit.attention(q, q, q)  # a plan by the old profile is cached
-    monkeypatch.setattr(cpu, "QUICK", EFFORT)
     machine = Machine(block_size)
     found = autotune(machine)
     assert [f.target for f in found] == EFFORT.targets()
@@ -279,9 +268,7 @@ def test_autotune_writes_a_profile_that_is_used_and_explained(
     best = found[0].tile
     profile = profiles.load_file(file)
     row = profile.tile("cpu.forward", dtype="float32", head_dim=64, mask=False)
-    assert row is not None
     assert (row.block_q, row.block_k, row.rows, row.vectors) == (best.block_q, best.block_k, best.rows, best.vectors)
-    assert row.measured is not None
     assert row.measured.gflops == pytest.approx(found[0].gflops, rel=1e-3)
     assert isinstance(row.measured.versions, dict)
     assert {"flashkit", "numba", "numpy"} <= set(row.measured.versions)
@@ -296,10 +283,7 @@ def test_autotune_writes_a_profile_that_is_used_and_explained(
     assert np.allclose(flashkit.attention(q, q, q), reference, rtol=1e-5)
 
 
-def test_autotune_reports_targets_without_a_right_tile(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cpu, "QUICK", EFFORT)
+def test_autotune_reports_targets_without_a_right_tile(capsys: pytest.CaptureFixture[str]) -> None:
     machine = Machine(block_size, lambda tile: "wrong")
     assert autotune(machine) == []
     shown = capsys.readouterr().out
@@ -315,8 +299,7 @@ def test_autotune_keeps_its_budget_and_reports_unfinished_targets(capsys: pytest
     assert "run again to resume" in capsys.readouterr().out
 
 
-def test_autotune_writes_to_the_output_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cpu, "QUICK", EFFORT)
+def test_autotune_writes_to_the_output_file(tmp_path: Path) -> None:
     machine = Machine(block_size)
     target = tmp_path / "deep" / "mine.yaml"
     autotune(machine, output=target)
@@ -326,9 +309,8 @@ def test_autotune_writes_to_the_output_file(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_autotune_writes_no_profile_that_it_does_not_trust(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], load: list[float]
+    capsys: pytest.CaptureFixture[str], load: list[float]
 ) -> None:
-    monkeypatch.setattr(cpu, "QUICK", EFFORT)
     load[0] = 0.4
     machine = Machine(block_size)
     found = autotune(machine)
@@ -347,8 +329,7 @@ def test_autotune_writes_no_profile_that_it_does_not_trust(
     assert file.exists()
 
 
-def test_an_interrupted_run_keeps_that_it_was_disturbed(monkeypatch: pytest.MonkeyPatch, load: list[float]) -> None:
-    monkeypatch.setattr(cpu, "QUICK", EFFORT)
+def test_an_interrupted_run_keeps_that_it_was_disturbed(load: list[float]) -> None:
     load[0] = 0.4
     machine = Machine(block_size)
     machine.interrupt_after = 5
@@ -361,7 +342,6 @@ def test_an_interrupted_run_keeps_that_it_was_disturbed(monkeypatch: pytest.Monk
 def test_the_command_says_that_no_profile_was_written(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], load: list[float]
 ) -> None:
-    monkeypatch.setattr(cpu, "QUICK", EFFORT)
     monkeypatch.setattr(command, "tuners", lambda backend: [Simulated(Machine(block_size))])
     load[0] = 0.4
     assert cli.run(["autotune", "--quick"]) == 1
@@ -390,34 +370,26 @@ def test_tiles_on_this_cpu_are_verified_and_timed(direction: Any, monkeypatch: p
     assert all(t.best > 0 for t in timings.values())
     assert runner.flops(target) > 0
 
-    forward = type(runner.kernels).forward
+    kernels = type(runner.kernels)
+    run = getattr(kernels, direction)
 
-    def spoilt(self: Any, plan: Any, operands: Any) -> None:
-        forward(self, plan, operands)
-        operands.lse[...] = 0
+    def spoilt(self: Any, plan: Any, operands: Any, *gradients: Any) -> None:
+        run(self, plan, operands, *gradients)
+        if gradients:
+            gradients[0].dk[0, 0, 0, 0] *= 1.001
+        else:
+            operands.lse[...] = 0
 
+    monkeypatch.setattr(kernels, direction, spoilt)
+    assert runner.verify(target, tile).startswith("lse is off by " if direction == "forward" else "dk is off by ")
     if direction == "forward":
-        monkeypatch.setattr(type(runner.kernels), "forward", spoilt)
-        assert runner.verify(target, tile).startswith("lse is off by ")
-        monkeypatch.setattr(type(runner.kernels), "forward", lambda *_: None)
+        monkeypatch.setattr(kernels, direction, lambda *_: None)
         assert runner.verify(target, tile).startswith("out is off by nan")
 
 
-def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target("backward", "float32", 8, causal=False)
-    runner = tuner(8)
-    backward = type(runner.kernels).backward
-
-    def spoilt(self: Any, plan: Any, operands: Any, gradients: Any) -> None:
-        backward(self, plan, operands, gradients)
-        gradients.dk[0, -1, -1, 0] *= 1.001
-
-    monkeypatch.setattr(type(runner.kernels), "backward", spoilt)
-    assert runner.verify(target, runner.in_use(target)).startswith("dk is off by ")
-
-
 @pytest.mark.slow
-def test_autotune_end_to_end() -> None:
+def test_autotune_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "QUICK", replace(EFFORT, tokens=256, blocks=1, shapes=1, rounds=2))
     q, row = np.ones((1, 4, 256, 64), np.float32), None
     for _ in range(16):  # on a slow machine the first runs end with the peaks, and the next go on from there
         assert cli.run(["autotune", "--quick", "--dtype", "float32", "--budget", "4", "--backend", "cpu"]) == 0

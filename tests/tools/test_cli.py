@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 import flashkit
-from flashkit import __main__
 from flashkit.devices import kernel_cache, profiles
 from flashkit.tools import cli, doctor
 from flashkit.tools.autotune import command as autotune
@@ -51,12 +50,6 @@ def test_info_prints_brackets_as_they_are(run: Any, monkeypatch: pytest.MonkeyPa
     found = [{"name": "gpu", "ok": False, "reason": 'pip install "package[extra]"', "arrays": []}]
     monkeypatch.setitem(doctor.PROBES, "backends", lambda: found)
     assert 'gpu  not available: pip install "package[extra]"' in run("info")[1]
-
-
-def test_version_and_module_entry(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["flashkit", "--version"])
-    assert __main__.main() == 0
-    assert capsys.readouterr().out.strip() == importlib.metadata.version("flashkit-attention")
 
 
 # ---- explain -------------------------------------------------------------------------------------------------------
@@ -325,13 +318,6 @@ def test_an_example_names_the_packages_it_misses(
 
 
 # ---- the installation ----------------------------------------------------------------------------------------------
-
-
-def test_help_shows_brackets(run: Any) -> None:
-    status, out, _ = run("explain", "--help")
-    shown = " ".join(out.replace("│", " ").split())
-    assert status == 0
-    assert "Number of keys (default: as many as queries)" in shown
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import sys
 from itertools import islice
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples" / "semantic_search"
+from flashkit.tools.cli.examples import example
+
 EPS = float(np.finfo(np.float32).eps)
 
 SENTENCES = [
@@ -34,21 +33,7 @@ SENTENCES = [
 ]
 
 
-def load() -> ModuleType:
-    """The demo as `flashkit demo` finds it: by its path, under a name of the finder's choice."""
-    name = "flashkit_demo_under_test"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(
-            name, FOLDER / "__init__.py", submodule_search_locations=[str(FOLDER)]
-        )
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
-demo = load()
+demo = example("semantic_search")
 corpus, encoder_module = (importlib.import_module(f"{demo.__name__}.{name}") for name in ("corpus", "encoder"))
 
 

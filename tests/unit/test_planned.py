@@ -139,6 +139,7 @@ def test_repeated_pull_backs_prepare_nothing(monkeypatch: pytest.MonkeyPatch) ->
     def once(options: dict[str, Any]) -> None:
         out, vjp = flashkit.attention_vjp(q, k, v, backend="cpu", **options)
         vjp(out)
+        vjp(out, wrt=("q", "k", "v", *({"bias"} & options.keys())))
         flashkit.api.vjp_of(q, k, v, out, out[..., 0] * 0, backend="cpu", **options)(out)
 
     q, k, v = operands()
@@ -223,6 +224,10 @@ def test_out(kept: bool) -> None:
     for shared in range(3):  # an input as the result
         copies = tuple(x.copy() for x in given)
         same(call(*copies, out=copies[shared]), expected)
+    memory = np.zeros((2, 4, 450, 16), np.float32)
+    memory[:, :, :300] = q
+    half = memory[:, :, :300]
+    same((call if kept else plan(half, k, v, causal=True))(half, k, v, out=memory[:, :, 150:]), expected)
     read_only = np.empty_like(q)
     read_only.flags.writeable = False
     for wrong, error in (
@@ -785,16 +790,6 @@ def test_a_changed_number_of_threads_is_heeded(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("FLASHKIT_NUM_THREADS", "none")
     with pytest.raises(ValueError, match="FLASHKIT_NUM_THREADS"):
         call(*given)
-    monkeypatch.delenv("FLASHKIT_NUM_THREADS")
-    import numba
-
-    before = numba.get_num_threads()
-    try:
-        numba.set_num_threads(1)
-        same(call(*given), expected)
-    finally:
-        numba.set_num_threads(before)
-    assert seen[4:] == [1]
 
 
 def test_a_call_within_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -838,33 +833,3 @@ def test_no_memory_for_a_log_sum_exp_that_nobody_wants(return_lse: bool, monkeyp
         plan(q, k, v, return_lse=return_lse, backend="cpu")(q, k, v)
     assert got[0] is not None
     assert (got[1] is None) == (not return_lse)
-
-
-# --- arrays of modifications ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_calls_with_arrays_of_their_own_are_bound_once(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both passes, with gradients by the bias; one of 16 bits is widened for each call."""
-    from flashkit.backends.cpu import argument_block, passes
-
-    made: list[int] = []
-
-    def counted(*given: Any, **named: Any) -> Any:
-        made.append(0)
-        return argument_block.ArgumentBlock(*given, **named)
-
-    monkeypatch.setattr(passes, "ArgumentBlock", counted)
-    q, k, v = operands()
-    shape = (1, q.shape[-2], k.shape[-2])
-    for seed in range(3):
-        rng = np.random.default_rng(seed)
-        bias, mask = rng.standard_normal(shape).astype(dtype), rng.random(shape) < 0.7
-        out, vjp = flashkit.attention_vjp(q, k, v, bias=bias, mask=mask)
-        found = out, *vjp(np.ones_like(out), wrt=("q", "k", "v", "bias"))
-        with flashkit.use_backend("reference"):
-            out, vjp = flashkit.attention_vjp(q, k, v, bias=bias, mask=mask)
-            right = out, *vjp(np.ones_like(out), wrt=("q", "k", "v", "bias"))
-        for x, y in zip(found, right, strict=True):
-            np.testing.assert_allclose(x, y, atol=2e-3 if x.dtype == np.float16 else 2e-5)
-    assert len(made) == 2

@@ -84,6 +84,17 @@ def problem_of(mod: Mod, offset: int = 0) -> tuple[AttentionSpec, Operands]:
     return operands_.make(1, 1, N_Q, N_K, mask=mod, q_offset=offset)
 
 
+def words_of(spec: AttentionSpec, operands: Operands, of_array: Callable[[np.ndarray, Any], list[Any]]) -> list[Any]:
+    """What generated functions read: a number as it is, an array as `of_array` says."""
+    words: list[Any] = []
+    for slot in spec.slots:
+        if slot.ndim is None:
+            words.append(np.int64(operands.params[slot.name]))
+        else:
+            words += of_array(operands.arrays[slot.name], slot.dtype)
+    return words
+
+
 # --- values and bounds ------------------------------------------------------------------------------------------------
 
 
@@ -182,15 +193,13 @@ def test_the_cpu_classifies_tiles() -> None:
     proofs = 0
     for mod in some_masks()[:24:2]:
         spec, operands = problem_of(mod)
-        words: list[int] = []
-        alive = []
-        for slot in spec.slots:
-            if slot.ndim is None:
-                words.append(int(operands.params[slot.name]))
-            else:
-                alive.append(operands.arrays[slot.name].astype(modify.stored_dtype(str(slot.dtype))))
-                words += [alive[-1].ctypes.data, *alive[-1].shape, *alive[-1].strides]
-        values = np.array(words, np.int64)
+        alive: list[np.ndarray] = []
+
+        def placed(array: np.ndarray, dtype: Any, alive: list[np.ndarray] = alive) -> list[Any]:
+            alive.append(array.astype(modify.stored_dtype(str(dtype))))
+            return [alive[-1].ctypes.data, *alive[-1].shape, *alive[-1].strides]
+
+        values = np.array(words_of(spec, operands, placed), np.int64)
         functions = objects.functions(modify.classify_source(spec))
         function = entry(functions["classify"])
         found = lambda *at, f=function, values=values: f(0, 0, *at, values.ctypes.data if values.size else 0)
@@ -219,13 +228,7 @@ def test_cuda_text_classifies_and_wraps(tmp_path: Path) -> None:
     functions, proofs = cpp.compiled("\n".join(texts), tmp_path, *flags), 0
     for n, mod in enumerate(masks):
         spec, operands = problem_of(mod)
-        words: list[int] = []
-        for slot in spec.slots:
-            if slot.ndim is None:
-                words.append(int(operands.params[slot.name]))
-            else:
-                array = operands.arrays[slot.name]
-                words += [array.ctypes.data, *(stride // array.itemsize for stride in array.strides)]
+        words = words_of(spec, operands, lambda x, _: [x.ctypes.data, *(s // x.itemsize for s in x.strides)])
         values = np.array([*words, 0], np.int64)
         integers = lambda *at, values=values: [ctypes.c_longlong(x) for x in (*at, values.ctypes.data)]
         classify, seen = getattr(functions, f"classify{n}"), getattr(functions, f"visible{n}")
@@ -250,13 +253,7 @@ def test_numba_cuda_text_classifies_and_wraps() -> None:
     proofs = 0
     for mod in some_masks():
         spec, operands = problem_of(mod)
-        words: list[Any] = []
-        for slot in spec.slots:
-            if slot.ndim is None:
-                words.append(np.int64(operands.params[slot.name]))
-            else:
-                array = operands.arrays[slot.name]
-                words += [array.ravel(), *(np.int64(stride // array.itemsize) for stride in array.strides)]
+        words = words_of(spec, operands, lambda x, _: [x.ravel(), *(np.int64(s // x.itemsize) for s in x.strides)])
         scope = {
             "np": np, "F": np.float64, "I": lambda x: np.asarray(x).astype(np.int64)[()], "device": lambda f: f,
             "load": lambda _, array, at: array[at], "EMPTY": reference.EMPTY, "PARTIAL": reference.PARTIAL,

@@ -178,8 +178,8 @@ class ArgumentBlock:
                 address = 0 if slot.name in per_call else self.address(array)
                 entries += [address, *array.shape, *array.strides]
         entries += [micro[name] for name in modify.TRANSPOSERS]
-        slots = [slot for slot in plan.problem.spec.slots if slot.name in plan.problem.spec.wrt]
-        room = modify.VALUE_WORDS + sum(map(modify.value_entries, slots)) if slots else 0  # filled for each launch
+        sums = plan.problem.spec.sums
+        room = modify.VALUE_WORDS + sum(map(modify.value_entries, sums)) if sums else 0  # filled for each launch
         self.first_sum = len(entries)
         return np.array(entries + room * [0], np.int64)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...devices import forking
 from ...spec import DTYPES, MAX_HEAD_DIM, Gradients, Operands, Problem, Verdict
-from ..base import Bound, BoundBackward
+from ..base import EXTRAS, Bound, BoundBackward
 
 if TYPE_CHECKING:
     from .plan import CpuPlan
@@ -24,7 +24,8 @@ class CpuBackend:
     array_kinds = ("numpy",)
     device_kind = "cpu"
     efficiency = 0.7
-    takes_arrays = takes_lengths = takes_scales = takes_stats = takes_jvp = takes_wrt = makes_values = True
+    takes_arrays = takes_lengths = takes_scales = makes_values = True
+    takes = EXTRAS.keys() - {"fp8"}
 
     def available(self) -> Verdict:
         missing = [name for name in ("numba", "llvmlite") if find_spec(name) is None]

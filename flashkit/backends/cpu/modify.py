@@ -40,13 +40,13 @@ def entries(slot: Slot) -> int:
 
 VALUE_WORDS = 5
 """Words in VALUES behind those of the transposers, where the backward pass differentiates by values: bits of the scale,
-BLOCK_K, NUM_SPLITS, GROUP and key/value heads. For each slot of `wrt` then come the address of the sums, the bytes
-between those of two work tiles, 0 where all share them, and the byte strides of each axis.
+BLOCK_K, NUM_SPLITS, GROUP and key/value heads. For each of `AttentionSpec.sums` then come the address of the sums, the
+bytes between those of two work tiles, 0 where all share them, and the byte strides of each axis.
 """
 
 
 def value_entries(slot: Slot) -> int:
-    """64-bit words of the sums of a slot of `wrt`."""
+    """64-bit words of the sums of a slot."""
     return 2 + (slot.ndim or 0)
 
 
@@ -120,7 +120,7 @@ def _tile_function(spec: AttentionSpec, keys_outside: bool, with_slope: bool) ->
     """
     wanted = _results(spec)
     if with_slope:
-        wanted.append(expr.S if spec.wrt else expr.derivative(wanted[0]))
+        wanted.append(expr.S if spec.sums else expr.derivative(wanted[0]))
     transposed = transposed_loads(spec) if keys_outside else []
     before: list[str] = []
     dtypes = {slot.name: np.dtype(stored_dtype(str(slot.dtype))) for slot in spec.slots if slot.ndim is not None}
@@ -188,11 +188,10 @@ def _visit_function(spec: AttentionSpec) -> str:
     again: the non-finite fallback computes the tile for the second time.
     """
     first = sum(map(entries, spec.slots)) + len(TRANSPOSERS)
-    slots = {slot.name: slot for slot in spec.slots}
     places, at = {}, first + VALUE_WORDS
-    for name in spec.wrt:
-        places[name] = at
-        at += value_entries(slots[name])
+    for slot in spec.sums:
+        places[slot.name] = at
+        at += value_entries(slot)
     functions, calls = [], []
     for n, read in enumerate(spec.reads):
         calls.append(f"        add{n}({_VISITED}, part)")
@@ -348,7 +347,7 @@ def backward_source(spec: AttentionSpec) -> Source:
     """
     text = _head(spec.lse_dtype) + _tile_function(spec, keys_outside=False, with_slope=True) + "\n"
     if spec.score is not None:
-        text += "\n\n" + (_visit_function(spec) if spec.wrt else _VISIT_DS)
+        text += "\n\n" + (_visit_function(spec) if spec.sums else _VISIT_DS)
     return specialise.source("modify_backward", text)
 
 

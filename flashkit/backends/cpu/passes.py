@@ -96,7 +96,7 @@ class ValueSums:
     def __init__(self, plan: CpuPlan, operands: Operands, batch: int, heads_kv: int, most_bytes: int) -> None:
         self._spec, self._heads, given = plan.problem.spec, (batch, heads_kv), operands.arrays
         self._dtype = np.dtype(self._spec.lse_dtype)
-        self._shapes = {name: given[name].shape if name in given else () for name in self._spec.wrt}
+        self._shapes = {slot.name: given[slot.name].shape if slot.name in given else () for slot in self._spec.sums}
         shared = set[expr.Expr]()
         axes = {expr.B, expr.H, expr.K}
         self._small = []
@@ -162,7 +162,7 @@ def bind_backward(
     args[at.BWD_LSE], args[at.DELTA], args[at.SCRATCH] = at.HEADER + stats_bytes * np.arange(3)
     dq_bytes = math.prod(operands.q.shape) * accumulator.itemsize
     sums = ValueSums(plan, operands, batch, heads_kv, dq_bytes)
-    if spec.wrt:  # dS is not scaled until these have been summed
+    if spec.sums:  # dS is not scaled until these have been summed
         args[at.SCALE] = np.float64(1).view(np.int64)
         args[at.PER_CALL] |= 8
     call = threads.entry("pull_back")
@@ -212,7 +212,7 @@ def bind_backward(
             for entry, end in enumerate(ends.tolist()):
                 to.dk[entry, :, end:], to.dv[entry, :, end:] = 0, 0
         values, parts = block.values_of(op.arrays), {}
-        if spec.wrt:
+        if spec.sums:
             num_splits = int(launch.args[at.NUM_SPLITS])
             parts = sums.place(values[0][block.first_sum :], to.values, op.scale, block_k, num_splits)
         dlse = args if to.dlse is None else to.dlse

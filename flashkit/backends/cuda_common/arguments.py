@@ -152,7 +152,7 @@ class Arguments(KernelArguments):
         self.ordered = {}
         for name, (at, slot) in modification.sums_of(self.spec).items():
             sums = values[name]
-            if modification.orders_sums(self.spec):
+            if self.spec.orders_sums:
                 self.ordered[name] = ordered_sums.memory(sums)
             address = self.ordered.get(name, sums).data.ptr
             strides = [stride // sums.dtype.itemsize for stride in sums.strides]

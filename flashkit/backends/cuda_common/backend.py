@@ -68,11 +68,11 @@ class CudaBackend:
     """Of k in the forward pass."""
 
     efficiency = 0.5
-    spares_lse = takes_arrays = takes_scales = takes_stats = takes_jvp = takes_wrt = makes_values = True
+    spares_lse = takes_arrays = takes_scales = makes_values = True
 
     @property
-    def takes_fp8(self) -> bool:
-        return any(generation.takes_fp8 for generation in self.generations)
+    def takes(self) -> frozenset[str]:
+        return frozenset().union(*(generation.takes for generation in self.generations))
 
     def check(self) -> None:
         """Raise an error if the compiler is too old or cannot be loaded."""
@@ -140,7 +140,7 @@ class CudaBackend:
             return Verdict(False, "keys in pages have no tangents")
         if reason := modification.unsupported(spec):
             return Verdict(False, reason)
-        direction: Direction = "backward" if spec.wrt else "forward"
+        direction: Direction = "backward" if spec.sums else "forward"
         able = [asked(generation, problem, device.current(), direction) for generation in self.allowed(direction)]
         if not able:
             return Verdict(False, f"it has no generation {settings.CUDA_GENERATION.text()}, which {VARIABLE} asks for")
@@ -324,16 +324,16 @@ def _layout(array: Any) -> tuple[Any, ...] | None:
 def _make_values(plan: CudaPlan, arguments: Arguments, gradients: Gradients, stream: int) -> None:
     """Make the arrays of gradients by values: zeros, unless the pass stores all elements."""
     spec = plan.problem.spec
-    if not spec.wrt:
+    if not spec.sums:
         return
     import cupy
 
     arguments.stores_values, whole = getattr(plan.backward[0], "writes_values", _ADDS)(arguments)
     dtype = gradients.dq.dtype if arguments.stores_values else spec.lse_dtype
     # Views of other libraries have memory of these.
-    empty = cupy.empty if modification.orders_sums(spec) else getattr(gradients.dq, "empty", cupy.empty)
-    for name in spec.wrt:
-        gradients.values[name] = made = empty(arguments.shapes.get(name, ()), np.dtype(dtype))
+    empty = cupy.empty if spec.orders_sums else getattr(gradients.dq, "empty", cupy.empty)
+    for slot in spec.sums:
+        gradients.values[slot.name] = made = empty(arguments.shapes.get(slot.name, ()), np.dtype(dtype))
         if not whole:
             launch.clear(made.data.ptr, math.prod(made.shape) * made.dtype.itemsize, stream)
     arguments.sums(gradients.values)

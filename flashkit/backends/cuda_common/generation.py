@@ -8,7 +8,7 @@ fields of a tile are its options. It lists the tiles worth trying, which `flashk
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -66,14 +66,8 @@ class Generation:
     name: str
     directions: tuple[Direction, ...] = ("forward", "backward")
 
-    takes_fp8: bool = False
-    takes_stats: bool = False
-    takes_jvp: bool = False
-    takes_wrt: bool = False
-    """Whether it is asked about what `base.EXTRAS` lists,"""
-
-    takes_wrt_in_order: bool = False
-    """and sums gradients by values of score modifications in an order that gives the same bits."""
+    takes: Collection[str] = ()
+    """Names of `base.EXTRAS` that it is asked about."""
 
     def __init__(self, kernels: Kernels, *below: Generation) -> None:
         self.kernels, self.below = kernels, below
@@ -272,11 +266,8 @@ def supports_16bit(spec: AttentionSpec, most: int) -> Verdict:
 
 def asked(generation: Generation, problem: Problem, device: Device, direction: Direction) -> Verdict:
     """The answer of `supports`, or the refusal of what a generation does not know."""
-    spec = problem.spec
-    if reason := refused(generation, spec, direction):
+    if reason := refused(generation, problem.spec, direction):
         return Verdict(False, reason)
-    if spec.wrt and direction == "backward" and spec.deterministic and not generation.takes_wrt_in_order:
-        return Verdict(False, "it sums gradients by values of score modifications in any order")
     return generation.supports(problem, device, direction)
 
 
@@ -303,7 +294,7 @@ def tile_of(
         if wrong := [f"{name} is {getattr(tile, name)}" for name, n in numbers.items() if getattr(tile, name) != n]:
             raise ValueError(", ".join(wrong))
         fitting = fitted(tile, spec)
-        if fitting is None and fitted(tile, replace(spec, head_dim=16, head_dim_v=16, score=None, wrt=())) is None:
+        if fitting is None and fitted(tile, replace(spec, head_dim=16, head_dim_v=16, score=None, slots=())) is None:
             raise ValueError(f"{tile} fits no head dim")
         return fitting
     except (ArithmeticError, TypeError, ValueError) as error:

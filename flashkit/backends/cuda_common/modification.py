@@ -29,29 +29,28 @@ def entries(slot: Slot) -> int:
 
 
 def values_of(spec: AttentionSpec) -> int:
-    """Entries that all values of the spec take together; behind them are the sums of gradients by those of `wrt`, and
-    last, where these are ordered, log2 of the terms of each, or -1 while the greatest term is sought.
+    """Entries that all values of the spec take; behind them are those of `spec.sums`, and last, where these are
+    ordered, log2 of the terms of each, or -1 while the greatest term is sought.
     """
     of_sums = sum(entries(slot) for _, slot in sums_of(spec).values())
-    return sum(map(entries, spec.slots)) + of_sums + orders_sums(spec)
-
-
-def orders_sums(spec: AttentionSpec) -> bool:
-    """Whether the bits of sums must not depend on the order of their terms (ordered_sums.py)."""
-    return bool(spec.wrt) and spec.deterministic
+    return sum(map(entries, spec.slots)) + of_sums + spec.orders_sums
 
 
 def sums_of(spec: AttentionSpec) -> dict[str, tuple[int, Slot]]:
-    """For each slot of `wrt` its index among Params::values, where the address and the strides of its sums are, and the
-    slot as an array.
+    """For each of `spec.sums` its index among Params::values, where the address and the strides of its sums are, and
+    the slot as an array.
     """
     found, at = {}, sum(map(entries, spec.slots))
-    slots = {slot.name: slot for slot in spec.slots}
-    for name in spec.wrt:
-        slot = slots[name]._replace(ndim=slots[name].ndim or 0, dtype=spec.lse_dtype)
-        found[name] = at, slot
+    for slot in spec.sums:
+        slot = slot._replace(ndim=slot.ndim or 0, dtype=spec.lse_dtype)
+        found[slot.name] = at, slot
         at += entries(slot)
     return found
+
+
+def sums_by_distance(spec: AttentionSpec) -> bool:
+    """Whether gradients by values follow from sums of dS by distance, in any order."""
+    return bool(spec.reads) and not spec.deterministic and all(read.of_distance() is not None for read in spec.reads)
 
 
 def slope_is_one(spec: AttentionSpec) -> bool:

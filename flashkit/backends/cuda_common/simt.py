@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 
 from ...devices.schema import TileRow
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
-from . import modification
+from ..base import EXTRAS
 from .arguments import Arguments
 from .bwd_preprocess import BwdPreprocess
 from .device import Device
@@ -187,7 +187,7 @@ class SimtBackward(Pass):
         held = workspace.allocate(arguments, stream)
         self.preprocess.run(arguments, stream, preprocess_ctas)
         self.dkdv.launch(arguments, arguments.k_tiles(self.dkdv.tile.block_k), arguments.heads_kv, stream)
-        for terms in (-1, arguments.log2_terms) if modification.orders_sums(arguments.spec) else (0,):
+        for terms in (-1, arguments.log2_terms) if arguments.spec.orders_sums else (0,):
             if terms:
                 arguments.words[-1] = terms
             self.dq.launch(arguments, arguments.q_tiles(self.dq.tile.block_q), arguments.heads, stream)
@@ -218,11 +218,11 @@ class Simt(Generation):
     """Kernels for every device, dtype and feature."""
 
     name = "simt"
-    takes_stats = takes_wrt = True
 
-    def __init__(self, kernels: Kernels, takes_jvp: bool = False, takes_wrt_in_order: bool = False) -> None:
+    def __init__(self, kernels: Kernels, left_out: Collection[str] = ("fp8",)) -> None:
+        """left_out: of `base.EXTRAS`."""
         super().__init__(kernels)
-        self.takes_jvp, self.takes_wrt_in_order = takes_jvp, takes_wrt_in_order
+        self.takes = EXTRAS.keys() - left_out
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         return Verdict(True)

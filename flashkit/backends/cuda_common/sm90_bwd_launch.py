@@ -15,7 +15,7 @@ from .device import Device
 from .generation import Choice, Generation, Pass, TileTables
 from .launch import TensorMap, check_grid
 from .memory import SmemLayout, Workspace, bytes_of_queries, heads_per_l2_group
-from .modification import is_of_blocks, looks_at_ranges, positions
+from .modification import is_of_blocks, looks_at_ranges, positions, sums_by_distance
 from .params import AT
 from .sm90_launch import SEQ_SLOT, WATCHDOG, chunks, padded
 from .tensor_maps import Maps, TileCounters, maps_of, strides_fit
@@ -129,10 +129,11 @@ class BackwardTile:
         """Whether it fits shared memory and, as far as accumulators and fragments tell, registers."""
         dim, dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
         fragments = self.block_q + self.block_q // 4
+        lane_sums = spec.sums and not sums_by_distance(spec)
         if cluster_size(spec) > 1:
             registers, possible = max(dim, dim_v) // 2 + fragments, self.block_q == 64
         else:
-            registers, possible = (dim + dim_v) // 2 + fragments, self.block_q == 64 or not (spec.dropout or spec.wrt)
+            registers, possible = (dim + dim_v) // 2 + fragments, self.block_q == 64 or not (spec.dropout or lane_sums)
         return possible and registers <= 224 and self.shared_memory(spec) <= device.shared_per_block
 
     def constants(self, spec: AttentionSpec) -> dict[str, int]:

@@ -4,6 +4,7 @@ problems that have too little work for it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from .generation import Choice, Generation, Pass, TileTables, row_tiles
 from .launch import TensorMap, check_grid
 from .memory import SmemLayout, bytes_of_keys, heads_per_l2_group
 from .params import AT
-from .tensor_maps import Maps, TileCounters, maps_of, strides_fit
+from .tensor_maps import Maps, TileCounters, maps_of, places_fit, strides_fit
 
 NUM_LISTS, LIST_CAPACITY, LIST_HEADER = 2, 224, 28
 """Lists of K/V tiles in shared memory, their entries, and the bytes before these: WorkTileList of
@@ -114,6 +115,10 @@ class ForwardTile:
         """Constants of the kernel, and generated functions if its language has them. pack: PACK_GQA."""
         raise NotImplementedError
 
+    def interleaves(self, spec: AttentionSpec) -> bool:
+        """Whether eight rows of all chunks of K and V follow each other, so that a TMA box has all columns."""
+        return False
+
     def registers(self, classifies: bool) -> tuple[int, int]:
         """Registers of a consumer thread and of a thread of warp group 0; together they fill the SM. `classifies`:
         whether the scheduler warp has a mask to classify tiles by.
@@ -128,6 +133,7 @@ class ForwardTile:
         return {
             "BLOCK_K": self.block_k, "MMA_WARPGROUPS": self.warpgroups, "STAGES": self.stages,
             "Q_BUFFERS": self.q_buffers,
+            "BOX_ROWS": keys_of_a_box(spec, self.block_k), "INTERLEAVED": self.interleaves(spec),
             "PING_PONG": bool(self.turns) and self.warpgroups > 1, "PACK_GQA": pack, "CONSUMER_REGISTERS": consumer,
             "PRODUCER_REGISTERS": producer, "WATCHDOG": WATCHDOG,
             "NUM_LISTS": NUM_LISTS, "LIST_HEADER": LIST_HEADER, "LIST_CAPACITY": LIST_CAPACITY,
@@ -145,9 +151,11 @@ def fitted(tile: Any, spec: AttentionSpec, device: Device) -> Any:
     return next((each for each in some if each.fits(spec, device)), None)
 
 
-def keys_of_a_box(page: int, block_k: int) -> int:
-    """Keys of a TMA box where K and V lie in pages: the largest power of two that divides a page and a tile."""
-    return (page | block_k) & -(page | block_k)
+def keys_of_a_box(spec: AttentionSpec, block_k: int) -> int:
+    """Keys of a TMA box: of pages those that are known to lie together. A tile has a box at most for each lane of a
+    warp.
+    """
+    return max(SWIZZLE_ROWS, math.gcd(spec.page_run, block_k)) if spec.paged else block_k
 
 
 def work_enough(problem: Problem, device: Device) -> Verdict:
@@ -179,7 +187,7 @@ class Forward(Pass):
 
     def __init__(self, generation: Generation, problem: Problem, choice: Choice, tables: TileTables) -> None:
         super().__init__(generation, problem, choice, tables)
-        self.pack = self.packed(problem)
+        self.pack, self._interleaved = self.packed(problem), self.tile.interleaves(self.spec)
         library = self.compiled(self.name, *self.tile.source(self.spec, self.pack))
         self._kernel = library.kernel(self.name.replace("/", "_"), self.device, self.tile.shared_memory(self.spec))
         self._counters, self._threads = TileCounters.of(self.device), self.tile.threads(self.spec)
@@ -194,14 +202,13 @@ class Forward(Pass):
         """Whether the kernel supports arrays of these shapes and strides."""
         # A scale that is not positive would change the sign of a masked pair's -inf.
         rows = not arguments.spec.paged or arguments.words[AT["page"]] % SWIZZLE_ROWS == 0
-        return bool(arguments.n_k) and arguments.positive_scale and rows and strides_fit(arguments, self.addressed)
+        fit = strides_fit(arguments, self.addressed) and (not self._interleaved or places_fit(arguments))
+        return bool(arguments.n_k) and arguments.positive_scale and rows and fit
 
     def boxes(self, arguments: Arguments) -> list[tuple[str, int, int, int]]:
         """For each tensor: its name, its columns, and the heads and rows of a TMA box."""
-        spec, keys = arguments.spec, self.tile.block_k
-        dim, dim_v = spec.head_dim, spec.head_dim_v
-        if spec.paged:
-            keys = keys_of_a_box(arguments.words[AT["page"]], keys)
+        spec, dim, dim_v = arguments.spec, arguments.spec.head_dim, arguments.spec.head_dim_v
+        keys = keys_of_a_box(spec, self.tile.block_k)
         return [("q", dim, self.pack, 64), ("k", dim, 1, keys), ("v", dim_v, 1, keys), ("out", dim_v, self.pack, 64)]
 
     def maps(self, arguments: Arguments, geometry: LaunchGeometry, stream: int) -> tuple[list[TensorMap], Any]:
@@ -216,7 +223,8 @@ class Forward(Pass):
         heads = arguments.entries * arguments.heads // self.pack
         work_tiles = arguments.q_tiles(self.tile.block_q, self.pack) * heads
         check_grid(work_tiles)
-        maps = [(AT[box[0]], maps_of(arguments, *box)) for box in self.boxes(arguments) if box[0] in self.addressed]
+        boxes = [box for box in self.boxes(arguments) if box[0] in self.addressed]
+        maps = [(AT[box[0]], maps_of(arguments, *box, self._interleaved and box[0] in ("k", "v"))) for box in boxes]
         l2_bytes = _L2_BYTES_ARRAY_MASK if modification.looks_at_ranges(spec) else _L2_BYTES
         of_keys = spec.group if spec.packed else 1  # query heads that share them; batches were timed without
         group = heads_per_l2_group(heads, l2_bytes // bytes_of_keys(arguments) * of_keys)

@@ -44,7 +44,8 @@ def check(compiled: Any, spec: AttentionSpec, device: Device, direction: Directi
         return  # the modification indexes arrays in ways that the sample problem does not support
     greatest = {name: float(np.abs(x[np.isfinite(x)]).max(initial=1e-3)) for name, x in expected.items()}
     for name, right, got in zip(expected, expected.values(), _computed(compiled, spec, problem, direction)):
-        scale = max(greatest.values()) if name in spec.wrt else greatest[name]  # sums by values may cancel
+        is_sum = name in [slot.name for slot in spec.sums]
+        scale = max(greatest.values()) if is_sum else greatest[name]  # sums by values may cancel
         with np.errstate(invalid="ignore"):
             same = (got == right) | (np.isnan(got) & np.isnan(right))
             difference = np.where(same, 0, np.where(np.isfinite(right) & np.isfinite(got), np.abs(got - right), np.inf))
@@ -171,9 +172,8 @@ def _expected(spec: AttentionSpec, problem: Operands, direction: Direction) -> d
 
 
 def _axes_of_sums(spec: AttentionSpec) -> list[tuple[str, int]]:
-    """The slots of `wrt`. All axes of the sums of the sample problem have a stride of one element."""
-    ndim = {slot.name: slot.ndim or 0 for slot in spec.slots}
-    return [(name, ndim[name]) for name in spec.wrt]
+    """The slots of `spec.sums`. All axes of the sums of the sample problem have a stride of one element."""
+    return [(slot.name, slot.ndim or 0) for slot in spec.sums]
 
 
 def _dout(spec: AttentionSpec) -> np.ndarray:
@@ -223,15 +223,15 @@ def _computed(compiled: Any, spec: AttentionSpec, problem: Operands, direction: 
                 gradients.values[name] = _Strided(array, array.strides * ndim)
             arguments = Arguments(spec, operands)
             arguments.gradients(gradients)
-            if bias is not None and spec.wrt:
+            if bias is not None and spec.sums:
                 arguments.stores_values, _ = compiled.writes_values(arguments)
                 dtype = spec.dtype if arguments.stores_values else spec.lse_dtype
                 gradients.values = {bias.slot.name: cupy.asarray(np.zeros(shape, _numpy_dtype(dtype)))}
             arguments.sums(gradients.values)
             compiled.run(arguments, stream.ptr)
-            if bias is not None and spec.wrt:
+            if bias is not None and spec.sums:
                 sums = [cupy.asarray(_diagonals(gradients.values[bias.slot.name].get()))]
-            gradients.values = dict(zip(spec.wrt, sums))
+            gradients.values = {slot.name: x for slot, x in zip(spec.sums, sums)}
             arguments.finish_sums(gradients)
             results = [gradients.dq, gradients.dk, gradients.dv, *([gradients.dsinks] if spec.sinks else []), *sums]
         on_host = [x.get().astype(np.float64) for x in results]

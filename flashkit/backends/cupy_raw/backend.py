@@ -12,7 +12,7 @@ from .sm90 import Sm90
 _HINT = 'pip install "cupy-cuda13x[ctk]" "cuda-bindings==13.*", or both for CUDA 12'
 
 
-_SIMT = Simt(specialise.library, takes_jvp=True, takes_wrt_in_order=True)
+_SIMT = Simt(specialise.library)
 _SM80 = Sm80(specialise.library, _SIMT)
 
 

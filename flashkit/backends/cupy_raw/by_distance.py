@@ -17,6 +17,7 @@ from . import specialise
 
 _ROOM = 512  # elements of a sequence beside one for each row and key: two times DISTANCE_ROOM
 _THREADS = 1024, 256  # of a CTA that fills, that adds
+_STRAIGHT = 64  # elements for which there is one word before them: STRAIGHT
 
 
 def reads(spec: AttentionSpec) -> bool:
@@ -24,17 +25,12 @@ def reads(spec: AttentionSpec) -> bool:
     return adds_by_distance(spec.score) and not (spec.packed and spec.paged)
 
 
-def sums(spec: AttentionSpec) -> bool:
-    """Whether gradients by values follow from sums of dS by distance."""
-    return bool(spec.reads) and all(read.of_distance() is not None for read in spec.reads)
-
-
 class Distances:
     """The memory of a call, and the kernels that fill it and, where there are sums, add these to the gradients."""
 
     def __init__(self, spec: AttentionSpec, device: Device, is_read: bool = True, has_sums: bool = False) -> None:
         self.is_read, self.has_sums = is_read, has_sums
-        constants = ("BY_DISTANCE", is_read), ("HAS_SUMS", has_sums)
+        constants = ("BY_DISTANCE", is_read), ("HAS_SUMS", has_sums), ("FILL_THREADS", _THREADS[0])
         self.library = specialise.library("common/by_distance", spec, constants, compiler.target(device.capability))
         self._fill = self.library.kernel("fill_by_distance", device)
         self._add = self.library.kernel("add_by_distance", device)
@@ -51,10 +47,13 @@ class Distances:
         ctas, heads, words = self._ctas(arguments), arguments.heads, arguments.words
         of_head = arguments.n_q + arguments.n_k + _ROOM * (arguments.batch if arguments.spec.packed else 1)
         heads_of_all = heads if arguments.spec.packed else ctas
-        memory = scratch((self.is_read + self.has_sums, heads_of_all, of_head), "float32")
-        for i, name in enumerate(["by_distance"] * self.is_read + ["ds_by_distance"] * self.has_sums):
-            address, of_entry = memory.data.ptr + 4 * i * heads_of_all * of_head, heads * of_head
-            words[AT[name] : AT[name] + 4] = [address, 0 if heads_of_all == heads else of_entry, of_head, 1]
+        size, of_entry = heads_of_all * of_head, 0 if heads_of_all == heads else heads * of_head
+        words_of_tiles = self.has_sums * (size // _STRAIGHT + 1)
+        memory = scratch((words_of_tiles + size * (self.is_read + self.has_sums),), "float32")
+        sums = memory.data.ptr + 4 * words_of_tiles
+        words[AT["ds_by_distance"] : AT["ds_by_distance"] + 4] = [sums, of_entry, of_head, 1]
+        added = sums + 4 * size * self.has_sums
+        words[AT["by_distance"] : AT["by_distance"] + 4] = [added, of_entry, of_head, 1]
         self._fill.launch(ctas, _THREADS[0], arguments, stream)
         return memory
 

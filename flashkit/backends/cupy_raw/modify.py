@@ -72,11 +72,12 @@ def text(spec: AttentionSpec) -> str:
 
 def _value_sums(spec: AttentionSpec) -> list[str]:
     """`ValueSums` of common/values.cuh: how a thread sums the gradients by values of the modification. enter() is for
-    all threads of a warp together, before the pairs of a head, and leave() after the last ones. FIRST and first_at():
-    where the first read's address is among Params::values, and its offset in elements.
+    all threads of a warp together, before the pairs of a head, and leave() after the last ones. term(): what a pair
+    reads, of READS, and the derivative. FIRST and first_at(): where the first read's address is among Params::values,
+    and its offset in elements.
     """
     places = sums_of(spec)
-    functions, members, adding, flushing = [], [], [], []
+    functions, members, terms, adding, flushing = [], [], [], [], []
     for n, read in enumerate(spec.reads):
         at, slot = places[read.name]
         offset = " + ".join(f"(long long)({{{i}}}) * p.values[{at + 1 + i}]" for i in range(slot.ndim or 0)) or "0"
@@ -86,21 +87,30 @@ def _value_sums(spec: AttentionSpec) -> list[str]:
         ]
         way = way_of_adding(read)
         members.append(f"    {way}<{at}> sum{n};")
+        terms.append(
+            f"        if (read == {n}) at = value_at{n}<I>({_ARGUMENTS}), slope = value_slope{n}<I>(s, {_ARGUMENTS});"
+        )
         adding.append(f"        sum{n}.add(p, value_at{n}<I>({_ARGUMENTS}), ds * value_slope{n}<I>(s, {_ARGUMENTS}));")
         where = ", value_at{n}<long long>(own_b, own_h, 0, 0, 0, p)" if way == "OfHead" else ""
         flushing.append(f"        sum{n}.flush(p{where.format(n=n)});")
     reads_score = any(expr.uses(read.slope, expr.S) for read in spec.reads)
     facts = {
-        "HAS_VALUES": bool(spec.wrt), "VALUES_READ_SCORE": reads_score, "SLOPE_IS_ONE": slope_is_one(spec),
+        "HAS_VALUES": bool(spec.sums), "VALUES_READ_SCORE": reads_score, "SLOPE_IS_ONE": slope_is_one(spec),
         "VALUES_BY_DISTANCE": all(read.of_distance() is not None for read in spec.reads),
     }  # fmt: skip
     return [
         f"constexpr bool {', '.join(f'{name} = {int(value)}' for name, value in facts.items())};",
         *functions,
         "struct ValueSums {",
+        f"    static constexpr int READS = {len(spec.reads)};",
         f"    static constexpr int FIRST = {places[spec.reads[0].name][0] if spec.reads else 0};",
         f"    static __device__ __forceinline__ long long first_at({_PAIR}) {{",
         f"        return {f'value_at0<long long>({_ARGUMENTS})' if spec.reads else 0};",
+        "    }",
+        "    template <typename I>",
+        "    static __device__ __forceinline__ void term(",
+        f"        int read, long long& at, fk_float& slope, fk_float s, {_OF_PAIR}) {{",
+        *terms,
         "    }",
         "    int own_b = -1, own_h = -1;",
         *members,

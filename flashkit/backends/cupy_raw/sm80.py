@@ -9,6 +9,7 @@ from typing import Any
 
 from ...devices.schema import TileRow
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
+from ..base import EXTRAS
 from ..cuda_common import modification
 from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
@@ -323,7 +324,7 @@ class Sm80(Generation):
     """Kernels for tensor cores: float16, bfloat16, and float32 by TF32 or TF32x3."""
 
     name = "sm80"
-    takes_stats = takes_jvp = takes_wrt = True
+    takes = EXTRAS.keys() - {"fp8", "orders_sums"}
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         spec = problem.spec

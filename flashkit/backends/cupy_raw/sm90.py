@@ -13,6 +13,7 @@ from typing import Any
 
 from ...devices.schema import TileRow
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
+from ..base import EXTRAS
 from ..cuda_common import compiler, modification, sm90_launch
 from ..cuda_common.affine_score import affine_score
 from ..cuda_common.arguments import Arguments
@@ -59,6 +60,12 @@ class Sm90Tile(ForwardTile):
         needed = s + (2 * o if num_terms(spec) > 1 else o + s // 2)
         available = self.registers(_classifies(spec))[0] - 24
         return self.shared_memory(spec) <= device.shared_per_block and needed <= available
+
+    def interleaves(self, spec: AttentionSpec) -> bool:
+        """Where K and V in pages have more than one chunk, all of 64 columns, and no ones behind V."""
+        dims = spec.head_dim, spec.head_dim_v
+        whole = max(dims) > 64 and not any(dim % 64 for dim in dims)
+        return spec.paged and whole and not sums_rows_by_mma(spec, self)
 
     def source(self, spec: AttentionSpec, pack: int) -> tuple[dict[str, int], str]:
         constants = {
@@ -125,7 +132,7 @@ class Sm90(Generation):
     """Kernels for Hopper with float16, bfloat16 and, as FP16x2 or TF32, float32."""
 
     name = "sm90"
-    takes_fp8 = takes_stats = takes_jvp = takes_wrt = True
+    takes = EXTRAS.keys() - {"orders_sums"}
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         spec = problem.spec
@@ -158,7 +165,7 @@ class Sm90(Generation):
             dims = f"head dims {spec.head_dim} and {spec.head_dim_v}"
             return Verdict(False, f"rows of {dims} are not a multiple of 16 bytes")
         if direction == "backward":
-            return sm90_backward.supports_wrt(spec)
+            return sm90_backward.supports_sums(spec)
         return sm90_jvp.supports(spec) if spec.jvp else work_enough(problem, device)
 
     def profitable(self, problem: Problem, direction: Direction) -> Verdict:

@@ -22,13 +22,14 @@ from ..cuda_common.modification import (
     looks_at_ranges,
     positions,
     slope_is_one,
+    sums_by_distance,
     sums_of,
     values_of,
 )
 from ..cuda_common.params import VALUES
 from ..cuda_common.sm90_bwd_launch import BackwardTile, LaunchGeometry, cluster_size
 from ..cuda_common.sm90_launch import chunks, padded
-from ..cuda_common.tensor_maps import Maps, layout_fits
+from ..cuda_common.tensor_maps import Maps, axes_of, layout_fits
 from . import by_distance
 from .sm90_wgmma import text as wgmma_functions
 
@@ -56,11 +57,11 @@ def takes_affine_path(spec: AttentionSpec) -> bool:
     return known is not None and known.even and known.diagonal
 
 
-def supports_wrt(spec: AttentionSpec) -> Verdict:
+def supports_sums(spec: AttentionSpec) -> Verdict:
     """Whether the kernel sums gradients by values of a score modification: registers do not hold scores until dS is
     there, nor P apart from the slope.
     """
-    if not spec.wrt:
+    if not spec.sums:
         return Verdict(True)
     if spec.dtype == "float32":
         return Verdict(False, "float32 has no gradients by values of score modifications here")
@@ -78,7 +79,7 @@ def sums_by_warps(spec: AttentionSpec) -> bool:
     """Whether warps that multiply nothing add a bias gradient (kernels/sm90/bwd_values.cuh): consumers would wait.
     A deterministic pass needs these warps for dQ.
     """
-    return (adds_rows(spec) or by_distance.sums(spec)) and cluster_size(spec) == 1 and not spec.deterministic
+    return (adds_rows(spec) or sums_by_distance(spec)) and cluster_size(spec) == 1 and not spec.deterministic
 
 
 def in_order(problem: Problem) -> bool:
@@ -139,7 +140,7 @@ def puts_entries_first(problem: Problem, bias: DenseBias | None) -> bool:
     if bias is None or bias.entry is not None or problem.spec.group > 1:
         return False
     elements = (problem.heads if bias.head is not None else 1) * problem.n_q * problem.n_k
-    return problem.batch > 1 and elements * (8 if problem.spec.wrt else 4) > SMALL_BIAS
+    return problem.batch > 1 and elements * (8 if problem.spec.sums else 4) > SMALL_BIAS
 
 
 def source(
@@ -153,15 +154,14 @@ def source(
         **tile.constants(spec), "FUSED_PREPROCESS": fused_preprocess, "NUM_TERMS": 1, "VALUE_WARPS": 0,
         "BIAS_IS_BFLOAT16": False, "BIAS_OF_HEADS": False, "BIAS_OF_ENTRIES": False,
         "STORES_DS": stores, "ENTRIES_FIRST": entries_first,
-        "BY_DISTANCE": reads_distances(spec), "SUMS_BY_DISTANCE": by_distance.sums(spec),
+        "BY_DISTANCE": reads_distances(spec), "SUMS_BY_DISTANCE": sums_by_distance(spec),
     }  # fmt: skip
     if gives_registers(spec):
         constants |= {"CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40}
     if sums_by_warps(spec):
         constants |= {"VALUE_WARPS": 2}
-        if max(spec.head_dim, spec.head_dim_v) <= 64 and not stores:
-            by_warps = (216, 72) if by_distance.sums(spec) else (232, 40)
-            constants |= dict(zip(("CONSUMER_REGISTERS", "PRODUCER_REGISTERS"), by_warps, strict=True))
+        if max(spec.head_dim, spec.head_dim_v) <= 64 and tile.block_q == 64 and not stores:
+            constants |= {"CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40}
     if bias is None:
         return constants, functions(spec, tile)
     constants |= {
@@ -198,14 +198,14 @@ class Sm90Backward(sm90_bwd_launch.Backward):
         if self.bias is not None:
             plain = partial(Sm90Backward, generation, problem, choice, tables, stages_bias=False)
             self.fallback = Fallback(plain, problem.spec, tables)
-        is_read, has_sums = reads_distances(spec), sums_by_warps(spec) and by_distance.sums(spec)
+        is_read, has_sums = reads_distances(spec), sums_by_warps(spec) and sums_by_distance(spec)
         self._distances = by_distance.of(self, is_read, has_sums) if is_read or has_sums else None
 
     def source(self) -> tuple[dict[str, int], str]:
         constants, functions = source(
             self.spec, self.tile, self.fused_preprocess, self.bias, self.stores, self.entries_first
         )
-        if self.spec.wrt:  # of the call: that dQ is accumulated in order does not order these sums
+        if self.spec.sums:  # of the call: that dQ is accumulated in order does not order these sums
             asked = self.problem.spec
             constants |= {
                 "ORDERED_SUMS": False, "VALUES": values_of(asked), "PARAMS_WORDS": arguments.size(asked),
@@ -253,8 +253,8 @@ class Sm90Backward(sm90_bwd_launch.Backward):
             strides += all_strides[-2:]
             fit &= layout_fits(dtype, sizes[:3], strides[:3]) and strides[3] == 1
             batch, heads = sizes[:2]
-            layout = dtype, *strides[:3], arguments.n_k, 1, heads, arguments.n_q, batch, self.tile.block_q
-            found.append((at, Maps(*layout)))
+            axes = axes_of(dtype, *strides[:3], arguments.n_k, 1, heads, arguments.n_q, batch, self.tile.block_q)
+            found.append((at, Maps(dtype, axes)))
         return [found[0], found[-1]] if fit else None
 
     def takes(self, arguments: Arguments) -> bool:

@@ -25,7 +25,7 @@ from ..cuda_common.sm90_launch import (
     LaunchGeometry,
     padded,
 )
-from ..cuda_common.tensor_maps import Maps
+from ..cuda_common.tensor_maps import Maps, axes_of
 from .sm90_wgmma import E4M3
 from .sm90_wgmma import text as wgmma_functions
 
@@ -34,7 +34,7 @@ COLUMNS = 16
 """Of a block that is transposed."""
 
 PROMOTED_KEYS = 2048
-"""Keys after which a promoted part is written: PROMOTE_TILES of fp8_mainloop.cuh."""
+"""Keys after which a promoted part is written: PROMOTE_TILES of fp8_softmax.cuh."""
 
 _CHUNK = 128  # bytes and columns
 
@@ -58,7 +58,7 @@ class Sm90Fp8Tile(ForwardTile):
         return 128 * (self.warpgroups + (2 if self._has_transpose_warps(spec) else 1))
 
     def _has_transpose_warps(self, spec: AttentionSpec) -> bool:
-        """Whether a warp group of its own transposes V (TRANSPOSE_WARPS in fp8_mainloop.cuh)."""
+        """Whether a warp group of its own transposes V (TRANSPOSE_WARPS in fp8_softmax.cuh)."""
         return not _gets_vt(spec) and self.warpgroups < 3 and is_narrow(spec)
 
     def smem(self, spec: AttentionSpec) -> SmemLayout:
@@ -132,7 +132,7 @@ def per(spec: AttentionSpec) -> str:
 
 
 def is_narrow(spec: AttentionSpec) -> bool:
-    """Whether O leaves registers for two P (IS_NARROW in fp8_mainloop.cuh)."""
+    """Whether O leaves registers for two P (IS_NARROW in fp8_softmax.cuh)."""
     return spec.head_dim_v <= 128
 
 
@@ -184,8 +184,8 @@ class Sm90Fp8Forward(sm90_launch.Forward):
         if found is None or not _gets_vt(arguments.spec):
             return found
         dim, words = arguments.spec.head_dim_v, arguments.words[AT["v"] : AT["v"] + 4]  # (B, H, columns, keys)
-        layout = "uint8", *words[1:], words[3], 1, arguments.heads_kv, dim, arguments.entries, dim
-        return found._replace(maps=(*found.maps, (AT["v"], Maps(*layout))))
+        axes = axes_of("uint8", *words[1:], words[3], 1, arguments.heads_kv, dim, arguments.entries, dim)
+        return found._replace(maps=(*found.maps, (AT["v"], Maps("uint8", axes))))
 
     def maps(self, arguments: Arguments, geometry: LaunchGeometry, stream: int) -> tuple[list[TensorMap], Any]:
         maps, held = super().maps(arguments, geometry, stream)

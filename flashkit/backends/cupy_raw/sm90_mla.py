@@ -198,8 +198,8 @@ class Sm90MlaForward(Pass):
         else:
             splits = number_of_splits(work_tiles, key_tiles, self._clusters, spec.kv_lengths)
         check_grid(work_tiles * splits * self._cluster, rows)
-        keys = keys_of_a_box(arguments.words[AT["page"]], KEYS) if spec.paged else KEYS
-        return LaunchGeometry(work_tiles * splits, splits, maps_of(arguments, "k", spec.head_dim, 1, keys))
+        maps = maps_of(arguments, "k", spec.head_dim, 1, keys_of_a_box(spec, KEYS))
+        return LaunchGeometry(work_tiles * splits, splits, maps)
 
     def launch(self, arguments: Arguments, geometry: LaunchGeometry, stream: int) -> None:
         (units, splits, maps), words = geometry, arguments.words

@@ -23,7 +23,7 @@ def source(name: str, spec: AttentionSpec, constants: Mapping[str, int], functio
         "HAS_MASK": spec.mask is not None, "HAS_DROPOUT": spec.dropout, "HAS_SINKS": spec.sinks,
         "HAS_STATS": spec.stats, "HAS_LENGTHS": spec.kv_lengths, "IS_PACKED": spec.packed, "IS_PAGED": spec.paged,
         **{f"TANGENT_{name}": name.lower() in spec.jvp for name in "QKV"},
-        "ORDERED_SUMS": modification.orders_sums(spec), "VALUES": modification.values_of(spec),
+        "ORDERED_SUMS": spec.orders_sums, "VALUES": modification.values_of(spec),
         "PARAMS_WORDS": arguments.size(spec), "FAST_MATH": False, **constants,
     }  # fmt: skip
     lines = [f"constexpr {'bool' if isinstance(x, bool) else 'int'} {n} = {int(x)};" for n, x in numbers.items()]

@@ -12,7 +12,7 @@ from .sm90 import Sm90
 
 _HINT = 'pip install "numba-cuda[cu13]" "cupy-cuda13x[ctk]" "cuda-bindings==13.*", or all for CUDA 12'
 
-_SIMT = Simt(specialise.library)
+_SIMT = Simt(specialise.library, left_out=("fp8", "jvp", "orders_sums"))
 _SM80 = Sm80(specialise.library, _SIMT)
 
 
@@ -23,7 +23,6 @@ class NumbaCudaBackend(CudaBackend):
     generations = (Sm90(specialise.library, _SM80, _SIMT), _SM80, _SIMT)
     needs = dict.fromkeys(("cupy", "cuda.bindings", "numba_cuda"), _HINT)
     last_resort = True
-    takes_jvp = False
 
     def check(self) -> None:
         compile.check()

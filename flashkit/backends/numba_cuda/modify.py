@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from ...mods import codegen, expr
 from ...mods.expr import Expr
 from ...spec import AttentionSpec, Slot
@@ -61,7 +63,7 @@ def _value_sums(spec: AttentionSpec) -> str:
     flushing = [f"add_number(last[{n}], sums[{n}]); last[{n}] = 0" for n in range(len(spec.reads))]
     return "\n".join([
         *functions,
-        f"HAS_VALUES, READS = {bool(spec.wrt)}, {max(len(spec.reads), 1)}",
+        f"HAS_VALUES, READS = {bool(spec.sums)}, {max(len(spec.reads), 1)}",
         "\n    ".join(["@device\ndef add_values(ds, s, b, h, row, q, k, p, last, sums):", *adding, "return\n"]),
         "\n    ".join(["@device\ndef flush_values(last, sums):", *flushing, "return\n"]),
     ])  # fmt: skip
@@ -75,7 +77,10 @@ def _function(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[
         stored = f"np.{_STORED.get(str(slot.dtype), str(slot.dtype))}"
         strides = [f"p.values[{place + 1 + axis}]" for axis in range(slot.ndim or 0)]
         if node.op != "load":
-            least = f"{node.op == 'load_min'}, {stored}, p.values[{place}]"
+            integers = np.iinfo(str(slot.dtype) if node.kind == "int" else np.uint8)
+            is_min = node.op == "load_min"
+            limit = integers.min if is_min else min(integers.max, 2**63 - 1)
+            least = f"{is_min}, I({limit}), {stored}, p.values[{place}]"
             extreme = f"extreme{len(strides)}({', '.join([least, *strides, *index])})"
             return f"({extreme} != 0)" if node.kind == "bool" else extreme
         offset = " + ".join(f"({i}) * {stride}" for i, stride in zip(index, strides)) or "I(0)"
@@ -103,11 +108,15 @@ def _places(spec: AttentionSpec) -> dict[str, tuple[Slot, int]]:
 
 
 def _extreme(axes: int) -> str:
-    """Minimum or maximum within a box of inclusive corners (flashkit.mods.expr.bounds), one loop per axis."""
+    """Minimum or maximum within a box of inclusive corners (flashkit.mods.expr.bounds), one loop per axis; of a box of
+    over MAX_BOX elements `limit`, that of their type (see cupy_raw/kernels/common/scalar.cuh).
+    """
     strides = ", ".join(f"stride{axis}" for axis in range(axes))
     corners = ", ".join(f"first{axis}, last{axis}" for axis in range(axes))
     offset = " + ".join(f"i{axis} * stride{axis}" for axis in range(axes))
-    lines = [f"@device\ndef extreme{axes}(least, kind, address, {strides}, {corners}):"]
+    lines = [f"@device\ndef extreme{axes}(least, limit, kind, address, {strides}, {corners}):"]
+    elements = " * ".join(f"(last{axis} - first{axis} + 1)" for axis in range(axes))
+    lines += [f"    if {elements} > MAX_BOX:\n        return limit"]
     lines += ["    best = I(GREATEST_INTEGER) if least else I(LEAST_INTEGER)"]
     lines += [f"{'    ' * (axis + 1)}for i{axis} in range(first{axis}, last{axis} + 1):" for axis in range(axes)]
     inside = "    " * (axes + 1)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ...reference import flash_attention_2, flash_attention_backward, standard_jvp, statistics
 from ...spec import AttentionSpec, Gradients, Operands, Problem, Verdict
+from ..base import EXTRAS
 
 
 class Tile(NamedTuple):
@@ -30,7 +31,7 @@ class ReferenceBackend:
     array_kinds = ("numpy",)
     device_kind = "cpu"
     efficiency = 0.02
-    takes_stats = takes_jvp = takes_wrt = True
+    takes = EXTRAS.keys() - {"fp8"}
 
     def available(self) -> Verdict:
         return Verdict(True)

@@ -8,17 +8,57 @@ DEVICE long long distance_of(const SeqInfo& seq, long long row_minus_key) {
     return (i < last ? i : last) + seq.q_position;
 }
 
+// What the pairs of the CTA's distances read, one read at a time, and which tiles that begin at these are not straight.
+struct SharedTerms {
+    long long at[FILL_THREADS];
+    fk_float slope[FILL_THREADS];
+    int bends[FILL_THREADS / STRAIGHT];
+};
+
+// Whether the pairs of a tile's sum and moment, at `tile` and MOMENT_AT behind it, stand for one that reads element
+// `at` with a derivative `slope`.
+DEVICE bool stand_for(const SharedTerms& terms, int tile, long long at, fk_float slope) {
+    const fk_float first = terms.slope[tile], second = terms.slope[tile + MOMENT_AT];
+    const fk_float expected = first + (second - first) * (fk_float)((int)threadIdx.x - tile) / MOMENT_AT;
+    const fk_float size = fmax(fmax(fabs(first), fabs(second)), fabs(slope));
+    return terms.at[tile] == at && terms.at[tile + MOMENT_AT] == at && fabs(slope - expected) <= size * (fk_float)1e-6;
+}
+
 extern "C" __global__ void fill_by_distance(KERNEL_PARAMS) {
     const long long b = blockIdx.x / p.heads, h = blockIdx.x % p.heads;
     const SeqInfo seq = seq_info(p, b);
     const bool exist = seq.n_q > 0 && seq.n_k > 0;
     const long long before = seq.row_offset + seq.key_offset, n_k = IS_PACKED ? seq.n_k : p.n_k;
+    const long long least = -n_k - DISTANCE_ROOM, end = seq.n_q + DISTANCE_ROOM;
     float* added = by_distance(p.by_distance, b, h, before, n_k);
     float* sums = by_distance(p.ds_by_distance, b, h, before, n_k);
-    for (long long i = threadIdx.x - n_k - DISTANCE_ROOM; i < seq.n_q + DISTANCE_ROOM; i += blockDim.x) {
-        const long long distance = distance_of(seq, i);
-        if (BY_DISTANCE) added[i] = exist ? modified_score<long long>(0, b, h, 0, distance, 0, distance, p) : 0;
-        if (HAS_SUMS) sums[i] = 0;
+    // From a multiple of STRAIGHT on; the pairs of a tile have distances on both sides of its first one.
+    for (long long first = least / STRAIGHT * STRAIGHT - STRAIGHT; first < end; first += FILL_THREADS - STRAIGHT) {
+        const long long i = first + threadIdx.x, distance = distance_of(seq, i);
+        const bool inside = i >= least && i < end;
+        if (BY_DISTANCE && inside)
+            added[i] = exist ? modified_score<long long>(0, b, h, 0, distance, 0, distance, p) : 0;
+        if constexpr (!HAS_SUMS) continue;
+        __shared__ SharedTerms terms;
+        const int tile = threadIdx.x / STRAIGHT;
+        if (inside) sums[i] = 0;
+        __syncthreads();
+        if (threadIdx.x % STRAIGHT == 0) terms.bends[tile] = !exist;
+#pragma unroll
+        for (int read = 0; read < ValueSums::READS; ++read) {
+            long long at = 0;
+            fk_float slope = 0;
+            if (exist) ValueSums::term<long long>(read, at, slope, 0, b, h, 0, distance, 0, p);
+            terms.at[threadIdx.x] = at, terms.slope[threadIdx.x] = slope;
+            __syncthreads();
+            for (int t = tile; t <= tile + 1; ++t)
+                if (t < FILL_THREADS / STRAIGHT && (int)threadIdx.x > (t - 1) * STRAIGHT &&
+                    !stand_for(terms, t * STRAIGHT, at, slope))
+                    terms.bends[t] = 1;
+            __syncthreads();
+        }
+        if (inside && threadIdx.x % STRAIGHT == 0 && tile > 0)
+            *is_straight(p.ds_by_distance, sums + i) = terms.bends[tile] ? 0.0f : 1.0f;
     }
 }
 

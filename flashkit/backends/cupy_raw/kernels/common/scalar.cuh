@@ -177,11 +177,21 @@ DEVICE long long fk_extreme(const View<T, N>& a, const T* at, const long long (&
     }
     return best;
 }
+// The same where the box is small; of a larger one the extreme of the type. So a mask of pairs leaves its tiles
+// PARTIAL: one lane that reads every pair of a tile takes longer than the tile.
+constexpr long long MAX_BOX = 1024;
+template <bool LEAST, typename T, int N>
+DEVICE long long fk_bound(const View<T, N>& a, const long long (&corner)[2 * N]) {
+    long long elements = 1;
+    for (int axis = 0; axis < N; ++axis) elements *= corner[2 * axis + 1] - corner[2 * axis] + 1;
+    if (elements <= MAX_BOX || sizeof(T) == 8) return fk_extreme<LEAST, 0>(a, a.data, corner);
+    constexpr bool IS_SIGNED = T(-1) < T(0);
+    constexpr long long SPAN = 1ll << (8 * sizeof(T) % 64 - IS_SIGNED);
+    return LEAST ? (IS_SIGNED ? -SPAN : 0) : SPAN - 1;
+}
 template <typename T, int N, typename... C> DEVICE long long fk_load_min(const View<T, N>& a, C... corners) {
-    const long long corner[2 * N] = {corners...};
-    return fk_extreme<true, 0>(a, a.data, corner);
+    return fk_bound<true>(a, {corners...});
 }
 template <typename T, int N, typename... C> DEVICE long long fk_load_max(const View<T, N>& a, C... corners) {
-    const long long corner[2 * N] = {corners...};
-    return fk_extreme<false, 0>(a, a.data, corner);
+    return fk_bound<false>(a, {corners...});
 }

@@ -8,49 +8,74 @@
 
 constexpr int VALUE_LANES = 16, VALUE_KEYS = WARPGROUP_KEYS / VALUE_LANES;  // of a row; of a lane
 
-// Four or eight elements of dS as floats, or zeros.
+// Two, four or eight elements of dS as floats.
 template <int N>
-DEVICE void load_ds(float (&x)[N], unsigned address, bool exist = true) {
+DEVICE void load_ds(float (&x)[N], unsigned address) {
     unsigned pairs[N / 2];
     if constexpr (N == 8) {
         const uint4 four = load_vec(address);
         pairs[0] = four.x, pairs[1] = four.y, pairs[2] = four.z, pairs[3] = four.w;
-    } else {
+    } else if constexpr (N == 4) {
         const float2 two = load_floats(address);
         pairs[0] = __float_as_uint(two.x), pairs[1] = __float_as_uint(two.y);
+    } else {
+        pairs[0] = (unsigned)load_word(address);
     }
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-        const unsigned short element = (unsigned short)((exist ? pairs[i / 2] : 0) >> i % 2 * 16);
+        const unsigned short element = (unsigned short)(pairs[i / 2] >> i % 2 * 16);
         x[i] = STORAGE == BFLOAT16 ? widen(bfloat16_t{element}) : widen(half_t{element});
     }
 }
 
-// SUMS_BY_DISTANCE: adds dS of a warp group's tile to the sums of its distances. sums: of the first row and key; tile:
-// its address. Elements of blocks (m, m + c) of 8 rows x 8 keys have the same distances for all m, so that a lane sums
-// those that are in its row of a block. In turns the lanes have four c, the greatest first, and as many keys of a block
-// as registers allow.
+// SUMS_BY_DISTANCE: adds dS of a tile to the sums of its distances. sums: of the first row and key; tile: its address. A
+// lane has the distances 2 lane - 1 ... 2 lane + 1, and those 64 less; of every two rows it has the two keys that have
+// some of either, which are the next ones on from rows to rows.
 DEVICE void add_diagonals(float* sums, unsigned tile, int lane) {
-    constexpr int BLOCKS = WARPGROUP_KEYS / 8, KEYS = PRODUCER_REGISTERS < 40 ? 4 : 8;
-    static_assert(!SUMS_BY_DISTANCE || BLOCK_Q == WARPGROUP_KEYS, "as many blocks of rows as of keys");
+    float x[3] = {}, less[3];
+#pragma unroll 4
+    for (int i = 0; i < STRAIGHT / 2; ++i) {
+        if (i == lane) {
 #pragma unroll
-    for (int turn = 0; turn < BLOCKS / 2 * 8 / KEYS; ++turn) {
-        const int most = BLOCKS - 1 - turn * KEYS / 8 * 4, key = turn * KEYS % 8, c = most - lane / 8;
-        float x[KEYS] = {};
-#pragma unroll
-        for (int m = 0; m < BLOCKS; ++m) {
-            if (m + most < 0 || m + most - 3 >= BLOCKS) continue;
-            const unsigned own = tile + swizzled(8 * m + lane % 8, m + c & BLOCKS - 1) + 2 * key;
-            float ds[KEYS];
-            load_ds(ds, own, m + c >= 0 && m + c < BLOCKS);
-#pragma unroll
-            for (int i = 0; i < KEYS; ++i) x[i] += ds[i];
+            for (int j = 0; j < 3; ++j) less[j] = x[j], x[j] = 0;
         }
-        float* at = sums + lane - 8 * most - key;  // lane: 8 (most - c) + the row of the block
+        const int pair = i - lane & 31;
 #pragma unroll
-        for (int i = 0; i < KEYS; ++i)
-            if (x[i] != 0) add_float(at - i, x[i]);
+        for (int row = 0; row < 2; ++row) {
+            float ds[2];
+            load_ds(ds, tile + swizzled(2 * i + row, pair / 4) + pair % 4 * 4);
+            x[row + 1] += ds[0], x[row] += ds[1];
+        }
     }
+#pragma unroll
+    for (int j = 0; j < 3; ++j) {
+        float* at = sums + 2 * lane + j - 1;
+        if (x[j] != 0) add_float(at, x[j]);
+        if (less[j] != 0) add_float(at - STRAIGHT, less[j]);
+    }
+}
+
+// The same where the tile is_straight(). A lane has eight keys of every fourth row.
+DEVICE void add_straight(float* sums, unsigned tile, int lane) {
+    const int row = lane / 8, part = lane % 8;
+    float sum = 0, of_rows = 0, of_keys = 0;
+#pragma unroll 4
+    for (int i = 0; i < STRAIGHT / 4; ++i) {
+        float ds[8];
+        load_ds(ds, tile + swizzled(row + 4 * i, part));
+        const float all = (ds[0] + ds[1] + (ds[2] + ds[3])) + (ds[4] + ds[5] + (ds[6] + ds[7]));
+        sum += all, of_rows = fmaf(i, all, of_rows);
+#pragma unroll
+        for (int key = 1; key < 8; ++key) of_keys = fmaf(key, ds[key], of_keys);
+    }
+    float moment = fmaf(4, of_rows, fmaf(row - 8 * part, sum, -of_keys)) * (1.0f / MOMENT_AT);
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        sum += __shfl_xor_sync(~0u, sum, step);
+        moment += __shfl_xor_sync(~0u, moment, step);
+    }
+    const float x = lane == 0 ? sum - moment : moment;
+    if (lane < 2 && x != 0) add_float(sums + lane * MOMENT_AT, x);
 }
 
 DEVICE void value_sums_warp(const Params& p, const TensorMap& dbias_map, unsigned base, int group) {
@@ -93,9 +118,18 @@ DEVICE void value_sums_warp(const Params& p, const TensorMap& dbias_map, unsigne
             }
             if constexpr (SUMS_BY_DISTANCE) {
                 const int distance = (desc >> 8) * BLOCK_Q - (key - VALUE_KEYS * part);
+                unsigned tile = base + AT_DS + n % 2 * BYTES_DS + group * BLOCK_Q * CHUNK_ROW;
                 float* sums = by_distance(p.ds_by_distance, seq, h) + distance;
+                int straight[BLOCK_Q / STRAIGHT];
+#pragma unroll
+                for (int i = 0; i < BLOCK_Q / STRAIGHT; ++i)
+                    straight[i] = uniform(__float_as_int(*is_straight(p.ds_by_distance, sums + i * STRAIGHT)));
                 pipe_ds.consumer_wait(n);
-                add_diagonals(sums, base + AT_DS + n % 2 * BYTES_DS + group * BLOCK_Q * CHUNK_ROW, lane);
+#pragma unroll
+                for (int i = 0; i < BLOCK_Q / STRAIGHT; ++i, sums += STRAIGHT, tile += STRAIGHT * CHUNK_ROW) {
+                    if (straight[i]) add_straight(sums, tile, lane);
+                    else add_diagonals(sums, tile, lane);
+                }
                 __syncwarp();
                 pipe_ds.consumer_release(n, lane);
                 ++n;
