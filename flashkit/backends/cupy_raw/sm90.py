@@ -69,10 +69,9 @@ class Sm90Tile(ForwardTile):
 
     def source(self, spec: AttentionSpec, pack: int) -> tuple[dict[str, int], str]:
         constants = {
-            **self.common(spec, pack, _classifies(spec)),
-            "ROW_SUM_BY_MMA": sums_rows_by_mma(spec, self),
-            "FAST_MATH": num_terms(spec) == 1, "NUM_TERMS": num_terms(spec),
-            "FP8": False, "GETS_VT": False, **modification.forward_constants(spec, reads_distances(spec)),
+            **self.common(spec, pack, _classifies(spec)), **modification.forward_constants(spec, reads_distances(spec)),
+            "ROW_SUM_BY_MMA": sums_rows_by_mma(spec, self), "NUM_TERMS": num_terms(spec),
+            "FAST_MATH": num_terms(spec) == 1,
         }  # fmt: skip
         dtype = "float16" if spec.dtype == "float32" else spec.dtype
         columns = padded(spec.head_dim_v) + 8 * sums_rows_by_mma(spec, self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from ...spec import AttentionSpec, Problem
@@ -42,7 +43,7 @@ class Fp16x2Conversion:
     """Converts tensors to terms, in CuPy's memory pool: as many bytes as the tensors, or half of them for one term."""
 
     def __init__(self, of: Pass, rows: int) -> None:
-        self.spec, self.rows, self.num_terms = of.spec, rows, num_terms(of.spec)
+        self.rows, self.num_terms = rows, num_terms(of.spec)
         library = of.compiled("sm90/fp16x2_convert", {"NUM_TERMS": self.num_terms, "ROWS": rows})
         self._kernel = library.kernel("fp16x2_convert", of.device)
 
@@ -52,44 +53,47 @@ class Fp16x2Conversion:
         Returns the terms and the memory that holds them, to be kept until all kernels that read it are enqueued.
         Rows of the tensor `by_row` have a scale each, the others one for a tile.
         """
-        spec, words, batch = self.spec, arguments.words, arguments.batch
-        converted, ends, at, ctas = list[tuple[Terms, int, int]](), [0] * _MAX_TENSORS, 0, 0
-        for i, name in enumerate(names):
-            of_queries = name in ("q", "dout")
-            heads, tokens = (arguments.heads, arguments.n_q) if of_queries else (arguments.heads_kv, arguments.n_k)
-            columns = self.num_terms * chunks(spec.head_dim if name in ("q", "k") else spec.head_dim_v) * 64
-            tiles = -(-tokens // self.rows)
-            scales = tiles * self.rows if name == by_row else tiles  # of a head
-            scale_at = at + -(-2 * batch * heads * tokens * columns // _ALIGNED) * _ALIGNED
-            converted.append((Terms(at, columns, heads, tokens, batch), scale_at, scales))
-            at = scale_at + -(-4 * batch * heads * scales // _ALIGNED) * _ALIGNED
-            ctas += batch * heads * tiles
-            ends[i:] = [ctas] * (_MAX_TENSORS - i)
-        check_grid(ctas)
-        memory = scratch(at, "int8")
-        block, base = list[int](), memory.data.ptr
-        for name, (terms, scale_at, scales) in zip(names, converted):
-            terms.address += base
-            scale = base + scale_at, terms.heads * scales, scales, 1
+        words, rows = arguments.words, self.rows
+        terms = [Terms.of(arguments, name, self.num_terms) for name in names]
+        tiles = [-(-each.tokens // rows) for each in terms]  # of a head, and its scales
+        scales = [n * rows if name == by_row else n for name, n in zip(names, tiles)]
+        ends = list(accumulate(each.batch * each.heads * n for each, n in zip(terms, tiles)))
+        check_grid(ends[-1])
+        memory, at = allocated(terms, [4 * each.batch * each.heads * n for each, n in zip(terms, scales)])
+        block = list[int]()
+        for name, each, address, n in zip(names, terms, at, scales):
+            scale = address, each.heads * n, n, 1
             words[AT[f"{name}_scale"] : AT[f"{name}_scale"] + 4] = list(scale)
-            lengths = words[AT["kv_lengths"]] if name in ("k", "v") else 0
-            block += [*words[AT[name] : AT[name] + 4], *terms.place, *scale, lengths, terms.heads, terms.tokens]
-            block.append(name == by_row)
-        block += [0] * (len(block) // len(names) * (_MAX_TENSORS - len(names)))
-        block += [*ends, words[AT["fallback"]]]
-        self._kernel.launch(ctas, 32 * self.rows // _WARP_TOKENS, KernelArguments(block), stream)
-        return [terms for terms, _, _ in converted], memory
+            block += [*each.words(arguments, name, *scale), name == by_row]
+        absent = _MAX_TENSORS - len(names)
+        block += [0] * (len(block) // len(names) * absent)
+        block += [*ends, *ends[-1:] * absent, words[AT["fallback"]]]
+        self._kernel.launch(ends[-1], 32 * rows // _WARP_TOKENS, KernelArguments(block), stream)
+        return terms, memory
 
 
 @dataclass
 class Terms:
     """The terms of a tensor in memory: [batch][heads][tokens][columns] of float16."""
 
-    address: int
     columns: int
     heads: int
     tokens: int
     batch: int
+    address: int = 0
+
+    @classmethod
+    def of(cls, arguments: Arguments, name: str, num_terms: int = 1) -> Terms:
+        """Of a tensor of a call, without memory."""
+        spec, of_queries = arguments.spec, name in ("q", "dout")
+        heads, tokens = (arguments.heads, arguments.n_q) if of_queries else (arguments.heads_kv, arguments.n_k)
+        columns = 64 * num_terms * chunks(spec.head_dim if name in ("q", "k") else spec.head_dim_v)
+        return cls(columns, heads, tokens, arguments.batch)
+
+    def words(self, arguments: Arguments, name: str, *scale: int) -> list[int]:
+        """What a conversion kernel gets: tensor, terms, scales if it has them, lengths of keys or 0, heads, tokens."""
+        tensor, lengths = arguments.words[AT[name] : AT[name] + 4], arguments.words[AT["kv_lengths"]]
+        return [*tensor, *self.place, *scale, lengths * (name in ("k", "v")), self.heads, self.tokens]
 
     @property
     def place(self) -> tuple[int, int, int, int]:
@@ -101,6 +105,17 @@ class Terms:
         address, *strides = self.place
         sizes = self.columns, pack, self.heads, self.tokens, self.batch
         return encode("float16", axes_of("float16", *strides, *sizes, rows), address)
+
+
+def allocated(terms: Sequence[Terms], more: Sequence[int] = ()) -> tuple[Any, list[int]]:
+    """Memory for terms, whose addresses are set, and the addresses of `more` bytes each behind them."""
+    sizes = [*(2 * each.batch * each.heads * each.tokens * each.columns for each in terms), *more]
+    begins = list(accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0))
+    memory = scratch(begins.pop(), "int8")
+    addresses = [memory.data.ptr + each for each in begins]
+    for each, address in zip(terms, addresses):
+        each.address = address
+    return memory, addresses[len(terms) :]
 
 
 @dataclass(frozen=True)

@@ -114,12 +114,11 @@ class Sm90Fp8Tile(ForwardTile):
         """Constants and generated functions of the kernel."""
         columns, (consumer, producer) = padded(spec.head_dim_v), self.registers_of(spec)
         constants = {
-            **self.common(spec, pack, True), "ROW_SUM_BY_MMA": False, "FAST_MATH": True, "NUM_TERMS": 1,
+            **self.common(spec, pack, True), **modification.forward_constants(spec),
             "FP8": 1 + SCALES.index(per(spec)), "GETS_VT": _gets_vt(spec),
             "PROMOTED_IN_SHARED": self.promotes_in_shared(spec),
             "EXACT_LSE": spec.fp8 is not None and spec.fp8.exact_lse,
             "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer,
-            **modification.forward_constants(spec),
         }  # fmt: skip
         lines = columns + 8 * (is_narrow(spec) and per(spec) != "token")  # of V^T, with those of ones
         return constants, wgmma_functions(E4M3, [self.block_k], [self.block_k, lines])

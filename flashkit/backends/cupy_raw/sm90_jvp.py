@@ -40,8 +40,7 @@ class Sm90JvpTile(ForwardTile):
     def source(self, spec: AttentionSpec, pack: int) -> tuple[dict[str, int], str]:
         """Constants and generated functions of the kernel."""
         constants = {
-            **self.common(spec, pack, spec.mask is not None or spec.kv_lengths), "ROW_SUM_BY_MMA": False,
-            "FAST_MATH": True, "NUM_TERMS": 1, "FP8": False, "GETS_VT": False,
+            **self.common(spec, pack, spec.mask is not None or spec.kv_lengths),
             **modification.forward_constants(spec, by_distance.reads(spec)),
         }  # fmt: skip
         return constants, wgmma_functions(spec.dtype, [self.block_k], [padded(spec.head_dim_v)])

@@ -88,11 +88,10 @@ class Sm90MlaTile(ForwardTile):
         """Constants and generated functions of the kernel."""
         classifies = spec.mask is not None
         constants = {
-            **self.common(spec, spec.group, classifies), "ROW_SUM_BY_MMA": False, "FAST_MATH": True, "NUM_TERMS": 1,
-            "FP8": False, "GETS_VT": False, "CLUSTER_SIZE": cluster, "LIST_BYTES": NUM_LISTS * _LIST_BYTES,
+            **self.common(spec, spec.group, classifies), **modification.forward_constants(spec),
+            "CLUSTER_SIZE": cluster, "LIST_BYTES": NUM_LISTS * _LIST_BYTES,
             "SPLIT_TILES": _DETERMINISTIC_TILES if spec.deterministic else 0,
             "MASK_OF_HEADS": spec.mask is not None and expr.uses(spec.mask, expr.H),
-            **modification.forward_constants(spec),
         }  # fmt: skip
         half = 64 * (-(-chunks(spec.head_dim_v) // 2))
         return constants, wgmma_functions(spec.dtype, [KEYS, half], [half])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from ...spec import AttentionSpec, Problem
@@ -12,9 +13,8 @@ from ..cuda_common.generation import Choice, Fallback, Generation, Pass, TileTab
 from ..cuda_common.launch import KernelArguments, TensorMap, check_grid, clear, scratch
 from ..cuda_common.params import AT
 from ..cuda_common.sm90_bwd_launch import LaunchGeometry
-from ..cuda_common.sm90_launch import chunks
 from .sm90_backward import Sm90Backward
-from .sm90_fp16x2 import Sm90Float32Backward, Terms
+from .sm90_fp16x2 import Sm90Float32Backward, Terms, allocated
 
 _OPERANDS = "q", "k", "v", "dout"
 _ROWS, _THREADS = 128, 512  # of a CTA of kernels/sm90/tf32_convert.cu
@@ -49,29 +49,19 @@ class Tf32Conversion:
     """Converts q, k, v and dout to float16 under a scale for each key/value head, in CuPy's memory pool."""
 
     def __init__(self, of: Pass) -> None:
-        self.spec, library = of.spec, of.compiled("sm90/tf32_convert", {"NUM_TERMS": 1})
+        library = of.compiled("sm90/tf32_convert", {"NUM_TERMS": 1})
         self._kernels = [library.kernel(name, of.device) for name in ("tf32_maxima", "tf32_convert")]
 
     def terms(self, arguments: Arguments, statistics: HeadStatistics, stream: int) -> tuple[list[Terms], Any]:
         """Enqueue the conversion. Returns the float16 tensors and the memory that holds them, to be kept until all
         kernels that read it are enqueued.
         """
-        spec, words, batch = self.spec, arguments.words, arguments.batch
-        terms, block, ends, at = list[Terms](), list[int](), list[int](), 0
-        for name in _OPERANDS:
-            of_queries = name in ("q", "dout")
-            heads, tokens = (arguments.heads, arguments.n_q) if of_queries else (arguments.heads_kv, arguments.n_k)
-            columns = 64 * chunks(spec.head_dim if name in ("q", "k") else spec.head_dim_v)
-            terms.append(Terms(at, columns, heads, tokens, batch))
-            at += -(-2 * batch * heads * tokens * columns // _ALIGNED) * _ALIGNED
-            ends.append((ends[-1] if ends else 0) + batch * heads * -(-tokens // _ROWS))
+        terms, block = [Terms.of(arguments, name) for name in _OPERANDS], list[int]()
+        ends = list(accumulate(each.batch * each.heads * -(-each.tokens // _ROWS) for each in terms))
         check_grid(ends[-1])
-        memory = scratch(at, "int8")
+        memory, _ = allocated(terms)
         for name, each in zip(_OPERANDS, terms):
-            each.address += memory.data.ptr
-            lengths = words[AT["kv_lengths"]] if name in ("k", "v") else 0
-            group = each.heads // arguments.heads_kv
-            block += [*words[AT[name] : AT[name] + 4], *each.place, lengths, each.heads, each.tokens, group]
+            block += [*each.words(arguments, name), each.heads // arguments.heads_kv]
         block += [*ends, statistics.maxima, statistics.scales, statistics.fallback]
         for kernel in self._kernels:
             kernel.launch(ends[-1], _THREADS, KernelArguments(block), stream)
