@@ -19,7 +19,7 @@ from flashkit.backends.cuda_common import backend as cuda_backend
 from flashkit.backends.cuda_common import sm90_bwd_launch
 from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward
 from flashkit.backends.numba_cuda import sm90 as numba_sm90
-from flashkit.call import arguments as call_arguments
+from flashkit.call import sequences as call_sequences
 from flashkit.call.arguments import prepare
 from flashkit.call.sequences import read_in_place
 from flashkit.mods import dropout
@@ -429,7 +429,7 @@ def test_integers_of_the_caller_are_read_in_place(
     for x in on_device.values():
         assert read_in_place(cupy, x).data.ptr == x.data.ptr
     with monkeypatch.context() as patch:
-        patch.setattr(call_arguments, "q_offsets_of", lambda *_: pytest.fail("nothing reads offsets"))
+        patch.setattr(call_sequences, "q_offsets_of", lambda *_: pytest.fail("nothing reads offsets"))
         out = flashkit.attention(*given, **on_device, backend=backend)
     assert generations(launched) == {generation}
     wide = [x.astype(float) for x in (q, k, v)]

@@ -78,7 +78,7 @@ def launcher_source() -> Source:
 def _head(dtype: str, kv_format: str = "") -> str:
     """What kernels know of their dtype, and of that of keys and values."""
     accumulator, size = DTYPES[dtype].accumulator, DTYPES[dtype].size
-    storage = dtype if dtype == accumulator else "uint16"
+    storage = dtype if dtype == accumulator else f"uint{8 * size}"
     widen, narrow = f"{dtype}_to_{accumulator}", f"{accumulator}_to_{dtype}"
     kv, kv_size, widen_kv = (storage, size, widen) if not kv_format else ("uint8", 1, f"{kv_format}_to_{accumulator}")
     return f"""import numpy as np

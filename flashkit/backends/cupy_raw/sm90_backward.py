@@ -29,7 +29,7 @@ from ..cuda_common.modification import (
 from ..cuda_common.params import VALUES
 from ..cuda_common.sm90_bwd_launch import BackwardTile, LaunchGeometry, cluster_size
 from ..cuda_common.sm90_launch import chunks, padded
-from ..cuda_common.tensor_maps import Maps, axes_of, layout_fits
+from ..cuda_common.tensor_maps import Maps, layout_fits
 from . import by_distance
 from .sm90_wgmma import text as wgmma_functions
 
@@ -154,7 +154,7 @@ def source(
         **tile.constants(spec), "FUSED_PREPROCESS": fused_preprocess, "NUM_TERMS": 1, "VALUE_WARPS": 0,
         "BIAS_IS_BFLOAT16": False, "BIAS_OF_HEADS": False, "BIAS_OF_ENTRIES": False,
         "STORES_DS": stores, "ENTRIES_FIRST": entries_first,
-        "BY_DISTANCE": reads_distances(spec), "SUMS_BY_DISTANCE": sums_by_distance(spec),
+        "BY_DISTANCE": reads_distances(spec), "SUMS_BY_DISTANCE": sums_by_warps(spec) and sums_by_distance(spec),
     }  # fmt: skip
     if gives_registers(spec):
         constants |= {"CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40}
@@ -253,8 +253,8 @@ class Sm90Backward(sm90_bwd_launch.Backward):
             strides += all_strides[-2:]
             fit &= layout_fits(dtype, sizes[:3], strides[:3]) and strides[3] == 1
             batch, heads = sizes[:2]
-            axes = axes_of(dtype, *strides[:3], arguments.n_k, 1, heads, arguments.n_q, batch, self.tile.block_q)
-            found.append((at, Maps(dtype, axes)))
+            layout = dtype, *strides[:3], arguments.n_k, 1, heads, arguments.n_q, batch, self.tile.block_q
+            found.append((at, Maps(*layout)))
         return [found[0], found[-1]] if fit else None
 
     def takes(self, arguments: Arguments) -> bool:

@@ -16,7 +16,7 @@ from ..cuda_common.launch import Kernel, KernelArguments, TensorMap, check_grid,
 from ..cuda_common.memory import SmemLayout, Workspace, heads_per_l2_group
 from ..cuda_common.params import AT
 from ..cuda_common.sm90_launch import WATCHDOG, chunks, padded
-from ..cuda_common.tensor_maps import TileCounters, axes_of, encode
+from ..cuda_common.tensor_maps import TileCounters, encode
 from .sm90_wgmma import text as wgmma_functions
 
 MAX_DIM = 128
@@ -103,8 +103,7 @@ class Terms:
     def map(self, rows: int, pack: int = 1) -> TensorMap:
         """The tensor map for boxes of `rows` rows, of `pack` heads."""
         address, *strides = self.place
-        sizes = self.columns, pack, self.heads, self.tokens, self.batch
-        return encode("float16", axes_of("float16", *strides, *sizes, rows), address)
+        return encode("float16", *strides, self.columns, pack, self.heads, self.tokens, self.batch, rows, address)
 
 
 def allocated(terms: Sequence[Terms], more: Sequence[int] = ()) -> tuple[Any, list[int]]:
