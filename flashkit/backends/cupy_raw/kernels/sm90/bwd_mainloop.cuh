@@ -175,8 +175,7 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
                 if (staged >= 0) send_dq(staged);
             };
             store_ds(pipe_ds, n, ds_of_lane, ds);
-#pragma unroll
-            for (int i = 0; i < PairSums::TILES; ++i)
+            UNROLL(i, PairSums::TILES)
                 if (lane < 2) store_float(pair_sums(base, n, wg, i) + warp % 4 * PairSums::BYTES + 4 * lane, pairs.x[i]);
             if constexpr (DK_FIRST) {
                 commit_ds();
