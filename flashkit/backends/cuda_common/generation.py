@@ -243,16 +243,6 @@ def row_tiles(problem: Problem) -> int:
     return -(-problem.n_q * problem.spec.group // 64) * problem.heads_kv * problem.batch
 
 
-def supports_packed(spec: AttentionSpec, what: str) -> Verdict:
-    """The refusal of packed sequences, of a generation that has no kernels of this kind for them."""
-    return Verdict(not spec.packed, f"packed sequences have no {what} kernels here" if spec.packed else "")
-
-
-def supports_paged(spec: AttentionSpec, what: str) -> Verdict:
-    """The refusal of keys in pages, likewise."""
-    return Verdict(not spec.paged, f"keys in pages have no {what} kernels here" if spec.paged else "")
-
-
 def supports_16bit(spec: AttentionSpec, most: int) -> Verdict:
     """Whether kernels for 16-bit elements can take them: rows of whole 16-byte vectors, head dims up to `most`."""
     if spec.dtype not in ("float16", "bfloat16"):

@@ -14,7 +14,7 @@ from .bwd_preprocess import BwdPreprocess
 from .device import Device
 from .generation import Choice, Generation, Pass, TileTables
 from .launch import TensorMap, check_grid
-from .memory import SmemLayout, Workspace, bytes_of_queries, heads_per_l2_group
+from .memory import SmemLayout, SmemTile, Workspace, bytes_of_queries, heads_per_l2_group
 from .modification import is_of_blocks, looks_at_ranges, positions, sums_by_distance
 from .params import AT
 from .sm90_launch import SEQ_SLOT, WATCHDOG, chunks, padded
@@ -40,7 +40,7 @@ def cluster_size(spec: AttentionSpec) -> int:
 
 
 @dataclass(frozen=True)
-class BackwardTile:
+class BackwardTile(SmemTile):
     """A tile of the backward pass: query tiles of `block_q` rows, 64 or 128; work tiles of `block_k` keys, 128: 64 for
     each of two consumer warp groups or, in a cluster, for each of two CTAs. `stages`, `dout_stages` and `key_buffers`:
     how many tiles of Q, dO and K are in shared memory at once. `bias_bytes`: of an element of a dense bias whose tiles
@@ -121,10 +121,6 @@ class BackwardTile:
         smem.add("BROADCAST", 4 * 2)
         smem.add("ZEROS", 512, align=16)
         return smem
-
-    def shared_memory(self, spec: AttentionSpec) -> int:
-        """Bytes of a CTA."""
-        return self.smem(spec).bytes
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         """Whether it fits shared memory and, as far as accumulators and fragments tell, registers."""

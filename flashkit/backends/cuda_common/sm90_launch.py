@@ -15,7 +15,7 @@ from .arguments import ROW_TENSORS, Arguments
 from .device import Device
 from .generation import Choice, Generation, Pass, TileTables, row_tiles
 from .launch import TensorMap, check_grid
-from .memory import SmemLayout, bytes_of_keys, heads_per_l2_group
+from .memory import SmemLayout, SmemTile, bytes_of_keys, heads_per_l2_group
 from .params import AT
 from .tensor_maps import Maps, TileCounters, maps_of, strides_fit
 
@@ -48,7 +48,7 @@ def chunks(dim: int) -> int:
 
 
 @dataclass(frozen=True)
-class ForwardTile:
+class ForwardTile(SmemTile):
     """A tile of the forward pass: `block_q` rows, 64 for each consumer warp group, and `block_k` keys.
 
     `stages` K/V tiles and `q_buffers` tiles of Q are in shared memory at the same time. `turns`: whether consumer warp
@@ -75,10 +75,6 @@ class ForwardTile:
         """Of a CTA."""
         return 128 * (self.warpgroups + 1)
 
-    def smem(self, spec: AttentionSpec) -> SmemLayout:
-        """The map of a CTA's shared memory: kernels/sm90/layout."""
-        raise NotImplementedError
-
     def lay_out(
         self, q: int, v: int, out: int, ones: int = 0, packed: bool = False, tangents: str = ""
     ) -> SmemLayout:  # fmt: skip
@@ -102,10 +98,6 @@ class ForwardTile:
         smem.add("LISTS", NUM_LISTS * (LIST_HEADER + 4 * LIST_CAPACITY))
         smem.add("LIST_SEQS", NUM_LISTS * seq)
         return smem
-
-    def shared_memory(self, spec: AttentionSpec) -> int:
-        """Bytes of shared memory of a CTA."""
-        return self.smem(spec).bytes
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         """Whether it fits shared memory and, as far as O, S and P tell, registers."""

@@ -11,14 +11,14 @@ from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Choice, Fallback, Generation, Kind, Pass, TileTables
 from ..cuda_common.launch import check_grid, scratch
-from ..cuda_common.memory import SmemLayout
+from ..cuda_common.memory import SmemLayout, SmemTile
 
 MAX_DIM = 128
 _GRANULE = 16
 
 
 @dataclass(frozen=True)
-class Sm80JvpTile:
+class Sm80JvpTile(SmemTile):
     """A tile; a warp has 16 rows."""
 
     block_q: int = 64
@@ -40,7 +40,7 @@ class Sm80JvpTile:
         return smem
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
-        return self.smem(spec).bytes <= device.shared_per_block
+        return self.shared_memory(spec) <= device.shared_per_block
 
     def constants(self, spec: AttentionSpec) -> dict[str, int]:
         """Constants of the head of kernels/sm80/jvp.cu."""
@@ -87,7 +87,7 @@ class Sm80Jvp(Pass):
     def __init__(self, generation: Generation, problem: Problem, choice: Choice, tables: TileTables) -> None:
         super().__init__(generation, problem, choice, tables)
         library = self.compiled("sm80/jvp", self.tile.constants(self.spec))
-        self._kernel = library.kernel("sm80_jvp", self.device, self.tile.smem(self.spec).bytes)
+        self._kernel = library.kernel("sm80_jvp", self.device, self.tile.shared_memory(self.spec))
         self._nonfinite = NonfiniteFallback(self, tables)
 
     def geometry(self, arguments: Arguments) -> tuple[int]:

@@ -18,15 +18,7 @@ from ..cuda_common import compiler, modification, sm90_launch
 from ..cuda_common.affine_score import affine_score
 from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
-from ..cuda_common.generation import (
-    Choice,
-    Generation,
-    Kind,
-    Pass,
-    TileTables,
-    supports_packed,
-    supports_paged,
-)
+from ..cuda_common.generation import Choice, Generation, Kind, Pass, TileTables
 from ..cuda_common.launch import TensorMap
 from ..cuda_common.memory import SmemLayout
 from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_tiles
@@ -128,22 +120,20 @@ class Sm90(Generation):
     takes = EXTRAS.keys() - {"orders_sums"}
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
-        spec = problem.spec
+        spec, is_float32 = problem.spec, problem.spec.dtype == "float32"
         if spec.fp8 and not (verdict := sm90_fp8.supports(problem, direction)):
             return verdict
-        if spec.dtype == "float32":
-            for supports in (supports_packed, supports_paged):
-                if not (verdict := supports(spec, "float32")):
-                    return verdict
+        if is_float32 and (spec.packed or spec.paged):
+            what = "packed sequences" if spec.packed else "keys in pages"
+            return Verdict(False, f"{what} have no float32 kernels here")
         if device.capability[0] != 9:
             return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, not sm_90")
         if spec.dtype == "float64":
             return Verdict(False, "these tensor cores do not support float64")
-        if spec.stats and sm90_mla.is_latent(spec):
-            return Verdict(False, "its kernels for latent attention compute no statistics")
         if sm90_mla.is_latent(spec):
+            if spec.stats:
+                return Verdict(False, "its kernels for latent attention compute no statistics")
             return sm90_mla.supports(problem, direction)
-        is_float32 = spec.dtype == "float32"
         if spec.stats and (is_float32 or spec.fp8):
             return Verdict(False, "its kernels for float32 and codes of e4m3 compute no statistics")
         most = sm90_fp16x2.MAX_DIM if is_float32 else MAX_DIM

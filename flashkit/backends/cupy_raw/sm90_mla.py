@@ -14,7 +14,7 @@ from ...spec import AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import modification
 from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
-from ..cuda_common.generation import Choice, Generation, Kind, Pass, TileTables, supports_packed
+from ..cuda_common.generation import Choice, Generation, Kind, Pass, TileTables
 from ..cuda_common.launch import check_grid
 from ..cuda_common.memory import SmemLayout
 from ..cuda_common.params import AT
@@ -115,7 +115,7 @@ def supports(problem: Problem, direction: Direction) -> Verdict:
         return Verdict(False, f"rows of {dims} are not a multiple of 16 bytes")
     if spec.dropout:
         return Verdict(False, "the kernel of latent attention has no dropout")
-    return supports_packed(spec, "latent")
+    return Verdict(not spec.packed, "packed sequences have no latent kernels here" if spec.packed else "")
 
 
 def number_of_splits(work_tiles: int, key_tiles: int, sms: int, ragged: bool = False) -> int:

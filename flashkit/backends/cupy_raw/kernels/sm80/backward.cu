@@ -13,17 +13,16 @@
 // The warps share each product in a grid of its own: WARPS_S of them along the queries of S and dP, WARPS_KV along the
 // keys of dK and dV, WARPS_Q along the queries of dQ, the others along the second axis.
 //
-// dQ is summed over CTAs. They add to a query tile in a fixed order, so the result is deterministic
-// (dq_semaphore.cuh). CTAs take their work tiles in that order (bwd_layout.cuh), so a CTA only ever waits for a
-// resident one. p.heads_per_l2_group heads are worked on at the same time: their operands and dQ accumulators stay in
-// the L2 cache, and under a causal mask, where CTAs wait for accumulators, that matters most.
+// dQ is summed over CTAs. They add to a query tile in a fixed order, so the result is deterministic (bwd_layout.cuh).
+// CTAs take their work tiles in that order, so a CTA only ever waits for a resident one. p.heads_per_l2_group heads are
+// worked on at the same time: their operands and dQ accumulators stay in the L2 cache, and under a causal mask, where
+// CTAs wait for accumulators, that matters most.
 //
 // Constants of the head: BLOCK_Q, BLOCK_K, WARPS, WARPS_S, WARPS_KV, WARPS_Q, BLOCKS_PER_SM, POSITIONS, FAR.
 // Shared memory (cupy_raw/sm80.py: Sm80BackwardTile.smem): K at 0, AT_V, AT_QDO, AT_P, AT_DS, AT_TILE_LIST; within a
 // stage of QDO, of STAGE_BYTES bytes, Q at 0, AT_STAGE_DOUT, AT_STAGE_ROWS. Measurements: docs/notes/ampere.md.
 #include "sm80/bwd_layout.cuh"
 #include "sm80/bwd_softmax.cuh"
-#include "sm80/dq_semaphore.cuh"
 #include "sm80/bwd_epilogue.cuh"
 
 // K and V of one key/value head: the only code that knows where they lie in global memory.
@@ -227,5 +226,3 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
     epilogue<DK, HEAD_DIM>(p, p.dk, at, head, dk, (float)p.softmax_scale, shared);
     epilogue<DV, HEAD_DIM_V>(p, p.dv, at, head, dv, 1.0f, shared);
 }
-
-#include "sm80/bwd_postprocess.cuh"
