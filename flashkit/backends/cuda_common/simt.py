@@ -57,6 +57,12 @@ class SimtTile:
         """Rows and columns of the tile: query rows and keys, transposed in "dkdv"."""
         return (self.block_k, self.block_q) if part == "dkdv" else (self.block_q, self.block_k)
 
+    @staticmethod
+    def widths(part: Part, spec: AttentionSpec) -> tuple[int, ...]:
+        """Of the accumulators: O, with tangents O and dO, dK and dV, or dQ."""
+        d, dv = spec.head_dim, spec.head_dim_v
+        return {"forward": (dv,), "jvp": (dv, dv), "dkdv": (d, dv), "dq": (d,)}[part]
+
     def accumulator_columns(self, dim: int) -> int:
         """Columns that a row of an accumulator is padded to."""
         return -(-dim // (4 * self.threads_x)) * 4 * self.threads_x
@@ -65,10 +71,8 @@ class SimtTile:
         """The shared memory of a CTA: two stages of operands, then a tile of P or dS."""
         size = ITEMSIZE[spec.lse_dtype]
         rows, columns = self.shape(part)
-        dim = {"forward": spec.head_dim_v, "jvp": spec.head_dim_v, "dq": spec.head_dim}.get(
-            part, max(spec.head_dim, spec.head_dim_v)
-        )
-        stage = max((rows + columns) * (self.chunk + 16 // size), self.keys * self.accumulator_columns(dim))
+        widest = self.accumulator_columns(max(self.widths(part, spec)))
+        stage = max((rows + columns) * (self.chunk + 16 // size), self.keys * widest)
         pitch = columns + (self.threads_x if self.threads_x < 32 else 0)
         return SmemLayout(STAGES=2 * stage * size, P=rows * pitch * size)
 
@@ -80,9 +84,7 @@ class SimtTile:
         """Estimated registers of a thread: tiles, accumulators, operands of a step and a constant rest."""
         rows, columns = self.shape(part)
         r, c = rows // self.threads_y, columns // self.threads_x
-        widths = {"forward": (spec.head_dim_v,), "dq": (spec.head_dim,), "dkdv": (spec.head_dim, spec.head_dim_v),
-                  "jvp": (spec.head_dim_v, spec.head_dim_v)}  # fmt: skip
-        accumulators = sum(self.accumulator_columns(dim) // self.threads_x for dim in widths[part])
+        accumulators = sum(self.accumulator_columns(dim) // self.threads_x for dim in self.widths(part, spec))
         values = r * c * {"forward": 1, "jvp": 3}.get(part, 2) + r * accumulators + 4 * r + 4 + 2 * r
         return values * ITEMSIZE[spec.lse_dtype] // 4 + 40
 
@@ -100,9 +102,8 @@ class SimtTile:
         if resident < 1:
             return float("inf")
         r, c = rows // self.threads_y, columns // self.threads_x
-        products = {"forward": (1, (spec.head_dim_v,)), "dq": (2, (spec.head_dim,)),
-                    "dkdv": (2, (spec.head_dim, spec.head_dim_v)), "jvp": (3, (spec.head_dim_v,) * 3)}  # fmt: skip
-        scores, outputs = products[part]
+        scores = {"forward": 1, "jvp": 3}.get(part, 2)
+        outputs = self.widths(part, spec) if part != "jvp" else (spec.head_dim_v,) * 3
         # A step of four columns: r + c vector loads for 4 r c multiply-adds. Each chunk costs a barrier.
         chunks = -(-spec.head_dim // self.chunk) + len(outputs) * -(-columns // self.keys)
         work = scores * spec.head_dim * (1 + (r + c) / (4 * r * c) * 2)

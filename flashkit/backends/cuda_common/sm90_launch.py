@@ -99,10 +99,6 @@ class ForwardTile(SmemTile):
         smem.add("LIST_SEQS", NUM_LISTS * seq)
         return smem
 
-    def fits(self, spec: AttentionSpec, device: Device) -> bool:
-        """Whether it fits shared memory and, as far as O, S and P tell, registers."""
-        raise NotImplementedError
-
     def source(self, spec: AttentionSpec, pack: int) -> tuple[Any, ...]:
         """Constants of the kernel, and generated functions if its language has them. pack: PACK_GQA."""
         raise NotImplementedError

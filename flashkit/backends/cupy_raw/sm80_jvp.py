@@ -8,7 +8,6 @@ from functools import partial
 
 from ...spec import AttentionSpec, Problem, Verdict
 from ..cuda_common.arguments import Arguments
-from ..cuda_common.device import Device
 from ..cuda_common.generation import Choice, Fallback, Generation, Kind, Pass, TileTables
 from ..cuda_common.launch import check_grid, scratch
 from ..cuda_common.memory import SmemLayout, SmemTile
@@ -38,9 +37,6 @@ class Sm80JvpTile(SmemTile):
             smem.add(name, rows * row_bytes)
             smem.add(f"D{name}", rows * row_bytes * (name.lower() in spec.jvp))
         return smem
-
-    def fits(self, spec: AttentionSpec, device: Device) -> bool:
-        return self.shared_memory(spec) <= device.shared_per_block
 
     def constants(self, spec: AttentionSpec) -> dict[str, int]:
         """Constants of the head of kernels/sm80/jvp.cu."""

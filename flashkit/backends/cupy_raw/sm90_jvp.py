@@ -8,7 +8,6 @@ from functools import partial
 from ...spec import AttentionSpec, Problem, Verdict
 from ..cuda_common import modification, sm90_launch
 from ..cuda_common.arguments import ROW_TENSORS, Arguments
-from ..cuda_common.device import Device
 from ..cuda_common.generation import Choice, Generation, Kind, TileTables
 from ..cuda_common.memory import SmemLayout
 from ..cuda_common.sm90_launch import ForwardTile, LaunchGeometry, chunks, padded
@@ -32,10 +31,6 @@ class Sm90JvpTile(ForwardTile):
         smem = self.lay_out(q, v, v, packed=spec.packed, tangents=spec.jvp)
         smem.add("V_TILES", 0)
         return smem
-
-    def fits(self, spec: AttentionSpec, device: Device) -> bool:
-        """Whether it fits shared memory."""
-        return self.shared_memory(spec) <= device.shared_per_block
 
     def source(self, spec: AttentionSpec, pack: int) -> tuple[dict[str, int], str]:
         """Constants and generated functions of the kernel."""

@@ -13,7 +13,6 @@ from ...mods import expr
 from ...spec import AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import modification
 from ..cuda_common.arguments import Arguments
-from ..cuda_common.device import Device
 from ..cuda_common.generation import Choice, Generation, Kind, Pass, TileTables
 from ..cuda_common.launch import check_grid
 from ..cuda_common.memory import SmemLayout
@@ -80,9 +79,6 @@ class Sm90MlaTile(ForwardTile):
         for name in _OLD_PARTS:
             smem.add(name, 0)
         return smem
-
-    def fits(self, spec: AttentionSpec, device: Device) -> bool:
-        return self.shared_memory(spec) <= device.shared_per_block
 
     def source(self, spec: AttentionSpec, cluster: int = 1) -> tuple[dict[str, int], str]:
         """Constants and generated functions of the kernel."""
