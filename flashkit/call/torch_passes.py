@@ -21,10 +21,10 @@ from .vjp import TENSORS as QKV
 from .vjp import Vjp
 
 ARRAYS = tuple(name for name, option in OPTIONS.items() if option.axes)
-_NAMES = {"q_offset": ("q_offsets",), "cu_seqlens": ("cu_seqlens_q", "cu_seqlens_k")}
+NAMES = {"q_offset": ("q_offsets",), "cu_seqlens": ("cu_seqlens_q", "cu_seqlens_k")}
 """What operators call the tensors of an option, where that is not its own name."""
 
-TENSORS = {each: OPTIONS[name].axes for name in ARRAYS for each in _NAMES.get(name, (name,))} | {"seed": ""}
+TENSORS = {each: OPTIONS[name].axes for name in ARRAYS for each in NAMES.get(name, (name,))} | {"seed": ""}
 """Arguments of operators that are tensors, beside q, k and v, and the axes of these options."""
 
 _SCALARS: dict[Any, str] = {
@@ -65,7 +65,7 @@ def keywords_of(tensors: Tensors, options: Scalars, mods: Mods | None) -> dict[s
         keywords["window"] = window
     if "seed" in keywords:
         keywords["seed"] = int(keywords["seed"])
-    for name, own in _NAMES.items():
+    for name, own in NAMES.items():
         if given := [keywords.pop(each) for each in own if each in keywords]:
             keywords[name] = given[0] if len(given) == 1 else tuple(given)
     return keywords if mods is None else keywords | mods.options()

@@ -33,7 +33,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 KERNELS = [
     pytest.param(
         backend, generation, dtype, name,
-        marks=pytest.mark.slow if backend == "numba_cuda" or name == "packed" or generation == "simt" else [],
+        marks=[
+            *[pytest.mark.slow] * (backend == "numba_cuda" or name == "packed" or generation == "simt"),
+            *[pytest.mark.exhaustive] * (backend == "numba_cuda" and name != "modifications"),
+        ],
     )
     for backend, generation, dtype in (
         ("cupy_raw", "sm90", "bfloat16"), ("cupy_raw", "sm80", "bfloat16"), ("cupy_raw", "simt", "float32"),
@@ -63,7 +66,7 @@ def call_of(name: str, dtype: str) -> tuple[list[np.ndarray], list[np.ndarray], 
 
     rng, packed = np.random.default_rng(0), name == "packed"
     shapes = ((120, 4, 32), (170, 2, 32), (170, 2, 16)) if packed else ((1, 4, 70, 32), (1, 2, 90, 32), (1, 2, 90, 16))
-    six = [rng.standard_normal(shape).astype(cases.numpy_dtype(dtype)) for shape in shapes * 2]
+    six = [rng.standard_normal(shape).astype(dtype) for shape in shapes * 2]
     options = OPTIONS[name]
     on_device = {
         n: cupy.asarray(x) if isinstance(x, np.ndarray) and x.dtype.kind in "fb" else x for n, x in options.items()
@@ -126,7 +129,7 @@ HOPPER = pytest.mark.parametrize("generation", ["sm90"])
 
 def operands_of(n_q: int, n_k: int, dim: int, dim_v: int, which: str = "qkv") -> list[Any]:
     """q, k, v and the tangents of these, None where `which` has none, of NumPy."""
-    rng, dtype = np.random.default_rng(0), cases.numpy_dtype("bfloat16")
+    rng, dtype = np.random.default_rng(0), np.dtype("bfloat16")
     shapes = (2, 2, n_q, dim), (2, 1, n_k, dim), (2, 1, n_k, dim_v)
     six = [rng.standard_normal(shape).astype(dtype) for shape in shapes * 2]
     return [x if i < 3 or "qkv"[i - 3] in which else None for i, x in enumerate(six)]

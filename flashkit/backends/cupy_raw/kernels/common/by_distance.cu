@@ -1,5 +1,5 @@
-// The kernels before and behind those that read by_distance and add to ds_by_distance. A CTA has one of `parts` parts of
-// a head's distances, in a batch entry, or in all where these share the distances.
+// The kernels before and behind those that read by_distance and add to ds_by_distance. A CTA has one of `parts` parts
+// of a head's distances, in a batch entry, or in all where these share the distances.
 #include "common/by_distance.cuh"
 
 struct Share { long long b, h, part, parts; };

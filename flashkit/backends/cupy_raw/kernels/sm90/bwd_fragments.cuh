@@ -179,8 +179,8 @@ struct RowDeltas {
     }
 };
 
-// SUMS_BY_DISTANCE: the sum and the moment of dS (common/by_distance.cuh) of a warp's pairs in each 64 rows of a tile, in
-// even and in odd lanes, for bwd_values.cuh.
+// SUMS_BY_DISTANCE: the sum and the moment of dS (common/by_distance.cuh) of a warp's pairs in each 64 rows of a tile,
+// in even and in odd lanes, for bwd_values.cuh.
 struct PairSums {
     static constexpr int TILES = SUMS_BY_DISTANCE ? BLOCK_Q / STRAIGHT : 0, BYTES = 2 * 4;  // of a warp
     int lane, first;  // distance of the lane's first pair from the tile's

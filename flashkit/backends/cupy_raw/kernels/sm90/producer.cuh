@@ -176,15 +176,16 @@ DEVICE void store_v_tile(unsigned slot, const KvTile& at) {
     store_word(slot, at.b), store_word(slot + 4, at.tile);
 }
 
-// FP8 with scales of blocks: a tile's scale of K, log2 and inverse of that of V.
-DEVICE float3 tile_scales(const Params& p, int b, int head, int tile) {
-    const float k = Elements::key_scale(p, p.k_scale, b, head, tile * BLOCK_K),
-        v = valid_v_scale(Elements::key_scale(p, p.v_scale, b, head, tile * BLOCK_K));
-    return {valid_scale(k), log2_fast(v), reciprocal(v)};
+// FP8 with scales of blocks: a tile's scales of K and V, as they lie.
+DEVICE float2 tile_scales(const Params& p, int b, int head, int tile) {
+    return {Elements::key_scale(p, p.k_scale, b, head, tile * BLOCK_K),
+            Elements::key_scale(p, p.v_scale, b, head, tile * BLOCK_K)};
 }
 
-DEVICE void store_scales(unsigned slot, const float3& x) {  // behind the descriptor
-    store_float(slot + 4, x.x), store_floats(slot + 8, x.y, x.z);
+// Behind the descriptor: the scale of K, log2 and inverse of that of V.
+DEVICE void store_scales(unsigned slot, const float2& x) {
+    const float v = valid_v_scale(x.y);
+    store_float(slot + 4, valid_scale(x.x)), store_floats(slot + 8, log2_fast(v), reciprocal(v));
 }
 
 // Tangents of Q, K and V, for those that have one.
@@ -292,7 +293,7 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
     const bool leader = KvSource::is_leader();
     unsigned n = 0, number = 0;  // K/V tiles, work tiles so far
     KvTile previous{}, looked_up{};
-    float3 scales{};  // FP8, of a tile: looked up while the one before is loaded
+    float2 scales{};  // FP8, of a tile: on their way while the one before is loaded
     auto load_previous_v = [&]() {
         pipe_v.producer_acquire(n - 1);
         const unsigned stage = (n - 1) % V_STAGES;
@@ -315,6 +316,7 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
             const int entry = work.list.entry[i], first = i == 0 ? work.first_bits : 0;
             if (leader && i == claim_at) mbarrier_arrive(base + AT_CLAIM);
             const KvTile at = IS_PAGED && i > 0 ? looked_up : located(entry);
+            if (SCALES_OF_BLOCKS && i == 0) scales = tile_scales(p, b, head, at.tile);
             pipe_k.producer_acquire(n);
             if constexpr (FP8) {
                 const int next = i + 1 < count ? work.list.entry[i + 1] : ~entry;
@@ -323,7 +325,6 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
                 const int states = entry & 63;
                 if (leader) store_word(tile_desc_slot(base, n), at.tile << TILE_BIT | first | pair | last | states);
                 if (SCALES_OF_BLOCKS) {
-                    if (i == 0) scales = tile_scales(p, b, head, at.tile);
                     store_scales(tile_desc_slot(base, n), scales);
                     if (i + 1 < count) scales = tile_scales(p, b, head, tile_of(next));
                 }
