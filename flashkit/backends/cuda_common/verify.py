@@ -210,10 +210,9 @@ def _computed(compiled: Any, spec: AttentionSpec, problem: Operands, direction: 
             v = k[..., : spec.head_dim_v]
         out = cupy.empty((*q.shape[:3], spec.head_dim_v), dtype_of(spec.dtype))
         lse = cupy.empty(q.shape[:3], spec.lse_dtype)
-        operands = Operands(
-            q, k, v, problem.scale, problem.q_offset, problem.kv_lengths, problem.params, arrays,
-            None if problem.sinks is None else cupy.asarray(problem.sinks), problem.dropout_p, problem.seed, out, lse,
-            cu_seqlens=problem.cu_seqlens, page_table=problem.page_table,
+        operands = replace(
+            problem, q=q, k=k, v=v, arrays=arrays, out=out, lse=lse,
+            sinks=None if problem.sinks is None else cupy.asarray(problem.sinks),
             scales=None if problem.scales is None else tuple(map(_on_device, problem.scales)),
             stats=Stats(cupy.empty_like(lse), cupy.empty_like(lse)) if spec.stats else None,
         )  # fmt: skip

@@ -93,7 +93,7 @@ class Sm90Forward(sm90_launch.Forward):
             self.addressed = ("out",)
         super().__init__(generation, problem, choice, tables)
         self.conversion = Fp16x2Conversion(self, self.tile.block_k) if is_float32 else None
-        self.distances = by_distance.of(self) if reads_distances(self.spec) else None
+        self.distances = by_distance.Distances(self) if reads_distances(self.spec) else None
 
     def supports(self, arguments: Arguments) -> bool:
         # A score modification of longer sequences would compute positions in 64 bits, one pair at a time.

@@ -199,7 +199,7 @@ class Sm90Backward(sm90_bwd_launch.Backward):
             plain = partial(Sm90Backward, generation, problem, choice, tables, stages_bias=False)
             self.fallback = Fallback(plain, problem.spec, tables)
         is_read, has_sums = reads_distances(spec), sums_by_warps(spec) and sums_by_distance(spec)
-        self._distances = by_distance.of(self, is_read, has_sums) if is_read or has_sums else None
+        self._distances = by_distance.Distances(self, is_read, has_sums) if is_read or has_sums else None
 
     def source(self) -> tuple[dict[str, int], str]:
         constants, functions = source(

@@ -56,7 +56,7 @@ class Sm90Jvp(sm90_launch.Forward):
         self.addressed = (*dict.fromkeys((*ROW_TENSORS, *self._tangents, "dout")),)
         super().__init__(generation, problem, choice, tables)
         self._nonfinite = sm80_jvp.NonfiniteFallback(self, tables)
-        self._distances = by_distance.of(self) if by_distance.reads(self.spec) else None
+        self._distances = by_distance.Distances(self) if by_distance.reads(self.spec) else None
 
     def boxes(self, arguments: Arguments) -> list[tuple[str, int, int, int]]:
         boxes = super().boxes(arguments)
