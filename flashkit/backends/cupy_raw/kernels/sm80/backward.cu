@@ -25,21 +25,6 @@
 #include "sm80/bwd_softmax.cuh"
 #include "sm80/bwd_epilogue.cuh"
 
-// K and V of one key/value head: the only code that knows where they lie in global memory.
-struct KvSource {
-    Rows<> k, v;
-    int n_k;
-
-    __device__ __forceinline__ KvSource(const Params& p, int b, int head_kv, int n_k)
-        : k(p.k, b, head_kv, seq_info(p, b).key_offset), v(p.v, b, head_kv, seq_info(p, b).key_offset), n_k(n_k) {}
-    __device__ __forceinline__ void load_k(int k0, unsigned target) const {
-        load_tile<BLOCK_K, HEAD_DIM, THREADS>(k, k0, n_k, target);
-    }
-    __device__ __forceinline__ void load_v(int k0, unsigned target) const {
-        load_tile<BLOCK_K, HEAD_DIM_V, THREADS>(v, k0, n_k, target);
-    }
-};
-
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backward(KERNEL_PARAMS) {
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ unsigned broadcast;
@@ -75,9 +60,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                         semaphore_skip(semaphore_at(p, b, h, tile), tile_k);
                 }
         }
-        const KvSource kv(p, b, head, n_k);
-        kv.load_k(at.k0, base);
-        kv.load_v(at.k0, base + AT_V);
+        const Rows<> k(p.k, b, head, seq_info(p, b).key_offset), v(p.v, b, head, seq_info(p, b).key_offset);
+        load_tile<BLOCK_K, HEAD_DIM, THREADS>(k, at.k0, n_k, base);
+        load_tile<BLOCK_K, HEAD_DIM_V, THREADS>(v, at.k0, n_k, base + AT_V);
         cp_async_commit();
 
 #pragma unroll 1

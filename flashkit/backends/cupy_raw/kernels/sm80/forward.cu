@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
     const int tiles = IS_PACKED ? (int)num_q_tiles(p, BLOCK_Q) : (most_rows + BLOCK_Q - 1) / BLOCK_Q;
     const unsigned splits = SPLIT_KV ? (unsigned)p.num_splits : 1, split = blockIdx.x % splits;
     const unsigned index = blockIdx.x / splits;
-    const TileCoord coord = ForwardTileScheduler<SPLIT_KV>::initial(p, heads, tiles, (int)index);
+    const TileCoord coord = forward_tile<SPLIT_KV>(p, heads, tiles, (int)index);
     const SeqTile tile = q_tile(p, coord.bh / heads, coord.tile, BLOCK_Q);
     const int b = (int)tile.b, h = coord.bh % heads * PACK_GQA, row0 = (int)tile.tile * BLOCK_Q;
     const int rows = IS_PACKED ? (int)seq_info(p, b).n_q : most_rows;
