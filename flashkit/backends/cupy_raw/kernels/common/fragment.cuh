@@ -42,6 +42,9 @@ DEVICE float across_lanes(float x, F join) {
     return x;
 }
 
+DEVICE float max_across_lanes(float x) { return across_lanes(x, [](float x, float y) { return fmaxf(x, y); }); }
+DEVICE float sum_across_lanes(float x) { return across_lanes(x, [](float x, float y) { return x + y; }); }
+
 // A head's sink, one more logit without a value: the row reference in base 2 and the row sum with it, the factor on O.
 DEVICE void add_sink(const Params& p, int h, float& reference, float& sum, float& factor) {
     const float sink = static_cast<const float*>(p.sinks)[h] * LOG2E, before = reference;

@@ -128,6 +128,18 @@ DEVICE void load_a(unsigned (&a_frag)[4], unsigned a) {
     }
 }
 
+// One step of c += a b, for 8 N columns: load_b(b_frag, n) gives the B operands of 16 columns from 8 n on.
+template <int TILES, int N, typename F>
+DEVICE void mma_columns(float (&c)[TILES][N][4], const FragmentA<TILES>& a, F load_b) {
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+        unsigned b_frag[4];
+        load_b(b_frag, n);
+        mma_step(c, n, a, b_frag[0], b_frag[1]);
+        mma_step(c, n + 1, a, b_frag[2], b_frag[3]);
+    }
+}
+
 // Work that a product interleaves with its steps: interleave(k, steps) in step k.
 struct NoInterleave {
     __device__ __forceinline__ void operator()(int, int) const {}
@@ -144,13 +156,9 @@ DEVICE void gemm_nn(float (&c)[TILES][N][4], unsigned a, unsigned b, int warp_co
                                                                : i * 16 * PITCH + k * 32));
         interleave(k, STEPS);
         a_frag.to_tf32();
-#pragma unroll
-        for (int n = 0; n < N; n += 2) {
-            unsigned b_frag[4];
+        mma_columns(c, a_frag, [&](unsigned (&b_frag)[4], int n) {
             load_b_transposed<DIM, N>(b_frag, b, warp_column, k, n);
-            mma_step(c, n, a_frag, b_frag[0], b_frag[1]);
-            mma_step(c, n + 1, a_frag, b_frag[2], b_frag[3]);
-        }
+        });
     }
 }
 
@@ -165,13 +173,9 @@ DEVICE void gemm_nt(float (&c)[TILES][N][4], unsigned a, unsigned b, F interleav
         UNROLL(i, TILES) ldmatrix_x4<false>(a_frag.high[i], a_address + i * 16 * pitch(DIM));
         interleave(k, STEPS);
         a_frag.to_tf32();
-#pragma unroll
-        for (int n = 0; n < N; n += 2) {
-            unsigned b_frag[4];
+        mma_columns(c, a_frag, [&](unsigned (&b_frag)[4], int n) {
             ldmatrix_x4<false>(b_frag, b_address + n * 8 * pitch(DIM));
-            mma_step(c, n, a_frag, b_frag[0], b_frag[1]);
-            mma_step(c, n + 1, a_frag, b_frag[2], b_frag[3]);
-        }
+        });
     }
 }
 
@@ -216,13 +220,9 @@ DEVICE void gemm_rs(float (&c)[TILES][N][4], const float (&p)[TILES][K][4], unsi
             }
         }
         a_frag.to_tf32();
-#pragma unroll
-        for (int n = 0; n < N; n += 2) {
-            unsigned b_frag[4];
+        mma_columns(c, a_frag, [&](unsigned (&b_frag)[4], int n) {
             load_b_transposed<DIM, N>(b_frag, b, 0, k * 8 / STEP, n);
-            mma_step(c, n, a_frag, b_frag[0], b_frag[1]);
-            mma_step(c, n + 1, a_frag, b_frag[2], b_frag[3]);
-        }
+        });
     }
 }
 

@@ -141,7 +141,7 @@ DEVICE bool guess_row_ref_affine(const float (&s)[S_REGS], float (&m)[2], const 
         UNROLL(i, 4)
             top = fmaxf(top, affine_exponent(s[i / 2 * 4 + 2 * half + i % 2], affine, half, 0, affine.neg_max2[half],
                                              TANH_POLY_SHORT, excess));
-        m[half] = across_lanes(top, [](float x, float y) { return fmaxf(x, y); }) + affine.bias_max[half];
+        m[half] = max_across_lanes(top) + affine.bias_max[half];
         if (P_IS_FLOAT16) m[half] += HEADROOM;
     }
     return __all_sync(~0u, are_row_refs(m));

@@ -70,8 +70,7 @@ DEVICE void epilogue(const Params& p, const WorkTile& at, unsigned base, int num
         const int index = at.row0 + row_of_lane(half), row = index / PACK_GQA, h = at.h + index % PACK_GQA;
         // Where ROW_SUM_BY_MMA each lane of a row has its whole sum.
         float top = m[half];
-        auto add = [](float x, float y) { return x + y; };
-        float sum = ROW_SUM_BY_MMA ? o[COLUMNS / 2 + 2 * half] : across_lanes(l[half], add);
+        float sum = ROW_SUM_BY_MMA ? o[COLUMNS / 2 + 2 * half] : sum_across_lanes(l[half]);
         factor[half] = 1;
         const bool exists = index < n_q * PACK_GQA;
         if (HAS_SINKS && exists) add_sink(p, h, top, sum, factor[half]);
@@ -107,10 +106,9 @@ DEVICE void epilogue(const Params& p, const WorkTile& at, unsigned base, int num
         const bool writes = index < n_q * PACK_GQA && threadIdx.x % 4 == 0;
         store_if(writes, q_row<float>(p, p.lse, at.b, at.h + index % PACK_GQA, index / PACK_GQA), LN2 * lse[half]);
         if constexpr (HAS_STATS) {
-            const auto sum = [](float x, float y) { return x + y; };
-            const float top = across_lanes(stats.top[half], [](float x, float y) { return fmaxf(x, y); });
-            store_statistics(p, at.b, at.h + index % PACK_GQA, index / PACK_GQA, m[half], across_lanes(l[half], sum),
-                             across_lanes(stats.total[half], sum), m[half] + log2_fast(top),
+            const float top = max_across_lanes(stats.top[half]);
+            store_statistics(p, at.b, at.h + index % PACK_GQA, index / PACK_GQA, m[half], sum_across_lanes(l[half]),
+                             sum_across_lanes(stats.total[half]), m[half] + log2_fast(top),
                              [=](float* target, float x) { store_if(writes, target, x); });
         }
     }

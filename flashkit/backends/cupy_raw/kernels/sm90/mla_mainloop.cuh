@@ -123,7 +123,7 @@ struct MlaConsumer {
         UNROLL(half, 2) {
             float top = HIDDEN, factor = scale_log2;
             UNROLL(i, S_REGS / 2) top = fmaxf(top, s[i / 2 * 4 + 2 * half + i % 2]);
-            top = across_lanes(top, [](float x, float y) { return fmaxf(x, y); }) * factor;
+            top = max_across_lanes(top) * factor;
             const float ref = top > m[half] + MAX_P_LOG2 ? top : m[half], shift = ref == HIDDEN ? 0.0f : ref;
             rescale[half] = ref == m[half] ? 1.0f : exp2_fast(m[half] - shift);
             m[half] = ref;
@@ -269,7 +269,7 @@ struct MlaConsumer {
             mma_loop();
             const Unit done = unit;
             UNROLL(half, 2) {
-                l[half] = across_lanes(l[half], [](float x, float y) { return x + y; });
+                l[half] = sum_across_lanes(l[half]);
                 if (threadIdx.x % 4 == 0) store_float(row_slot(AT_ROW_SUMS + WG * 256, half), l[half]);
             }
             named_barrier_sync(BOTH_WARPGROUPS, CONSUMERS);  // both sums are there, and no warp reads Q any more

@@ -155,7 +155,7 @@ DEVICE bool guess_row_ref(const float (&s)[S_REGS], float (&m)[2], const float (
     if (!GUESSES_ROW_REF) return false;
     UNROLL(half, 2) {
         const float top = fmaxf(fmaxf(s[2 * half], s[2 * half + 1]), fmaxf(s[4 + 2 * half], s[4 + 2 * half + 1]));
-        m[half] = across_lanes(top, [](float x, float y) { return fmaxf(x, y); }) * scale_log2[half];
+        m[half] = max_across_lanes(top) * scale_log2[half];
         if (P_IS_FLOAT16) m[half] += HEADROOM;
     }
     return __all_sync(~0u, are_row_refs(m));
@@ -202,7 +202,7 @@ DEVICE void online_softmax(float (&s)[S_REGS], float (&m)[2], float (&sum)[2], f
                 x *= scale_log2[half];
                 top = fmaxf(top, x);
             }
-        top = across_lanes(top, [](float x, float y) { return fmaxf(x, y); });
+        top = max_across_lanes(top);
         const float shift = top == HIDDEN ? 0.0f : top;  // so that -inf stays -inf
         rescale[half] = exp2_fast(m[half] - shift);
         m[half] = top;
@@ -217,7 +217,7 @@ DEVICE void online_softmax_below(float (&s)[S_REGS], float (&m)[2], float (&l)[2
     UNROLL(half, 2) {
         float top = HIDDEN;
         UNROLL(i, S_REGS / 2) top = fmaxf(top, s[i / 2 * 4 + 2 * half + i % 2]);
-        top = across_lanes(top, [](float x, float y) { return fmaxf(x, y); });
+        top = max_across_lanes(top);
         top = fmaxf(m[half], fmaf(top, scale_log2[half], -max_p_log2));
         const float shift = top == HIDDEN ? 0.0f : top;  // so that -inf stays -inf
         rescale[half] = exp2_fast(m[half] - shift);
