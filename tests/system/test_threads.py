@@ -122,7 +122,7 @@ def test_a_worker_without_work_yields_its_core_and_sleeps_when_it_is_taken(progr
     text = """
         import ctypes, threading
         import numpy as np
-        from flashkit.backends.cpu import arguments as at, specialise
+        from flashkit.backends.cpu import arguments as at, objects, specialise
 
         def looks(jump):
             memory, times, yields = np.zeros(int(at.WORKER_WORDS), np.int64), [0], []
@@ -143,7 +143,7 @@ def test_a_worker_without_work_yields_its_core_and_sleeps_when_it_is_taken(progr
             for word, function in zip((at.YIELD, at.CLOCK, at.ACQUIRE), functions):
                 memory[word] = ctypes.cast(function, ctypes.c_void_p).value
             memory[at.STATE] = at.FREE
-            work = ctypes.CFUNCTYPE(None, ctypes.c_int64)(specialise.launcher()["work"])
+            work = ctypes.CFUNCTYPE(None, ctypes.c_int64)(objects.kept(specialise.launcher_source)["work"])
             threading.Thread(target=work, args=(memory.ctypes.data,), daemon=True).start()
             assert asleep.wait(60) and memory[at.STATE] == at.ASLEEP
             assert len(times) - 3 <= len(yields) <= len(times)
