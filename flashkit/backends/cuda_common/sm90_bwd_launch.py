@@ -91,7 +91,8 @@ class BackwardTile(SmemTile):
         smem.add("BIAS", self.stages * self.block_q * keys * self.bias_bytes)
         smem.add("LSE", self.stages * self.block_q * 4)
         smem.add("DELTA", self.dout_stages * self.block_q * 4)
-        smem.add("PAIR_SUMS", 2 * self.block_q if sums_by_distance(spec) and cluster == 1 else 0, align=8)
+        pair_sums = self.block_q * (16 if chunks_q + chunks_v == 2 else 2)  # PairSums
+        smem.add("PAIR_SUMS", pair_sums if sums_by_distance(spec) and cluster == 1 else 0, align=8)
         smem.add("Q_PIPE", 2 * barrier * self.stages)
         smem.add("DOUT_PIPE", 2 * barrier * self.dout_stages)
         smem.add("K_PIPE", 2 * barrier * self.key_buffers)

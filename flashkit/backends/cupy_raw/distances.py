@@ -42,30 +42,27 @@ class Distances:
         of.libraries.append(library)
         self._fill, self._add = (library.kernel(name, device) for name in ("fill_distances", "add_distance_sums"))
 
-    def _heads(self, arguments: Arguments) -> int:
-        """Those of each batch entry where these differ."""
+    def _form(self, arguments: Arguments) -> tuple[int, int, int, int]:
+        """CTAs of a kernel; elements of a head, of a batch entry (0 where these do not differ), and of all."""
+        heads, packed = arguments.heads, arguments.spec.packed
         of_entries = self._of_entries or arguments.words[AT["q_offsets"]]
-        return arguments.heads * (arguments.batch if of_entries else 1)
-
-    def _ctas(self, arguments: Arguments) -> int:
-        heads, parts = self._heads(arguments), (arguments.n_q + arguments.n_k + _ROOM) // _PART + 1
-        return heads * max(1, min(parts, _CTAS // heads))
+        all_heads, distances = heads * (arguments.batch if of_entries else 1), arguments.n_q + arguments.n_k + _ROOM
+        ctas = all_heads * max(1, min(distances // _PART + 1, _CTAS // all_heads))
+        if packed:  # sequences follow each other
+            distances, all_heads = distances + _ROOM * (arguments.batch - 1), heads
+        return ctas, distances, heads * distances if all_heads > heads else 0, all_heads * distances
 
     def fill(self, arguments: Arguments, stream: int) -> Any:
         """Returns the memory, to be kept until the kernels that read it are enqueued."""
-        heads, words = arguments.heads, arguments.words
-        of_head = arguments.n_q + arguments.n_k + _ROOM * (arguments.batch if arguments.spec.packed else 1)
-        heads_of_all = heads if arguments.spec.packed else self._heads(arguments)
-        size, of_entry = heads_of_all * of_head, 0 if heads_of_all == heads else heads * of_head
+        ctas, of_head, of_entry, size = arguments.known(self, self._form)
         words_of_tiles = self.has_sums * (size // _STRAIGHT + 1)
         memory = scratch((words_of_tiles + size * (self.is_read + self.has_sums),), "float32")
         sums = memory.data.ptr + 4 * words_of_tiles
-        words[AT["distance_sums"] : AT["distance_sums"] + 4] = [sums, of_entry, of_head, 1]
-        added = sums + 4 * size * self.has_sums
-        words[AT["distance_bias"] : AT["distance_bias"] + 4] = [added, of_entry, of_head, 1]
-        self._fill.launch(self._ctas(arguments), _THREADS[0], arguments, stream)
+        for name, address in ("distance_sums", sums), ("distance_bias", sums + 4 * size * self.has_sums):
+            arguments.words[AT[name] : AT[name] + 4] = [address, of_entry, of_head, 1]
+        self._fill.launch(ctas, _THREADS[0], arguments, stream)
         return memory
 
     def add(self, arguments: Arguments, stream: int) -> None:
         """Add the sums to the gradients."""
-        self._add.launch(self._ctas(arguments), _THREADS[1], arguments, stream)
+        self._add.launch(arguments.known(self, self._form)[0], _THREADS[1], arguments, stream)

@@ -179,10 +179,11 @@ struct RowDeltas {
     }
 };
 
-// SUMS_BY_DISTANCE: the sum and the moment of dS (common/distances.cuh) of a warp's pairs in each 64 rows of a tile,
-// in even and in odd lanes, for bwd_values.cuh.
+// SUMS_BY_DISTANCE: the sum and the moment of dS (common/distances.cuh) of the pairs that LANES lanes have in each 64
+// rows of a tile, in even and in odd lanes, for bwd_values.cuh: of four where shared memory has room for so many.
 struct PairSums {
-    static constexpr int TILES = SUMS_BY_DISTANCE ? BLOCK_Q / STRAIGHT : 0, BYTES = 2 * 4;  // of a warp
+    static constexpr int TILES = SUMS_BY_DISTANCE ? BLOCK_Q / STRAIGHT : 0, LANES = CHUNKS + CHUNKS_V > 2 ? 32 : 4;
+    static constexpr int OF_WARP = 32 / LANES, OF_GROUP = 4 * OF_WARP, BYTES = 2 * 4;
     int lane, first;  // distance of the lane's first pair from the tile's
     float x[larger(TILES, 1)];
 
@@ -192,13 +193,13 @@ struct PairSums {
         const bool odd = lane % 2;
         x[tile] = (odd ? moment : sum) + __shfl_xor_sync(~0u, odd ? sum : moment, 1);
 #pragma unroll
-        for (int step = 2; step < 32; step *= 2) x[tile] += __shfl_xor_sync(~0u, x[tile], step);
+        for (int step = 2; step < LANES; step *= 2) x[tile] += __shfl_xor_sync(~0u, x[tile], step);
     }
 };
-// Of query tile n of the CTA and the keys of a warp group: of its first warp.
+// Those of query tile n of the CTA and the keys of a warp group: OF_WARP of each warp follow one another.
 DEVICE unsigned pair_sums(unsigned base, unsigned n, int group, int tile) {
     const int place = (n % 2 * larger(PairSums::TILES, 1) + tile) * MMA_WARPGROUPS + group;
-    return base + AT_PAIR_SUMS + place * 4 * PairSums::BYTES;
+    return base + AT_PAIR_SUMS + place * PairSums::OF_GROUP * PairSums::BYTES;
 }
 
 // dS = P * slope * (dP - delta), rounded. p_slope: P times the slope of the score modification (softmax_p). UNMASKED:

@@ -176,8 +176,10 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
             };
             store_ds(pipe_ds, n, ds_of_lane, ds);
             UNROLL(i, PairSums::TILES)
-                if (lane < 2)
-                    store_float(pair_sums(base, n, wg, i) + warp % 4 * PairSums::BYTES + 4 * lane, pairs.x[i]);
+                if (lane % PairSums::LANES < 2)
+                    store_float(pair_sums(base, n, wg, i) + 4 * (lane % PairSums::LANES) +
+                                    (warp % 4 * PairSums::OF_WARP + lane / PairSums::LANES) * PairSums::BYTES,
+                                pairs.x[i]);
             if constexpr (DK_FIRST) {
                 commit_ds();
                 wgmma_wait<0>();  // dV

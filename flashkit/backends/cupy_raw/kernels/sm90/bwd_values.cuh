@@ -54,12 +54,13 @@ DEVICE void add_diagonals(float* sums, unsigned tile, int lane) {
     }
 }
 
-// The same of a tile that is_straight(), from what four consumer warps have found (PairSums).
+// The same of a tile that is_straight(), from what consumers have found (PairSums).
 DEVICE void add_straight(float* sums, unsigned found, int lane) {
-    float x = load_float(found + lane % 8 * 4);
-    x += __shfl_xor_sync(~0u, x, 2);
-    x += __shfl_xor_sync(~0u, x, 4);
-    const float moment = __shfl_sync(~0u, x, 1) * (1.0f / MOMENT_AT), added = lane == 0 ? x - moment : moment;
+    float2 x = load_floats(found + lane % PairSums::OF_GROUP * PairSums::BYTES);
+#pragma unroll
+    for (int step = 1; step < PairSums::OF_GROUP; step *= 2)
+        x.x += __shfl_xor_sync(~0u, x.x, step), x.y += __shfl_xor_sync(~0u, x.y, step);
+    const float moment = x.y * (1.0f / MOMENT_AT), added = lane == 0 ? x.x - moment : moment;
     if (lane < 2 && added != 0) add_float(sums + lane * MOMENT_AT, added);
 }
 
