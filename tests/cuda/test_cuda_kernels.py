@@ -235,6 +235,7 @@ def test_sm80_products_are_matrix_instructions(dtype: str, d: int, what: str, na
 # --- Hopper -----------------------------------------------------------------------------------------------------------
 
 HOPPER = MODELS["sm_90a"]
+SM90 = CupyRawBackend.generations[0]
 
 
 def long(spec: AttentionSpec) -> Problem:
@@ -379,10 +380,10 @@ SM90_MODIFIED = [  # the dilated mask takes as long as four others
 def test_sm90_says_why_not(changes: dict[str, object], sentence: str) -> None:
     given = {"dtype": "bfloat16", "head_dim": 64, "head_dim_v": 64, "batch": 4, "heads": 16, "n_q": 2048, **changes}
     spec = AttentionSpec(*(given.pop(name) for name in ("dtype", "head_dim", "head_dim_v")))  # type: ignore[arg-type]
-    verdict = sm90.Sm90().supports(Problem(spec, **given, n_k=4096), HOPPER, "forward")  # type: ignore[arg-type]
+    verdict = SM90.supports(Problem(spec, **given, n_k=4096), HOPPER, "forward")  # type: ignore[arg-type]
     assert bool(verdict) == (not sentence) and sentence in verdict.reason
-    assert "sm_80" in sm90.Sm90().supports(Problem(spec, 4, 16, 2048, 4096), MODELS["sm_80"], "forward").reason
-    backward = sm90.Sm90().supports(Problem(spec, **given, n_k=4096), HOPPER, "backward")  # type: ignore[arg-type]
+    assert "sm_80" in SM90.supports(Problem(spec, 4, 16, 2048, 4096), MODELS["sm_80"], "forward").reason
+    backward = SM90.supports(Problem(spec, **given, n_k=4096), HOPPER, "backward")  # type: ignore[arg-type]
     if "n_q" not in changes and "heads" not in changes:  # the backward pass goes along the queries
         assert backward == verdict
 
@@ -533,7 +534,7 @@ def test_sm90_tf32_gradients_by_either_pass() -> None:
     def planned(**features: Any) -> tuple[str, list[str]]:
         spec = AttentionSpec(**{"dtype": "float32", "head_dim": 64, "head_dim_v": 64, "precision": "tf32"} | features)
         with launch.listing() as found:
-            made = tables("backward").plan(sm90.Sm90(), long(spec))
+            made = tables("backward").plan(SM90, long(spec))
         return type(made).__name__, [source.name for source, _ in found if isinstance(source, compiler.Source)]
 
     fast, slow = "Sm90Tf32Backward", "Sm90Float32Backward"
