@@ -5,7 +5,7 @@ problems that have too little work for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from .device import Device
 from .generation import row_tiles
 from .launch import Library, TensorMap, check_grid
 from .memory import SmemLayout, bytes_of_keys, heads_per_l2_group
+from .modification import NOT_DENSE, Dense
 from .params import AT
 from .tensor_maps import Maps, TileCounters, maps_of, places_fit, strides_fit
 from .verify import Fallback
@@ -137,6 +138,26 @@ class ForwardTile:
             "NUM_LISTS": NUM_LISTS, "LIST_HEADER": LIST_HEADER, "LIST_CAPACITY": LIST_CAPACITY,
             **self.smem(spec).constants(),
         }  # fmt: skip
+
+
+def add_dense_tiles(smem: SmemLayout, tile: Any, rows: int, keys: int) -> None:
+    """A stage each of tiles of the arrays that the tile has room for: kernels/sm90/dense_tiles.cuh."""
+    for name, itemsize in ("BIAS", tile.bias_bytes), ("MASK", tile.mask_bytes):
+        smem.add(name, tile.stages * rows * 128 * -(-keys * itemsize // 128))
+
+
+def staged(spec: AttentionSpec, dense: Dense, tiles: Sequence[Any], device: Device) -> tuple[Dense, Any]:
+    """Those of the arrays whose tiles fit shared memory, and a tile with room for them: of as many arrays as possible,
+    the first of `tiles` that fits; or no arrays and the first tile.
+    """
+    both, alone = [dense], [dense._replace(mask=None), dense._replace(bias=None)]
+    for arrays in both + (alone if dense.bias and dense.mask else []):
+        sizes = {"bias_bytes": arrays.bias.itemsize if arrays.bias else 0, "mask_bytes": int(arrays.mask is not None)}
+        for tile in tiles if any(arrays) else ():
+            larger = replace(tile, **sizes)
+            if larger.fits(spec, device):
+                return arrays, larger
+    return NOT_DENSE, tiles[0]
 
 
 def fitted(tile: Any, spec: AttentionSpec, device: Device) -> Any:
