@@ -16,7 +16,7 @@ import pytest
 import flashkit
 from flashkit import dispatch, mods
 from flashkit.backends.cuda_common import backend as cuda_backend
-from flashkit.backends.cuda_common import sm90_bwd_launch
+from flashkit.backends.cuda_common import sm90_bwd_launch, sm90_launch
 from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward
 from flashkit.backends.numba_cuda import sm90 as numba_sm90
 from flashkit.call import arguments as call_arguments
@@ -1120,14 +1120,23 @@ def test_tiles_of_a_mask(case: str, generation: str, monkeypatch: pytest.MonkeyP
         first = 1 if "1 byte" in case else 16
         whole = np.ones((*shape[:-1], n_k + 32), bool)
         whole[..., first : first + n_k] = mask
-    paths = []
+    paths, forwards = [], []
     takes = sm90_backward.Sm90Backward.takes
 
     def spied(self: Any, arguments: Any) -> bool:
         paths.append((self.dense.mask is not None, takes(self, arguments)))
         return paths[-1][-1]
 
+    launch = sm90.Sm90Forward.launch
+
+    def launched(self: Any, geometry: Any, arguments: Any, stream: int) -> None:
+        forwards.append(self.dense.mask is not None)
+        launch(self, geometry, arguments, stream)
+
     monkeypatch.setattr(sm90_backward.Sm90Backward, "takes", spied)
+    monkeypatch.setattr(sm90.Sm90Forward, "launch", launched)
+    for module in () if "packed" in case else (sm90, sm90_launch):
+        monkeypatch.setattr(module, "packed", lambda _: 1)
     dispatch.forget()
 
     def results(xp: Any, backend: str) -> list[np.ndarray]:
@@ -1141,6 +1150,7 @@ def test_tiles_of_a_mask(case: str, generation: str, monkeypatch: pytest.MonkeyP
         assert np.isfinite(expected).all()
         assert np.abs(got - expected).max() <= np.abs(expected).max() * 2.0**-6
     assert staged == any(path == (True, True) for path in paths)
+    assert forwards == [staged and "packed" not in case]
 
 
 def by_exact_distance(s: Any, b: Any, h: Any, q: Any, k: Any, *, table: Any, last: Any) -> Any:

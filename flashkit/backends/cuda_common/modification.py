@@ -202,10 +202,10 @@ POSITIONS = "any", "integers", "floats"
 """The results of `positions`, in the order of kernels/common/positions.cuh."""
 
 
-def forward_constants(spec: AttentionSpec, by_distance: bool = False) -> dict[str, int]:
+def forward_constants(spec: AttentionSpec, by_distance: bool = False, dense: Dense = NOT_DENSE) -> dict[str, int]:
     """What Hopper's forward kernels in CUDA C++ know of scores and masks beyond the constants of every kernel."""
     return {
-        "BY_DISTANCE": by_distance,
+        "BY_DISTANCE": by_distance, **dense.constants(),
         "READS_ARRAYS": any(slot.ndim is not None for slot in spec.slots),
         "FAR": NEAR if spec.score is not None else 2**30, "POSITIONS": POSITIONS.index(positions(spec)),
     }  # fmt: skip

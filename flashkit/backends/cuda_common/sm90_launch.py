@@ -55,7 +55,8 @@ class ForwardTile:
     """A tile of the forward pass: `block_q` rows, 64 for each consumer warp group, and `block_k` keys.
 
     `stages` K/V tiles and `q_buffers` tiles of Q are in shared memory at the same time. `turns`: whether consumer warp
-    groups ping-pong, that is issue their products in turn.
+    groups ping-pong, that is issue their products in turn. `bias_bytes`, `mask_bytes`: of an element of a bias and of a
+    mask whose tiles come with K, or 0.
     """
 
     block_q: int
@@ -63,6 +64,8 @@ class ForwardTile:
     stages: int = 2
     q_buffers: int = 2
     turns: int = 1
+    bias_bytes: int = 0
+    mask_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.block_q not in (64, 128, 192) or self.block_k % 16 or not 16 <= self.block_k <= 256:
@@ -94,6 +97,7 @@ class ForwardTile:
         smem.add("K", 128 * self.stages * self.block_k * q * (1 + ("k" in tangents)))
         smem.add("V", 128 * self.stages * self.block_k * v * (1 + ("v" in tangents)))
         smem.add("ONES", 128 * self.block_k * ones)
+        add_dense_tiles(smem, self, self.block_q, self.block_k)
         smem.add("Q_PIPE", barriers * self.q_buffers)
         smem.add("K_PIPE", barriers * self.stages)
         smem.add("V_PIPE", barriers * self.stages)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from ...devices.schema import TileRow
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
@@ -31,6 +31,8 @@ from ..cuda_common.generation import (
 )
 from ..cuda_common.launch import TensorMap
 from ..cuda_common.memory import SmemLayout
+from ..cuda_common.modification import NOT_DENSE, Dense
+from ..cuda_common.params import VALUES
 from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_candidates
 from ..cuda_common.sm90_launch import (
     ForwardTile,
@@ -40,8 +42,10 @@ from ..cuda_common.sm90_launch import (
     forward_candidates,
     packed,
     padded,
+    staged,
     work_enough,
 )
+from ..cuda_common.tensor_maps import dense_maps
 from ..cuda_common.verify import Fallback
 from . import by_distance, sm90_backward, sm90_fp8, sm90_fp16x2, sm90_jvp, sm90_mla, sm90_tf32, specialise
 from .sm80 import MIN_TF32X3_DIM, OLDER
@@ -79,12 +83,13 @@ class Sm90Tile(ForwardTile):
         whole = max(dims) > 64 and not any(dim % 64 for dim in dims)
         return spec.paged and whole and not sums_rows_by_mma(spec, self)
 
-    def constants(self, spec: AttentionSpec, pack: int) -> dict[str, int]:
+    def constants(self, spec: AttentionSpec, pack: int, dense: Dense = NOT_DENSE) -> dict[str, int]:
         return {
             **self.common(spec, pack, _classifies(spec)),
             "ROW_SUM_BY_MMA": sums_rows_by_mma(spec, self),
             "FAST_MATH": num_terms(spec) == 1, "NUM_TERMS": num_terms(spec),
-            "FP8": False, "GETS_VT": False, **modification.forward_constants(spec, reads_distances(spec)),
+            "FP8": False, "GETS_VT": False,
+            **modification.forward_constants(spec, reads_distances(spec), dense),
         }  # fmt: skip
 
 
@@ -109,24 +114,43 @@ def _classifies(spec: AttentionSpec) -> bool:
     return spec.mask is not None or spec.kv_lengths
 
 
-def forward_source(spec: AttentionSpec, tile: Sm90Tile, pack: int) -> tuple[dict[str, int], str]:
+def staged_arrays(problem: Problem, tile: Sm90Tile, device: Device) -> tuple[Dense, Sm90Tile]:
+    """The arrays whose tiles pass through shared memory, and a tile with room for them."""
+    spec = problem.spec
+    if spec.packed or spec.paged or spec.dtype == "float32" or packed(problem) > 1:
+        return NOT_DENSE, tile
+    bias = modification.dense_bias(spec)
+    kinds = itertools.product(sorted({tile.block_k, min(tile.block_k, 64)}, reverse=True), range(tile.q_buffers, 0, -1))
+    tiles = [replace(tile, block_k=keys, q_buffers=buffers) for keys, buffers in kinds]
+    return staged(spec, Dense(bias if bias and bias.itemsize else None, modification.dense_mask(spec)), tiles, device)
+
+
+def forward_source(
+    spec: AttentionSpec, tile: Sm90Tile, pack: int, dense: Dense = NOT_DENSE
+) -> tuple[dict[str, int], str]:  # fmt: skip
     """Constants and generated functions of kernels/sm90/forward.cu."""
     dtype = "float16" if spec.dtype == "float32" else spec.dtype
     columns = padded(spec.head_dim_v) + 8 * sums_rows_by_mma(spec, tile)
-    return tile.constants(spec, pack), wgmma_functions(dtype, [tile.block_k], [columns])
+    functions = wgmma_functions(dtype, [tile.block_k], [columns])
+    return tile.constants(spec, pack, dense), ("#define DENSE_MAPS\n" if any(dense) else "") + functions
 
 
 class Sm90Forward(sm90_launch.Forward):
-    """The forward pass."""
+    """The forward pass. stages: whether tiles of a dense bias and of a mask may pass through shared memory."""
 
-    def __init__(self, problem: Problem, choice: Choice, tables: TileTables) -> None:
+    def __init__(self, problem: Problem, choice: Choice, tables: TileTables, stages: bool = True) -> None:
         spec, device, tile, is_float32 = problem.spec, tables.device, choice.tile, problem.spec.dtype == "float32"
-        constants, functions = forward_source(spec, tile, packed(problem))
+        self.dense, tile = staged_arrays(problem, tile, device) if stages else (NOT_DENSE, tile)
+        constants, functions = forward_source(spec, tile, packed(problem), self.dense)
         arch = compiler.target(device.capability)
         library = specialise.library("sm90/forward", spec, tuple(constants.items()), arch, functions)
-        fallback = Fallback(partial(tables.plan, OLDER, problem), spec, device, "forward")
+        other: partial[Pass] = partial(tables.plan, OLDER, problem)
+        if any(self.dense):
+            other = cast("partial[Pass]", partial(Sm90Forward, problem, choice, tables, stages=False))
+        fallback = Fallback(other, spec, device, "forward")
         addressed = ("out",) if is_float32 else ROW_TENSORS
         super().__init__(problem, device, tile, choice.why, library, fallback, addressed)
+        self._addresses += [VALUES + array.at for array in self.dense if array]
         self.conversion = Fp16x2Conversion(spec, tile.block_k, device) if is_float32 else None
         self.distances = by_distance.Distances(spec, device) if reads_distances(spec) else None
         self.libraries += [each.library for each in (self.conversion, self.distances) if each]
@@ -135,6 +159,11 @@ class Sm90Forward(sm90_launch.Forward):
         # A score modification of longer sequences would compute positions in 64 bits, one pair at a time.
         most = max(arguments.n_q, arguments.n_k, arguments.batch, arguments.heads)
         return super().takes(arguments) and (arguments.spec.score is None or most < modification.NEAR)
+
+    def geometry(self, arguments: Arguments) -> LaunchGeometry | None:
+        found = super().geometry(arguments)
+        maps = dense_maps(arguments, self.dense, self.tile.block_q)
+        return None if found is None or maps is None else found._replace(maps=(*found.maps, *maps))
 
     def maps(self, arguments: Arguments, geometry: LaunchGeometry, stream: int) -> tuple[list[TensorMap], Any]:
         (*maps, out), held = super().maps(arguments, geometry, stream)

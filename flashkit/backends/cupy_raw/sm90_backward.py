@@ -182,9 +182,7 @@ class Sm90Backward(sm90_bwd_launch.Backward):
 
     def __init__(self, problem: Problem, choice: Choice, tables: TileTables, stages: bool = True) -> None:
         spec, tile, device = replace(problem.spec, deterministic=in_order(problem)), choice.tile, tables.device
-        self.dense = NOT_DENSE
-        if stages:
-            self.dense, tile = staged_arrays(spec, tile, device)
+        self.dense, tile = staged_arrays(spec, tile, device) if stages else (NOT_DENSE, tile)
         self.stores = stores_ds(problem, self.dense.bias)
         self.entries_first = puts_entries_first(problem, self.dense.bias)
         kind = sm90_bwd_launch.mask_kind(spec)
@@ -222,10 +220,8 @@ class Sm90Backward(sm90_bwd_launch.Backward):
 
     def geometry(self, arguments: Arguments) -> LaunchGeometry | None:
         found = super().geometry(arguments)
-        if found is None or not any(self.dense):
-            return found
         maps, gradient = dense_maps(arguments, self.dense, self.tile.block_q), self._gradient_maps(arguments)
-        if maps is None or gradient is None:
+        if found is None or maps is None or gradient is None:
             return None
         return found._replace(maps=[*found.maps, *maps, *(gradient or maps[:1])])  # one that is not used
 

@@ -75,11 +75,12 @@ DEVICE float mask_score(const Params& p, const FragmentCoord& at, const MaskFrag
     const int row = own < last ? own : last;
     const POSITION first = at.row0 + lane_row(0, 0) + offset;
     const POSITION q = SHIFTS ? 8 * n + c : row + offset, key = SHIFTS ? k - first : k;
-    bool shown = true;
-    if constexpr (MASK_TILES && sizeof(POSITION) == 4)
-        shown = visible_where(mask.shown(n, half, c), at.b, at.h, row, q, key, p);
-    else if constexpr (HAS_MASK) shown = visible(at.b, at.h, row, q, key, p);
-    return k < n_k && (!IS_PACKED || own <= last) && shown ? x : HIDDEN;
+    const auto shown = [&]() {
+        if constexpr (MASK_TILES && sizeof(POSITION) == 4)
+            return visible_where(mask.shown(n, half, c), at.b, at.h, row, q, key, p);
+        else return !HAS_MASK || visible(at.b, at.h, row, q, key, p);
+    };
+    return k < n_k && (!IS_PACKED || own <= last) && shown() ? x : HIDDEN;
 }
 
 // A PARTIAL tile. Positions beyond 32 bits are masked in a loop, which takes few registers.

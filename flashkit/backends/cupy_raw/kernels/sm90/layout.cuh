@@ -2,11 +2,12 @@
 //
 // From the head: BLOCK_K, MMA_WARPGROUPS, STAGES, Q_BUFFERS, PACK_GQA, PING_PONG, ROW_SUM_BY_MMA, NUM_TERMS,
 // CONSUMER_REGISTERS, PRODUCER_REGISTERS, BOX_ROWS (keys of a TMA box of K and V in pages), INTERLEAVED, WATCHDOG,
-// READS_ARRAYS, POSITIONS, FAR, SHARED_BYTES, LIST_HEADER, LIST_CAPACITY and the offsets AT_* of the parts of shared
-// memory, which ForwardTile.smem lays out (cuda_common/sm90_launch.py):
+// READS_ARRAYS, POSITIONS, FAR, SHARED_BYTES, LIST_HEADER, LIST_CAPACITY, those of dense_tiles.cuh and the offsets AT_*
+// of the parts of shared memory, which ForwardTile.smem lays out (cuda_common/sm90_launch.py):
 //
 //     AT_Q                  [Q_BUFFERS][MMA_WARPGROUPS][64][..]; O on its way out lies there, too
 //     AT_K, AT_V            [STAGES][BLOCK_K][..]; jvp.cu: with tangents
+//     AT_BIAS, AT_MASK      [STAGES][BLOCK_Q][BLOCK_K]  tiles of a dense bias and of a mask, loaded with K
 //     AT_ONES               a chunk of ones behind every V, where ROW_SUM_BY_MMA
 //     AT_Q_PIPE, AT_K_PIPE, AT_V_PIPE, AT_LIST_PIPE     full and empty barriers
 //     AT_CLAIM              barrier: the work tile is near its end, so the scheduler may claim the next one
@@ -24,6 +25,7 @@
 // each other, so that a TMA box has all columns of its keys.
 #pragma once
 #include "common/positions.cuh"
+#include "sm90/dense_tiles.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/fp16x2_terms.cuh"
 
@@ -126,6 +128,11 @@ constexpr int VT_LINES = COLUMNS + 8 * (COLUMNS <= 128);  // FP8, of V^T: column
 constexpr int BYTES_K = CHUNK_BYTES * CHUNKS_K * (1 + TANGENT_K);
 constexpr int BYTES_V = GETS_VT ? VT_LINES * CHUNK_ROW : CHUNK_BYTES * CHUNKS_V * (1 + TANGENT_V);
 constexpr int V_STAGES = FP8 && !GETS_VT ? (COLUMNS <= 128 ? 2 : 1) : STAGES;
+
+using BiasTile = DenseTile<BIAS_BYTES, BIAS_OF_HEADS, BIAS_OF_ENTRIES, BLOCK_Q, BLOCK_K>;
+using MaskTile = DenseTile<MASK_TILES, MASK_TILES_OF_HEADS, MASK_TILES_OF_ENTRIES, BLOCK_Q, BLOCK_K>;
+static_assert(BiasTile::SIZE + MaskTile::SIZE == 0 || (PACK_GQA == 1 && !IS_PACKED && !IS_PAGED),
+              "rows and keys are those of the arrays");
 
 // Registers of a lane. Where ROW_SUM_BY_MMA the last four of O are sums of P.
 constexpr int O_REGS = COLUMNS / 2 + 4 * ROW_SUM_BY_MMA, S_REGS = BLOCK_K / 2, P_REGS = BLOCK_K / 4;

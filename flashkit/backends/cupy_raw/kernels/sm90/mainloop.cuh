@@ -182,6 +182,11 @@ struct Consumer {
         terms.begin_work_tile(params, work_tile);
     }
 
+    __device__ __forceinline__ DenseStage dense_stage(unsigned n) const {
+        const unsigned stage = n % STAGES, rows = base + wg * 64 * CHUNK_ROW;
+        return {rows + AT_BIAS + stage * BiasTile::SIZE, rows + AT_MASK + stage * MaskTile::SIZE};
+    }
+
     // --- softmax -----------------------------------------------------------------------------------------------------
 
     template <bool STEEP, bool BOUNDED>
@@ -228,8 +233,8 @@ struct Consumer {
                 (AFFINE && TANH_POLY_SHORT ? path.tanh_poly_ok : path.steady) &= __all_sync(~0u, block.poly_ok);
         }
         if (AFFINE && (UNMASKED || (block.affine && block.full)))
-            modify_in_range<false>(params, work_tile, work_tile.offset, s, block.k0, scale);
-        else if (speculative || block.affine) modify_tile(params, work_tile, block.full, s, block.k0, scale);
+            modify_in_range<false>(params, work_tile, work_tile.offset, s, block.k0, scale, dense_stage(block.n));
+        else if (speculative || block.affine) modify_tile(params, work_tile, block.full, s, block.k0, scale, dense_stage(block.n));
     }
 
     template <bool PV_PENDING, bool UNMASKED>
@@ -258,8 +263,8 @@ struct Consumer {
         scale_scores(s, scales);
         terms.begin_tile(scales, !UNMASKED && first_tile, m, l, softmax.ref_minus_bias);
         if constexpr (HAS_SCORE && !AFFINE && UNMASKED)
-            modify_in_range<false>(params, work_tile, work_tile.offset, s, k0, scale);
-        else if (!UNMASKED && !block.affine) block.in_range = modify_tile(params, work_tile, full, s, k0, scale);
+            modify_in_range<false>(params, work_tile, work_tile.offset, s, k0, scale, dense_stage(n));
+        else if (!UNMASKED && !block.affine) block.in_range = modify_tile(params, work_tile, full, s, k0, scale, dense_stage(n));
         if (!UNMASKED && first_tile && !path.bounded)
             softmax.has_row_ref =
                 AFFINE && block.affine ? guess_row_ref_affine(s, m, affine) : guess_row_ref(s, m, factor);
@@ -287,7 +292,7 @@ struct Consumer {
             block.rescales = true;
             if (UNMASKED && !is_settled()) steady_desc = NO_DESC;
         } else if (BOUNDED_SCORES && !UNMASKED && block.affine && !full) {
-            modify_in_range<true, true>(params, work_tile, work_tile.offset, s, k0, scale);  // masks P
+            modify_in_range<true, true>(params, work_tile, work_tile.offset, s, k0, scale, dense_stage(n));  // masks P
         }
         terms.end_tile(m);
         if (AFFINE && SLOPED && block.affine) find_ref_minus_bias(affine, m, softmax.ref_minus_bias);
