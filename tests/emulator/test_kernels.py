@@ -1048,14 +1048,19 @@ def test_tiles_of_a_bias(case: str, data: str, generation: str, monkeypatch: pyt
         first = 1 if "2 bytes" in case else 8
         whole = np.zeros((*shape[:-1], n_k + 16), values.dtype)
         whole[..., first : first + n_k] = values
-    paths = []
-    takes = sm90_backward.Sm90Backward.takes
+    paths, forwards = [], []
+    takes, launch = sm90_backward.Sm90Backward.takes, sm90.Sm90Forward.launch
 
     def spied(self: Any, arguments: Any) -> bool:
         paths.append((self.dense.bias is not None, self.stores, takes(self, arguments)))
         return paths[-1][-1]
 
+    def launched(self: Any, geometry: Any, arguments: Any, stream: int) -> None:
+        forwards.append(self.dense.bias is not None)
+        launch(self, geometry, arguments, stream)
+
     monkeypatch.setattr(sm90_backward.Sm90Backward, "takes", spied)
+    monkeypatch.setattr(sm90.Sm90Forward, "launch", launched)
     dispatch.forget()
     if data == "random":
         monkeypatch.setattr(sm90_backward, "SMALL_BIAS", 0)
@@ -1063,8 +1068,9 @@ def test_tiles_of_a_bias(case: str, data: str, generation: str, monkeypatch: pyt
     def gradients(xp: Any, backend: str, *more: str) -> list[np.ndarray]:
         bias = xp.asarray(whole)[..., first : first + n_k] if "part" in case else xp.asarray(values)
         with np.errstate(invalid="ignore"):
-            _, vjp = flashkit.attention_vjp(*map(xp.asarray, (q, k, v)), bias=bias, backend=backend, **options)
-            return [cases.to_numpy(x).astype(np.float64) for x in vjp(xp.asarray(dout), wrt=("q", "k", "v", *more))]
+            out, vjp = flashkit.attention_vjp(*map(xp.asarray, (q, k, v)), bias=bias, backend=backend, **options)
+            found = out, *vjp(xp.asarray(dout), wrt=("q", "k", "v", *more))
+        return [cases.to_numpy(x).astype(np.float64) for x in found]
 
     found, right = gradients(cupy, "cupy_raw", "bias"), gradients(np, "reference", "bias")
     for got, expected in zip([*found, *gradients(cupy, "cupy_raw")], right + right, strict=False):
@@ -1073,6 +1079,7 @@ def test_tiles_of_a_bias(case: str, data: str, generation: str, monkeypatch: pyt
         assert np.abs(got - expected)[finite].max() <= np.abs(expected[finite]).max() * 2.0**-6
     assert (staged, stores, True) in paths or not staged
     assert staged == any(path[0] and path[2] for path in paths)
+    assert all(forwards) == (heads_kv == 2 and case != "a part that begins at 2 bytes")
 
 
 class Masked(NamedTuple):

@@ -47,9 +47,6 @@ DEVICE void add_by_distance(const Params& p, const WorkTile& at, const SeqSlot& 
     }
 }
 
-// Addresses of the stage that holds a tile of a dense bias and of a mask, of the warp group's rows.
-struct DenseStage { unsigned bias = 0, mask = 0; };
-
 // BIAS_BYTES: S times its scale, plus the bias.
 DEVICE void add_bias(float (&s)[S_REGS], unsigned tile, float scale) {
     constexpr int CHUNK = BLOCK_Q * CHUNK_ROW;
@@ -100,20 +97,24 @@ struct MaskFragment {
     }
 };
 
+// Of a tile of a dense bias the address of the warp group's rows, and of a mask the lane's bits.
+struct DenseFragments {
+    unsigned bias = 0;
+    MaskFragment mask;
+};
+
 // S of a tile, modified, and -inf where masked; or P (OF_P), 0 where masked. Positions are in range
 // (positions_in_range). Where the mask SHIFTS, it depends on q - k alone, and keys count from the lane's first one:
 // each becomes an immediate of the comparison.
 template <bool PARTIAL_TILE, bool OF_P = false>
 DEVICE void modify_in_range(const Params& p, const WorkTile& at, start offset, float (&s)[S_REGS], int k0,
-                            float scale, const DenseStage& dense) {
+                            float scale, const DenseFragments& dense) {
     const SeqSlot seq = seq_of(p, at);
     const int n_q = seq.n_q(), n_k = PARTIAL_TILE ? seq.n_k() : 0;
     constexpr bool CLAMPED = PARTIAL_TILE && READS_ARRAYS, ADDED = BY_DISTANCE || BIAS_BYTES > 0;
     if constexpr (BY_DISTANCE && !OF_P) add_by_distance(p, at, seq, s, k0, scale);
     if constexpr (BIAS_BYTES > 0 && !OF_P) add_bias(s, dense.bias, scale);
     if constexpr (ADDED && !PARTIAL_TILE) return;
-    MaskFragment mask;
-    if constexpr (PARTIAL_TILE && MASK_TILES) mask.load(dense.mask);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const auto [h, row] = clamped_row(n_q, at.h, opaque(at.row0) + row_of_lane(half));
@@ -133,7 +134,7 @@ DEVICE void modify_in_range(const Params& p, const WorkTile& at, start offset, f
                     x = modified_score<position>(x * scale, at.b, h, row, q, k_of, distance, p);
                 if constexpr (PARTIAL_TILE) {
                     bool shown = k < n_k;
-                    if constexpr (MASK_TILES) shown = visible_where(mask.shown(n, half, c), at.b, h, row, q, inside, p);
+                    if constexpr (MASK_TILES) shown = visible_where(dense.mask.shown(n, half, c), at.b, h, row, q, inside, p);
                     else if constexpr (HAS_MASK)
                         shown = visible(at.b, h, row, SHIFTS ? q - first : q, SHIFTS ? 8 * n + c : inside, p);
                     x = shown ? x : OF_P ? 0.0f : HIDDEN;
@@ -173,7 +174,7 @@ DEVICE bool positions_in_range(const Params& p, long long offset) {
 
 // Any tile. Returns whether positions are in range, as far as a later unmasked tile needs it.
 DEVICE bool modify_tile(const Params& p, const WorkTile& at, bool full, float (&s)[S_REGS], int k0, float scale,
-                        const DenseStage& dense = {}) {
+                        const DenseFragments& dense = {}) {
     bool in_range = true;
     asm volatile("" : "+r"(k0));  // or what depends on k0 alone is computed for every tile, whether needed or not
     if constexpr (HAS_SCORE || HAS_MASK) {
