@@ -20,25 +20,7 @@ from .dispatch import use_backend
 from .errors import OutOfPagesError, ProfileError, UnsupportedError
 from .latent import mla
 from .mods.block_mask import BlockMask
-from .mods.expr import (
-    clip,
-    cos,
-    erf,
-    exp,
-    exp2,
-    floor,
-    log,
-    log2,
-    maximum,
-    minimum,
-    sigmoid,
-    sign,
-    sin,
-    sqrt,
-    tanh,
-    to_int,
-    where,
-)
+from .mods.expr.functions import *
 from .rope.apply import rotary, rotary_vjp
 from .rope.tables import rotary_table
 

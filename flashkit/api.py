@@ -81,15 +81,6 @@ def attention(
         Any of "entropy", "max_logit" and "key_weight"; see Returns.
     out
         Array for the result, of its shape and dtype.
-    deterministic
-        Give the same bits for the same inputs in the backward pass on a GPU too; all other passes always do. The bits
-        of a decoded sequence then do not depend on the rest of the batch, and on the CPU none on the number of threads.
-        The environment variable FLASHKIT_DETERMINISTIC=1 asks for it in every call.
-    precision
-        "tf32" allows TensorFloat-32 products for float32 inputs on GPUs that have them. None or "highest" is full
-        float32; of e4m3 arrays None may round weights to e4m3 as well. "fp8" quantises float16 and bfloat16 to e4m3
-        first, q and k rotated: as quantize(x, "e4m3", "block", rotate=True), and for v without rotation; with
-        kv_lengths, cu_seqlens or page_table each token by itself, "token".
     backend
         Name of the backend. By default the fastest one by the profile of the device.
 
@@ -151,10 +142,8 @@ def attention(
     if return_stats != ():
         names = names_of(return_stats)
         with Call("attention", q, k, v, {**options}, out) as call:
-            result, lse, stats = with_statistics(call, backend, names)
-            adapter = call.foreign
-            own = stats if adapter is None else {name: adapter.from_native(name, x) for name, x in stats.items()}
-            result, lse = call.to_caller((result, lse))
+            result, lse, *stats = call.to_caller(with_statistics(call, backend, names))
+            own = dict(zip(names, stats))
             return (result, lse, own) if return_lse else (result, own)
     with Call("attention", q, k, v, {**options}, out) as call:
         return call.to_caller(plan_of(call, backend, return_lse).run(call))

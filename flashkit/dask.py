@@ -25,8 +25,8 @@ from dask.base import clone_key
 
 from . import api, mods
 from .call import arrays
-from .call.arguments import prepare
-from .call.checks import flag, window_of
+from .call.arguments import masks_by_position, prepare
+from .call.checks import flag
 from .call.chunks import hiding, joined, moved
 from .call.merge import merge
 from .mods import Mod, expr
@@ -107,7 +107,6 @@ def attention(
     split_every = integer("split_every", split_every, 2)
     hold_kv = flag("hold_kv", hold_kv)
     fixed: dict[str, Any] = {name: x for name, x in options.items() if OPTIONS[name].role is Role.CONSTANT}
-    fixed |= {"causal": flag("causal", o.causal), "window": None if o.window is None else window_of(o.window)}
     tensors = {name: _stand_in(name, x) for name, x in {"q": q, "k": k, "v": v, **pairs}.items()}
     functions: dict[str, Any] = dict(block_mask=o.block_mask, score_mod=o.score_mod, mask_mod=o.mask_mod)
     score_mod, mask_mod, block_mask, layout = o.score_mod, o.mask_mod, o.block_mask, o.layout
@@ -124,9 +123,7 @@ def attention(
     score = None if score_mod is None else mods.trace(score_mod, "score")
     listed = None if mask_mod is None else mods.trace(mask_mod, "mask"), block_mask and block_mask.mod
     hidden = joined(listed)
-    window = fixed["window"]
-    by_position = fixed["causal"] and mods.causal(), window and mods.sliding_window(*window), hidden
-    seen = joined([mod or None for mod in by_position])
+    seen = joined([*masks_by_position(o.causal, o.window), hidden])
     own = [None if mod is None else delayed(mod, traverse=False) for mod in (score, hidden)]
     fixed |= dict(backend=backend)
 

@@ -150,8 +150,9 @@ class Options(TypedDict, total=False):
         default="bhnd", theirs=("tensor_layout", "qkv_layout", "qkv_format"),
     )]  # fmt: skip
     deterministic: Annotated[bool, Option(
-        "Give the same bits for the same inputs in the backward pass on a GPU too. All other passes always do. The "
-        "environment variable FLASHKIT_DETERMINISTIC=1 asks for it in every call.", default=False,
+        "Give the same bits for the same inputs in the backward pass on a GPU too; all other passes always do. The "
+        "bits of a decoded sequence then do not depend on the rest of the batch, and on the CPU none on the number of "
+        "threads. The environment variable FLASHKIT_DETERMINISTIC=1 asks for it in every call.", default=False,
     )]  # fmt: skip
     precision: Annotated[Precision | None, Option(
         '"tf32" allows TensorFloat-32 products for float32 inputs on GPUs that have them. None or "highest" is full '

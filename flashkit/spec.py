@@ -451,8 +451,8 @@ class Gradients:
     """What the backward pass reads beyond the operands, and where it writes.
 
     dout (B, Hq, Nq, Dv); dlse (B, Hq, Nq) or None; dq, dk, dv like q, k, v, C-contiguous; dsinks (Hq,) or None.
-    values: the gradients by the slots of `spec.wrt`, in their shapes, a number's (); C-contiguous, of the accumulators'
-    dtype, and 0 before; or None, where the backend makes an array, of any floating dtype.
+    values: the gradients by the slots of `spec.sums`, None before: arrays that the backend makes, in the shapes of the
+    values, a number's (), of any floating dtype.
     """
 
     dout: Any

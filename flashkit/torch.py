@@ -20,8 +20,9 @@ from .call.interop import is_dual
 from .call.quantized import Quantized
 from .call.torch_autograd import OfRanks, call, recorded_call
 from .call.torch_mods import Mods
-from .call.torch_passes import ARRAYS, Scalars, Tensors
+from .call.torch_passes import ARRAYS, NAMES, Scalars, Tensors
 from .distributed import Comm as NativeComm
+from .errors import shown
 from .numeric import number
 from .options import DEFAULTS, NUMBERS, Options, closed, documented, misplaced, unknown, unknown_of
 
@@ -128,17 +129,16 @@ def _arguments(q: Any, options: Any, backend: str | None) -> tuple[Any, Tensors,
         is_tensor = isinstance(x, torch.Tensor)
         if x is DEFAULTS[name] or name in FUNCTIONS or name == "seed":
             continue
+        each = x if isinstance(x, tuple) and name == "cu_seqlens" else (x,)
+        if name in ARRAYS and name != "q_offset" and not all(isinstance(tensor, torch.Tensor) for tensor in each):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {shown(x)}")
         if name == "window":
             left, right = x
             scalars |= {f"window_{side}": n for side, n in (("left", left), ("right", right)) if n is not None}
-        elif name == "cu_seqlens":
-            tensors["cu_seqlens_q"] = x[0] if isinstance(x, tuple) else x
-            if isinstance(x, tuple):
-                tensors["cu_seqlens_k"] = x[1]
         elif name == "bias" or (name == "mask" and x.is_floating_point()):
             tensors["bias"] = tensors["bias"] + x if "bias" in tensors else x
         elif name in ARRAYS and (is_tensor or name != "q_offset"):
-            tensors["q_offsets" if name == "q_offset" else name] = x
+            tensors |= zip(NAMES.get(name, (name,)), each)
         elif is_tensor and name == "scale":
             q, scalars["scale"] = _scaled(q, x), 1.0
         elif is_tensor:

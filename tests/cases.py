@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import forms
+import ml_dtypes  # noqa: F401  # gives NumPy its bfloat16
 import numpy as np
 
 import flashkit
@@ -240,7 +241,7 @@ def compiled(backend: str, dtype: str) -> None:
     def compile_(other: str, timeout: float) -> None:
         folder = trust.directory(kernel_cache.path(), make=True)
         with FileLock(folder / f"tests-{other}.lock", timeout=timeout):
-            x = np.ones((1, 1, 1, 1), numpy_dtype(other))
+            x = np.ones((1, 1, 1, 1), np.dtype(other))
             out, vjp = flashkit.attention_vjp(x, x, x, backend=backend)
             vjp(out)
 
@@ -256,14 +257,6 @@ def compiled(backend: str, dtype: str) -> None:
 
 def to_numpy(array: Any) -> np.ndarray:
     return array if isinstance(array, np.ndarray) else array.get()
-
-
-def numpy_dtype(dtype: str) -> np.dtype:
-    if dtype == "bfloat16":
-        import ml_dtypes
-
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(dtype)
 
 
 # --- building a call --------------------------------------------------------------------------------------------------
@@ -297,7 +290,7 @@ def build(choice: Choice, xp: Any = np, seed: int = 0) -> Call:
     """The call that a choice describes; the same for the same choice and seed."""
     rng = np.random.default_rng(np.asarray([seed, *name(choice).encode()], np.uint32))  # a list takes 1 ms
     choice = PLAIN | dict(choice)
-    layout, dtype = choice["layout"].partition(",")[0], numpy_dtype(choice["dtype"])
+    layout, dtype = choice["layout"].partition(",")[0], np.dtype(choice["dtype"])
     five, two, bnhd = layout == "five axes", layout == "two axes", choice["layout"].endswith("bnhd")
     tokens_outside = bnhd and not two
     batch_axes = () if layout in ("three axes", "two axes") else (2,) * five + (int(choice["batch"]),)
@@ -556,7 +549,7 @@ def features(choice: Choice, rng: np.random.Generator, batch: int, heads: int, n
 
 
 def _floats(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, with_inf: bool) -> np.ndarray:
-    x = np.asarray(rng.standard_normal(shape)).astype(numpy_dtype(dtype))
+    x = np.asarray(rng.standard_normal(shape)).astype(dtype)
     if with_inf:
         x[rng.random(shape) < 0.1] = -np.inf
     return x
@@ -746,7 +739,7 @@ class Yardstick:
             ideal = computed(spec, operands, dout, dlse, np.float64)
         with mock.patch.object(reference.steps, "matmul", product_in_order):
             plain = computed(
-                spec, operands, dout, dlse, np.float32 if self.dtype == "float64" else numpy_dtype(self.dtype)
+                spec, operands, dout, dlse, np.float32 if self.dtype == "float64" else np.dtype(self.dtype)
             )
         for n, x in plain:
             with np.errstate(invalid="ignore"):

@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,8 +42,8 @@ NUMBA_ONE_IN = 5
 """Numba takes ten seconds for kernels that NVRTC compiles in one. So of the cases that a test has for its backend on a
 device, where they are more than a few, one in so many runs.
 """
-SLOW_ONE_IN = 4
-"""The same for slow cases on a CPU: `make test` is to end within a quarter of an hour on two cores."""
+SLOW_ONE_IN = 6
+"""The same for slow cases on a CPU: `make test` is to end within twelve minutes on two cores."""
 FEW = 4
 """So many cases all run, whatever they take."""
 
@@ -125,6 +126,23 @@ def program() -> Callable[..., str]:
         return done.stdout
 
     return run
+
+
+@pytest.fixture
+def calls_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[object, str], list[tuple[Any, ...]]]:
+    """Call it with an owner and a name: the positional arguments of that function's calls from now on."""
+
+    def watch(owner: object, name: str) -> list[tuple[Any, ...]]:
+        calls, function = list[tuple[Any, ...]](), getattr(owner, name)
+
+        def watched(*given: Any, **options: Any) -> Any:
+            calls.append(given)
+            return function(*given, **options)
+
+        monkeypatch.setattr(owner, name, watched)
+        return calls
+
+    return watch
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ def make(
     q_offset (default: the last query sees the last key), kv_lengths: int or (batch,). sinks: (heads,).
     """
     rng = np.random.default_rng(rng)
-    dtype = numpy_dtype(dtype)
+    dtype = np.dtype(dtype)
     shape_q, shape_kv = (batch, heads, n_q), (batch, heads // group, n_k)
     shapes = (*shape_q, head_dim), (*shape_kv, head_dim), (*shape_kv, head_dim_v)
     q, k, v = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
@@ -66,14 +66,6 @@ def make(
 
 def problem(spec: AttentionSpec, operands: Operands) -> Problem:
     return Problem(spec, *operands.q.shape[:3], operands.k.shape[2])
-
-
-def numpy_dtype(name: Any) -> np.dtype:
-    if name == "bfloat16":
-        import ml_dtypes
-
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name)
 
 
 class OnDevice:

@@ -41,7 +41,7 @@ class Backend(Protocol):
         """Fill operands.out and operands.lse."""
 
     def backward(self, plan: Any, operands: Operands, gradients: Gradients) -> None:
-        """Fill gradients.dq, dk, dv and dsinks, and add to gradients.values, given operands.out and operands.lse of the
+        """Fill gradients.dq, dk, dv and dsinks, and make gradients.values, given operands.out and operands.lse of the
         forward pass.
         """
 
@@ -81,10 +81,7 @@ class Optional(Backend, Protocol):
     takes: Collection[str]  # names of EXTRAS that it is asked about
     last_resort: bool  # whether it ranks behind the others unless a profile has measured it
     spares_lse: bool  # whether a bound call takes None for an lse that the caller did not request
-    takes_arrays: bool  # whether `per_call` may name arrays of modifications
-    takes_scales: bool  # whether, behind all else, the scales of codes: those of q ("q_scale"), "k_scale" and "v_scale"
-    makes_values: bool  # whether it makes the arrays of `Gradients.values` where they are None
-    takes_lengths: bool  # whether it may be ("kv_lengths", "q_offset"), and with pages "page_table" behind them
+    takes_lengths: bool  # whether `per_call` may be ("kv_lengths", "q_offset"), and with pages "page_table" behind them
 
     def rate(self, problem: Problem, profile: Any, direction: Direction) -> float | None:
         """The measured FLOP/s, or None, of a problem that `supports` has accepted: where that is not the rate of the
@@ -104,8 +101,8 @@ class Optional(Backend, Protocol):
             alive with f, and f reads its contents at the time of the call.
         per_call
             Names of operands.arrays, of operands.sequences() or of operands themselves that f gets with each call, in
-            the layout of the operands' own. No reference to them is kept either. kv_lengths of the operands are then
-            the most that a call may have.
+            the layout of the operands' own, and behind all else of scales: "q_scale", "k_scale", "v_scale". No
+            reference to them is kept either. kv_lengths of the operands are then the most that a call may have.
 
         Returns
         -------
@@ -126,8 +123,7 @@ class Optional(Backend, Protocol):
         plan, operands, gradients
             Of a first call.
         per_call
-            Names of operands.arrays that differ from call to call, in one layout. Only a backend with `takes_arrays`
-            gets any.
+            Names of operands.arrays that differ from call to call, in one layout.
 
         Returns
         -------

@@ -6,42 +6,26 @@ Every error names the argument, what was expected and what came.
 from __future__ import annotations
 
 import math
-from functools import partial
+import secrets
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
 from .. import mods
+from ..errors import shown, warn
 from ..mods import Mod
-from ..numeric import number
-from ..options import DEFAULTS, Options, unknown
+from ..mods.block_mask import BlockMask
+from ..mods.dropout import ChunkSeed
+from ..mods.tracing import DTYPES
+from ..numeric import integer, number
+from ..options import DEFAULTS, Options
 from ..spec import MAX_PAGE_RUN, AttentionSpec, Fp8, Operands, Problem, name_of
 from . import arrays
-from .checks import (
-    block_mask_of,
-    can_write,
-    check_out,
-    choice,
-    flag,
-    is_deterministic,
-    seed_of,
-    sinks_of,
-    slopes_of,
-    window_of,
-)
+from .checks import can_write, check_out, choice, flag, is_deterministic, window_of
 from .compose import check_indices, compose
-from .sequences import (
-    Sequences,
-    are_read,
-    check_default_offset,
-    q_offset_range,
-    q_offsets_of,
-    queries_of,
-    queries_within,
-    sequences_of,
-)
-from .shape import Shape, pairwise
+from .sequences import Sequences, sequences_of
+from .shape import Shape
 
 PRECISIONS = (None, "highest", "tf32", "fp8")
 
@@ -87,8 +71,6 @@ def prepare(
     and views of arrays are taken, before they are checked, because the caller's arrays may change at any time. Lengths
     on a device are not read; the kernels clamp them.
     """
-    if not DEFAULTS.keys() >= given.keys():
-        raise unknown("attention", [name for name in given if name not in DEFAULTS])
     o: Any = SimpleNamespace(**DEFAULTS | given)
     kind = arrays.require("q", q)
     for name, array in (("k", k), ("v", v)):
@@ -102,36 +84,24 @@ def prepare(
             raise TypeError(f"{name}: expected dtype {dtype} (q's), got {array.dtype}")
     pe_dim = 0 if k_pe is None else k_pe.shape[-1]
     q_of_k = q[..., : q.shape[-1] - pe_dim]
-    seqs = sequences_of(
-        q_of_k, k, v, kind, o.layout, o.kv_lengths, o.cu_seqlens, o.page_table, not described
-    )  # fmt: skip
+    seqs = sequences_of(q_of_k, k, v, kind, o, not described)
     shape, batch, most_q, most_k = seqs.shape, seqs.batch, seqs.most_q, seqs.most_k
     q4 = (shape.four_axes if described else shape.to_four)(q).view()
     k4, v4 = ((shape.four_axes if described and not shape.paged else shape.keys_to_four)(x).view() for x in (k, v))
     entries, heads, n_q, d = q4.shape
     heads_kv, dv = k4.shape[1], v4.shape[3]
-    if o.q_lengths is not None and seqs.extra:
-        raise ValueError("expected q_lengths or cu_seqlens, which gives the lengths, not both")
-    queries = queries_of(o.q_lengths, kind, shape, batch, seqs.n_q, most_q, not described)
-    offsets = seqs.positions
-    find_offsets = partial(q_offsets_of, o.q_offset, kind, shape, batch, seqs.lengths, queries, most_k, not described)
-    later = o.q_offset is offsets is None and not isinstance(seqs.lengths, np.ndarray)
-    if not later and (o.q_offset is not None or offsets is None):
-        offsets = find_offsets()
-
-    scores, masks, given_mods = _modifications(o, kind, heads, seqs, queries, described)
+    scores, masks, given_mods = _modifications(o, kind, heads, seqs, described)
     for mod in given_mods:
-        reach = q_offset_range(offsets, o.q_offset is not None, batch, most_q, most_k)
-        check_indices(mod, batch, heads, seqs.n_q if isinstance(seqs.n_q, np.ndarray) else most_q, most_k, *reach)
+        n = seqs.n_q if isinstance(seqs.n_q, np.ndarray) else most_q
+        check_indices(mod, batch, heads, n, most_k, *seqs.reach())
     score, hidden, slots, params, values, names = compose(scores, masks)
-    if later:  # two launches on a device, whose kernels mostly do not read the result
-        offsets = find_offsets() if are_read(score, hidden) else np.zeros(batch, np.int64)
-    if o.q_offset is o.q_lengths is o.page_table is None and o.kv_lengths is not None:
-        check_default_offset(seqs.lengths, n_q, (score, hidden))
+    offsets = seqs.offsets_for(kind, n_q, score, hidden)
 
+    direct = False
     if out is not None:
         out = arrays.own_form("out", out, kind)
         check_out(out, kind, dtype, (*q.shape[:-1], v.shape[-1]))
+        direct = can_write(out, q, k, v, *values.values(), *([] if k_pe is None else [k_pe]))
     dropout_p = number("dropout_p", o.dropout_p)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p: expected a probability of at least 0 and below 1, got {dropout_p}")
@@ -148,8 +118,6 @@ def prepare(
         fp8, memory.kv_format, 1 if o.page_table is None else math.gcd(k.shape[1], MAX_PAGE_RUN),
     )  # fmt: skip
     problem = Problem(spec, batch + seqs.extra, heads, most_q, most_k, kind, seqs.tokens(n_q))
-    read = [q, k, v, *values.values(), *([] if k_pe is None else [k_pe])]
-    direct = out is not None and can_write(out, *read)
     xp = arrays.namespace(kind)
 
     def empty(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -166,13 +134,19 @@ def prepare(
         empty((entries, heads, n_q), spec.lse_dtype), o.block_mask if len(masks) == 1 else None, seqs.cu_seqlens,
         seqs.page_table, None if k_pe is None else shape.keys_to_four(k_pe),
         (None if of_q is None else shape.four_axes(of_q), *scales) if memory.scales else None,
-        follows=queries if o.q_offset is None else None, names=names,
+        follows=seqs.queries if o.q_offset is None else None, names=names,
     )  # fmt: skip
     return Prepared(problem, operands, shape)
 
 
+def masks_by_position(causal: Any, window: Any) -> list[Mod]:
+    """The masks that these options are, in their order."""
+    masks = [mods.causal()] if flag("causal", causal, ", and mask= for an array of pairs") else []
+    return masks if window is None else [*masks, mods.sliding_window(*window_of(window))]
+
+
 def _modifications(
-    o: Any, kind: str, heads: int, seqs: Sequences, queries: Any, described: bool
+    o: Any, kind: str, heads: int, seqs: Sequences, described: bool
 ) -> tuple[dict[str, Mod], list[Mod], list[Mod]]:
     """The options that change scores, in their order and by name, those that hide pairs, and those of them whose
     indices have to be proved in range.
@@ -194,12 +168,7 @@ def _modifications(
         scores["alibi_slopes"] = mods.alibi(slopes).snapshot()
     if o.bias is not None:
         scores["bias"] = mods.bias(pairs("bias", o.bias, "f")).snapshot()
-    if flag("causal", o.causal, ", and mask= for an array of pairs"):
-        masks.append(mods.causal())
-    if o.q_lengths is not None:
-        masks.append(queries_within(queries))
-    if o.window is not None:
-        masks.append(mods.sliding_window(*window_of(o.window)))
+    masks += [*masks_by_position(o.causal, o.window), *seqs.masks]
     if o.mask is not None:
         # A floating mask is added to the scores, as in other libraries.
         array = pairs("mask", o.mask, "bf")
@@ -219,3 +188,98 @@ def _modifications(
         own_mods.append(mods.trace(o.mask_mod, "mask").snapshot())
         masks.append(own_mods[-1])
     return scores, masks, own_mods
+
+
+# --- single arguments -------------------------------------------------------------------------------------------------
+
+
+def pairwise(name: str, array: Any, kind: str, shape: Shape, full: tuple[int, ...], dtypes: str) -> Any:
+    """An array that broadcasts to (B, Hq, Nq, Nk), with at most four axes."""
+    array = arrays.own_form(name, array, kind)
+    dtype_kind = DTYPES.get(array.dtype.name, " ")[0]
+    if dtype_kind not in dtypes:
+        words = {"f": "a floating dtype up to float64 (added to the scores)", "b": "bool (True = attend)"}
+        raise TypeError(f"{name}: expected {' or '.join(words[x] for x in dtypes)}, got {array.dtype}")
+    wanted, (batch, _, n_q, n_k) = (*shape.batch, *full[1:]), full
+    axes = wanted[-array.ndim :] if array.ndim else ()
+    keys_of_entries = array.ndim == 2 and array.shape == (batch, n_k) and batch > 1
+    hint = f"{name}[:, None, None, :] is one of the keys of each batch entry, (B, Nk)"
+    if array.ndim > len(wanted) or any(n not in (1, m) for n, m in zip(array.shape, axes, strict=True)):
+        raise ValueError(
+            f"{name}: expected a shape that broadcasts to (..., Hq, Nq, Nk) = {wanted} with layout={shape.layout!r}, "
+            f"got {array.shape}{f'; {hint}' if keys_of_entries else ''}"
+        )
+    if keys_of_entries and n_q == batch:
+        warn(
+            f"{name} of shape {array.shape} is read as (Nq, Nk), the pairs of all batch entries, and {batch} is the "
+            f"number of batch entries too; {hint}, and {name}[None, None] one of pairs"
+        )
+    if array.ndim > 3 and len(shape.batch) != 1:
+        rest = array.shape[-3:]
+        if any(n != 1 for n in array.shape[:-3]):
+            array = arrays.namespace(kind).broadcast_to(array, (*shape.batch, *rest))
+        array = array.reshape((math.prod(array.shape[:-3]), *rest))
+    return array if array.ndim else array.reshape(1)
+
+
+def _floats(name: str, values: Any, kind: str) -> Any:
+    """An array of floating numbers, or a list of them as an array."""
+    if isinstance(values, (list, tuple)):
+        try:
+            values = np.asarray(values, np.float32)
+        except (TypeError, ValueError, OverflowError):
+            raise TypeError(f"{name}: expected floating numbers, got {shown(values)}") from None
+    values = arrays.own_form(name, values, kind)
+    if DTYPES.get(values.dtype.name) != "float":
+        raise TypeError(f"{name}: expected a floating dtype up to float64, got {values.dtype}")
+    return values
+
+
+def slopes_of(slopes: Any, kind: str, batch: int, heads: int, layout: str) -> Any:
+    """alibi_slopes."""
+    slopes = _floats("alibi_slopes", slopes, kind)
+    if slopes.shape not in ((heads,), (batch, heads)):
+        raise ValueError(
+            f"alibi_slopes: expected shape (Hq,) = ({heads},) or (B, Hq) = ({batch}, {heads}) with layout={layout!r}, "
+            f"got {slopes.shape}"
+        )
+    return slopes
+
+
+def sinks_of(sinks: Any, kind: str, heads: int, layout: str, dtype: str, copied: bool = True) -> Any:
+    """The sinks in the computing precision, unless `copied` is False, or None."""
+    if sinks is None:
+        return None
+    sinks = _floats("sinks", sinks, kind)
+    if sinks.shape != (heads,):
+        raise ValueError(
+            f"sinks: expected shape (Hq,) = ({heads},) with layout={layout!r}, one logit for each query head, got "
+            f"{sinks.shape}"
+        )
+    return sinks.astype(dtype) if copied else sinks
+
+
+def seed_of(seed: Any, dropout_p: float) -> int:
+    """The seed, or a random one if dropout needs one."""
+    if seed is None:
+        return secrets.randbits(64) if dropout_p else 0
+    return seed if isinstance(seed, ChunkSeed) else integer("seed", seed, 0, 2**64 - 1)
+
+
+def block_mask_of(
+    block_mask: Any, batch: int, heads: int, n_q: int, n_k: int, layout: str, larger: bool = False
+) -> Mod:
+    """The mask of a BlockMask for these sizes, or, where sequences differ in length, for larger ones."""
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(f"block_mask: expected a flashkit.BlockMask, got {type(block_mask).__name__}")
+    sizes = block_mask.n_q, block_mask.n_k
+    if sizes != (n_q, n_k) and not (larger and sizes[0] >= n_q and sizes[1] >= n_k):
+        least = ", those of the longest sequences, or more" if larger else ""
+        raise ValueError(
+            f"block_mask: expected one for {n_q} queries and {n_k} keys{least} (layout={layout!r}), got one for "
+            f"{sizes[0]} and {sizes[1]}"
+        )
+    for what, count, n in (("batch entries", block_mask.batch, batch), ("heads", block_mask.heads, heads)):
+        if count not in (1, n):
+            raise ValueError(f"block_mask: expected 1 or {n} {what} (layout={layout!r}), got {count}")
+    return block_mask.mod

@@ -129,7 +129,7 @@ class Call:
             self.options = named
 
     def to_caller(self, result: Any) -> Any:
-        """out, or (out, lse), in the caller's library and dtype, and in the caller's array if there is one."""
+        """out, or (out, lse, ...), in the caller's library and dtype, and out in the caller's array if there is one."""
         if self.quantised is None and self.foreign is None:
             return result
         out, *lse = result if isinstance(result, tuple) else (result,)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Any
 
 import numpy as np
 
 from .. import settings
 from ..errors import shown
-from ..mods import Mod
-from ..mods.dropout import ChunkSeed
-from ..mods.tracing import DTYPES
 from ..numeric import described, integer
 from . import arrays
 
@@ -43,71 +39,6 @@ def window_of(window: Any) -> tuple[int | None, int | None]:
         None if side is None else integer(f"window[{i}], a number of keys", side, 0) for i, side in enumerate(window)
     )
     return left, right
-
-
-def _floats(name: str, values: Any, kind: str) -> Any:
-    """An array of floating numbers, or a list of them as an array."""
-    if isinstance(values, (list, tuple)):
-        try:
-            values = np.asarray(values, np.float32)
-        except (TypeError, ValueError, OverflowError):
-            raise TypeError(f"{name}: expected floating numbers, got {shown(values)}") from None
-    values = arrays.own_form(name, values, kind)
-    if DTYPES.get(values.dtype.name) != "float":
-        raise TypeError(f"{name}: expected a floating dtype up to float64, got {values.dtype}")
-    return values
-
-
-def slopes_of(slopes: Any, kind: str, batch: int, heads: int, layout: str) -> Any:
-    """alibi_slopes."""
-    slopes = _floats("alibi_slopes", slopes, kind)
-    if slopes.shape not in ((heads,), (batch, heads)):
-        raise ValueError(
-            f"alibi_slopes: expected shape (Hq,) = ({heads},) or (B, Hq) = ({batch}, {heads}) with layout={layout!r}, "
-            f"got {slopes.shape}"
-        )
-    return slopes
-
-
-def sinks_of(sinks: Any, kind: str, heads: int, layout: str, dtype: str, copied: bool = True) -> Any:
-    """The sinks in the computing precision, unless `copied` is False, or None."""
-    if sinks is None:
-        return None
-    sinks = _floats("sinks", sinks, kind)
-    if sinks.shape != (heads,):
-        raise ValueError(
-            f"sinks: expected shape (Hq,) = ({heads},) with layout={layout!r}, one logit for each query head, got "
-            f"{sinks.shape}"
-        )
-    return sinks.astype(dtype) if copied else sinks
-
-
-def seed_of(seed: Any, dropout_p: float) -> int:
-    """The seed, or a random one if dropout needs one."""
-    if seed is None:
-        return secrets.randbits(64) if dropout_p else 0
-    return seed if isinstance(seed, ChunkSeed) else integer("seed", seed, 0, 2**64 - 1)
-
-
-def block_mask_of(
-    block_mask: Any, batch: int, heads: int, n_q: int, n_k: int, layout: str, larger: bool = False
-) -> Mod:
-    """The mask of a BlockMask for these sizes, or, where sequences differ in length, for larger ones."""
-    from ..mods.block_mask import BlockMask
-
-    if not isinstance(block_mask, BlockMask):
-        raise TypeError(f"block_mask: expected a flashkit.BlockMask, got {type(block_mask).__name__}")
-    sizes = block_mask.n_q, block_mask.n_k
-    if sizes != (n_q, n_k) and not (larger and sizes[0] >= n_q and sizes[1] >= n_k):
-        least = ", those of the longest sequences, or more" if larger else ""
-        raise ValueError(
-            f"block_mask: expected one for {n_q} queries and {n_k} keys{least} (layout={layout!r}), got one for "
-            f"{sizes[0]} and {sizes[1]}"
-        )
-    for what, count, n in (("batch entries", block_mask.batch, batch), ("heads", block_mask.heads, heads)):
-        if count not in (1, n):
-            raise ValueError(f"block_mask: expected 1 or {n} {what} (layout={layout!r}), got {count}")
-    return block_mask.mod
 
 
 def check_out(out: Any, kind: str, dtype: str, wanted: tuple[int, ...]) -> None:

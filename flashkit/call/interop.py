@@ -305,20 +305,23 @@ HOST_INTEGERS = with_axes("entries", "memory")
 
 class Foreign:
     """The adapter between the arrays of a library, that of q, and those of NumPy or CuPy, for one call. All other
-    arrays have to lie beside q.
+    arrays have to lie beside q. library: None where q is native itself, and all stays as it is.
     """
 
-    def __init__(self, library: Library, q: Any) -> None:
-        self.library, self.q = library, q
+    def __init__(self, library: Library | None, q: Any) -> None:
+        self.library: Any = library
+        self.q = q
 
     def scope(self) -> AbstractContextManager[None]:
         """Where to compute: on q's device and its library's current stream."""
-        return self.library.scope(self.q)
+        return _HERE if self.library is None else self.library.scope(self.q)
 
     def to_native(self, **given: Any) -> dict[str, Any]:
         """Arguments with NumPy's or CuPy's arrays; numbers, lists, functions and None stay what they are. TypeError for
         an array of another library, on another device, or that cannot be read in place.
         """
+        if self.library is None:
+            return given
         return {name: value if type(value) in PLAIN else self._native(name, value) for name, value in given.items()}
 
     def views(self, **given: Any) -> dict[str, Any]:
@@ -347,20 +350,7 @@ class Foreign:
 
     def from_native(self, name: str, result: Any) -> Any:
         """A result as an array of the library. name: "out", "lse", "dq", ..., as for other adapters."""
-        return self.library.own(result, self.q)
-
-
-class Native:
-    """The adapter of arrays that are native already."""
-
-    def scope(self) -> AbstractContextManager[None]:
-        return _HERE
-
-    def to_native(self, **given: Any) -> dict[str, Any]:
-        return given
-
-    def from_native(self, name: str, result: Any) -> Any:
-        return result
+        return result if self.library is None else self.library.own(result, self.q)
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -400,7 +390,6 @@ def _natives(name: str, value: Any) -> Any:
     return tuple(_natives(name, x) for x in value) if isinstance(value, tuple) else native(name, value)
 
 
-def adapter_of(array: Any) -> Foreign | Native:
+def adapter_of(array: Any) -> Foreign:
     """The adapter for the arrays of a call whose first one this is."""
-    library = library_of(array)
-    return Native() if library is None else Foreign(library, array)
+    return Foreign(library_of(array), array)

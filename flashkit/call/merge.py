@@ -92,7 +92,7 @@ def _merged(parts: Sequence[Any], layout: str) -> tuple[Any, Any]:
     return result.astype(dtype, copy=False), merged
 
 
-def _native(adapter: interop.Foreign | interop.Native, number: int, part: Any) -> Any:
+def _native(adapter: interop.Foreign, number: int, part: Any) -> Any:
     """A part with arrays of NumPy or CuPy, as views, whose forms no other thread changes."""
     if not isinstance(part, (tuple, list)):
         return part

@@ -92,8 +92,7 @@ class Planned:
             self._operands.scales = None
         self._layouts = arrays.layouts(*given)
         fours = operands.q, operands.k, operands.v
-        binds = hasattr(chosen, "bind") and (not per_call or getattr(chosen, "takes_arrays", False))
-        binds = binds and (not scales or getattr(chosen, "takes_scales", False))
+        binds = hasattr(chosen, "bind")
         # A bound call reads addresses, so each call copies arrays that are not addressable, as attention() does.
         self._copied = not all(map(arrays.same_address, given, fours))
         self._copies = binds and self._copied

@@ -64,7 +64,8 @@ def plan_with(
     """The plan of a call that reads or writes more arrays, which a `Planned` gets behind all else. more: these arrays
     by the names of a kernel's tensors; None for those that each call makes itself.
     """
-    key = None if type(call.q) is np.ndarray else key_of(call, backend, True, recorded=True)
+    fixed = call.has_out or not call.offsets  # offsets on the host belong to the plan
+    key = None if type(call.q) is np.ndarray else key_of(call, backend, True, recorded=fixed)
     if key is not None:
         key = key, *[(name, None if x is None else arrays.layout(x)) for name, x in more.items()]
     planned: Planned | None = get(key)

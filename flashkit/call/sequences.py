@@ -6,24 +6,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from ..errors import shown
+from ..errors import shown, warn
 from ..mods import Mod, expr
 from ..mods.expr import INT64, MAX_POSITION, Expr, Q, uses
 from ..mods.tracing import as_array
 from ..numeric import described
-from ..spec import Tokens
+from ..spec import MAX_HEAD_DIM, Tokens
 from . import arrays
 from .checks import choice
-from .shape import FORMS, HEADS_AND_TOKENS, LAYOUTS, Shape, disagreement, shape_of
+from .shape import FORMS, HEADS_AND_TOKENS, LAYOUTS, Shape
 
 OFFSETS = "integers (sequences + 1,), from 0 up to the number of tokens,"
 
 
-class Sequences(NamedTuple):
+@dataclass(slots=True)
+class Sequences:
     """The sequences of a call and where they lie. A packed call has one more than the caller's: the queries behind
     these, which see no key and so give 0.
     """
@@ -37,7 +39,11 @@ class Sequences(NamedTuple):
     lengths: Any  # keys of each sequence, int64 (B,), or (B + 1,) with those of the extra
     cu_seqlens: tuple[Any, Any] | None = None  # see Operands
     page_table: Any = None
-    positions: Any = None  # the default offsets, int64 (B + 1,), where offsets are on a device
+    offsets: Any = None  # positions of the first queries, int64 (B,) or (B + 1,); None: those of lengths on a device
+    has_offsets: bool = False  # whether the caller gave them
+    queries: Any = None  # n_q, or the caller's q_lengths, int64 (B,)
+    masks: tuple[Mod, ...] = ()  # that hide the rows behind q_lengths
+    pads: bool = False  # whether lengths may be those of padded queries, whose default offsets are checked
 
     @property
     def extra(self) -> int:
@@ -65,11 +71,44 @@ class Sequences(NamedTuple):
         found[:-1], found[-1:] = values, 0
         return found
 
+    def reach(self) -> tuple[np.ndarray, np.ndarray]:
+        """See `q_offset_range`."""
+        return q_offset_range(self.offsets, self.has_offsets, self.batch, self.most_q, self.most_k)
 
-def sequences_of(
+    def offsets_for(self, kind: str, n_q: int, *graphs: Expr | None) -> Any:
+        """The offsets for modifications with these graphs, checked: for default ones on a device, which take two
+        launches, 0 where no graph reads them. n_q: of q.
+        """
+        if self.pads:
+            check_default_offset(self.lengths, n_q, graphs)
+        if self.offsets is not None:
+            return self.offsets
+        if not are_read(*graphs):
+            return np.zeros(self.batch, np.int64)
+        return q_offsets_of(None, kind, self.shape, self.batch, self.lengths, self.queries, self.most_k)
+
+
+def sequences_of(q: Any, k: Any, v: Any, kind: str, o: Any, copied: bool) -> Sequences:
+    """The sequences of a call with options o; ValueError or TypeError if the arguments disagree."""
+    found = _laid_out(q, k, v, kind, o.layout, o.kv_lengths, o.cu_seqlens, o.page_table, copied)
+    shape, batch, queries = found.shape, found.batch, found.n_q
+    if o.q_lengths is not None:
+        if found.extra:
+            raise ValueError("expected q_lengths or cu_seqlens, which gives the lengths, not both")
+        queries = _counts("q_lengths", o.q_lengths, kind, shape, batch, found.most_q, "queries", copied)
+        queries = queries.astype(np.int64, copy=False)
+        found.masks = (Mod("mask", expr.Array("q_lengths", 1, "int")[expr.B] > expr.ROW, {}, {"q_lengths": queries}),)
+    if o.q_offset is not None or (found.offsets is None and isinstance(found.lengths, np.ndarray)):
+        found.offsets = q_offsets_of(o.q_offset, kind, shape, batch, found.lengths, queries, found.most_k, copied)
+    found.queries, found.has_offsets = queries, o.q_offset is not None
+    found.pads = o.q_offset is o.q_lengths is o.page_table is None and o.kv_lengths is not None
+    return found
+
+
+def _laid_out(
     q: Any, k: Any, v: Any, kind: str, layout: str, kv_lengths: Any, cu_seqlens: Any, page_table: Any, copied: bool
 ) -> Sequences:
-    """The sequences of a call; ValueError or TypeError if the arguments disagree."""
+    """The sequences as arrays say where they lie."""
     if cu_seqlens is None and page_table is None:
         shape = shape_of(q, k, v, layout)
         n_q, n_k = (x.shape[-2 if x.ndim == 2 else HEADS_AND_TOKENS[layout][1]] for x in (q, k))
@@ -108,6 +147,63 @@ def sequences_of(
     if n_q is None:
         return _on_device(shape, q, room, cu_q, lengths, table)
     return Sequences(shape, batch, n_q, _most(n_q, len(q)), _most(lengths, room), room, lengths, cu, table)
+
+
+MAX_HEADS = 128
+"""The most heads of known models; where there are more, and more than tokens, the axes may be exchanged."""
+
+
+def shape_of(q: Any, k: Any, v: Any, layout: str) -> Shape:
+    """The shape of a call; ValueError if q, k and v disagree."""
+    choice("layout", layout, LAYOUTS)
+    other = LAYOUTS[1 - LAYOUTS.index(layout)]
+    shapes = {"q": q.shape, "k": k.shape, "v": v.shape}
+    if problem := disagreement(shapes, layout):
+        hint = "" if q.ndim == 2 or disagreement(shapes, other) else f"; did you mean layout={other!r}?"
+        raise ValueError(f"{problem} (layout={layout!r}: {FORMS[layout]}{hint})")
+    if q.ndim > 3 and _looks_exchanged(shapes, layout) and not disagreement(shapes, other):
+        heads, tokens = (q.shape[axis] for axis in HEADS_AND_TOKENS[layout])
+        warn(
+            f"q has {heads} heads of {tokens} tokens (shape {q.shape}, layout={layout!r}: {FORMS[layout]}); "
+            f"layout={other!r} reads {tokens} heads of {heads} tokens"
+        )
+    return Shape(q.ndim, tuple(q.shape[:-3]), layout)
+
+
+def disagreement(shapes: dict[str, tuple[int, ...]], layout: str) -> str:
+    """Why these shapes of q, k and v disagree, or nothing."""
+    q, k, v = shapes.values()
+    for name, shape in shapes.items():
+        if len(shape) < 2:
+            return f"{name}: expected shape {FORMS[layout]} or (tokens, head_dim), got {shape}"
+        if len(shape) != len(q):
+            return f"{name}: expected {len(q)} axes, as q has (shape {q}), got {len(shape)} (shape {shape})"
+        if shape[:-3] != q[:-3]:
+            return f"{name}: expected batch axes {q[:-3]} (q's), got {shape[:-3]} (shape {shape})"
+        if not 1 <= shape[-1] <= MAX_HEAD_DIM:
+            return f"{name}: expected a head dim of 1 to {MAX_HEAD_DIM}, got {shape[-1]} (shape {shape})"
+    if k[-1] != q[-1]:
+        return f"k: expected head dim {q[-1]} (q's; only v's may differ), got {k[-1]} (shape {k})"
+    head_axis, token_axis = HEADS_AND_TOKENS[layout] if len(q) > 2 else (None, -2)
+    if v[token_axis] != k[token_axis]:
+        return f"v: expected {k[token_axis]} tokens (k's), got {v[token_axis]} (shape {v})"
+    if head_axis is not None:
+        heads, heads_k, heads_v = (shape[head_axis] for shape in (q, k, v))
+        if heads_v != heads_k:
+            return f"v: expected {heads_k} heads (k's), got {heads_v} (shape {v})"
+        if (heads_k == 0 and heads != 0) or (heads_k and heads % heads_k):
+            return f"q: expected a multiple of k's {heads_k} heads, got {heads} (shape {q})"
+    return ""
+
+
+def _looks_exchanged(shapes: dict[str, tuple[int, ...]], layout: str) -> bool:
+    """Whether q and k have more heads than tokens, and so many heads, or tokens in such a ratio, as only exchanged axes
+    have: the heads of q and k would be equal, and q's tokens a multiple of k's, as heads of a group are.
+    """
+    (heads, tokens), (heads_k, tokens_k) = ([shapes[x][axis] for axis in HEADS_AND_TOKENS[layout]] for x in "qk")
+    if heads <= tokens or heads_k <= tokens_k or 0 in (tokens, tokens_k):
+        return False
+    return heads > MAX_HEADS or (heads == heads_k and tokens > tokens_k and tokens % tokens_k == 0)
 
 
 def _on_device(shape: Shape, q: Any, n_k: int, cu_q: Any, keys: Any, table: Any = None) -> Sequences:
@@ -219,11 +315,6 @@ def check_pages(table: Any, lengths: Any, pages: int, page: int) -> None:
         )
 
 
-def queries_within(lengths: Any) -> Mod:
-    """The mask that q_lengths is: a row at or past the length of its batch entry sees no key."""
-    return Mod("mask", expr.Array("q_lengths", 1, "int")[expr.B] > expr.ROW, {}, {"q_lengths": lengths})
-
-
 # --- one integer for each batch entry ---------------------------------------------------------------------------------
 
 
@@ -296,14 +387,6 @@ def kv_lengths_of(value: Any, kind: str, shape: Shape, batch: int, n_k: int, cop
     if value is None:
         return _spread(n_k, batch, copied)
     return _counts("kv_lengths", value, kind, shape, batch, n_k, "keys", copied)
-
-
-def queries_of(value: Any, kind: str, shape: Shape, batch: int, n_q: Any, most: int, copied: bool = True) -> Any:
-    """q_lengths, or the queries of each sequence: int64 (B,), or one number."""
-    if value is None:
-        return n_q
-    counts = _counts("q_lengths", value, kind, shape, batch, most, "queries", copied)
-    return counts.astype(np.int64, copy=False)
 
 
 def q_offsets_of(

@@ -41,7 +41,7 @@ def names_of(return_stats: Any) -> tuple[str, ...]:
     return tuple(return_stats)
 
 
-def with_statistics(call: Call, backend: str | None, names: tuple[str, ...]) -> tuple[Any, Any, dict[str, Any]]:
+def with_statistics(call: Call, backend: str | None, names: tuple[str, ...]) -> tuple[Any, ...]:
     """out, lse and the statistics of these names, native ones."""
     call.dequantise()
     call.require_arrays()
@@ -53,14 +53,14 @@ def with_statistics(call: Call, backend: str | None, names: tuple[str, ...]) -> 
     if not isinstance(planned, Once):
         found = {name: planned.like_lse() for name in Stats._fields}
         out, lse = planned.run_on(call.q, call.k, call.v, None, *call.per_call.arrays, *found.values())
-        return out, lse, {name: found[name] for name in names}
+        return out, lse, *(found[name] for name in names)
     out, lse = planned.run(call)
     problem, operands, shape = planned.problem, planned.operands, planned.shape
     found = {} if operands.stats is None else {name: shape.rows(x) for name, x in operands.stats._asdict().items()}
     if "key_weight" in names:
         weight = key_weight(problem, operands, backend)
         found["key_weight"] = weight if problem.spec.paged and problem.spec.packed else shape.rows(weight)
-    return out, lse, {name: found[name] for name in names}
+    return out, lse, *(found[name] for name in names)
 
 
 def _prepared(call: Call, has_stats: bool) -> Prepared:

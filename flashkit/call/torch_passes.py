@@ -21,10 +21,10 @@ from .vjp import TENSORS as QKV
 from .vjp import Vjp
 
 ARRAYS = tuple(name for name, option in OPTIONS.items() if option.axes)
-_NAMES = {"q_offset": ("q_offsets",), "cu_seqlens": ("cu_seqlens_q", "cu_seqlens_k")}
+NAMES = {"q_offset": ("q_offsets",), "cu_seqlens": ("cu_seqlens_q", "cu_seqlens_k")}
 """What operators call the tensors of an option, where that is not its own name."""
 
-TENSORS = {each: OPTIONS[name].axes for name in ARRAYS for each in _NAMES.get(name, (name,))} | {"seed": ""}
+TENSORS = {each: OPTIONS[name].axes for name in ARRAYS for each in NAMES.get(name, (name,))} | {"seed": ""}
 """Arguments of operators that are tensors, beside q, k and v, and the axes of these options."""
 
 _SCALARS: dict[Any, str] = {
@@ -65,7 +65,7 @@ def keywords_of(tensors: Tensors, options: Scalars, mods: Mods | None) -> dict[s
         keywords["window"] = window
     if "seed" in keywords:
         keywords["seed"] = int(keywords["seed"])
-    for name, own in _NAMES.items():
+    for name, own in NAMES.items():
         if given := [keywords.pop(each) for each in own if each in keywords]:
             keywords[name] = given[0] if len(given) == 1 else tuple(given)
     return keywords if mods is None else keywords | mods.options()
@@ -125,23 +125,24 @@ def forward(
             planned = plan_of(call, backend, with_lse)
             output = call.to_caller(planned.run(call))
             result = [*output] if with_lse else [output]
-            kept = _read(tensors, mods) if is_memory else None
-            if kept is not None and _serves_others(planned, call, kept):
-                name = _name_of(with_lse, kept, options, mods)
-                torch_plans.keep(name, (q, k, v, *kept.values()), (planned, transposed))
+            if is_memory:
+                _keep(with_lse, call, planned, transposed, (q, k, v), tensors, options, mods)
     out, lse = result if with_lse else (*result, None)
     return out.transpose(1, 2) if transposed else out, lse
 
 
-def _serves_others(planned: Any, call: Call, tensors: Tensors) -> bool:
-    """Whether the plan serves any call of these layouts: it reads addresses, and of q, k, v and these tensors alone."""
-    if not (isinstance(planned, Planned) and planned.reads_addresses):
-        return False
-    own, axis, lengths, offsets, *_ = call.per_call
-    if axis or lengths is not None or offsets or len(own) != len(tensors):
-        return False
-    pairs = zip(tensors.values(), own, strict=True)
-    return all(type(x) in PLAIN and arrays.address(y) == x.data_ptr() for x, y in pairs)
+def _keep(
+    kind: Any, call: Call, planned: Any, transposed: bool, given: tuple[Any, ...], tensors: Tensors, options: Scalars,
+    mods: Mods | None,
+) -> None:  # fmt: skip
+    """Keep the plan if it serves any call of these layouts: it reads addresses, and of `given` and tensors alone."""
+    read, (own, axis, lengths, offsets, *_) = _read(tensors, mods), call.per_call
+    if read is None or not (isinstance(planned, Planned) and planned.reads_addresses):
+        return
+    if axis or lengths is not None or offsets or len(own) != len(read):
+        return
+    if all(type(x) in PLAIN and arrays.address(y) == x.data_ptr() for x, y in zip(read.values(), own, strict=True)):
+        torch_plans.keep(_name_of(kind, read, options, mods), (*given, *read.values()), (planned, transposed))
 
 
 def results_of(dout: Any, dlse: Any, out: Any, lse: Any) -> tuple[Any, ...]:
@@ -176,11 +177,9 @@ def backward(
         vjp: Any = Vjp(planned.recorded(call, native["out"], native["lse"], kept=True), call.options)
         vjp.check_names(names)
         gradients = _gradients(vjp, q, native["dout"], native["dlse"], names)
-        kept = _read(tensors, mods) if is_memory else None
-        if kept is not None and _serves_others(planned, call, kept):
+        if is_memory:
             results = results_of(dout, dlse, out, lse)
-            name = _name_of(len(results), kept, options, mods)
-            torch_plans.keep(name, (q, k, v, *results, *kept.values()), (planned, False))
+            _keep(len(results), call, planned, False, (q, k, v, *results), tensors, options, mods)
     return gradients
 
 

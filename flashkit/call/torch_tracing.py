@@ -159,34 +159,6 @@ class Symbol:
         raise TypeError("a branch must not depend on a position or the score: use torch.where")
 
 
-def _unary(op: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self: self._of(op(self.graph))
-
-
-def _binary(op: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    def forward(self: Symbol, other: Any) -> Any:
-        return self._of(op(self.graph, _unwrapped(other, self.captured)))
-
-    def reflected(self: Symbol, other: Any) -> Any:
-        return self._of(op(_unwrapped(other, self.captured), self.graph))
-
-    return forward, reflected
-
-
-_BINARY = "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"
-
-for _name in _BINARY:
-    _operator = getattr(operator, f"{_name}_" if _name in ("and", "or") else _name)
-    _forward, _reflected = _binary(_operator)
-    setattr(Symbol, f"__{_name}__", _forward)
-    setattr(Symbol, f"__r{_name}__", _reflected)
-for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(Symbol, f"__{_name}__", _binary(getattr(operator, _name))[0])
-Symbol.__hash__ = None  # type: ignore[assignment]  # as equality makes an expression
-for _name in ("neg", "abs", "invert"):
-    setattr(Symbol, f"__{_name}__", _unary(getattr(operator, _name)))
-
-
 def _unwrapped(x: Any, captured: Captured) -> Any:
     """What expressions compute with: a graph, or a number."""
     if isinstance(x, Symbol):
@@ -268,11 +240,21 @@ for _alias, _name in {
     "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne", "float_power": "pow",
 }.items():  # fmt: skip
     _FUNCTIONS[_alias] = _FUNCTIONS[_name]
-for _name in _BINARY:
-    _FUNCTIONS[f"__{_name}__"] = _operator = getattr(operator, f"{_name}_" if _name in ("and", "or") else _name)
-    _FUNCTIONS[f"__r{_name}__"] = lambda a, b, op=_operator: op(b, a)
-for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "lshift", "rshift"):
+    _FUNCTIONS[f"__{_name.rstrip('_')}__"] = _operator = getattr(operator, _name)
+    _FUNCTIONS[f"__r{_name.rstrip('_')}__"] = lambda a, b, op=_operator: op(b, a)
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs", "invert"):
     _FUNCTIONS[f"__{_name}__"] = getattr(operator, _name)
+
+
+def _operator_of(function: Callable[..., Any]) -> Callable[..., Symbol]:
+    return lambda self, *other: self._of(function(self.graph, *(_unwrapped(x, self.captured) for x in other)))
+
+
+for _name, _function in _FUNCTIONS.items():
+    if _name.startswith("__"):
+        setattr(Symbol, _name, _operator_of(_function))
+Symbol.__hash__ = None  # type: ignore[assignment]  # as equality makes an expression
 
 _LIKE = {"zeros_like": 0, "ones_like": 1, "full_like": None, "isin": None}
 

@@ -31,10 +31,7 @@ class View:
         """What `arrays.layout` says of such an array of CuPy."""
         if (known := self._layout) is None:
             tensor = self.tensor
-            dtype = numpy_dtype("a tensor", tensor.dtype)
-            size, device = dtype.itemsize, tensor.get_device()
-            strides = tuple([size * n for n in tensor.stride()])
-            known = self._layout = cupy_for("a tensor").ndarray, tuple(tensor.shape), strides, dtype, device
+            known = self._layout = _layout(tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device())
         return known
 
     shape = property(lambda self: self.layout[1])
@@ -79,6 +76,12 @@ class View:
     def empty(self, shape: tuple[int, ...], dtype: Any) -> View:
         """New memory, C-contiguous, on the current device: in a `scope` that of the tensor."""
         return View(_allocator()(*_form(shape, dtype)))
+
+
+@lru_cache(maxsize=256)
+def _layout(dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...], device: int) -> tuple[Any, ...]:
+    known = numpy_dtype("a tensor", dtype)
+    return cupy_for("a tensor").ndarray, tuple(shape), tuple([known.itemsize * n for n in strides]), known, device
 
 
 @cache

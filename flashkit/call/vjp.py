@@ -64,35 +64,22 @@ class Backward:
         backend, plan = self._chosen
         if wrt:
             backend, plan = dispatch.plan(replace(problem, spec=replace(problem.spec, wrt=wrt)), self._forced)
-        makes_values = getattr(backend, "makes_values", False)
-        binds = self._binds and hasattr(backend, "bind_backward") and (makes_values or not wrt)
-        if binds and (not names or getattr(backend, "takes_arrays", False)):
-            bind: Any = backend.bind_backward  # type: ignore[attr-defined]
+        if self._binds and hasattr(backend, "bind_backward"):
+            bind: Any = backend.bind_backward
             bound: BoundBackward = bind(plan, operands, gradients, *((names,) if names else ()))
             return bound
-
-        def run(operands: Operands, gradients: Gradients) -> None:
-            if not makes_values:
-                clear_values(problem, operands, gradients)
-            backend.backward(plan, operands, gradients)
-
-        return run
+        return partial(backend.backward, plan)
 
 
 def _zero(problem: Problem, operands: Operands, gradients: Gradients) -> None:
     """The gradients of a call without queries."""
-    clear_values(problem, operands, gradients)
-    for tensor in (gradients.dq, gradients.dk, gradients.dv, gradients.dsinks):
-        if tensor is not None:
-            tensor[...] = 0
-
-
-def clear_values(problem: Problem, operands: Operands, gradients: Gradients) -> None:
-    """Make the arrays of gradients by values, zero."""
     zeros: Any = arrays.namespace(problem.array_kind).zeros
     for name in gradients.values:
         shape = operands.arrays[name].shape if name in operands.arrays else ()
         gradients.values[name] = zeros(shape, operands.lse.dtype)
+    for tensor in (gradients.dq, gradients.dk, gradients.dv, gradients.dsinks):
+        if tensor is not None:
+            tensor[...] = 0
 
 
 A = TypeVar("A")

@@ -76,8 +76,7 @@ def _weights(call: Call, rows: Any, heads: Any) -> Any:
     result = np.zeros((entries, len(head), len(row), n_k), problem.spec.lse_dtype)
     if result.size:
         _fill(result, problem.spec, arrays.operands_on_host(operands), row, head)
-    tail = result.shape[1:]
-    result = result[0, 0] if shape.ndim == 2 else result.reshape((*shape.batch, *tail)) if shape.ndim != 4 else result
+    result = shape.rows(result)
     return result if problem.array_kind == "numpy" else arrays.namespace(problem.array_kind).asarray(result)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import mods
 from ..call import arrays
-from ..call.arguments import prepare
+from ..call.arguments import masks_by_position, prepare
 from ..call.checks import window_of
 from ..call.chunks import hiding, joined, moved
 from ..call.shape import HEADS_AND_TOKENS
@@ -98,8 +98,7 @@ class Whole:
         self._score = None if o.score_mod is None else mods.trace(o.score_mod, "score")
         own = None if o.mask_mod is None else mods.trace(o.mask_mod, "mask")
         self._mask = joined([own, o.block_mask and o.block_mask.mod])
-        by_position = o.causal and mods.causal(), self._window and mods.sliding_window(*self._window)
-        plain = joined([mod or None for mod in by_position])
+        plain = joined(masks_by_position(o.causal, o.window))
         self._plain, self._hidden = (None if x is None else hiding(x) for x in (plain, joined([plain, self._mask])))
         self._dropout: Any = (operands.dropout_p, operands.seed) if operands.dropout_p else None
         self._fixed = {name: options[name] for name in FIXED if name in options} | {"backend": backend}

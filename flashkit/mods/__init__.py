@@ -6,25 +6,13 @@ expression graphs, codegen.py their code, ranges.py bounds of arrays. Block-spar
 and tile_lists.py. dropout.py is the random generator.
 """
 
-from .library import (
-    alibi,
-    bias,
-    causal,
-    dilated,
-    document,
-    prefix_lm,
-    sliding_window,
-    softcap,
-    t5_bias,
-    visible,
-)
+from . import library
+from .library import *
 from .mod import Mod, after, combine, mask, score, trace
 from .tracing import ModKind
 
-__all__ = [
-    "Mod", "ModKind", "after", "alibi", "bias", "causal", "combine", "dilated", "document", "mask", "prefix_lm",
-    "score", "sliding_window", "softcap", "t5_bias", "trace", "visible",
-]  # fmt: skip
+__all__ = ["Mod", "ModKind", "after", "combine", "mask", "score", "trace"]
+__all__ += library.__all__
 
 
 def __dir__() -> list[str]:

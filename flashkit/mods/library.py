@@ -14,6 +14,10 @@ from .expr import Array, Expr
 from .mod import Mod, mask, score
 from .tracing import native_array, pure
 
+__all__ = [
+    "alibi", "bias", "causal", "dilated", "document", "prefix_lm", "sliding_window", "softcap", "t5_bias", "visible",
+]  # fmt: skip
+
 # --- masks ------------------------------------------------------------------------------------------------------------
 
 

@@ -137,13 +137,14 @@ def test_one_key_has_its_value_as_gradient_too() -> None:
 @pytest.mark.parametrize(
     ("dtype", "lanes"),
     [
-        ("float64", 4), ("bfloat16", 8), ("float16", 16),
-        *(pytest.param(*x, marks=pytest.mark.exhaustive) for x in (("bfloat16", 4), ("float64", 8), ("float32", 16))),
+        ("float64", 4), ("bfloat16", 8),
+        *(pytest.param(*x, marks=pytest.mark.exhaustive) for x in (
+            ("float16", 16), ("bfloat16", 4), ("float64", 8), ("float32", 16))),
     ],
 )  # fmt: skip
 def test_every_width_decodes(dtype: str, lanes: int) -> None:
     """With dtypes in turn, as in test_cpu_kernels.py."""
-    q, k, v = (x.astype(cases.numpy_dtype(dtype)) for x in tensors(6, 2, 2, 700, 37))
+    q, k, v = (x.astype(dtype) for x in tensors(6, 2, 2, 700, 37))
     problem, operands, _ = prepare(q, k, v, softcap=4.0)
     tile = CpuTile(64, 64, lanes, 2, 2)
     cpu = CpuBackend()

@@ -40,7 +40,7 @@ def qkv(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
     rng = np.random.default_rng(seed)
     shapes = (batch, heads, n_q, d), (batch, heads // group, n_k, d), (batch, heads // group, n_k, dv)
-    return tuple(rng.standard_normal(s).astype(cases.numpy_dtype(dtype)) for s in shapes)  # type: ignore[return-value]
+    return tuple(rng.standard_normal(s).astype(dtype) for s in shapes)  # type: ignore[return-value]
 
 
 def everything(q: Any, k: Any, v: Any, *, dout: Any = None, dlse: Any = None, **options: Any) -> dict[str, np.ndarray]:
@@ -114,7 +114,7 @@ def test_a_sink_without_weight_has_no_gradient(backend: str, where: str, poison:
 @pytest.mark.parametrize("of", ["float32", "float64"])
 def test_the_gradient_of_sinks_has_their_dtype(backend: str, of: str, dtype: str) -> None:
     q, k, v = qkv(dtype=of)
-    sinks = np.array([0.5, -1.0]).astype(cases.numpy_dtype(dtype))
+    sinks = np.array([0.5, -1.0]).astype(dtype)
     out, vjp = attention_vjp(q, k, v, sinks=sinks)
     (dsinks,) = vjp(np.ones_like(out), wrt=("sinks",))
     (wide,) = attention_vjp(q, k, v, sinks=sinks.astype(of))[1](np.ones_like(out), wrt=("sinks",))
@@ -534,7 +534,7 @@ def test_equal_scores_of_any_size(backend: str, dtype: str, n_q: int) -> None:
 def test_weights_of_the_backward_pass_within_a_rounding_of_the_lse(dtype: str) -> None:
     """Equal scores, where dv is the weight times the rows; numerics.md has the bounds."""
     n_q, n = 24, 40
-    q, k, v = (np.ones((1, 1, rows, 16), cases.numpy_dtype(dtype)) for rows in (n_q, n, n))
+    q, k, v = (np.ones((1, 1, rows, 16), np.dtype(dtype)) for rows in (n_q, n, n))
     for size in (1e2, 1e4, 1e6, 1e8, 1e9, 1e20, 1e38):
         for sign in (1, -1):
             mask = np.full((n_q, n), sign * size, np.float32)

@@ -4,7 +4,6 @@ differences of finite steps, and what holds at the edges.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import cases
@@ -12,8 +11,6 @@ import numpy as np
 import pytest
 
 import flashkit
-from flashkit import dispatch
-from flashkit.backends.reference.backend import ReferenceBackend
 from flashkit.call.arguments import prepare
 from flashkit.call.second_order import second_order
 from flashkit.reference import standard_jvp, statistics
@@ -230,16 +227,3 @@ def test_quantised_arrays_have_tangents() -> None:
     _, expected = flashkit.attention(q, k8.dequantize(), v8.dequantize(), return_stats=STATISTICS)
     for name in STATISTICS:
         np.testing.assert_allclose(found[name], expected[name], atol=1e-5)
-
-
-def test_a_backend_that_does_not_know_them_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another package's backend may compute the plain result of such a problem."""
-    q = np.ones((1, 1, 4, 8))
-    problem, *_ = prepare(q, q, q)
-    monkeypatch.setattr(ReferenceBackend, "takes", ())
-    more: dict[str, Any]
-    for more in ({"stats": True}, {"jvp": "q"}):
-        asked = replace(problem, spec=replace(problem.spec, **more))
-        answers = {c.name: c.verdict for c in dispatch.candidates(asked)}
-        assert answers["cpu"].ok
-        assert not answers["reference"].ok

@@ -32,7 +32,7 @@ def tensors(
     q[..., 0] = np.resize(SLOPES, n_q) / scale
     k[..., 0] = np.arange(n_k) / n_k
     v[..., 0] += np.arange(n_k) / n_k  # so that early and late keys differ in the mean
-    return [x.astype(cases.numpy_dtype(dtype)) for x in (q, k, v, dout)]
+    return [x.astype(dtype) for x in (q, k, v, dout)]
 
 
 def everything(n_q: int, n_k: int) -> dict[str, Any]:

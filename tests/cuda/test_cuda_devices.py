@@ -86,7 +86,7 @@ def tensors(*shapes: tuple[int, ...], dtype: str = "float32", seed: int = 0) -> 
     import cupy
 
     rng = np.random.default_rng(seed)
-    return [cupy.asarray(rng.standard_normal(shape).astype(cases.numpy_dtype(dtype))) for shape in shapes]
+    return [cupy.asarray(rng.standard_normal(shape).astype(dtype)) for shape in shapes]
 
 
 # --- every generation against the definition --------------------------------------------------------------------------
@@ -373,7 +373,7 @@ def test_soft_capping_of_any_size(cap: float | None, dims: str, generation: str)
     for scores, values, n_q in ((1, 1, 500), (40, 1e33, 500), (1, 1, 100)):
         q, k, v = tensors((1, 4, n_q, d), (1, 2, 900, d), (1, 2, 900, d_v))
         blocks = flashkit.BlockMask.from_dense(seen[: -(-n_q // 64)], 64, 64, n_q, 900)
-        arrays = [x.astype(cases.numpy_dtype("bfloat16")) for x in (q * scores, k, v * values)]
+        arrays = [x.astype("bfloat16") for x in (q * scores, k, v * values)]
         wide = [x.get().astype(np.float64) for x in arrays]
         exponents = 6e-4 * min(cap or 45, 6 * scores)  # what the device's tanh may be off by, in scores
         for options in ({}, {"causal": True, "q_offset": 400}, {"kv_lengths": np.array([777])}, {"block_mask": blocks}):

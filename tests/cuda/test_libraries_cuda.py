@@ -114,7 +114,7 @@ def jax() -> Any:
 def tensors(dtype: str, n_q: int = 200, n_k: int = 260) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
     shapes = (2, 4, n_q, 64), (2, 2, n_k, 64), (2, 2, n_k, 64)
-    return [rng.standard_normal(shape).astype(cases.numpy_dtype(dtype)) for shape in shapes]
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

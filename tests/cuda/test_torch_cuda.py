@@ -122,14 +122,12 @@ def test_a_graph_replays_both_passes() -> None:
         torch.testing.assert_close(ours, other, atol=1e-2, rtol=1e-2)
 
 
-def test_calls_of_one_layout_make_no_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_of_one_layout_make_no_arrays(calls_of: Any) -> None:
     """From the second call on, in both passes, on any stream; and a plan takes no other layout."""
     q, k, v = (x.detach() for x in qkv(torch.float16, (2, 4, 60, 64)))
     wide = torch.randn(2, 4, 60, 128, device="cuda").half()
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    made: list[Any] = []
-    make = views.cuda_array
-    monkeypatch.setattr(views, "cuda_array", lambda *given: made.append(given) or make(*given))
+    made = calls_of(views, "cuda_array")
     layouts = [(q, k, v), (q, turned[1], v), (q, wide[..., :64], v), (q[:, :, :33], k, v), tuple(turned)]
     layouts += [(q.bfloat16(), k.bfloat16(), v.bfloat16()), (q[0], k[0], v[0])]
     stream = torch.cuda.Stream()

@@ -33,7 +33,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 KERNELS = [
     pytest.param(
         backend, generation, dtype, name,
-        marks=pytest.mark.slow if backend == "numba_cuda" or name == "packed" or generation == "simt" else [],
+        marks=[
+            *[pytest.mark.slow] * (backend == "numba_cuda" or name == "packed" or generation == "simt"),
+            *[pytest.mark.exhaustive] * (backend == "numba_cuda" and name != "modifications"),
+        ],
     )
     for backend, generation, dtype in (
         ("cupy_raw", "sm90", "bfloat16"), ("cupy_raw", "sm80", "bfloat16"), ("cupy_raw", "simt", "float32"),
@@ -63,7 +66,7 @@ def call_of(name: str, dtype: str) -> tuple[list[np.ndarray], list[np.ndarray], 
 
     rng, packed = np.random.default_rng(0), name == "packed"
     shapes = ((120, 4, 32), (170, 2, 32), (170, 2, 16)) if packed else ((1, 4, 70, 32), (1, 2, 90, 32), (1, 2, 90, 16))
-    six = [rng.standard_normal(shape).astype(cases.numpy_dtype(dtype)) for shape in shapes * 2]
+    six = [rng.standard_normal(shape).astype(dtype) for shape in shapes * 2]
     options = OPTIONS[name]
     on_device = {
         n: cupy.asarray(x) if isinstance(x, np.ndarray) and x.dtype.kind in "fb" else x for n, x in options.items()
@@ -126,7 +129,7 @@ HOPPER = pytest.mark.parametrize("generation", ["sm90"])
 
 def operands_of(n_q: int, n_k: int, dim: int, dim_v: int, which: str = "qkv") -> list[Any]:
     """q, k, v and the tangents of these, None where `which` has none, of NumPy."""
-    rng, dtype = np.random.default_rng(0), cases.numpy_dtype("bfloat16")
+    rng, dtype = np.random.default_rng(0), np.dtype("bfloat16")
     shapes = (2, 2, n_q, dim), (2, 1, n_k, dim), (2, 1, n_k, dim_v)
     six = [rng.standard_normal(shape).astype(dtype) for shape in shapes * 2]
     return [x if i < 3 or "qkv"[i - 3] in which else None for i, x in enumerate(six)]
@@ -135,11 +138,11 @@ def operands_of(n_q: int, n_k: int, dim: int, dim_v: int, which: str = "qkv") ->
 def check_tangents(given: list[Any], own: list[Any], out: Any = None, **options: Any) -> None:
     """Results on the device for its arrays `own` are near those of the definition for `given`."""
     (out, lse), (dout, dlse) = flashkit.attention_jvp(*own, return_lse=True, backend="cupy_raw", out=out, **options)
-    problem, operands, _ = prepare(*given[:3], **options)
-    operands.tangents = Tangents._make([*given[3:], None, None])
+    problem, operands, shape = prepare(*given[:3], **options)
+    operands.tangents = Tangents._make([*(x if x is None else shape.to_four(x) for x in given[3:]), None, None])
     expected = standard_jvp(problem.spec, operands)
     for got, right, dtype in zip((out, lse, dout, dlse), expected, ("bfloat16", "float32") * 2, strict=True):
-        near(got, right, dtype)
+        near(got, shape.like(right) if dtype == "bfloat16" else right, dtype)
 
 
 @HOPPER
@@ -215,17 +218,29 @@ def test_a_tangent_whose_columns_lie_apart(device: Device) -> None:
 
 
 @HOPPER
-def test_a_later_call_is_not_planned_again(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{}, {"cu_seqlens": ([0, 60, 140], [0, 70, 180]), "causal": True}])
+def test_a_later_call_is_not_planned_again(
+    options: dict[str, Any], device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But where sequences have other lengths."""
     import cupy
 
     given = operands_of(70, 90, 64, 64)
-    own = [cupy.asarray(x) for x in given]
-    names = "entropy", "max_logit"
-    check_tangents(given, own)
-    _, first = flashkit.attention(*own[:3], return_stats=names, backend="cupy_raw")
+    if options:
+        given = [x.transpose(0, 2, 1, 3).reshape(-1, x.shape[1], 64) for x in given]
+        options = {**options, "cu_seqlens": tuple(map(np.array, options["cu_seqlens"]))}
+    names, own = ("entropy", "max_logit"), [cupy.asarray(x) for x in given]
+    check_tangents(given, own, **options)
+    _, first = flashkit.attention(*own[:3], return_stats=names, backend="cupy_raw", **options)
+    plan = dispatch.plan
     monkeypatch.setattr(dispatch, "plan", None)
-    given = [np.roll(x, 1, 2) for x in given]
+    given = [np.roll(x, 1, 0 if options else 2) for x in given]
     own = [cupy.asarray(x) for x in given]
-    check_tangents(given, own)
-    _, then = flashkit.attention(*own[:3], return_stats=names, backend="cupy_raw")
-    near(then["max_logit"], np.roll(cases.to_numpy(first["max_logit"]), 1, 2), "float32")
+    check_tangents(given, own, **options)
+    _, then = flashkit.attention(*own[:3], return_stats=names, backend="cupy_raw", **options)
+    if not options:
+        near(then["max_logit"], np.roll(cases.to_numpy(first["max_logit"]), 1, 2), "float32")
+        return
+    monkeypatch.setattr(dispatch, "plan", plan)
+    options["cu_seqlens"][0][1] = 50
+    check_tangents(given, own, **options)

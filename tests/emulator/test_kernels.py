@@ -19,7 +19,7 @@ from flashkit.backends.cuda_common import backend as cuda_backend
 from flashkit.backends.cuda_common import sm90_bwd_launch, sm90_launch
 from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward
 from flashkit.backends.numba_cuda import sm90 as numba_sm90
-from flashkit.call import arguments as call_arguments
+from flashkit.call import sequences as call_sequences
 from flashkit.call.arguments import prepare
 from flashkit.call.sequences import read_in_place
 from flashkit.mods import dropout
@@ -134,7 +134,7 @@ def equal_scores(n_q: int, n_k: int, dtype: str, dim: int = 64) -> tuple[list[np
     q, k = np.broadcast_to(size, (len(size), n_q, dim)).copy(), np.broadcast_to(size, (len(size), n_k, dim))
     q[1::2] *= -1
     v = np.random.default_rng(0).standard_normal((len(size), n_k, 64))
-    arrays = [x[None].astype(cases.numpy_dtype(dtype)) for x in (q, k, v)]
+    arrays = [x[None].astype(dtype) for x in (q, k, v)]
     return arrays, (q[:, 0, 0] * k[:, 0, 0]) * dim**0.5
 
 
@@ -429,7 +429,7 @@ def test_integers_of_the_caller_are_read_in_place(
     for x in on_device.values():
         assert read_in_place(cupy, x).data.ptr == x.data.ptr
     with monkeypatch.context() as patch:
-        patch.setattr(call_arguments, "q_offsets_of", lambda *_: pytest.fail("nothing reads offsets"))
+        patch.setattr(call_sequences, "q_offsets_of", lambda *_: pytest.fail("nothing reads offsets"))
         out = flashkit.attention(*given, **on_device, backend=backend)
     assert generations(launched) == {generation}
     wide = [x.astype(float) for x in (q, k, v)]
@@ -921,7 +921,7 @@ def test_gradients_by_values(backend: str, generation: str, device: Device) -> N
     rng, dtype = np.random.default_rng(0), "float32" if generation == "simt" else "bfloat16"
     batch, heads, n_q, n_k, d = 2, 2, 40, 90, 16 if generation == "simt" else 64
     shapes = (batch, heads, n_q, d), (batch, 1, n_k, d), (batch, 1, n_k, d), (batch, heads, n_q, d)
-    q, k, v, dout = normal(cases.numpy_dtype(dtype), *shapes)
+    q, k, v, dout = normal(np.dtype(dtype), *shapes)
     values = [rng.standard_normal(shape).astype(np.float32) for shape in ((1, heads, n_q, n_k), (heads,), (8, heads))]
     wrt = ("bias", "alibi_slopes", "score.table", *(("score.gain", "softcap") if generation == "simt" else ()))
 
@@ -971,7 +971,7 @@ def test_a_dense_bias_on_hopper(case: str, generation: str, launched: list[str])
     packed = "cu_seqlens" in options
     n_q = shape[-2]
     shapes = ((n, 2, dim) if packed else (2, 2, n, dim) for n in (n_q, n_k, n_k, n_q))
-    q, k, v, dout = normal(cases.numpy_dtype("bfloat16"), *shapes)
+    q, k, v, dout = normal(np.dtype("bfloat16"), *shapes)
     values = np.random.default_rng(5).standard_normal(shape).astype(np.float32)
 
     def gradients(xp: Any, backend: str) -> list[np.ndarray]:
@@ -1033,7 +1033,7 @@ def test_tiles_of_a_bias(case: str, data: str, generation: str, monkeypatch: pyt
     shape, dtype, operands, dim, heads_kv, options, stores, staged = STAGED[case]
     n_q, n_k = shape[-2:]
     rows, keys = (2, 2, n_q, dim), (2, heads_kv, n_k, dim)
-    q, k, v, dout = normal(cases.numpy_dtype(operands), rows, keys, keys, rows)
+    q, k, v, dout = normal(np.dtype(operands), rows, keys, keys, rows)
     rng = np.random.default_rng(5)
     values = rng.standard_normal(shape).astype(np.float32)
     if data == "hidden":
@@ -1043,7 +1043,7 @@ def test_tiles_of_a_bias(case: str, data: str, generation: str, monkeypatch: pyt
         if options:
             values[..., 60] = 0
             values[..., 0, 60] = k[:, :, 60, 1] = np.nan
-    values = values.astype(cases.numpy_dtype(dtype))
+    values = values.astype(dtype)
     if "part" in case:
         first = 1 if "2 bytes" in case else 8
         whole = np.zeros((*shape[:-1], n_k + 16), values.dtype)
@@ -1170,6 +1170,11 @@ def by_entry(s: Any, b: Any, h: Any, q: Any, k: Any, *, table: Any) -> Any:
     return s - table[b, flashkit.minimum(abs(q - k), 20)] * 0.5 + table[b, flashkit.where(q < k, 0, 1 + (q - k) % 9)]
 
 
+def clipped(s: Any, b: Any, h: Any, q: Any, k: Any, *, table: Any) -> Any:
+    """Linear in the distance, with a step that is no power of two, between two distances inside of tiles."""
+    return s + table[h] * flashkit.clip(q - k, -75, 90) * 0.03
+
+
 DISTANCES: dict[str, tuple[int, int, int, dict[str, Any]]] = {  # head dim, queries, keys, options
     "T5": (64, 150, 200, {}),
     "T5, causal, 128 columns": (128, 150, 200, {"causal": True, "q_offset": 37}),
@@ -1180,6 +1185,8 @@ DISTANCES: dict[str, tuple[int, int, int, dict[str, Any]]] = {  # head dim, quer
     "exact, 128 columns": (128, 150, 200, {"q_offset": 50}),
     "by entry": (64, 150, 200, {}),
     "slopes": (64, 150, 200, {"causal": True}),
+    "clipped": (64, 150, 290, {}),
+    "clipped, 128 columns": (128, 150, 290, {}),
 }
 
 
@@ -1197,9 +1204,9 @@ def test_what_is_added_by_distance(case: str, dtype: str, generation: str, launc
     kv_heads = 2 if kind == "exact" else 1
     sizes = (n_q, 2), (n_k, kv_heads), (n_k, kv_heads), (n_q, 2)
     shapes = ((n, heads, dim) if packed else (2, heads, n, dim) for n, heads in sizes)
-    q, k, v, dout = normal(cases.numpy_dtype(dtype), *shapes)
+    q, k, v, dout = normal(np.dtype(dtype), *shapes)
     last = n_k - 1 - (0 if kind != "exact" else options["q_offset"])
-    shape = {"T5": (16, 2), "exact": (n_q + n_k - 1, 2), "by entry": (2, 21), "slopes": (2,)}[kind]
+    shape = {"T5": (16, 2), "exact": (n_q + n_k - 1, 2), "by entry": (2, 21), "slopes": (2,), "clipped": (2,)}[kind]
     table = np.random.default_rng(5).random(shape).astype(np.float32)
 
     def results(xp: Any, backend: str) -> list[np.ndarray]:
@@ -1208,14 +1215,16 @@ def test_what_is_added_by_distance(case: str, dtype: str, generation: str, launc
             "T5": lambda: mods.t5_bias(own, max_distance=50),
             "exact": lambda: mods.score(by_exact_distance, table=own, last=last),
             "by entry": lambda: mods.score(by_entry, table=own),
+            "clipped": lambda: mods.score(clipped, table=own),
         }[kind]()}  # fmt: skip
         out, vjp = flashkit.attention_vjp(*map(xp.asarray, (q, k, v)), backend=backend, **added, **options)
         wrt = ("q", "k", "v", "alibi_slopes" if kind == "slopes" else "score.table")
         found = [out, *vjp(xp.asarray(dout), wrt=wrt), *vjp(xp.asarray(dout))]
         return [cases.to_numpy(x).astype(np.float64) for x in found]
 
+    unit = 2.0 ** (-4 if kind == "clipped" else -6)  # sums that cancel
     for got, expected in zip(results(cupy, "cupy_raw"), results(np, "reference"), strict=True):
-        assert np.abs(got - expected).max() <= np.abs(expected).max() * 2.0**-6
-    read = [] if kind == "slopes" else ["fill_by_distance"]
+        assert np.abs(got - expected).max() <= np.abs(expected).max() * unit
+    read = [] if kind in ("slopes", "clipped") else ["fill_by_distance"]
     passes = [*read, "sm90_forward", "fill_by_distance", "sm90_backward", "add_by_distance", *read, "sm90_backward"]
     assert [name for name in launched if "distance" in name or name.startswith("sm90_")][-len(passes) :] == passes

@@ -213,14 +213,9 @@ def on_device_as_it_is(x: Any) -> Any:
 def test_the_callers_stream_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
     import cupy
 
-    given, streams = [on_device(x.detach()) for x in qkv()], []
-    run = Planned.run_on
-
-    def spy(*args: Any) -> Any:
-        streams.append(cupy.cuda.get_current_stream().ptr)
-        return run(*args)
-
-    monkeypatch.setattr(Planned, "run_on", spy)
+    given, streams, run = [on_device(x.detach()) for x in qkv()], [], Planned.run_on
+    current = cupy.cuda.get_current_stream
+    monkeypatch.setattr(Planned, "run_on", lambda *args: streams.append(current().ptr) or run(*args))
     expected = ft.attention(*given)
     for stream in (0, 7, 9, 7):
         STATE.stream = stream

@@ -436,6 +436,10 @@ def test_what_is_no_tensor_says_so() -> None:
         with pytest.raises(TypeError, match=f"^{name}: expected a torch.Tensor, got ") as raised:
             ft.attention(*given)
         assert raised.match(fits)
+    options: dict[str, Any]
+    for options in {"bias": (1, 2)}, {"mask": 3}, {"kv_lengths": [4]}, {"cu_seqlens": (torch.arange(2), 3)}:
+        with pytest.raises(TypeError, match=f"^{next(iter(options))}: expected a torch.Tensor, got "):
+            ft.attention(q, q, q, **options)
 
 
 def test_the_gradient_of_an_infinite_sink_without_queries() -> None:

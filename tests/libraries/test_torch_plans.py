@@ -243,23 +243,21 @@ def watchers() -> dict[str, Callable[[], AbstractContextManager[Any]]]:
 
 
 @pytest.mark.parametrize("watcher", watchers())
-def test_a_known_plan_hides_no_call(watcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given, calls = qkv(), list[bool]()
+def test_a_known_plan_hides_no_call(watcher: str, calls_of: Any) -> None:
+    given = qkv()
     for _ in range(2):
         expected = ft.attention(*given)
-    operator = torch_autograd.forward_op
-    monkeypatch.setattr(torch_autograd, "forward_op", lambda *args: calls.append(True) or operator(*args))
+    calls = calls_of(torch_autograd, "forward_op")
     with watchers()[watcher]() as active:
         assert torch.equal(ft.attention(*given), expected)
-    assert calls == ([] if watcher == "nothing" else [True])
+    assert len(calls) == (watcher != "nothing")
     assert watcher != "functions" or "flashkit.attention.default" in active.seen
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_steps_of_decoding_share_a_plan(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_decoding_share_a_plan(dtype: Any, calls_of: Any) -> None:
     """Each has one key more, and views of a cache as models keep it: one call is prepared and checked."""
-    prepared, prepare = list[Any](), plans.prepare
-    monkeypatch.setattr(plans, "prepare", lambda *args, **options: prepared.append(args) or prepare(*args, **options))
+    prepared = calls_of(plans, "prepare")
     keys, values = torch.randn(2, 2, 2, 100, 16, dtype=dtype)
     for n in range(65, 100):
         q = torch.randn(2, 1, 4, 16, dtype=dtype).transpose(1, 2)

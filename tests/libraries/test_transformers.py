@@ -267,8 +267,6 @@ def test_what_hides_nothing_is_no_mask() -> None:
     assert fkit.mask(batch_size=2, q_length=1, kv_length=8, q_offset=7) is None
     everything = {"mask_function": masking_utils.bidirectional_mask_function, "allow_is_bidirectional_skip": True}
     assert fkit.mask(batch_size=2, q_length=8, kv_length=8, **everything) is None
-    one = fkit.mask(batch_size=2, q_length=1, kv_length=8, q_offset=3)  # of a static cache
-    assert one.options == {"causal": True, "q_offset": 3}
 
 
 def test_rules_that_cannot_be_traced_are_dense() -> None:

@@ -8,7 +8,7 @@ place and what replaces an expression or a statement there:
     "sm90/mainloop.cuh"         a file of cupy_raw's kernels; old and new are text
 
 The old code occurs exactly once in its place. tests/tools/test_mutants.py holds every fault to this. Choose faults by
-reading the code, not the tests; `make mutants` tries every operator and constant of a module.
+reading the code, not the tests.
 """
 
 from __future__ import annotations

@@ -43,6 +43,12 @@ ROWS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     "tests/unit/test_bad_input.py -k lengths": (
         ("lengths", "call.sequences:_counts", "counts.view(np.uint64).max() > most", "counts.max() > most"),
     ),
+    "tests/unit/test_numbers.py -k 'wrap or arrays'": (
+        ("bounds", "call.sequences:offsets_of",
+         "offsets[0] != 0 or offsets[-1] > tokens or (offsets[1:] < offsets[:-1]).any()",
+         "offsets[0] != 0 or offsets[-1] > tokens or (np.diff(offsets) < 0).any()"),
+        ("bounds", "call.sequences:integers_of", "array.itemsize == 8", "array.dtype == np.uint64"),
+    ),
     f"{SAFETY} -k exchanged_values": (("bounds", "call.compose:check_indices", "high >= n", "high > n"),),
     f"{SAFETY} -k integers": (
         ("bounds", "mods.mod:Mod.snapshot", 'whole or kind == "int" or (kind == "bool" and name in indexing)', "whole"),

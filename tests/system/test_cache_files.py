@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import shutil
 import tempfile
 import textwrap
@@ -15,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kernels import COMPILED, Source, file_of, forget, leftovers, run
+from kernels import COMPILED, PLANTED, Source, content, file_of, forget, leftovers, returning, run
 
-from flashkit import settings
 from flashkit.backends import elf
 from flashkit.backends.cpu import objects
 from flashkit.backends.cuda_common import compiler
@@ -40,6 +40,16 @@ def silent() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
+
+
+def test_compilations_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """And a file that is found again compiles nothing."""
+    with caplog.at_level("INFO", "flashkit"):
+        for _ in range(2):
+            objects._loaded.clear()
+            assert run() == COMPILED
+    (record,) = caplog.records
+    assert record.name == "flashkit" and re.fullmatch(r"compiled kind in \d+\.\d s", record.getMessage())
 
 
 # --- a full disk ------------------------------------------------------------------------------------------------------
@@ -195,6 +205,24 @@ def test_work_goes_on_without_a_lock(monkeypatch: pytest.MonkeyPatch, error: Exc
 # --- damaged files ----------------------------------------------------------------------------------------------------
 
 
+def test_a_file_that_another_process_makes_meanwhile_is_not_made_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A process that waited for the lock reads what the other has made."""
+    assert run() == COMPILED
+    file, lock = file_of(), kernel_cache.compile_lock
+    file.write_bytes(content(file.name, returning(PLANTED)))
+    held = file.rename(tmp_path / "held")
+
+    def waited(folder: str, name: str) -> Any:
+        held.rename(file)  # as the process that holds the lock does
+        return lock(folder, name)
+
+    monkeypatch.setattr(kernel_cache, "compile_lock", waited)
+    objects._loaded.clear()
+    assert run() == PLANTED
+
+
 KERNELS = """
 extern "C" __global__ void f(float* x) { extern __shared__ float s[]; s[threadIdx.x] = x[0]; x[1] = s[0]; }
 __device__ float table[70000];
@@ -203,13 +231,12 @@ extern "C" __global__ void g(float* x) { x[0] = table[(int)x[1]]; }
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
-def test_a_cubin_is_checked(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+def test_a_cubin_is_checked(calls_of: Callable[..., Any], arch: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     source = compiler.Source("kernels", KERNELS)
     made = compiler.binary(source, arch)
     assert set(made.resources) == {"f", "g"}
-    compiles, compile_ = [], compiler._compile
-    monkeypatch.setattr(compiler, "_compile", lambda *args: compiles.append(1) or compile_(*args))
+    compiles = calls_of(compiler, "_compile")
     assert compiler.binary(source, arch) == made and not compiles
     for at in (0, len(made.code) // 2, -1):
         damaged = bytearray(made.code)
@@ -338,23 +365,6 @@ def test_a_folder_that_vanishes_while_a_kernel_is_written(monkeypatch: pytest.Mo
     monkeypatch.setattr(trust, "write", late)
     assert run() == COMPILED
     assert file_of().exists()
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("0", 0), ("12", 12), ("4K", 4096), ("1.5 M", 3 << 19), ("2GiB", 2 << 30), ("1tb", 1 << 40)]
-)
-def test_sizes(text: str, size: int) -> None:
-    assert settings.size(text) == size
-
-
-@pytest.mark.parametrize("text", ["many", "-1", "1X", "K", "1e3", "", "1 2", "9" * 400])
-def test_what_is_no_size(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    with pytest.raises(ValueError, match="a number of bytes such as 500M or 2G"):
-        settings.size(text)
-    monkeypatch.setenv("FLASHKIT_CACHE_SIZE", text)
-    if text:  # an empty variable is none
-        with pytest.raises(ValueError, match=f"FLASHKIT_CACHE_SIZE: expected a number of bytes .* got {text!r}"):
-            run()
 
 
 # --- in memory --------------------------------------------------------------------------------------------------------

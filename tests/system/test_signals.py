@@ -305,36 +305,6 @@ def test_a_handler_that_raises_waits_for_work_that_can_be_stopped(can_be_stopped
     assert ended.wait(60)
 
 
-@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "while it waits"])
-def test_further_handlers_that_raise_wait_as_well(at_once: bool) -> None:
-    """The work ends before the last of the exceptions leaves, even where a handler raises before the wait begins."""
-    stop, raised, left, early = threading.Event(), threading.Event(), threading.Event(), [True]
-
-    def handler(number: int, frame: Any) -> None:
-        if number == signal.SIGUSR1:
-            raise KeyError
-        raised.set()
-        raise IndexError
-
-    def work() -> None:
-        os.kill(os.getpid(), signal.SIGUSR1)
-        if not at_once:
-            stop.wait(60)
-        os.kill(os.getpid(), signal.SIGUSR2)
-        raised.wait(60)
-        early[0] = left.wait(0.3) or not stop.wait(60)
-
-    before = [(x, signal.signal(x, handler)) for x in (signal.SIGUSR1, signal.SIGUSR2)]
-    try:
-        with pytest.raises(IndexError):
-            run_off_main_thread(work, stop.set)
-        left.set()
-    finally:
-        for number, was in before:
-            signal.signal(number, was)
-    assert early == [False]
-
-
 def test_work_that_has_not_begun_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """A handler raises before the thread comes to its work."""
     begun: list[int] = []

@@ -62,7 +62,7 @@ def test_a_setting_allows_no_more_threads_than_numba_does(monkeypatch: pytest.Mo
      (2, "float32", 1, 0), (1, "float32", 1, 2)],
 )  # fmt: skip
 def test_backward_passes_have_work_tiles_to_balance_threads_by(
-    heads: int, dtype: str, most: int | None, splits: int, monkeypatch: pytest.MonkeyPatch
+    heads: int, dtype: str, most: int | None, splits: int, calls_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three for each of two threads, in dq_accum of so many splits (0: dQ is summed in place), which may take `most`
     bytes beyond what the threads need.
@@ -70,19 +70,13 @@ def test_backward_passes_have_work_tiles_to_balance_threads_by(
     monkeypatch.setattr(threads, "count", lambda: 2)
     if most is not None:
         monkeypatch.setattr(passes, "DQ_BYTES_A_THREAD", most)
-    borrowed, taken = scratch_pool.borrowed, []
-
-    def recorded(size: int) -> Any:
-        taken.append(size)
-        return borrowed(size)
-
-    monkeypatch.setattr(scratch_pool, "borrowed", recorded)
+    taken = calls_of(scratch_pool, "borrowed")
     rng, kind = np.random.default_rng(0), np.dtype(getattr(ml_dtypes, dtype, dtype))
     n = 900 if most is None else 901  # a pass that is bound keeps its splits
     q, k, v, dout = (rng.standard_normal((1, heads, n, 16), np.float32).astype(kind) for _ in range(4))
     found = flashkit.attention_vjp(q, k, v, backend="cpu", causal=True)[1](dout)
     exact = flashkit.attention_vjp(q, k, v, backend="reference", causal=True)[1](dout)
-    assert taken == [splits * heads * n * 16 * 4] * (splits > 0)
+    assert taken == [(splits * heads * n * 16 * 4,)] * (splits > 0)
     for x, y in zip(found, exact):
         close = {"rtol": 2e-2, "atol": 2e-2} if dtype == "bfloat16" else {"rtol": 1e-4, "atol": 1e-5}
         np.testing.assert_allclose(x.astype(np.float64), y.astype(np.float64), **close)
@@ -128,7 +122,7 @@ def test_a_worker_without_work_yields_its_core_and_sleeps_when_it_is_taken(progr
     text = """
         import ctypes, threading
         import numpy as np
-        from flashkit.backends.cpu import arguments as at, specialise
+        from flashkit.backends.cpu import arguments as at, objects, specialise
 
         def looks(jump):
             memory, times, yields = np.zeros(int(at.WORKER_WORDS), np.int64), [0], []
@@ -149,7 +143,7 @@ def test_a_worker_without_work_yields_its_core_and_sleeps_when_it_is_taken(progr
             for word, function in zip((at.YIELD, at.CLOCK, at.ACQUIRE), functions):
                 memory[word] = ctypes.cast(function, ctypes.c_void_p).value
             memory[at.STATE] = at.FREE
-            work = ctypes.CFUNCTYPE(None, ctypes.c_int64)(specialise.launcher()["work"])
+            work = ctypes.CFUNCTYPE(None, ctypes.c_int64)(objects.kept(specialise.launcher_source)["work"])
             threading.Thread(target=work, args=(memory.ctypes.data,), daemon=True).start()
             assert asleep.wait(60) and memory[at.STATE] == at.ASLEEP
             assert len(times) - 3 <= len(yields) <= len(times)

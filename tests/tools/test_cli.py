@@ -137,10 +137,6 @@ def test_explain_with_real_backends(run: Any) -> None:
     status, out, _ = run(*line.split())
     assert status == 0
     assert isinstance(json.loads(out), dict)
-    status, out, _ = run("explain", "--measure", "--json", "--shape", "1,2,128,64", "--dtype", "float32", "--causal")
-    measured = json.loads(out)["measured_seconds"]
-    assert measured.keys() == {"forward", "backward"}
-    assert all(1e-6 < seconds < 1 for seconds in measured.values())
     status, out, _ = run("explain", "--measure", "--shape", "1,2,128,64")
     assert "measured   forward" in out
     assert "measured   backward" in out
@@ -227,11 +223,6 @@ def test_cache_prune(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {file.name for file in folder.iterdir()} == {"2.o", "3.o"}
     status, _, err = run("cache", "prune", "--to", "much")
     assert status == 2 and "--to: expected a number of bytes such as 500M or 2G, got 'much'" in err
-    monkeypatch.setenv("FLASHKIT_CACHE_SIZE", "much")
-    for command in ("prune", "path"):
-        status, _, err = run("cache", command)
-        assert status == 1 and "a number of bytes such as 500M or 2G" in err
-    assert run("info")[0] == 0
 
 
 # ---- autotune, bench, demo -----------------------------------------------------------------------------------------

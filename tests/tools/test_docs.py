@@ -237,19 +237,6 @@ def test_every_promise_names_tests_that_exist() -> None:
             assert not name or f"\ndef {name}(" in (ROOT / path).read_text(encoding="utf-8"), row
 
 
-def test_the_table_of_places_names_files_that_exist() -> None:
-    text = prose(ROOT / "docs" / "architecture.md")
-    table = re.search(r"^\| I want to .*?(?=\n\n|\Z)", text, re.DOTALL | re.MULTILINE)
-    assert table is not None
-    rows = table[0].splitlines()[2:]
-    assert len(rows) >= 15
-    for row in rows:
-        places = re.findall(r"`([\w./-]+/[\w./-]*)`", row)
-        assert places, row
-        for place in places:
-            assert (ROOT / place).exists(), row
-
-
 @functools.cache
 def names_in_the_tree() -> frozenset[str]:
     """Every identifier of the package and its benchmarks, and the names of their files and folders."""
@@ -441,16 +428,14 @@ def test_the_error_of_the_exponentials() -> None:
             assert abs(value / power - 1) < Fraction(bound), (element, i)
 
 
-@pytest.mark.parametrize("file", documents())
-def test_environment_variables_exist(file: Path) -> None:
+def test_environment_variables_exist() -> None:
     sources = [*ROOT.glob("flashkit/**/*.py"), *ROOT.glob("tests/**/*.py")]
     known = set(re.findall(r"FLASHKIT_[A-Z_]+", "\n".join(s.read_text(encoding="utf-8") for s in sources)))
-    assert set(re.findall(r"FLASHKIT_[A-Z_]+", file.read_text(encoding="utf-8"))) <= known
+    for file in FILES:
+        assert set(re.findall(r"FLASHKIT_[A-Z_]+", file.read_text(encoding="utf-8"))) <= known, relative(file)
 
 
 def test_every_argument_of_attention_is_in_the_table_of_numerics() -> None:
-    import inspect
-
     text = prose(ROOT / "docs" / "numerics.md")
     for name, parameter in list(inspect.signature(flashkit.attention).parameters.items())[3:]:
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -468,8 +453,6 @@ def test_pages_name_the_arguments_that_an_adapter_does_not_take(library: str) ->
 
 
 def test_every_ready_made_mod_and_pattern_is_in_the_document_of_mods() -> None:
-    import inspect
-
     from flashkit import mods
 
     text = prose(ROOT / "docs" / "mods.md")

@@ -30,7 +30,7 @@ def test_every_fault_fits() -> None:
             assert ast.dump(ast.parse(text)) != ast.dump(ast.parse(changed)), fault
         paths = [word for word in fault.tests.split() if word.startswith("tests/")]
         assert paths and all(path.startswith(folders) and (ROOT / path).exists() for path in paths), fault
-    for planted in (*fuzzer.FAULTS, *fuzzer.APART, *fuzzer.CACHES):
+    for planted in fuzzer.FAULTS:
         assert (ROOT / "flashkit" / planted.file).read_text().count(planted.text) == 1, planted
 
 

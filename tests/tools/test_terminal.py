@@ -6,7 +6,6 @@ import io
 import json
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,28 +149,6 @@ def test_a_line_while_kernels_compile(code: str, variables: dict[str, str], draw
 
 def test_no_line_where_stderr_is_no_terminal(program: Any) -> None:
     assert program(COMPILE) == "done\n"
-
-
-def test_compilations_are_logged(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Those of the CPU, which pass through one place; a file that is found again compiles nothing."""
-    from flashkit.backends.cpu import objects, target
-
-    monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
-
-    def make(wanted: target.Target) -> objects.Object:
-        module = objects.binding.parse_assembly("define i64 @answer() { ret i64 42 }")
-        return objects.Object(bytes(target.machine(wanted).emit_object(module)), ("answer",))
-
-    source = objects.Source("sample", "a text of this test", make)
-    with caplog.at_level("INFO", "flashkit"):
-        kept = objects.functions(source)
-        assert [record.name for record in caplog.records] == ["flashkit"]
-        assert re.fullmatch(r"compiled sample in \d+\.\d s", caplog.records[0].getMessage())
-        objects._loaded.clear()
-        again = objects.functions(source)
-    assert len(caplog.records) == 1 and kept["answer"] and again["answer"]
 
 
 def test_explanations_break_between_words() -> None:

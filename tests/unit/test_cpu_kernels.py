@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import epsilon, numpy_dtype
+from cases import epsilon
 
 from flashkit.backends.cpu import target
 from flashkit.backends.cpu.backend import CpuBackend
@@ -170,7 +170,7 @@ def test_every_micro_kernel_is_ordered_for_the_tuned_cpu(instructions: str) -> N
 def test_every_width_computes_attention(dtype: str, lanes: int, rows: int, vectors: int) -> None:
     """With dtypes in turn: shorter vectors than this CPU's have kernels of their own, which compile for long."""
     rng = np.random.default_rng(3)
-    q, k, v, dout = (rng.standard_normal((1, 2, n, 21)).astype(numpy_dtype(dtype)) for n in (70, 131, 131, 70))
+    q, k, v, dout = (rng.standard_normal((1, 2, n, 21)).astype(dtype) for n in (70, 131, 131, 70))
     problem, operands, _ = prepare(q, k, v, causal=True, softcap=4.0)
     tile = CpuTile(2 * vectors * lanes, 40, lanes, rows, vectors)
     backend, plan = CpuBackend(), CpuPlan(problem, tile, CpuTile(32, 48, lanes, rows, vectors), "forced")

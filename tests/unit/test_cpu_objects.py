@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -90,40 +89,3 @@ def test_every_source_is_part_of_a_name(
     with (copy / source).open("a") as file:
         file.write("\n# another line\n")
     assert name() != before
-
-
-def test_a_file_that_another_process_makes_meanwhile_is_not_made_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A process that waited for the lock reads what the other has made."""
-    monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
-    made: list[str] = []
-
-    def make(wanted: Target) -> objects.Object:
-        made.append("object")
-        return specialise.compiled("own", _TEXT, wanted)
-
-    source = objects.Source("own", "text", make)
-
-    monkeypatch.setattr(objects, "_loaded", {})
-    assert objects.functions(source)["seven"]
-    (file,) = tmp_path.rglob("own_*.o")
-    held, lock = file.rename(tmp_path / "held"), objects.kernel_cache.compile_lock
-
-    def waited(folder: str, name: str) -> Any:
-        os.rename(held, file)  # as the process that holds the lock does
-        return lock(folder, name)
-
-    monkeypatch.setattr(objects.kernel_cache, "compile_lock", waited)
-    monkeypatch.setattr(objects, "_loaded", {})
-    assert objects.functions(source)["seven"]
-    assert made == ["object"]
-
-
-_TEXT = """from numba import types
-from flashkit.backends.cpu.functions import entry
-
-@entry(types.int64())
-def seven():
-    return 7
-"""

@@ -19,7 +19,6 @@ import flashkit
 from flashkit.cache import layer as layers
 from flashkit.cache import step_plans
 from flashkit.cache.pages import PageTable
-from flashkit.call.planned import Planned
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
@@ -102,52 +101,18 @@ def test_a_forked_sequence_shares_its_prefix_until_it_appends() -> None:
 
 
 def test_a_window_is_a_ring_of_pages() -> None:
+    """In calls that are not planned, too; test_random_traces_equal_lists has those that are."""
     cache = flashkit.KVCache(1, 2, 16, pages=4, page=4, window=(9, 0))  # 11 tokens, wherever a page begins
-    sinks = np.zeros(4, np.float32)
     k, v, q = numbers(200, 2, 16, seed=1), numbers(200, 2, 16, seed=2), numbers(200, 4, 16, seed=3)
     for i in range(0, 200, 2):
         cache.append(k[i : i + 2], v[i : i + 2], cu_seqlens=[0, 2])
-        out = cache.attend(q[i : i + 2], causal=True)
-        o = expected(q[i : i + 2], k[: i + 2], v[: i + 2], causal=True, window=(9, 0))
-        np.testing.assert_allclose(out.swapaxes(0, 1), o, atol=1e-5)
-        out = cache.attend(q[i : i + 2], causal=True, sinks=sinks)  # a call that is not planned
-        o = expected(q[i : i + 2], k[: i + 2], v[: i + 2], causal=True, window=(9, 0), sinks=sinks)
-        np.testing.assert_allclose(out.swapaxes(0, 1), o, atol=1e-5)
-        narrower = cache.attend(q[i : i + 2], causal=True, window=(3, 0))
-        o = expected(q[i : i + 2], k[: i + 2], v[: i + 2], causal=True, window=(3, 0))
-        np.testing.assert_allclose(narrower.swapaxes(0, 1), o, atol=1e-5)
-    with pytest.raises(ValueError, match=r"window: expected .* got \(10, 0\)"):
-        cache.attend(q[:2], window=(10, 0))
-    with pytest.raises(ValueError, match=r"window: expected .* got \(None, 0\)"):
-        cache.attend(q[:2], window=(None, 0))
-    cache.trim(0, 2)  # the last append can be taken back
-    cache.append(k[198:], v[198:], cu_seqlens=[0, 2])
-    out = cache.attend(q[198:], causal=True)
-    np.testing.assert_allclose(out.swapaxes(0, 1), expected(q[198:], k, v, causal=True, window=(9, 0)), atol=1e-5)
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rotary_is_fused_into_append_and_attend(interleaved: bool, dtype: str) -> None:
-    cos_sin = flashkit.rotary_table(64, 12)
-    cache = flashkit.KVCache(2, 2, 16, pages=20, page=4, dtype=dtype)
-    rows = np.arange(64)
-    for new, offsets in ((7, [0, 5, 7]), (2, None), (4, [0, 1, 4])):
-        before = cache.lengths
-        k, v, q = (numbers(new, h, 16, seed=new + h, dtype=dtype) for h in (2, 2, 6))
-        cache.append(k, v, offsets, rotary=cos_sin, rotary_interleaved=interleaved)
-        counts = np.diff(offsets if offsets is not None else np.arange(3))
-        where = np.concatenate([rows[a : a + n] for a, n in zip(before, counts, strict=True)])
-        assert cache.positions.tolist() == where.tolist()
-        options: dict[str, Any] = {"positions": where, "interleaved": interleaved, "layout": "bnhd"}
-        turned = flashkit.rotary(k, *cos_sin, **options)
-        ends = np.concatenate([[0], np.cumsum(counts)])
-        for i in range(2):
-            kept_k, kept_v = (x[before[i] :] for x in stored(cache, i))
-            assert np.array_equal(kept_k, turned[ends[i] : ends[i + 1]])
-            assert np.array_equal(kept_v, v[ends[i] : ends[i + 1]])
-        out = cache.attend(q, causal=True, rotary=cos_sin, rotary_interleaved=interleaved)
-        assert np.array_equal(out, cache.attend(flashkit.rotary(q, *cos_sin, **options), causal=True))
+        for options in ({"sinks": np.zeros(4, np.float32)}, {"window": (3, 0)}):
+            out = cache.attend(q[i : i + 2], causal=True, **options)
+            o = expected(q[i : i + 2], k[: i + 2], v[: i + 2], **{"causal": True, "window": (9, 0), **options})
+            np.testing.assert_allclose(out.swapaxes(0, 1), o, atol=1e-5)
+    for window in ((10, 0), (None, 0)):
+        with pytest.raises(ValueError, match=rf"window: expected .* got \({window[0]}, 0\)"):
+            cache.attend(q[:2], window=window)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -159,17 +124,19 @@ def test_each_call_has_the_tables_that_it_gives(dtype: str) -> None:
         [(one, False), (one, False), (other, False), (other, True), (one, True), (one, False)]
     ):
         cache.append(k, k, rotary=tables, rotary_interleaved=interleaved)
+        assert cache.positions.tolist() == [position]
         expected = flashkit.rotary(k, *tables, positions=[position], interleaved=interleaved, layout="bnhd")
         assert np.array_equal(stored(cache, 0)[0][position:], expected)
+        found = cache.attend(k, causal=True, rotary=tables, rotary_interleaved=interleaved)
+        assert np.array_equal(found, cache.attend(expected, causal=True))
     one[0][:] = 0
     cache.append(k, k, rotary=one)
     assert np.array_equal(stored(cache, 0)[0][6:], flashkit.rotary(k, *one, positions=[6], layout="bnhd"))
 
 
-def test_steps_of_decoding_share_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_decoding_share_plans(calls_of: Any) -> None:
     """A plan is made for a power of two of keys, not for each step; its results follow the lengths."""
-    made = []
-    monkeypatch.setattr(step_plans, "Planned", lambda *given: made.append(0) or Planned(*given))
+    made = calls_of(step_plans, "Planned")
     cache = flashkit.KVCache(2, 2, 16, pages=80, page=4, layers=2)
     k, v, q = numbers(2, 100, 2, 16), numbers(2, 100, 2, 16, seed=1), numbers(100, 2, 4, 16, seed=2)
     for n in range(60):
@@ -221,10 +188,9 @@ def test_packed_queries_of_equal_sequences_share_plans(each: int, monkeypatch: p
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_packed_queries_of_unequal_sequences_share_plans(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_queries_of_unequal_sequences_share_plans(causal: bool, calls_of: Any) -> None:
     """As many queries find one plan, whatever their offsets and the lengths are; rows behind the last offset are 0."""
-    made = []
-    monkeypatch.setattr(step_plans, "Planned", lambda *given: made.append(0) or Planned(*given))
+    made = calls_of(step_plans, "Planned")
     cache = flashkit.KVCache(3, 2, 16, pages=80, page=4)
     k, v, q = numbers(60, 2, 16), numbers(60, 2, 16, seed=1), numbers(9, 4, 16, seed=2)
     cache.append(k, v, [0, 33, 47, 60])

@@ -187,11 +187,6 @@ def test_the_kind_of_values_is_part_of_the_key(compare, one):
     assert mods.mask(compare, x=one, y=one).key != mods.mask(compare, x=1.0 * one, y=1.0 * one).key
 
 
-def test_ready_made_mods_are_traced_once():
-    assert mods.causal().expr is mods.causal().expr
-    assert mods.sliding_window(1, 2).expr is mods.sliding_window(3, 4).expr
-
-
 def test_a_function_is_traced_anew_for_each_mod():
     """What it closes over may have changed in between."""
     width = 2

@@ -401,17 +401,24 @@ def test_what_chooses_the_backend_is_heeded(monkeypatch: pytest.MonkeyPatch) -> 
             attention(q, k, v)
             with flashkit.use_backend(None):
                 attention(q, k, v)
+            attention(q, k, v)
+            attention(q, k, v, backend="cpu")  # a call goes before a block
         attention(q, k, v, backend="reference")
         monkeypatch.setenv("FLASHKIT_BACKEND", "reference")
+        attention(q, k, v)
+        with flashkit.use_backend("cpu"):
+            attention(q, k, v)  # and a block before the process
+        monkeypatch.setenv("FLASHKIT_BACKEND", "")
         attention(q, k, v)
         monkeypatch.setenv("FLASHKIT_BACKEND", "absent")
         with pytest.raises(ValueError, match="FLASHKIT_BACKEND"):
             attention(q, k, v)
         monkeypatch.delenv("FLASHKIT_BACKEND")
-    assert calls == ["cpu", "reference.forward", "cpu", "reference.forward", "reference.forward"] * 2
+    kinds = {"c": "cpu", "r": "reference.forward"}
+    assert calls == [kinds[x] for x in "crcrcrrcc"] * 2
 
 
-def test_plans_are_cached_by_their_block_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_are_cached_by_their_block_mask(calls_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the mask itself: not by what it looks like, and not where it holds much."""
     from flashkit import BlockMask
 
@@ -420,9 +427,7 @@ def test_plans_are_cached_by_their_block_mask(monkeypatch: pytest.MonkeyPatch) -
     masks = [BlockMask.from_dense(grid, 8, 8) for grid in grids]
     expected = [full(q, k, v, mask=grid.repeat(8, 0).repeat(8, 1), return_lse=True) for grid in grids]
     dispatch.forget()
-    prepared: list[Any] = []
-    prepare: Any = plans.prepare
-    monkeypatch.setattr(plans, "prepare", lambda *a, **o: (prepared.append(1), prepare(*a, **o))[1])
+    prepared = calls_of(plans, "prepare")
     for _ in range(3):
         for block_mask, (out, lse) in zip(masks, expected, strict=True):
             got = attention(q, k, v, block_mask=block_mask, return_lse=True)
@@ -455,11 +460,9 @@ WITH_ARRAYS: dict[str, Callable[[int], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("name", WITH_ARRAYS)
-def test_plans_are_cached_by_layout(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_are_cached_by_layout(name: str, backend: str, calls_of: Any) -> None:
     """Other arrays of the same layout are read by each call; a result is written to `out`."""
-    prepared: list[Any] = []
-    prepare: Any = plans.prepare
-    monkeypatch.setattr(plans, "prepare", lambda *a, **o: (prepared.append(1), prepare(*a, **o))[1])
+    prepared = calls_of(plans, "prepare")
     for i in range(1, 4):
         q, k, v = operands()
         options = WITH_ARRAYS[name](i)
@@ -474,12 +477,10 @@ def test_plans_are_cached_by_layout(name: str, backend: str, monkeypatch: pytest
         same(attention(q, k, v, out=q, backend=backend, **options), expected)
 
 
-def test_plans_are_cached_by_modifications(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_are_cached_by_modifications(calls_of: Any) -> None:
     """By their graphs and numbers; not where the contents of an array are checked."""
     q, k, v = operands()
-    prepared: list[Any] = []
-    prepare: Any = plans.prepare
-    monkeypatch.setattr(plans, "prepare", lambda *a, **o: (prepared.append(1), prepare(*a, **o))[1])
+    prepared = calls_of(plans, "prepare")
 
     def calls(*given: Any) -> int:
         prepared.clear()
@@ -528,12 +529,10 @@ def packed(n_q: int = 40, n_k: int = 40) -> tuple[np.ndarray, ...]:
     return tuple(as_bnhd(x) for x in operands(n_q, n_k, lead=(4,)))
 
 
-def test_packed_calls_share_the_plan_of_their_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_calls_share_the_plan_of_their_offsets(calls_of: Any) -> None:
     """Offsets are the same where they hold the same numbers, whatever array they are in."""
     q, k, v = packed()
-    prepared: list[Any] = []
-    prepare = plans.prepare
-    monkeypatch.setattr(plans, "prepare", lambda *a, **o: (prepared.append(o["cu_seqlens"]), prepare(*a, **o))[1])
+    prepared = calls_of(plans, "prepare")
     plans.clear()
     offsets = np.array([0, 9, 40])
     for first in (9, 30, 9):

@@ -469,10 +469,6 @@ def test_vectors_held_to_a_width(monkeypatch: pytest.MonkeyPatch) -> None:
         assert host.cpu_features() == features
         profiles.forget()
         assert host.lanes_of(profiles.for_device("cpu").device.features) == int(lanes or 16)
-    for lanes in ("5", "wide", "-8"):
-        monkeypatch.setenv(host.LANES, lanes)
-        with pytest.raises(ValueError, match=f"FLASHKIT_CPU_LANES: expected 4, 8 or 16, got '{lanes}'"):
-            profiles.for_device("cpu")
     monkeypatch.setattr(host, "_all_features", lambda: left["8"])
     monkeypatch.setenv(host.LANES, "16")
     with pytest.raises(ValueError, match="expected 4 or 8, the lanes"):

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from operands import FEATURES, featured, make, numpy_dtype
+from operands import FEATURES, featured, make
 
 from flashkit import mods, reference
 from flashkit.reference import standard, standard_gradients
@@ -129,7 +129,7 @@ def test_gradient_without_dlse() -> None:
 def test_the_plain_computation_in_lower_precision(dtype: str, feature: str) -> None:
     """It stays in its dtype from end to end and is as far from the definition as its precision says."""
     spec, operands = featured(feature, dtype=dtype)
-    kind = numpy_dtype(dtype)
+    kind = np.dtype(dtype)
     dout, dlse = output_gradients(operands)
     out, lse = standard(spec, operands, kind)
     grads = standard_gradients(spec, operands, dout.astype(kind), dlse.astype(np.float32), kind)
@@ -152,7 +152,7 @@ def test_the_plain_computation_in_lower_precision(dtype: str, feature: str) -> N
 
 def test_sums_of_bfloat16_are_carried_in_float32() -> None:
     """4096 equal weights: carried in bfloat16 their sum would stop at 256."""
-    kind = numpy_dtype("bfloat16")
+    kind = np.dtype("bfloat16")
     assert reference.row_sum(np.ones((1, 4096), kind))[0] == 4096
     assert reference.matmul(np.ones((1, 4096), kind), np.ones((4096, 1), kind))[0, 0] == 4096
 

@@ -45,12 +45,15 @@ GOOD: list[tuple[settings.Setting[Any], str, Any]] = [
     (settings.DETERMINISTIC, "0", False), (settings.DETERMINISTIC, "no", False), (settings.PROGRESS, "Off", False),
     (settings.CACHE_SIZE, "1.5K", 1536), (settings.CPU_LANES, "8", "8"), (settings.CPU_BF16, "widen", "widen"),
     (settings.CUDA_GENERATION, "sm80", "sm80"), (settings.CUDA_WATCHDOG, "true", True),
+    *((settings.CACHE_SIZE, text, size) for text, size in (
+        ("0", 0), ("12", 12), ("4K", 4096), ("1.5 M", 3 << 19), ("2GiB", 2 << 30), ("1tb", 1 << 40))),
 ]  # fmt: skip
 BAD: list[tuple[settings.Setting[Any], str]] = [
     (settings.NUM_THREADS, "0"), (settings.NUM_THREADS, "two"), (settings.NUM_THREADS, "9" * 5000),
     (settings.DETERMINISTIC, "maybe"), (settings.CACHE_SIZE, "much"), (settings.CACHE_DIR, "relative"),
     (settings.PROFILE_DIR, "."), (settings.CPU_LANES, "5"), (settings.CPU_BF16, "fast"),
     (settings.CUDA_GENERATION, "sm70"), (settings.CUDA_WATCHDOG, "2"),
+    *((settings.CACHE_SIZE, text) for text in ("-1", "1X", "K", "1e3", "1 2", "9" * 400)),
 ]  # fmt: skip
 
 

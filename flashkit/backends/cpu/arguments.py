@@ -146,7 +146,6 @@ PACK_ROWS = word()
 PACK_ROWS_T = word()
 ROUND_BF16_PAIRS = word()
 ATTEND_BF16_PAIRS = word()
-ATTEND_BACKWARD_BF16_PAIRS = word()
 BEGIN_PRODUCTS = word()
 END_PRODUCTS = word()
 GEMV_QK = word()
@@ -192,9 +191,6 @@ EMPTY, PARTIAL, FULL = map(np.int64, range(3))
 
 STRIP = np.int64(16)
 """Keys or rows that are classified together inside a PARTIAL tile; tiles begin at multiples of it."""
-
-CHUNK_ROWS, CHUNK_KEYS = map(np.int64, (32, 128))
-"""Rows and keys of which the backward pass of bf16 pairs has S and dP at a time. Both stay in L1."""
 
 ROW_BLOCK = np.int64(256)
 """Rows of a work tile of bwd_preprocess and bwd_postprocess."""

@@ -24,7 +24,7 @@ class CpuBackend:
     array_kinds = ("numpy",)
     device_kind = "cpu"
     efficiency = 0.7
-    takes_arrays = takes_lengths = takes_scales = makes_values = True
+    takes_lengths = True
     takes = EXTRAS.keys() - {"fp8"}
 
     def available(self) -> Verdict:

@@ -87,10 +87,4 @@ call_online_softmax_bf16_pairs = _call("s s.row s.rows s.columns m l o o.row o.r
 call_attend_bf16_pairs = _call(
     "columns panel q q_panel k k.row v v.row s m l o o_panel k.rows words v.rows scale_log2"
 )  # fmt: skip
-call_softmax_backward_bf16_pairs = _call(
-    "s s.row s.rows s.columns dp lse delta scale rows rows_row p_words ds_words words_row s_scale"
-)
-call_attend_backward_bf16_pairs = _call(
-    "q q.row k k.row q.columns do do.row v v.row do.columns p_words ds_words p_words.row p_words.rows p_words.columns "
-    "lse delta scale s_scale rows rows_row chunk"
-)
+call_softmax_backward_bf16_pairs = _call("s s.row s.rows s.columns dp lse delta scale rows rows_row")

@@ -155,7 +155,7 @@ def is_prebuilt(source: Source) -> bool:
 def _read_or_make(names: _Names, make: Callable[[], Object]) -> Functions:
     with forking.compiling():
         loaded = _loaded.get(names.cached)
-        if loaded is None and (loaded := _prebuilt(names.prebuilt) or _cached(names.cached)) is not None:
+        if loaded is None and (loaded := _found(names)) is not None:
             _loaded[names.cached] = loaded
     if loaded is None:
         forking.go_before("filelock")  # before `compiling`, and not in a process that finds all its kernels
@@ -166,9 +166,14 @@ def _read_or_make(names: _Names, make: Callable[[], Object]) -> Functions:
     return loaded
 
 
+def _found(names: _Names) -> Functions | None:
+    carried = _checked(names.prebuilt, prebuilt.read(FOLDER, names.prebuilt))
+    return carried or _checked(names.cached, kernel_cache.read(FOLDER, names.cached))
+
+
 def _compile(name: str, make: Callable[[], Object]) -> Functions:
     with kernel_cache.compile_lock(FOLDER, name):
-        if (cached := _cached(name)) is not None:
+        if (cached := _checked(name, kernel_cache.read(FOLDER, name))) is not None:
             return cached
         with progress.compiling(name.rpartition("_")[0]), pass_managers.freed():
             compiled = make()
@@ -178,14 +183,6 @@ def _compile(name: str, make: Callable[[], Object]) -> Functions:
         missing = ", ".join(name for name in compiled.calls if not _address(name))
         raise RuntimeError(f"compiled kernels call {missing}, which this process does not have")
     return loaded
-
-
-def _prebuilt(name: str) -> Functions | None:
-    return _checked(name, prebuilt.read(FOLDER, name))
-
-
-def _cached(name: str) -> Functions | None:
-    return _checked(name, kernel_cache.read(FOLDER, name))
 
 
 def _file(name: str, compiled: Object) -> bytes:

@@ -118,9 +118,8 @@ class ValueSums:
         (batch, heads_kv), parts = self._heads, {}
         places = [int(np.float64(scale).view(np.int64)), block_k, splits, self._spec.group, heads_kv]
         for name, shape in self._shapes.items():
-            if to[name] is None:
-                to[name] = np.zeros(shape, self._dtype)
-            sums, part = to[name], 0
+            to[name] = sums = np.zeros(shape, self._dtype)
+            part = 0
             if name in self._small:
                 parts[name] = sums = np.zeros((batch * heads_kv * splits, *shape), self._dtype)
                 part = sums.strides[0]

@@ -41,18 +41,17 @@ class CpuPlan:
     @cached_property
     def forward(self) -> Functions:
         """Entries of the kernel of the forward pass: "forward" or "decode"; with tangents, too, "forward"."""
-        if self.problem.spec.jvp:
-            return specialise.kernel("jvp", self.problem.spec.dtype)
+        spec, of = self.problem.spec, specialise.kernel_source
         if self.decodes:
-            spec = self.problem.spec
-            pairs = bool(self.decode_bf16_pairs)
-            return specialise.kernel("decode", spec.dtype, bf16_pairs=pairs, kv_format=spec.kv_format)
-        return specialise.kernel("forward", self.problem.spec.dtype, bf16_pairs=bool(self.bf16_pairs))
+            return objects.kept(of, "decode", spec.dtype, bool(self.decode_bf16_pairs), spec.kv_format)
+        return objects.kept(of, "jvp" if spec.jvp else "forward", spec.dtype, bool(self.bf16_pairs))
 
     @cached_property
     def backward(self) -> Functions:
         """Entries "bwd_preprocess", "backward" and "bwd_postprocess"."""
-        return specialise.kernel("backward", self.problem.spec.dtype, bf16_pairs=bool(self.bf16_pairs))
+        return objects.kept(
+            specialise.kernel_source, "backward", self.problem.spec.dtype, bool(self.bf16_pairs)
+        )  # fmt: skip
 
     @cached_property
     def classify(self) -> Functions:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...spec import name_of
-from . import specialise
+from . import objects, specialise
 from .threads import ITEMS
 
 
@@ -55,7 +55,7 @@ def _sizes(
 @cache
 def _kernel(dtype: str) -> Callable[..., None]:
     """The entry of kernels/rotary.py, which releases the GIL."""
-    functions = specialise.rotary(dtype)
+    functions = objects.kept(specialise.rotary_source, dtype)
     called = ctypes.CFUNCTYPE(None, ctypes.c_int64)(functions["rotary"])
     called.functions = functions  # type: ignore[attr-defined]  # which own the machine code
     return called

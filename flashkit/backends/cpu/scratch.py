@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .arguments import CHUNK_KEYS, CHUNK_ROWS
-
 ALIGNMENT = 64
-CHUNK = int(CHUNK_ROWS * CHUNK_KEYS)
 
 
 def _end(start: int, elements: int, itemsize: int) -> int:
@@ -67,7 +64,6 @@ class BackwardLayout(NamedTuple):
     ds: int  # dP, then dS
     slopes: int  # d score / d s, or scores before modification, and sums of diagonals
     pairs: int  # bf16 pairs of dS, and one transposed operand
-    chunk: int  # bf16 pairs: S and dP of CHUNK_ROWS x CHUNK_KEYS pairs
     dk: int  # accumulators
     dv: int
     total: int
@@ -87,11 +83,10 @@ def backward_layout(block_q: int, block_k: int, d: int, dv: int, itemsize: int, 
     slopes = _end(ds, block_q * block_k, itemsize)
     pairs = _end(slopes, block_q * block_k + block_q + block_k, itemsize)
     rows = (block_q + 15) // 16 * 16
-    chunk = _end(pairs, (k_pack - 1) * rows * (block_k + max(d, dv)), itemsize)
-    dk = _end(chunk, (k_pack - 1) * 2 * CHUNK, itemsize)
+    dk = _end(pairs, (k_pack - 1) * rows * (block_k + max(d, dv)), itemsize)
     dv_acc = _end(dk, block_k * d, itemsize)
     total = _end(dv_acc, block_k * dv, itemsize)
-    return BackwardLayout(v_t, k, q, do, scores, ds, slopes, pairs, chunk, dk, dv_acc, total)
+    return BackwardLayout(v_t, k, q, do, scores, ds, slopes, pairs, dk, dv_acc, total)
 
 
 class DecodeLayout(NamedTuple):

@@ -21,9 +21,9 @@ import numpy as np
 from ...devices.host import no_collection
 from ...spec import DTYPES
 from .. import elf
-from . import objects, target
+from . import target
 from .micro.vector import E4M3_UNIT
-from .objects import Functions, Object, Source
+from .objects import Object, Source
 from .target import Target
 
 _HERE = Path(__file__).parent
@@ -38,25 +38,10 @@ def source(kind: str, text: str) -> Source:
     return Source(kind, f"{settings} {text}", lambda wanted: compiled(kind, text, wanted))
 
 
-def kernel(name: str, dtype: str, *, bf16_pairs: bool = False, kv_format: str = "") -> Functions:
+def kernel_source(name: str, dtype: str, bf16_pairs: bool = False, kv_format: str = "") -> Source:
     """Entries of kernels/<name>.py for a dtype; of "jvp", forward.py with tangents. bf16_pairs: bfloat16 operands are
     multiplied in pairs, not widened. kv_format: of keys and values of 8 bits, which decoding reads.
     """
-    return objects.kept(kernel_source, name, dtype, bf16_pairs, kv_format)
-
-
-def rotary(dtype: str) -> Functions:
-    """kernels/rotary.py for a dtype."""
-    return objects.kept(rotary_source, dtype)
-
-
-def launcher() -> Functions:
-    """kernels/launch.py for this Python."""
-    return objects.kept(launcher_source)
-
-
-def kernel_source(name: str, dtype: str, bf16_pairs: bool = False, kv_format: str = "") -> Source:
-    """As `kernel`."""
     file = "forward" if name == "jvp" else name
     parts = ("common", "operands_bf16_pairs" if bf16_pairs else "operands", "kv_loader", file)
     kind, head = f"{name}_{dtype}" + (f"_{kv_format}" if kv_format else ""), f"JVP = {name == 'jvp'}\n"
@@ -64,12 +49,12 @@ def kernel_source(name: str, dtype: str, bf16_pairs: bool = False, kv_format: st
 
 
 def rotary_source(dtype: str) -> Source:
-    """As `rotary`."""
+    """kernels/rotary.py for a dtype."""
     return source(f"rotary_{dtype}", f"{_head(dtype)}\nADDRESS = {_address_offset()}\n\n" + _text("rotary"))
 
 
 def launcher_source() -> Source:
-    """As `launcher`."""
+    """kernels/launch.py for this Python."""
     clock = getattr(time, "CLOCK_MONOTONIC", 0)
     head = f"ADDRESS = {_address_offset()}\nCLOCK_MONOTONIC = {clock}\n\n"
     return source("launch", head + _text("launch"))
@@ -78,7 +63,7 @@ def launcher_source() -> Source:
 def _head(dtype: str, kv_format: str = "") -> str:
     """What kernels know of their dtype, and of that of keys and values."""
     accumulator, size = DTYPES[dtype].accumulator, DTYPES[dtype].size
-    storage = dtype if dtype == accumulator else "uint16"
+    storage = dtype if dtype == accumulator else f"uint{8 * size}"
     widen, narrow = f"{dtype}_to_{accumulator}", f"{accumulator}_to_{dtype}"
     kv, kv_size, widen_kv = (storage, size, widen) if not kv_format else ("uint8", 1, f"{kv_format}_to_{accumulator}")
     return f"""import numpy as np

@@ -25,7 +25,7 @@ from ... import settings
 from ...devices import host, interrupt
 from ...devices.forking import outer_lock
 from . import arguments as at
-from . import specialise
+from . import objects, specialise
 
 SERIAL_FLOPS = 1e7
 """Work of a tenth of a millisecond, of which a thread that has to be woken would save little."""
@@ -97,7 +97,7 @@ def set_pool(arguments: np.ndarray) -> None:
 
 
 def _start(number: int) -> Pool:
-    python, functions = ctypes.pythonapi, specialise.launcher()
+    python, functions = ctypes.pythonapi, objects.kept(specialise.launcher_source)
     memory = np.zeros((number + 1, int(at.WORKER_WORDS)), np.int64)
     skipped = -memory.ctypes.data % 64 // 8  # whole cache lines
     workers = memory.reshape(-1)[skipped:][: number * int(at.WORKER_WORDS)].reshape(number, -1)
@@ -139,4 +139,4 @@ microseconds.
 def entry(name: str) -> Callable[..., Any]:
     """A function of kernels/launch.py, of integers; it releases the GIL."""
     integers = {"launch": 2, "call": 5, "pull_back": 6}[name]
-    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * integers)(specialise.launcher()[name])
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * integers)(objects.kept(specialise.launcher_source)[name])

@@ -16,10 +16,13 @@ from .seq_info import SeqInfo
 
 
 @njit(**options)
-def tile_state(args: Any, seq: SeqInfo, b: int, h: int, row0: int, row1: int, k0: int, k1: int) -> Any:
-    """EMPTY, PARTIAL or FULL for rows row0 ... row1 - 1 and keys k0 ... k1 - 1."""
+def tile_state(
+    args: Any, seq: SeqInfo, b: int, h: int, first: int, last: int, start: int, stop: int, along_keys: bool
+) -> Any:
+    """EMPTY, PARTIAL or FULL for rows first ... last - 1 and keys start ... stop - 1, or the other way round."""
     if args[CLASSIFY] == 0:
         return FULL
+    row0, row1, k0, k1 = (first, last, start, stop) if along_keys else (start, stop, first, last)
     position = seq.first_position
     return call_classify(
         args[CLASSIFY], b, h, row0, row1 - 1, row0 + position, row1 - 1 + position, k0, k1 - 1, args[VALUES]
@@ -43,10 +46,7 @@ def next_group(
     while True:
         end = min(tile + size, tiles)
         start, stop = tile * block, min(end * block, n)
-        if along_keys:
-            state = tile_state(args, seq, b, h, first, last, start, stop)
-        else:
-            state = tile_state(args, seq, b, h, start, stop, first, last)
+        state = tile_state(args, seq, b, h, first, last, start, stop, along_keys)
         if state != PARTIAL or size == 1:
             return end, state
         size //= 2
@@ -60,9 +60,7 @@ def next_run(
     end, the state). `n`, `first`, `last`: as in next_group.
     """
     if args[MAX_GROUP] == 1:  # classifying a strip of this mask costs as much as computing it
-        if along_keys:
-            return stop, tile_state(args, seq, b, h, first, last, start, stop)
-        return stop, tile_state(args, seq, b, h, start, stop, first, last)
+        return stop, tile_state(args, seq, b, h, first, last, start, stop, along_keys)
     strips = (stop + STRIP - 1) // STRIP
     end, state = next_group(args, seq, b, h, first, last, start // STRIP, strips, STRIP, n, along_keys)
     while end < strips:

@@ -68,7 +68,7 @@ class CudaBackend:
     """Of k in the forward pass."""
 
     efficiency = 0.5
-    spares_lse = takes_arrays = takes_scales = makes_values = True
+    spares_lse = True
 
     @property
     def takes(self) -> frozenset[str]:

@@ -94,6 +94,7 @@ class BackwardTile:
         add_dense_tiles(smem, self, self.block_q, keys)
         smem.add("LSE", self.stages * self.block_q * 4)
         smem.add("DELTA", self.dout_stages * self.block_q * 4)
+        smem.add("PAIR_SUMS", 2 * self.block_q if sums_by_distance(spec) and cluster == 1 else 0, align=8)
         smem.add("Q_PIPE", 2 * barrier * self.stages)
         smem.add("DOUT_PIPE", 2 * barrier * self.dout_stages)
         smem.add("K_PIPE", 2 * barrier * self.key_buffers)

@@ -19,7 +19,7 @@ from .launch import Library, TensorMap, check_grid
 from .memory import SmemLayout, bytes_of_keys, heads_per_l2_group
 from .modification import NOT_DENSE, Dense
 from .params import AT
-from .tensor_maps import Maps, TileCounters, maps_of, places_fit, strides_fit
+from .tensor_maps import Maps, TileCounters, maps_of, strides_fit
 from .verify import Fallback
 
 NUM_LISTS, LIST_CAPACITY, LIST_HEADER = 2, 224, 28
@@ -118,10 +118,6 @@ class ForwardTile:
         """Whether it fits shared memory and, as far as O, S and P tell, registers."""
         raise NotImplementedError
 
-    def interleaves(self, spec: AttentionSpec) -> bool:
-        """Whether eight rows of all chunks of K and V follow each other, so that a TMA box has all columns."""
-        return False
-
     def registers(self, classifies: bool) -> tuple[int, int]:
         """Registers of a consumer thread and of a thread of warp group 0; together they fill the SM. `classifies`:
         whether the scheduler warp has a mask to classify tiles by.
@@ -135,8 +131,7 @@ class ForwardTile:
         consumer, producer = self.registers(classifies)
         return {
             "BLOCK_K": self.block_k, "MMA_WARPGROUPS": self.warpgroups, "STAGES": self.stages,
-            "Q_BUFFERS": self.q_buffers,
-            "BOX_ROWS": keys_of_a_box(spec, self.block_k), "INTERLEAVED": self.interleaves(spec),
+            "Q_BUFFERS": self.q_buffers, "BOX_ROWS": keys_of_a_box(spec, self.block_k),
             "PING_PONG": bool(self.turns) and self.warpgroups > 1, "PACK_GQA": pack, "CONSUMER_REGISTERS": consumer,
             "PRODUCER_REGISTERS": producer, "WATCHDOG": WATCHDOG,
             "NUM_LISTS": NUM_LISTS, "LIST_HEADER": LIST_HEADER, "LIST_CAPACITY": LIST_CAPACITY,
@@ -224,7 +219,7 @@ class Forward:
         addressed: tuple[str, ...] = ROW_TENSORS, kernel: str = "sm90_forward",
     ) -> None:  # fmt: skip
         self.device, self.tile, self.why, self.fallback = device, tile, why, fallback
-        self.pack, self.libraries, self._interleaved = packed(problem), [library], tile.interleaves(problem.spec)
+        self.pack, self.libraries = packed(problem), [library]
         self._kernel = library.kernel(kernel, device, tile.shared_memory(problem.spec))
         self._counters, self._threads = TileCounters.of(device), tile.threads
         self._addressed, self._addresses = addressed, addresses(addressed)
@@ -233,8 +228,7 @@ class Forward:
         """Whether the kernel supports arrays of these shapes and strides."""
         # A scale that is not positive would change the sign of a masked pair's -inf.
         rows = not arguments.spec.paged or arguments.words[AT["page"]] % SWIZZLE_ROWS == 0
-        fit = strides_fit(arguments, self._addressed) and (not self._interleaved or places_fit(arguments))
-        return bool(arguments.n_k) and arguments.positive_scale and rows and fit
+        return bool(arguments.n_k) and arguments.positive_scale and rows and strides_fit(arguments, self._addressed)
 
     def boxes(self, arguments: Arguments) -> list[tuple[str, int, int, int]]:
         """For each tensor: its name, its columns, and the heads and rows of a TMA box."""
@@ -254,8 +248,7 @@ class Forward:
         heads = arguments.entries * arguments.heads // self.pack
         work_tiles = arguments.q_tiles(self.tile.block_q, self.pack) * heads
         check_grid(work_tiles)
-        boxes = [box for box in self.boxes(arguments) if box[0] in self._addressed]
-        maps = [(AT[box[0]], maps_of(arguments, *box, self._interleaved and box[0] in ("k", "v"))) for box in boxes]
+        maps = [(AT[box[0]], maps_of(arguments, *box)) for box in self.boxes(arguments) if box[0] in self._addressed]
         l2_bytes = _L2_BYTES_ARRAY_MASK if modification.looks_at_ranges(spec) else _L2_BYTES
         of_keys = spec.group if spec.packed else 1  # query heads that share them; batches were timed without
         group = heads_per_l2_group(heads, l2_bytes // bytes_of_keys(arguments) * of_keys)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any
@@ -59,18 +58,14 @@ def _itemsize(dtype: str) -> int:
     return ITEMSIZE.get(dtype, 1)  # codes are uint8
 
 
-Axes = tuple[tuple[int, int, int], ...]
-"""Of a tensor map, the innermost first: size, stride in elements, extent of a box."""
-
-
 class Maps(dict[int, TensorMap]):
-    """Tensor maps of tensors of one dtype and layout, by address."""
+    """Tensor maps of tensors of one layout, by address."""
 
     MAX = 256
 
-    def __init__(self, dtype: str, axes: Axes) -> None:
+    def __init__(self, *layout: Any) -> None:
         super().__init__()
-        self._layout = dtype, axes
+        self._layout = layout
 
     def __missing__(self, address: int) -> TensorMap:
         if len(self) >= self.MAX:
@@ -79,29 +74,15 @@ class Maps(dict[int, TensorMap]):
         return made
 
 
-def maps_of(
-    arguments: Arguments, name: str, dim: int, pack: int, rows: int, interleaved: bool = False
-) -> Maps:  # fmt: skip
-    """The tensor maps of all tensors with the layout of this one, for boxes of `rows` rows of 128 bytes; interleaved:
-    of all columns.
+def maps_of(arguments: Arguments, name: str, dim: int, pack: int, rows: int) -> Maps:
+    """The tensor maps of all tensors with the layout of this one, for boxes of `rows` rows of 128 bytes.
+
+    Their axes are (batch, head / pack, token, head % pack, dim), with `pack` query heads that share a key/value head
+    (pack-GQA); for pack 1 (batch, head, 1, token, dim).
     """
-    dtype, strides = dtype_of(arguments, name), arguments.words[AT[name] + 1 : AT[name] + 4]
+    at, dtype = AT[name], dtype_of(arguments, name)
     entries, heads, tokens = _extents(arguments, name)
-    if interleaved:
-        return Maps(dtype, _interleaved_axes(dtype, *strides, dim, heads, tokens, entries, rows))
-    return Maps(dtype, axes_of(dtype, *strides, dim, pack, heads, tokens, entries, rows))
-
-
-def axes_of(
-    dtype: str, batch: int, head: int, token: int, dim: int, pack: int, heads: int, tokens: int, batches: int, rows: int
-) -> Axes:
-    """Axes (batch, head / pack, token, head % pack, dim), with `pack` query heads that share a key/value head
-    (pack-GQA); for pack 1 (batch, head, 1, token, dim). batch, head, token: strides in elements.
-    """
-    inner = [(pack, head, pack), (tokens, token, rows // pack)]
-    inner = inner[::-1] if pack == 1 else inner
-    own = dim, 1, _BOX_BYTES // _itemsize(dtype)
-    return (own, *inner, (heads // pack, pack * head, 1), (batches, batch, 1))
+    return Maps(dtype, *arguments.words[at + 1 : at + 4], dim, pack, heads, tokens, entries, rows)
 
 
 def maps_of_pairs(
@@ -117,7 +98,7 @@ def maps_of_pairs(
     fit = shape[-2] >= n_q and shape[-1] >= n_k and strides[-1] == 1
     if not (fit and layout_fits(dtype, (entries, heads, shape[-2]), (entry, head, strides[-2]))):
         return None
-    return Maps(dtype, axes_of(dtype, entry, head, strides[-2], n_k, 1, heads, n_q, entries, rows))
+    return Maps(dtype, entry, head, strides[-2], n_k, 1, heads, n_q, entries, rows)
 
 
 def dense_maps(arguments: Arguments, dense: Dense, rows: int) -> list[tuple[int, Maps]] | None:
@@ -133,52 +114,28 @@ def dense_maps(arguments: Arguments, dense: Dense, rows: int) -> list[tuple[int,
     return [found[0], found[-1]] if found else []
 
 
-def _interleaved_axes(
-    dtype: str, page: int, head: int, token: int, dim: int, heads: int, tokens: int, pages: int, rows: int
-) -> Axes:
-    """Axes (place, token / 8, chunk, token % 8, column of a chunk) of keys in pages. A place counts units from the
-    first element to those of a page, head and token: KvSource::place of kernels/sm90/producer.cuh.
-    """
-    columns, unit = _BOX_BYTES // _itemsize(dtype), _unit(page, head, token)
-    places = ((pages - 1) * page + (heads - 1) * head + (tokens - rows) * token) // unit + 1
-    of_tokens = (8, token, 8), (dim // columns, columns, dim // columns), (rows // 8, 8 * token, rows // 8)
-    return ((columns, 1, columns), *of_tokens, (places, unit, 1))
-
-
-def _unit(page: int, head: int, token: int) -> int:
-    """The largest power of two that divides the strides of pages, heads and eight tokens."""
-    return math.gcd(page | head | 8 * token, 1 << 62)
-
-
-def places_fit(arguments: Arguments) -> bool:
-    """Whether boxes of all columns can have any place in the pages of k and v: units are multiples of 16 bytes, and
-    places have 31 bits.
-    """
-    for name in ("k", "v"):
-        page, head, token = arguments.words[AT[name] + 1 : AT[name] + 4]
-        unit, (pages, heads, tokens) = _unit(page, head, token), _extents(arguments, name)
-        span = (pages - 1) * page + (heads - 1) * head + tokens * token
-        if unit * _itemsize(dtype_of(arguments, name)) % _ALIGNMENT or span >= unit << 31:
-            return False
-    return True
-
-
 @lru_cache(maxsize=4096)
-def encode(dtype: str, axes: Axes, address: int) -> TensorMap:
-    """The tensor map of an array. The innermost axis is contiguous."""
+def encode(
+    dtype: str, batch: int, head: int, token: int, dim: int, pack: int, heads: int, tokens: int, batches: int,
+    rows: int, address: int,
+) -> TensorMap:  # fmt: skip
+    """The tensor map of an array; batch, head, token: its strides in elements."""
     from cuda.bindings import driver
 
     itemsize = _itemsize(dtype)
     u32, u64 = driver.cuuint32_t, driver.cuuint64_t
     types = driver.CUtensorMapDataType
+    inner = [(pack, head, pack), (tokens, token, rows // pack)]
+    inner = inner[::-1] if pack == 1 else inner
+    axes = (*inner, (heads // pack, pack * head, 1), (batches, batch, 1))
     handle = call(
         "cuTensorMapEncodeTiled",
         getattr(types, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}"),
         5, address,
-        [u64(size) for size, _, _ in axes],
+        [u64(dim), *(u64(size) for size, _, _ in axes)],
         # The stride of an axis of length 1 has no meaning, but cuTensorMapEncodeTiled checks it.
-        [u64(stride * itemsize if size > 1 else _ALIGNMENT) for size, stride, _ in axes[1:]],
-        [u32(box) for _, _, box in axes],
+        [u64(stride * itemsize if size > 1 else _ALIGNMENT) for size, stride, _ in axes],
+        [u32(_BOX_BYTES // itemsize), *(u32(box) for _, _, box in axes)],
         [u32(1)] * 5,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,

@@ -12,7 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from ...spec import BLOCK, AttentionSpec, Direction, Gradients, Operands, Slot, Stats, Tangents, transposed_codes
+from ...spec import (
+    BLOCK,
+    AttentionSpec,
+    Direction,
+    Gradients,
+    Operands,
+    Slot,
+    Stats,
+    Tangents,
+    dtype_of,
+    transposed_codes,
+)
 from .arguments import Arguments
 from .device import Device
 from .generation import Pass
@@ -87,7 +98,7 @@ def sample_problem(spec: AttentionSpec, values_in_keys: bool = False) -> Operand
     values_in_keys: v is a view of k.
     """
     rng = np.random.default_rng(0)
-    dtype = _numpy_dtype(spec.dtype)
+    dtype = dtype_of(spec.dtype)
 
     def random(heads: int, tokens: int, dim: int) -> np.ndarray:
         return rng.standard_normal((1, heads, tokens, dim)).astype(dtype)
@@ -166,7 +177,7 @@ def _numbers(problem: Operands) -> Operands:
 
 
 def _element(slot: Slot) -> np.ndarray:
-    return np.asarray(_VALUES[slot.kind], _numpy_dtype(str(slot.dtype)))
+    return np.asarray(_VALUES[slot.kind], dtype_of(str(slot.dtype)))
 
 
 def _expected(spec: AttentionSpec, problem: Operands, direction: Direction) -> dict[str, np.ndarray]:
@@ -198,7 +209,7 @@ def _axes_of_sums(spec: AttentionSpec) -> list[tuple[str, int]]:
 
 def _dout(spec: AttentionSpec) -> np.ndarray:
     shape = (1, spec.group, ROWS, spec.head_dim_v)
-    return np.random.default_rng(1).standard_normal(shape).astype(_numpy_dtype(spec.dtype))
+    return np.random.default_rng(1).standard_normal(shape).astype(dtype_of(spec.dtype))
 
 
 def _computed(compiled: Pass, spec: AttentionSpec, problem: Operands, direction: Direction) -> list[np.ndarray]:
@@ -217,7 +228,7 @@ def _computed(compiled: Pass, spec: AttentionSpec, problem: Operands, direction:
         q, k, v = (cupy.asarray(x) for x in (problem.q, problem.k, values))
         if getattr(compiled, "values_in_keys", False):
             v = k[..., : spec.head_dim_v]
-        out = cupy.empty((*q.shape[:3], spec.head_dim_v), _numpy_dtype(spec.dtype))
+        out = cupy.empty((*q.shape[:3], spec.head_dim_v), dtype_of(spec.dtype))
         lse = cupy.empty(q.shape[:3], spec.lse_dtype)
         operands = Operands(
             q, k, v, problem.scale, problem.q_offset, problem.kv_lengths, problem.params, arrays,
@@ -246,7 +257,7 @@ def _computed(compiled: Pass, spec: AttentionSpec, problem: Operands, direction:
             if bias is not None and spec.sums:
                 arguments.stores_values, _ = compiled.writes_values(arguments)  # type: ignore[attr-defined]
                 dtype = spec.dtype if arguments.stores_values else spec.lse_dtype
-                gradients.values = {bias.slot.name: cupy.asarray(np.zeros(shape, _numpy_dtype(dtype)))}
+                gradients.values = {bias.slot.name: cupy.asarray(np.zeros(shape, dtype_of(dtype)))}
             arguments.sums(gradients.values)
             compiled.run(arguments, stream.ptr)
             if bias is not None and spec.sums:
@@ -280,11 +291,3 @@ class _Strided:
         self.data, self.dtype, self.size, self.strides = array.data, array.dtype, array.size, strides
         self.shape = (_EXTENT,) * len(strides)
         self.array = array
-
-
-def _numpy_dtype(name: str) -> np.dtype:
-    if name == "bfloat16":
-        import ml_dtypes
-
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name)

@@ -16,6 +16,7 @@ from . import specialise
 
 _ROOM = 512  # elements of a sequence beside one for each row and key: two times DISTANCE_ROOM
 _THREADS = 1024, 256  # of a CTA that fills, that adds
+_PART, _CTAS = 960, 264  # of distances, that a CTA fills at a time; of both kernels, unless there are more heads
 _STRAIGHT = 64  # elements for which there is one word before them: STRAIGHT
 
 
@@ -29,23 +30,30 @@ class Distances:
 
     def __init__(self, spec: AttentionSpec, device: Device, is_read: bool = True, has_sums: bool = False) -> None:
         self.is_read, self.has_sums = is_read, has_sums
-        constants = ("BY_DISTANCE", is_read), ("HAS_SUMS", has_sums), ("FILL_THREADS", _THREADS[0])
+        graphs = [spec.score, *(graph for read in spec.reads for graph in (read.slope, *read.indices))]
+        self._of_entries = spec.packed or spec.kv_lengths or any(expr.uses(x, expr.B) for x in graphs if x is not None)
+        constants = (
+            ("BY_DISTANCE", is_read), ("HAS_SUMS", has_sums), ("FILL_THREADS", _THREADS[0]),
+            ("OF_ENTRIES", self._of_entries),
+        )  # fmt: skip
         self.library = specialise.library("common/by_distance", spec, constants, compiler.target(device.capability))
         self._fill = self.library.kernel("fill_by_distance", device)
         self._add = self.library.kernel("add_by_distance", device)
-        graphs = [spec.score, *(graph for read in spec.reads for graph in (read.slope, *read.indices))]
-        self._of_entries = spec.packed or spec.kv_lengths or any(expr.uses(x, expr.B) for x in graphs if x is not None)
 
-    def _ctas(self, arguments: Arguments) -> int:
-        """One for each head, of each batch entry where these differ."""
+    def _heads(self, arguments: Arguments) -> int:
+        """Those of each batch entry where these differ."""
         of_entries = self._of_entries or arguments.words[AT["q_offsets"]]
         return arguments.heads * (arguments.batch if of_entries else 1)
 
+    def _ctas(self, arguments: Arguments) -> int:
+        heads, parts = self._heads(arguments), (arguments.n_q + arguments.n_k + _ROOM) // _PART + 1
+        return heads * max(1, min(parts, _CTAS // heads))
+
     def fill(self, arguments: Arguments, stream: int) -> Any:
         """Returns the memory, to be kept until the kernels that read it are enqueued."""
-        ctas, heads, words = self._ctas(arguments), arguments.heads, arguments.words
+        heads, words = arguments.heads, arguments.words
         of_head = arguments.n_q + arguments.n_k + _ROOM * (arguments.batch if arguments.spec.packed else 1)
-        heads_of_all = heads if arguments.spec.packed else ctas
+        heads_of_all = heads if arguments.spec.packed else self._heads(arguments)
         size, of_entry = heads_of_all * of_head, 0 if heads_of_all == heads else heads * of_head
         words_of_tiles = self.has_sums * (size // _STRAIGHT + 1)
         memory = scratch((words_of_tiles + size * (self.is_read + self.has_sums),), "float32")
@@ -53,7 +61,7 @@ class Distances:
         words[AT["ds_by_distance"] : AT["ds_by_distance"] + 4] = [sums, of_entry, of_head, 1]
         added = sums + 4 * size * self.has_sums
         words[AT["by_distance"] : AT["by_distance"] + 4] = [added, of_entry, of_head, 1]
-        self._fill.launch(ctas, _THREADS[0], arguments, stream)
+        self._fill.launch(self._ctas(arguments), _THREADS[0], arguments, stream)
         return memory
 
     def add(self, arguments: Arguments, stream: int) -> None:

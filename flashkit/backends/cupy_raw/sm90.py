@@ -77,12 +77,6 @@ class Sm90Tile(ForwardTile):
         available = self.registers(_classifies(spec))[0] - 24
         return self.shared_memory(spec) <= device.shared_per_block and needed <= available
 
-    def interleaves(self, spec: AttentionSpec) -> bool:
-        """Where K and V in pages have more than one chunk, all of 64 columns, and no ones behind V."""
-        dims = spec.head_dim, spec.head_dim_v
-        whole = max(dims) > 64 and not any(dim % 64 for dim in dims)
-        return spec.paged and whole and not sums_rows_by_mma(spec, self)
-
     def constants(self, spec: AttentionSpec, pack: int, dense: Dense = NOT_DENSE) -> dict[str, int]:
         return {
             **self.common(spec, pack, _classifies(spec)),

@@ -158,7 +158,7 @@ def source(
     constants = {
         **tile.constants(spec), "FUSED_PREPROCESS": fused_preprocess, "NUM_TERMS": 1, "VALUE_WARPS": 0,
         **dense.constants(), "STORES_DS": stores, "ENTRIES_FIRST": entries_first,
-        "BY_DISTANCE": reads_distances(spec), "SUMS_BY_DISTANCE": sums_by_distance(spec),
+        "BY_DISTANCE": reads_distances(spec), "SUMS_BY_DISTANCE": sums_by_warps(spec) and sums_by_distance(spec),
     }  # fmt: skip
     if gives_registers(spec):
         constants |= {"CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40}

@@ -17,7 +17,7 @@ from ..cuda_common.launch import KernelArguments, TensorMap, check_grid, scratch
 from ..cuda_common.memory import SmemLayout, Workspace, heads_per_l2_group
 from ..cuda_common.params import AT
 from ..cuda_common.sm90_launch import WATCHDOG, chunks, padded
-from ..cuda_common.tensor_maps import TileCounters, axes_of, encode
+from ..cuda_common.tensor_maps import TileCounters, encode
 from ..cuda_common.verify import Fallback
 from . import specialise
 from .sm80 import OLDER
@@ -105,8 +105,7 @@ class Terms:
     def map(self, rows: int, pack: int = 1) -> TensorMap:
         """The tensor map for boxes of `rows` rows, of `pack` heads."""
         address, *strides = self.place
-        sizes = self.columns, pack, self.heads, self.tokens, self.batch
-        return encode("float16", axes_of("float16", *strides, *sizes, rows), address)
+        return encode("float16", *strides, self.columns, pack, self.heads, self.tokens, self.batch, rows, address)
 
 
 @dataclass(frozen=True)

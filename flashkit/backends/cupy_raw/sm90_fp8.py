@@ -28,7 +28,7 @@ from ..cuda_common.sm90_launch import (
     packed,
     padded,
 )
-from ..cuda_common.tensor_maps import Maps, axes_of
+from ..cuda_common.tensor_maps import Maps
 from ..cuda_common.verify import Fallback
 from . import specialise
 from .sm90_wgmma import E4M3
@@ -200,8 +200,8 @@ class Sm90Fp8Forward(sm90_launch.Forward):
         if found is None or not _gets_vt(arguments.spec):
             return found
         dim, words = arguments.spec.head_dim_v, arguments.words[AT["v"] : AT["v"] + 4]  # (B, H, columns, keys)
-        axes = axes_of("uint8", *words[1:], words[3], 1, arguments.heads_kv, dim, arguments.entries, dim)
-        return found._replace(maps=(*found.maps, (AT["v"], Maps("uint8", axes))))
+        layout = "uint8", *words[1:], words[3], 1, arguments.heads_kv, dim, arguments.entries, dim
+        return found._replace(maps=(*found.maps, (AT["v"], Maps(*layout))))
 
     def maps(self, arguments: Arguments, geometry: LaunchGeometry, stream: int) -> tuple[list[TensorMap], Any]:
         maps, held = super().maps(arguments, geometry, stream)

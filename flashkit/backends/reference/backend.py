@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ...reference import flash_attention_2, flash_attention_backward, standard_jvp, statistics
 from ...spec import AttentionSpec, Gradients, Operands, Problem, Verdict
 from ..base import EXTRAS
@@ -60,6 +62,9 @@ class ReferenceBackend:
             operands.stats.entropy[...], operands.stats.max_logit[...] = found["entropy"], found["max_logit"]
 
     def backward(self, plan: Plan, operands: Operands, gradients: Gradients) -> None:
+        for slot in plan.spec.sums:
+            shape = np.shape(operands.arrays.get(slot.name, 0.0))
+            gradients.values[slot.name] = np.zeros(shape, plan.spec.lse_dtype)
         result = flash_attention_backward(
             plan.spec, operands, gradients.dout, gradients.dlse, *plan.tile, values=gradients.values
         )

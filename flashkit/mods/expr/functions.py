@@ -12,6 +12,11 @@ from typing import Any
 from .graph import Expr, arithmetic, as_expr, floating, number, select, to_float
 from .graph import sign as _sign
 
+__all__ = [
+    "clip", "cos", "erf", "exp", "exp2", "floor", "log", "log2", "maximum", "minimum", "sigmoid", "sign", "sin", "sqrt",
+    "tanh", "to_int", "where",
+]  # fmt: skip
+
 _Unary = Callable[[Any], Expr]
 
 

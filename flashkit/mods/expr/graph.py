@@ -23,6 +23,12 @@ import numpy as np
 from ...devices.forking import inner_lock
 from ...errors import shown
 
+__all__ = [
+    "FALSE", "INT64", "K0", "K1", "MAX_PARAM", "MAX_POSITION", "Q0", "Q1", "ROW", "ROW0", "ROW1", "TRUE", "Array", "B",
+    "Expr", "H", "K", "Kind", "Q", "S", "as_expr", "const", "is_const", "is_name", "key", "param", "rename",
+    "substitute", "symbol", "to_float", "uses", "walk", "wrapped",
+]  # fmt: skip
+
 Kind = Literal["bool", "int", "float"]
 
 INT64 = -(2**63), 2**63 - 1

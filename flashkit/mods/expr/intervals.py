@@ -33,6 +33,8 @@ from .graph import (
 from .interval_rules import End, Range, Reach, is_point
 from .operations import OPS
 
+__all__ = ["bounds", "classify", "int32_arrays", "reaches"]
+
 
 def reaches(
     exprs: Iterable[Expr], int32_arrays: frozenset[str] = frozenset()

@@ -14,6 +14,8 @@ from . import interval_rules as rules
 from .functions import cos, exp, exp2, floor, sin, sqrt, tanh, where
 from .graph import MAX_INTEGER, Expr, S, const, is_const, walk
 
+__all__ = ["OPS", "Op", "derivative"]
+
 
 @dataclass(frozen=True)
 class Op:

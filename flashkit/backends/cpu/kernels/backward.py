@@ -53,17 +53,15 @@ def backward_q_tile(args, seq, b, h, split, row0, rows, k0, state, k_t, v_t, k, 
 
     q = load_tile(args, q_rows(args, Q, seq, b, h, row0, rows, d), scratch + at.q)
     do = load_tile(args, q_rows(args, DOUT, seq, b, h, row0, rows, d_v), scratch + at.do)
-    pairs, chunk = scratch + at.pairs, scratch + at.chunk
-    if state != FULL or not attend_backward_at_once(args, q, k_t, do, v_t, s, ds, lse, delta, pairs, chunk):
-        scores(args, q, k_t, s)
-        modify(args, seq, state, s, scratch + at.slopes, b, h, row0, k0)
-        call_gemm(args[GEMM], do, v_t, ds)  # dP = dO V^T
-        if args[DROPOUT] != 0:
-            dropout(args, ds, False, b, h, row0, k0)
-        softmax_backward(args, s, ds, lse, delta, pairs)
-        visit_ds(args, seq, s, ds, scratch + at.slopes, b, h, row0, k0)
-        if args[DROPOUT] != 0:
-            dropout(args, s, False, b, h, row0, k0)
+    scores(args, q, k_t, s)
+    modify(args, seq, state, s, scratch + at.slopes, b, h, row0, k0)
+    call_gemm(args[GEMM], do, v_t, ds)  # dP = dO V^T
+    if args[DROPOUT] != 0:
+        dropout(args, ds, False, b, h, row0, k0)
+    softmax_backward(args, s, ds, lse, delta, scratch + at.pairs)
+    visit_ds(args, seq, s, ds, scratch + at.slopes, b, h, row0, k0)
+    if args[DROPOUT] != 0:
+        dropout(args, s, False, b, h, row0, k0)
     accumulate_gradients(args, s, ds, q, do, k, dq, dk, dv, scratch + at.pairs, args[NONFINITE] != 0)
 
 

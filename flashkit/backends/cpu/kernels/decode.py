@@ -87,12 +87,6 @@ def modify_heads(args, seq, states, s, b, head_kv, k0):
 
 
 @njit(**options)
-def online_softmax(args, s, m, l, rescale):
-    """S to P; l is rescaled, o_partial is left to `accumulate`."""
-    call_gemv_softmax(args[GEMV_SOFTMAX], s, m, l, rescale)
-
-
-@njit(**options)
 def accumulate(args, seq, b, head_kv, k0, p, o, rescale, nonfinite):
     """O = O * rescale + P V, with V in place."""
     done, n = np.int64(0), p.shape[1]
@@ -126,22 +120,12 @@ def accumulate_rows(args, p, v, o, rescale, nonfinite):
 
 @njit(**options)
 def partials(args, slot, rows):
-    """o_partial, m and l of a split."""
+    """o_partial, m and l of a split, and the sum of P (S - m) of each row."""
     dv = args[DIM_V]
     address = args[SCRATCH] + args[PARTIALS] + slot * args[PARTIAL_BYTES]
     at = partial_layout(rows, dv, ACCUM_SIZE)
-    return (
-        accum_tile(address, rows, dv, dv * ACCUM_SIZE),
-        accum_row(address + at.m, rows),
-        accum_row(address + at.l, rows),
-    )
-
-
-@njit(**options)
-def partial_stats(args, slot, rows):
-    """The sum of P (S - m) of each row in a split."""
-    at = partial_layout(rows, args[DIM_V], ACCUM_SIZE)
-    return accum_row(args[SCRATCH] + args[PARTIALS] + slot * args[PARTIAL_BYTES] + at.stats, rows)
+    m, l, sums = accum_row(address + at.m, rows), accum_row(address + at.l, rows), accum_row(address + at.stats, rows)
+    return accum_tile(address, rows, dv, dv * ACCUM_SIZE), m, l, sums
 
 
 @njit(**options)
@@ -153,11 +137,10 @@ def store_statistics(args, seq, b, head_kv, first_slot, num_splits):
         sink = accum_row(args[SINKS], args[HEADS])[h] if args[SINKS] != 0 else ACCUM(-np.inf)
         row_max, row_sum, total = ACCUM(-np.inf), ACCUM(0), ACCUM(0)
         for slot in range(first_slot, first_slot + num_splits):
-            _, m, l = partials(args, slot, rows)
+            _, m, l, of_split = partials(args, slot, rows)
             if l[row] != 0:
                 common = max(row_max, m[row])
-                of_split = partial_stats(args, slot, rows)[row]
-                total = moved(total, row_sum, row_max, common) + moved(of_split, l[row], m[row], common)
+                total = moved(total, row_sum, row_max, common) + moved(of_split[row], l[row], m[row], common)
                 row_sum = exp_below(row_max - common) * row_sum + exp_below(m[row] - common) * l[row]
                 row_max = common
         entropy, top = row_statistics(row_max, row_sum, total, row_max, sink)
@@ -190,7 +173,7 @@ def epilogue(args, b, head_kv, first_slot, num_splits):
     seq = seq_info(args, b, head_kv * args[GROUP])
     n_q, dv, rows = seq.n_q, args[DIM_V], args[GROUP] * seq.n_q
     slots = range(first_slot, first_slot + num_splits)
-    o_acc, _, _ = partials(args, first_slot, rows)
+    o_acc, _, _, _ = partials(args, first_slot, rows)
     if args[ENTROPY] != 0:
         store_statistics(args, seq, b, head_kv, first_slot, num_splits)
     for g in range(args[GROUP]):
@@ -203,16 +186,16 @@ def epilogue(args, b, head_kv, first_slot, num_splits):
             row = g * n_q + i
             row_max = sink
             for slot in slots:
-                _, m, _ = partials(args, slot, rows)
+                _, m, _, _ = partials(args, slot, rows)
                 row_max = max(row_max, m[row])
             m_safe = ACCUM(0) if row_max == -np.inf else row_max
             row_sum = exp_below(sink - m_safe)
             for slot in slots:
-                _, m, l = partials(args, slot, rows)
+                _, m, l, _ = partials(args, slot, rows)
                 row_sum += exp_below(m[row] - m_safe) * l[row]
             lse[i] = -np.inf if row_sum == 0 else row_max + np.log(row_sum)
             for slot in slots:
-                o_partial, m, _ = partials(args, slot, rows)
+                o_partial, m, _, _ = partials(args, slot, rows)
                 # A split of weight 0 is skipped, whatever its o_partial holds.
                 weight = ACCUM(0) if row_sum == 0 else exp_below(m[row] - m_safe) / row_sum
                 if num_splits == 1:
@@ -243,13 +226,10 @@ def decode_split(args, seq, b, head_kv, start, stop, slot, scratch, nonfinite):
     q = accum_tile(scratch, rows, q_words, q_words * ACCUM_SIZE)
     rescale = accum_row(scratch + at.rescale, rows)
     states, ends = vector(scratch + at.states, group, 8, np.int64), vector(scratch + at.ends, group, 8, np.int64)
-    o_partial, m, l = partials(args, slot, rows)
-    if with_stats:
-        sums = partial_stats(args, slot, rows)
-        sums[:] = 0
+    o_partial, m, l, sums = partials(args, slot, rows)
 
     for i in range(rows):
-        m[i], l[i] = -np.inf, 0
+        m[i], l[i], sums[i] = -np.inf, 0, 0
         for c in range(dv):
             o_partial[i, c] = 0
     for g in range(group):
@@ -281,7 +261,7 @@ def decode_split(args, seq, b, head_kv, start, stop, slot, scratch, nonfinite):
             copied = accum_tile(scratch + at.more, rows, n, stretch * ACCUM_SIZE)
             before = accum_tile(scratch + at.more + rows * stretch * ACCUM_SIZE, 2, rows, rows * ACCUM_SIZE)
             copied[:], before[0], before[1] = s, m, l
-        online_softmax(args, s, m, l, rescale)
+        call_gemv_softmax(args[GEMV_SOFTMAX], s, m, l, rescale)  # S to P; `accumulate` rescales o_partial
         if with_stats:
             for i in range(rows):
                 sums[i] = moved(sums[i], before[1, i], before[0, i], m[i]) + entropy_sum(copied[i], s[i], m[i])
@@ -296,16 +276,6 @@ def decode_split(args, seq, b, head_kv, start, stop, slot, scratch, nonfinite):
         for c in range(dv):
             finite &= o_partial[i, c] * 0 == 0
     return finite
-
-
-@njit(**options)
-def finite_split(args, seq, b, head_kv, start, stop, slot, scratch):
-    """decode_split, again by the non-finite fallback where P = 0 times an infinity that the mask hides, which is rare,
-    is NaN.
-    """
-    for nonfinite in range(2):
-        if decode_split(args, seq, b, head_kv, start, stop, slot, scratch, nonfinite):
-            break
 
 
 @entry(types.void(types.int64, types.int64))
@@ -325,7 +295,11 @@ def decode(address, thread):
             if head + 1 < work_tile.last:
                 following = seq_info(args, next_b, next_head * args[GROUP])
                 prefetch_run(args, K, following, next_b, next_head, start, following.n_k, args[DIM])
-            finite_split(args, seq, b, head_kv, start, min(start + args[SPLIT_KEYS], seq.n_k), slot, scratch)
+            stop = min(start + args[SPLIT_KEYS], seq.n_k)
+            # P = 0 times an infinity that the mask hides is NaN, which is rare: the non-finite fallback.
+            for nonfinite in range(2):
+                if decode_split(args, seq, b, head_kv, start, stop, slot, scratch, nonfinite):
+                    break
             if num_splits == 1:
                 epilogue(args, b, head_kv, slot, 1)
             b, head_kv = next_b, next_head

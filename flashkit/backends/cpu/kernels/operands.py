@@ -105,12 +105,6 @@ def store_dkv(args, acc, target, address):
 
 
 @njit(**options)
-def attend_backward_at_once(args, q, k_t, do, v_t, s, dp, lse, delta, address, chunk):
-    """Whether one micro-kernel has done all up to softmax_backward."""
-    return False
-
-
-@njit(**options)
 def softmax_backward(args, s, dp, lse, delta, address):
     """S to P = e^(S - LSE), dP to dS = scale * P * (dP - delta)."""
     call_softmax_backward(args[SOFTMAX_BACKWARD], s, dp, lse, delta, args[SCALE])

@@ -161,20 +161,6 @@ def _rounds_at_once(args):
 
 
 @njit(**options)
-def attend_backward_at_once(args, q, k_t, do, v_t, s, dp, lse, delta, address, chunk):
-    """All from the products to softmax_backward by one micro-kernel, for a tile of which each query sees all. Returns
-    False where something has to see scores or gradients in between.
-    """
-    at_once = _rounds_at_once(args) and args[HAS_SCORE] == 0
-    if at_once:
-        call_attend_backward_bf16_pairs(
-            args[ATTEND_BACKWARD_BF16_PAIRS], q, k_t, do, v_t, s, dp, lse, delta, args[SCALE], args[TILE_SCALE],
-            address, args[BLOCK_K] * STORAGE_SIZE, chunk,
-        )  # fmt: skip
-    return at_once
-
-
-@njit(**options)
 def softmax_backward(args, s, dp, lse, delta, address):
     """S to P = e^(S - LSE), dP to dS = scale * P * (dP - delta); as bf16 pairs, and dS also as rows at `address`, where
     nothing reads them before.
@@ -182,8 +168,7 @@ def softmax_backward(args, s, dp, lse, delta, address):
     if _rounds_at_once(args):
         row_bytes = args[BLOCK_K] * STORAGE_SIZE
         call_softmax_backward_bf16_pairs(
-            args[SOFTMAX_BACKWARD_BF16_PAIRS], s, dp, lse, delta, args[SCALE], address, row_bytes,
-            s.ctypes.data, dp.ctypes.data, s.strides[0], ONE,
+            args[SOFTMAX_BACKWARD_BF16_PAIRS], s, dp, lse, delta, args[SCALE], address, row_bytes
         )  # fmt: skip
     else:
         call_softmax_backward(args[SOFTMAX_BACKWARD], s, dp, lse, delta, args[SCALE])

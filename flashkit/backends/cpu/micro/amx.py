@@ -4,9 +4,6 @@
     tiles 4, 5  two tiles of rows of a              rows of a    x words
     tiles 6, 7  two tiles of columns of b           words        x columns of b
 
-Where b has four tiles, as Q of a panel with head dim 64, they stay in registers 4 to 7, and each tile of a is loaded
-once: 0 and 1 are accumulators then, 2 and 3 tiles of a.
-
 The configuration sets the shape of each tile, up to 16 rows of 16 words, so remainders need no padding: a product
 consists of at most eight regions (whole tiles and a remainder along each axis). To configure takes as long as dozens of
 products of tiles, so a kernel does it once, for whole tiles, and releases them at its end. A region with remainders has
@@ -251,28 +248,6 @@ def _configure(tiles: Any, rows: ir.Value, columns: ir.Value, words: ir.Value) -
     tiles.configure()
 
 
-def _four_tiles_of_b(
-    layer: Any, a: ir.Value, a_row: ir.Value, b_: ir.Value, b_row: ir.Value, c: ir.Value, c_row: ir.Value,
-    m_tiles: ir.Value,
-) -> None:  # fmt: skip
-    """c = a @ b for b of 32 words x 32 columns, whole tiles."""
-    b = layer.b
-    sums, left, right = (0, 1), (2, 3), ((4, 5), (6, 7))
-    for step in range(2):
-        for x in range(2):
-            layer.load(right[step][x], b.add(b_, b.add(b.mul(I64(step * EDGE), b_row), I64(4 * x * EDGE))), b_row)
-    with Loop(b, I64(0), m_tiles, 1, [a, c]) as (_, (a_at, c_at), advance):
-        for tile in sums:
-            layer.zero(tile)
-        for step in range(2):
-            layer.load(left[step], b.add(a_at, I64(4 * step * EDGE)), a_row)
-            for x in range(2):
-                layer.dot(sums[x], left[step], right[step][x])
-        for x in range(2):
-            layer.store(sums[x], b.add(c_at, I64(4 * x * EDGE)), c_row)
-        advance([b.add(a_at, b.mul(I64(EDGE), a_row)), b.add(c_at, b.mul(I64(EDGE), c_row))])
-
-
 def _region(module: ir.Module, tiles: Any, whole: bool) -> ir.Function:
     """A product of tiles of one shape: function (state, a, a_row, b, b_row, c, c_row, tiles along m, n and k, rows,
     columns, words, whether c is added to). whole: these three are 16, which tiles may be configured for already.
@@ -327,11 +302,6 @@ def _region(module: ir.Module, tiles: Any, whole: bool) -> ir.Function:
         with Loop(b, b.and_(n_tiles, I64(-2)), n_tiles, 1) as (j, _, _):
             block(high, 1, i, j)
 
-    if whole:
-        of_four = b.and_(b.icmp_signed("==", n_tiles, I64(2)), b.icmp_signed("==", steps, I64(2)))
-        with b.if_then(b.and_(of_four, b.icmp_signed("==", add, I64(0)))):
-            _four_tiles_of_b(layer, a, a_row, b_, b_row, c, c_row, m_tiles)
-            b.ret_void()
     with Loop(b, I64(0), b.sub(m_tiles, I64(1)), 2) as (i, _, _):
         row_of_blocks(2, i)
     with Loop(b, b.and_(m_tiles, I64(-2)), m_tiles, 1) as (i, _, _):

@@ -23,15 +23,9 @@ bfloat16 with contiguous rows, read as words. The right operand has rows 2k and 
                        scale_log2)
         a tile of keys of which each query sees all: s = k @ q, online_softmax, o += v @ s, panel by panel. A panel has
         up to `panel` of the columns; q_panel and o_panel are the bytes of one; s is memory for the scores of one
-    softmax_backward_bf16_pairs (s, s_row, rows, columns, dp, lse, delta, scale, ds_rows, ds_rows_row, p_words,
-                                 ds_words, words_row, s_scale)
-        p[i, j] = exp(s_scale * s[i, j] - lse[i]), ds[i, j] = scale * p * (dp[i, j] - delta[i]);
-        words [i][j] of p_words = p[2i, j], p[2i+1, j], of ds_words likewise ds, which may be s and dp; ds_rows: ds as
-        it is, in bfloat16
-    attend_backward_bf16_pairs (q, q_row, k, k_row, words, do, do_row, v, v_row, words_v, p_words, ds_words, words_row,
-                                rows, keys, lse, delta, scale, s_scale, ds_rows, ds_rows_row, chunk)
-        s = q @ k, dp = do @ v, softmax_backward, for queries that see all keys. chunk: memory for s and dp of
-        CHUNK_ROWS and CHUNK_KEYS
+    softmax_backward_bf16_pairs (s, s_row, rows, columns, dp, lse, delta, scale, ds_rows, ds_rows_row)
+        p[i, j] = exp(s[i, j] - lse[i]), ds[i, j] = scale * p * (dp[i, j] - delta[i]); word [i][j] of s = p[2i, j],
+        p[2i+1, j], of dp likewise ds; ds_rows: ds as it is, in bfloat16
     round_bf16_pairs (s, s_row, m, n, target, target_row, rows, rows_row)
         word [i][j] of target = s[2i, j], s[2i+1, j]; rows, unless 0: the same, rows as they are, in bfloat16
 
@@ -46,7 +40,6 @@ from typing import Any
 
 from llvmlite import ir
 
-from ..arguments import CHUNK_KEYS, CHUNK_ROWS
 from . import amx
 from .exponentials import LOG2E, exp2, exp2_short, normal_power
 from .gemm import emit_gemm
@@ -335,18 +328,17 @@ def _emit_attend(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, sh
 
 
 def _emit_softmax_backward(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
-    s, row, count, columns, dp, lse, delta, scale_bits, ds_rows, ds_rows_row, *words_at, words_row, s_scale_bits = args
+    s, row, count, columns, dp, lse, delta, scale_bits, ds_rows, ds_rows_row = args
     lanes = shape.lanes
     memory, halves = Memory(b, element, lanes), Memory(b, I16, lanes)
-    scale, s_scale = (splat(b, from_bits(b, bits, element), lanes) for bits in (scale_bits, s_scale_bits))
+    scale = splat(b, from_bits(b, scale_bits, element), lanes)
     zero, masked, log2e = (fill(memory.vector, x) for x in (0.0, float("-inf"), LOG2E))
-    s_scale_log2 = b.fmul(s_scale, log2e)
 
     def small_exponent(shift: ir.Value, score: ir.Value) -> ir.Value:
-        return fma(b, score, s_scale_log2, shift)
+        return fma(b, score, log2e, shift)
 
     def large_exponent(minus_lse: ir.Value, score: ir.Value) -> ir.Value:
-        return b.fmul(fma(b, score, s_scale, minus_lse), log2e)
+        return b.fmul(b.fadd(score, minus_lse), log2e)
 
     def element_of(at: ir.Value, exponent: Exponent, minus_delta: ir.Value) -> tuple[ir.Value, ir.Value]:
         """P and dS of a vector."""
@@ -366,8 +358,8 @@ def _emit_softmax_backward(b: ir.IRBuilder, args: Sequence[ir.Value], element: i
                 element_of(b.add(b.mul(b.add(i, I64(x)), row), along), *each)
                 for x, each in enumerate(zip(exponents, minus_delta))
             ]
-            to = b.add(b.mul(b.lshr(i, I64(1)), words_row), along)
-            for target, values in zip(words_at, zip(*pairs)):
+            to = b.add(b.mul(b.lshr(i, I64(1)), row), along)
+            for target, values in zip((s, dp), zip(*pairs)):
                 words_of = rounded_pairs(b, values[0], values[1] if len(pairs) == 2 else zero)
                 memory.store(b.bitcast(words_of, memory.vector), b.add(target, to))
             for x, (_, ds) in enumerate(pairs):
@@ -389,32 +381,6 @@ def _emit_softmax_backward(b: ir.IRBuilder, args: Sequence[ir.Value], element: i
         pair(i, True)
     with Loop(b, b.and_(count, I64(-2)), count, 1) as (i, _, _):
         pair(i, False)
-
-
-def _emit_attend_backward(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
-    (
-        q, q_row, k, k_row, words, do, do_row, v, v_row, words_v, p_words, ds_words, words_row,
-        rows, keys, lse, delta, scale, s_scale, ds_rows, ds_rows_row, chunk,
-    ) = args  # fmt: skip
-    gemm, softmax_backward = (b.module.globals[name] for name in ("gemm", "softmax_backward_bf16_pairs"))
-    most_rows, most_keys = int(CHUNK_ROWS), int(CHUNK_KEYS)
-    row, dp = I64(4 * most_keys), b.add(chunk, I64(4 * most_rows * most_keys))
-
-    down = Loop(b, I64(0), rows, most_rows, [q, do, lse, delta, p_words, ds_words, ds_rows])
-    with down as (i, (q_at, do_at, lse_at, delta_at, *targets), advance):
-        m = at_most(b, b.sub(rows, i), I64(most_rows))
-        with Loop(b, I64(0), keys, most_keys, [k, v, *targets]) as (j, (k_at, v_at, p_at, ds_at, line), advance_along):
-            n = at_most(b, b.sub(keys, j), I64(most_keys))
-            b.call(gemm, [q_at, q_row, I64(4), k_at, k_row, chunk, row, m, n, words])
-            b.call(gemm, [do_at, do_row, I64(4), v_at, v_row, dp, row, m, n, words_v])
-            b.call(softmax_backward, [
-                chunk, row, m, n, dp, lse_at, delta_at, scale, line, ds_rows_row, p_at, ds_at, words_row, s_scale,
-            ])  # fmt: skip
-            steps = [4 * most_keys] * 4 + [2 * most_keys]
-            advance_along([b.add(x, I64(step)) for x, step in zip((k_at, v_at, p_at, ds_at, line), steps)])
-        strides = [q_row, do_row, I64(4), I64(4), b.lshr(words_row, I64(1)), b.lshr(words_row, I64(1)), ds_rows_row]
-        starts = q_at, do_at, lse_at, delta_at, *targets
-        advance([b.add(x, b.mul(stride, I64(most_rows))) for x, stride in zip(starts, strides)])
 
 
 def _emit_round_bf16_pairs(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
@@ -448,7 +414,7 @@ KERNELS: dict[str, tuple[int, Callable[..., None]]] = {
     "pack_rows": (6, _emit_pack_rows),
     "pack_rows_t": (6, _emit_pack_rows_t),
     "online_softmax_bf16_pairs": (10, _emit_online_softmax),
-    "softmax_backward_bf16_pairs": (14, _emit_softmax_backward),
+    "softmax_backward_bf16_pairs": (10, _emit_softmax_backward),
     "round_bf16_pairs": (8, _emit_round_bf16_pairs),
 }
 
@@ -474,5 +440,4 @@ def kernels(method: str) -> dict[str, tuple[int, Callable[..., None]]]:
         "gemm": (10, lambda *args: gemm(*args, accumulate=False)),
         "gemm_add": (10, lambda *args: gemm(*args, accumulate=True)),
         "attend_bf16_pairs": (17, _emit_attend),
-        "attend_backward_bf16_pairs": (22, _emit_attend_backward),
     }

@@ -1,6 +1,12 @@
-// The kernels before and behind those that read by_distance and add to ds_by_distance. A CTA has a head of a batch
-// entry, or of all where these share the distances.
+// The kernels before and behind those that read by_distance and add to ds_by_distance. A CTA has one of `parts` parts
+// of a head's distances, in a batch entry, or in all where these share the distances.
 #include "common/by_distance.cuh"
+
+struct Share { long long b, h, part, parts; };
+DEVICE Share share_of_cta(const Params& p) {
+    const long long heads = p.heads * (OF_ENTRIES || p.q_offsets != nullptr ? p.batch : 1), head = blockIdx.x % heads;
+    return {head / p.heads, head % p.heads, blockIdx.x / heads, gridDim.x / heads};
+}
 
 // The distance q - k of a pair that exists, if need be another one than that of row - key.
 DEVICE long long distance_of(const SeqInfo& seq, long long row_minus_key) {
@@ -25,7 +31,8 @@ DEVICE bool stand_for(const SharedTerms& terms, int tile, long long at, fk_float
 }
 
 extern "C" __global__ void fill_by_distance(KERNEL_PARAMS) {
-    const long long b = blockIdx.x / p.heads, h = blockIdx.x % p.heads;
+    constexpr int STEP = FILL_THREADS - STRAIGHT;
+    const auto [b, h, part, parts] = share_of_cta(p);
     const SeqInfo seq = seq_info(p, b);
     const bool exist = seq.n_q > 0 && seq.n_k > 0;
     const long long before = seq.row_offset + seq.key_offset, n_k = IS_PACKED ? seq.n_k : p.n_k;
@@ -33,7 +40,7 @@ extern "C" __global__ void fill_by_distance(KERNEL_PARAMS) {
     float* added = by_distance(p.by_distance, b, h, before, n_k);
     float* sums = by_distance(p.ds_by_distance, b, h, before, n_k);
     // From a multiple of STRAIGHT on; the pairs of a tile have distances on both sides of its first one.
-    for (long long first = least / STRAIGHT * STRAIGHT - STRAIGHT; first < end; first += FILL_THREADS - STRAIGHT) {
+    for (long long first = (least / STRAIGHT - 1) * STRAIGHT + part * STEP; first < end; first += parts * STEP) {
         const long long i = first + threadIdx.x, distance = distance_of(seq, i);
         const bool inside = i >= least && i < end;
         if (BY_DISTANCE && inside)
@@ -64,14 +71,15 @@ extern "C" __global__ void fill_by_distance(KERNEL_PARAMS) {
 
 // A thread has distances that follow one another, as these often read the same value.
 extern "C" __global__ void add_by_distance(KERNEL_PARAMS) {
-    const long long b = blockIdx.x / p.heads, h = blockIdx.x % p.heads;
+    const auto [b, h, part, parts] = share_of_cta(p);
     const SeqInfo seq = seq_info(p, b);
     const long long n_k = IS_PACKED ? seq.n_k : p.n_k;
     const float* ds = by_distance(p.ds_by_distance, b, h, seq.row_offset + seq.key_offset, n_k);
     ValueSums sums;
     sums.enter(b, h, p);
-    const long long all = seq.n_q + n_k + 2 * DISTANCE_ROOM, each = (all + blockDim.x - 1) / blockDim.x;
-    const long long from = threadIdx.x * each, to = from + each < all ? from + each : all;
+    const long long all = seq.n_q + n_k + 2 * DISTANCE_ROOM, threads = parts * blockDim.x;
+    const long long each = (all + threads - 1) / threads;
+    const long long from = (part * blockDim.x + threadIdx.x) * each, to = from + each < all ? from + each : all;
     for (long long i = from - n_k - DISTANCE_ROOM; i < to - n_k - DISTANCE_ROOM; ++i)
         if (ds[i] != 0) sums.add<long long>(ds[i], 0, b, h, 0, distance_of(seq, i), 0, p);
     sums.leave(p);

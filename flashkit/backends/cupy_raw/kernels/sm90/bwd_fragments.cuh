@@ -207,13 +207,37 @@ struct RowDeltas {
     }
 };
 
+// SUMS_BY_DISTANCE: the sum and the moment of dS (common/by_distance.cuh) of a warp's pairs in each 64 rows of a tile,
+// in even and in odd lanes, for bwd_values.cuh.
+struct PairSums {
+    static constexpr int TILES = SUMS_BY_DISTANCE ? BLOCK_Q / STRAIGHT : 0, BYTES = 2 * 4;  // of a warp
+    int lane, first;  // distance of the lane's first pair from the tile's
+    float x[larger(TILES, 1)];
+
+    // of_keys: of the lane's two keys; of_rows: of the elements times their row, counted from the lane's first one.
+    __device__ __forceinline__ void set(int tile, const float (&of_keys)[2], float of_rows) {
+        const float sum = of_keys[0] + of_keys[1], moment = fmaf(first, sum, fmaf(-8, of_keys[1], of_rows));
+        const bool odd = lane % 2;
+        x[tile] = (odd ? moment : sum) + __shfl_xor_sync(~0u, odd ? sum : moment, 1);
+#pragma unroll
+        for (int step = 2; step < 32; step *= 2) x[tile] += __shfl_xor_sync(~0u, x[tile], step);
+    }
+};
+// Of query tile n of the CTA and the keys of a warp group: of its first warp.
+DEVICE unsigned pair_sums(unsigned base, unsigned n, int group, int tile) {
+    const int place = (n % 2 * larger(PairSums::TILES, 1) + tile) * MMA_WARPGROUPS + group;
+    return base + AT_PAIR_SUMS + place * 4 * PairSums::BYTES;
+}
+
 // dS = P * slope * (dP - delta), rounded. p_slope: P times the slope of the score modification (softmax_p). UNMASKED:
 // every pair is visible; else pairs whose P is 0 get a dS of 0, whatever dP is.
 template <bool UNMASKED>
 DEVICE void compute_ds(const Params& p, const float (&p_slope)[S_REGS], float (&dp)[S_REGS], unsigned (&ds)[S_REGS / 2],
-                       const RowDeltas& deltas, const DropoutMask& dropout) {
+                       const RowDeltas& deltas, const DropoutMask& dropout, PairSums& sums) {
+    float of_keys[2], of_rows;
 #pragma unroll
     for (int n = 0; n < S_REGS / 4; ++n) {
+        if (n % (STRAIGHT / 8) == 0) of_keys[0] = of_keys[1] = of_rows = 0;
         float delta[2];
         deltas.get(delta, n);
 #pragma unroll
@@ -225,9 +249,13 @@ DEVICE void compute_ds(const Params& p, const float (&p_slope)[S_REGS], float (&
                 if (HAS_DROPOUT) dp[i] = dropout.kept(n, half, c) ? dp[i] * (float)p.dropout_scale : 0.0f;
                 x[c] = p_slope[i] * minus_delta(dp[i], delta[c]);
                 if (!UNMASKED && p_slope[i] == 0) x[c] = 0;
+                if constexpr (SUMS_BY_DISTANCE)
+                    of_keys[half] += x[c], of_rows = fmaf(8 * (n % (STRAIGHT / 8)) + c, x[c], of_rows);
             }
             ds[2 * n + half] = pack(x[0], x[1]);
         }
+        if constexpr (SUMS_BY_DISTANCE)
+            if ((n + 1) % (STRAIGHT / 8) == 0) sums.set(n / (STRAIGHT / 8), of_keys, of_rows);
     }
 }
 

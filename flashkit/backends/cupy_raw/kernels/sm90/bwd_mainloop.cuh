@@ -163,8 +163,9 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
             // V of the next work tile may be loaded during the epilogue
             if (last) pipe_v.consumer_release(number, lane);
             unsigned ds[S_REGS / 2];
-            if (unmasked || !CLEARS_KEYS) compute_ds<true>(p, s, dp, ds, deltas, dropout);
-            else compute_ds<false>(p, s, dp, ds, deltas, dropout);
+            PairSums pairs{lane, lane % 4 * 2 - (warp % 4 * 16 + lane / 4)};
+            if (unmasked || !CLEARS_KEYS) compute_ds<true>(p, s, dp, ds, deltas, dropout, pairs);
+            else compute_ds<false>(p, s, dp, ds, deltas, dropout, pairs);
             if constexpr (HAS_VALUES && VALUE_WARPS == 0) add_values(p, id, s, dp, deltas, sums);
             auto issue_dq_and_dk = [&]() {
                 if (DK_FIRST) issue_dk(n, ds, first);
@@ -179,6 +180,10 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
                 if (staged >= 0) send_dq(staged);
             };
             store_ds(pipe_ds, n, ds_of_lane, ds);
+#pragma unroll
+            for (int i = 0; i < PairSums::TILES; ++i)
+                if (lane < 2)
+                    store_float(pair_sums(base, n, wg, i) + warp % 4 * PairSums::BYTES + 4 * lane, pairs.x[i]);
             if constexpr (DK_FIRST) {
                 commit_ds();
                 wgmma_wait<0>();  // dV

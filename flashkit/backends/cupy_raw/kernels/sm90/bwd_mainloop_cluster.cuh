@@ -92,8 +92,9 @@ DEVICE void ds_consumer(const Params& p, const TensorMap& dv_map, unsigned base,
             issue_rs(dv_acc, p_frag, base + AT_DOUT + dout_stage * BYTES_DOUT, !first);
             wgmma_wait<1>();  // dP
             fence_operand(dp);
-            if (unmasked || !CLEARS_KEYS) compute_ds<true>(p, s, dp, ds, deltas, dropout);
-            else compute_ds<false>(p, s, dp, ds, deltas, dropout);
+            PairSums none{};
+            if (unmasked || !CLEARS_KEYS) compute_ds<true>(p, s, dp, ds, deltas, dropout, none);
+            else compute_ds<false>(p, s, dp, ds, deltas, dropout, none);
             if constexpr (HAS_VALUES) add_values(p, id, s, dp, deltas, sums);
             pipe_ds.producer_acquire(n), pipe_dsmem.producer_acquire(n);
 #pragma unroll

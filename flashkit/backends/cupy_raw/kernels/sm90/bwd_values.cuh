@@ -3,34 +3,32 @@
 // the keys of a consumer warp group. So no consumer waits for its additions.
 //
 // STORES_DS: each pair has an element of its own, so that dS is the gradient, and leaves by TMA as it is.
+//
+// SUMS_BY_DISTANCE: they add dS to the sums of its distances (common/by_distance.cuh).
 #pragma once
+#include "sm90/bwd_fragments.cuh"
 #include "sm90/dq_accum.cuh"
 
 constexpr int VALUE_LANES = 16, VALUE_KEYS = WARPGROUP_KEYS / VALUE_LANES;  // of a row; of a lane
 
-// Two, four or eight elements of dS as floats.
+// Elements of dS as floats.
 template <int N>
-DEVICE void load_ds(float (&x)[N], unsigned address) {
-    unsigned pairs[N / 2];
-    if constexpr (N == 8) {
-        const uint4 four = load_vec(address);
-        pairs[0] = four.x, pairs[1] = four.y, pairs[2] = four.z, pairs[3] = four.w;
-    } else if constexpr (N == 4) {
-        const float2 two = load_floats(address);
-        pairs[0] = __float_as_uint(two.x), pairs[1] = __float_as_uint(two.y);
-    } else {
-        pairs[0] = (unsigned)load_word(address);
-    }
+DEVICE void unpack(float (&x)[N], const unsigned* pairs) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
         const unsigned short element = (unsigned short)(pairs[i / 2] >> i % 2 * 16);
         x[i] = STORAGE == BFLOAT16 ? widen(bfloat16_t{element}) : widen(half_t{element});
     }
 }
+DEVICE void load_ds(float (&x)[4], unsigned address) {
+    const float2 two = load_floats(address);
+    const unsigned pairs[2] = {__float_as_uint(two.x), __float_as_uint(two.y)};
+    unpack(x, pairs);
+}
 
-// SUMS_BY_DISTANCE: adds dS of a tile to the sums of its distances. sums: of the first row and key; tile: its address. A
-// lane has the distances 2 lane - 1 ... 2 lane + 1, and those 64 less; of every two rows it has the two keys that have
-// some of either, which are the next ones on from rows to rows.
+// dS of a tile. sums: of the distance of its first row and key; tile: its address. A lane has the distances 2 lane - 1
+// ... 2 lane + 1, and those 64 less. Of each two rows it has the two keys with some of these distances, which are two
+// keys on in the next two rows.
 DEVICE void add_diagonals(float* sums, unsigned tile, int lane) {
     float x[3] = {}, less[3];
 #pragma unroll 4
@@ -42,8 +40,9 @@ DEVICE void add_diagonals(float* sums, unsigned tile, int lane) {
         const int pair = i - lane & 31;
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
+            const unsigned word = (unsigned)load_word(tile + swizzled(2 * i + row, pair / 4) + pair % 4 * 4);
             float ds[2];
-            load_ds(ds, tile + swizzled(2 * i + row, pair / 4) + pair % 4 * 4);
+            unpack(ds, &word);
             x[row + 1] += ds[0], x[row] += ds[1];
         }
     }
@@ -55,27 +54,13 @@ DEVICE void add_diagonals(float* sums, unsigned tile, int lane) {
     }
 }
 
-// The same where the tile is_straight(). A lane has eight keys of every fourth row.
-DEVICE void add_straight(float* sums, unsigned tile, int lane) {
-    const int row = lane / 8, part = lane % 8;
-    float sum = 0, of_rows = 0, of_keys = 0;
-#pragma unroll 4
-    for (int i = 0; i < STRAIGHT / 4; ++i) {
-        float ds[8];
-        load_ds(ds, tile + swizzled(row + 4 * i, part));
-        const float all = (ds[0] + ds[1] + (ds[2] + ds[3])) + (ds[4] + ds[5] + (ds[6] + ds[7]));
-        sum += all, of_rows = fmaf(i, all, of_rows);
-#pragma unroll
-        for (int key = 1; key < 8; ++key) of_keys = fmaf(key, ds[key], of_keys);
-    }
-    float moment = fmaf(4, of_rows, fmaf(row - 8 * part, sum, -of_keys)) * (1.0f / MOMENT_AT);
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        sum += __shfl_xor_sync(~0u, sum, step);
-        moment += __shfl_xor_sync(~0u, moment, step);
-    }
-    const float x = lane == 0 ? sum - moment : moment;
-    if (lane < 2 && x != 0) add_float(sums + lane * MOMENT_AT, x);
+// The same of a tile that is_straight(), from what four consumer warps have found (PairSums).
+DEVICE void add_straight(float* sums, unsigned found, int lane) {
+    float x = load_float(found + lane % 8 * 4);
+    x += __shfl_xor_sync(~0u, x, 2);
+    x += __shfl_xor_sync(~0u, x, 4);
+    const float moment = __shfl_sync(~0u, x, 1) * (1.0f / MOMENT_AT), added = lane == 0 ? x - moment : moment;
+    if (lane < 2 && added != 0) add_float(sums + lane * MOMENT_AT, added);
 }
 
 DEVICE void value_sums_warp(const Params& p, const TensorMap& dbias_map, unsigned base, int group) {
@@ -127,7 +112,7 @@ DEVICE void value_sums_warp(const Params& p, const TensorMap& dbias_map, unsigne
                 pipe_ds.consumer_wait(n);
 #pragma unroll
                 for (int i = 0; i < BLOCK_Q / STRAIGHT; ++i, sums += STRAIGHT, tile += STRAIGHT * CHUNK_ROW) {
-                    if (straight[i]) add_straight(sums, tile, lane);
+                    if (straight[i]) add_straight(sums, pair_sums(base, n, group, i), lane);
                     else add_diagonals(sums, tile, lane);
                 }
                 __syncwarp();

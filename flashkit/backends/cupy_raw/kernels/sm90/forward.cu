@@ -13,6 +13,7 @@
 //     warp group 0     warp 0  producer (producer.cuh)
 //                      warp 1  store warp (epilogue.cuh)
 //                      warp 2  scheduler warp (producer.cuh)
+//                      warp 3  of pages: producer of V (producer.cuh)
 //     warp groups 1 .. MMA_WARPGROUPS  consumers, 64 rows each (mainloop.cuh; fp16x2.cuh for float32)
 //
 // TF32 is one float16 term, multiplied by the same main loop; scales are put back into scores and P (fp16x2.cuh).
@@ -55,6 +56,7 @@ sm90_forward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gri
         else if (warp == 0 && (IS_PAGED || elect_one()))
             producer(p, q_map, k_map, v_map, base, lists, {}, {&bias_map, &mask_map});
         else if (warp == 1 && (IS_PACKED || elect_one())) store_warp(p, out_map, base);
+        else if (HAS_V_PRODUCER && warp == 3) v_producer(p, v_map, base, lists);
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
         if constexpr (FP16X2) consumer_fp16x2(p, base, role - 1);

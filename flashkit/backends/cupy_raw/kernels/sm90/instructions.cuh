@@ -245,15 +245,13 @@ DEVICE void load_tile(unsigned target, const TensorMap& map, const Box& box, uns
 // Orders a thread's writes to shared memory before later reads by TMA and wgmma (the async proxy).
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Writes zeros to the rows of a tile from `first` on. Called by a warp group, which synchronises afterwards. TOGETHER:
-// chunks of which eight rows follow each other.
-template <int DIM, int ROWS, int TOGETHER = 1>
+// Writes zeros to the rows of a tile from `first` on. Called by a warp group, which synchronises afterwards.
+template <int DIM, int ROWS>
 DEVICE void clear_rows(unsigned tile, int first, int chunk_bytes) {
     first = first < 0 ? 0 : first;
     for (int i = threadIdx.x % 128; i < (ROWS - first) * chunks(DIM) * 8; i += 128) {
         const int vec = i % 8, chunk = i / 8 % chunks(DIM), row = first + i / 8 / chunks(DIM);
-        const int line = TOGETHER > 1 ? row / 8 * 8 * TOGETHER + row % 8 : row;
-        clear_vec(tile + chunk * chunk_bytes + line * CHUNK_ROW + vec * VEC_BYTES);
+        clear_vec(tile + chunk * chunk_bytes + row * CHUNK_ROW + vec * VEC_BYTES);
     }
     fence_proxy_async();
 }
@@ -261,11 +259,9 @@ DEVICE void clear_rows(unsigned tile, int first, int chunk_bytes) {
 // --- wgmma -----------------------------------------------------------------------------------------------------------
 
 // An operand's descriptor: its address and, if it is read along columns and wider than a chunk, the stride from chunk
-// to chunk. Eight rows every 1024 bytes, with those of other chunks TOGETHER times that, and the 128-byte swizzle.
-template <int TOGETHER = 1>
+// to chunk. Eight rows every 1024 bytes and the 128-byte swizzle are common to all.
 DEVICE unsigned long long descriptor(unsigned address, int chunk = 16) {
-    return 0x4000000000000000ull | TOGETHER * 0x4000000000ull | (unsigned long long)(chunk >> 4) << 16 |
-           (address & 0x3FFFF) >> 4;
+    return 0x4000004000000000ull | (unsigned long long)(chunk >> 4) << 16 | (address & 0x3FFFF) >> 4;
 }
 
 // What step k, 16 along the contracted axis, adds to a descriptor: 16 columns of a tile of `rows` rows, or 16 rows.

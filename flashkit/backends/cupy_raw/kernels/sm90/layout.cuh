@@ -1,9 +1,9 @@
 // Tile shape, registers and shared memory of Hopper's forward pass.
 //
 // From the head: BLOCK_K, MMA_WARPGROUPS, STAGES, Q_BUFFERS, PACK_GQA, PING_PONG, ROW_SUM_BY_MMA, NUM_TERMS,
-// CONSUMER_REGISTERS, PRODUCER_REGISTERS, BOX_ROWS (keys of a TMA box of K and V in pages), INTERLEAVED, WATCHDOG,
-// READS_ARRAYS, POSITIONS, FAR, SHARED_BYTES, LIST_HEADER, LIST_CAPACITY, those of dense_tiles.cuh and the offsets AT_*
-// of the parts of shared memory, which ForwardTile.smem lays out (cuda_common/sm90_launch.py):
+// CONSUMER_REGISTERS, PRODUCER_REGISTERS, BOX_ROWS (keys of a TMA box of K and V), WATCHDOG, READS_ARRAYS, POSITIONS,
+// FAR, SHARED_BYTES, LIST_HEADER, LIST_CAPACITY, those of dense_tiles.cuh and the offsets AT_* of the parts of shared
+// memory, which ForwardTile.smem lays out (cuda_common/sm90_launch.py):
 //
 //     AT_Q                  [Q_BUFFERS][MMA_WARPGROUPS][64][..]; O on its way out lies there, too
 //     AT_K, AT_V            [STAGES][BLOCK_K][..]; jvp.cu: with tangents
@@ -21,8 +21,7 @@
 //     AT_SCALES, AT_AFFINE  softmax scales; for each consumer warp the row-uniform part of its AffineScore
 //
 // FP8 says what shares a scale of codes in fp8_forward.cu, whose further constants and parts fp8_softmax.cuh lists,
-// and is 0 in other kernels. GETS_VT: V comes as V^T. INTERLEAVED: of K and V in pages, eight rows of all chunks follow
-// each other, so that a TMA box has all columns of its keys.
+// and is 0 in other kernels. GETS_VT: V comes as V^T.
 #pragma once
 #include "common/positions.cuh"
 #include "sm90/dense_tiles.cuh"
@@ -115,8 +114,6 @@ constexpr int chunks_of(int dim) { return NUM_TERMS * (up(dim, CHUNK_COLUMNS) / 
 constexpr int CHUNKS_K = chunks_of(HEAD_DIM), CHUNKS_V = chunks_of(HEAD_DIM_V);  // of Q and K, of V
 constexpr int OUT_COLUMNS = IS_FLOAT32 ? 32 : 64, CHUNKS_OUT = up(HEAD_DIM_V, OUT_COLUMNS) / OUT_COLUMNS;
 constexpr int CHUNK_BYTES = BLOCK_K * CHUNK_ROW;  // of K or V
-constexpr int CHUNK_STRIDE = INTERLEAVED ? 8 * CHUNK_ROW : CHUNK_BYTES;
-constexpr int TOGETHER_K = INTERLEAVED ? CHUNKS_K : 1, TOGETHER_V = INTERLEAVED ? CHUNKS_V : 1;  // chunks of a box
 
 // Where Q, K, V and O have tangents (jvp.cu): dQ follows a warp group's rows of Q, and dO those of O; a chunk has the
 // rows of dK behind those of K; the chunks of dV follow those of V.
@@ -133,6 +130,9 @@ using BiasTile = DenseTile<BIAS_BYTES, BIAS_OF_HEADS, BIAS_OF_ENTRIES, BLOCK_Q, 
 using MaskTile = DenseTile<MASK_TILES, MASK_TILES_OF_HEADS, MASK_TILES_OF_ENTRIES, BLOCK_Q, BLOCK_K>;
 static_assert(BiasTile::SIZE + MaskTile::SIZE == 0 || (PACK_GQA == 1 && !IS_PACKED && !IS_PAGED),
               "rows and keys are those of the arrays");
+
+// V has a producer warp of its own, as boxes of pages take long to ask for.
+constexpr bool HAS_V_PRODUCER = IS_PAGED && !FP8 && !HAS_TANGENTS;
 
 // Registers of a lane. Where ROW_SUM_BY_MMA the last four of O are sums of P.
 constexpr int O_REGS = COLUMNS / 2 + 4 * ROW_SUM_BY_MMA, S_REGS = BLOCK_K / 2, P_REGS = BLOCK_K / 4;
@@ -155,7 +155,7 @@ DEVICE constexpr int at_k(int stage) {
     return ROW_SUM_BY_MMA && CHUNKS_V == 2 ? AT_ONES - (5 + 3 * stage) * CHUNK_BYTES : AT_K + stage * BYTES_K;
 }
 DEVICE constexpr int chunk_stride_v(int stage) {
-    return ROW_SUM_BY_MMA ? (1 + CHUNKS_V * stage) * CHUNK_BYTES : CHUNK_STRIDE;
+    return ROW_SUM_BY_MMA ? (1 + CHUNKS_V * stage) * CHUNK_BYTES : CHUNK_BYTES;
 }
 DEVICE constexpr int at_v(int stage) {
     return ROW_SUM_BY_MMA ? AT_ONES - CHUNKS_V * chunk_stride_v(stage) : AT_V + stage * BYTES_V;
@@ -186,7 +186,7 @@ DEVICE void init_barriers(unsigned base) {
     q_pipe(base).init(1, 1);
     k_pipe(base).init(1, 4 * MMA_WARPGROUPS);
     v_pipe(base).init(1, 4 * MMA_WARPGROUPS);
-    list_pipe(base).init(1, 1);
+    list_pipe(base).init(1, 1 + HAS_V_PRODUCER);
     mbarrier_init(base + AT_CLAIM, 1);
     for (int i = 0; i < MMA_WARPGROUPS * Q_BUFFERS; ++i) mbarrier_init(base + AT_OUT_READY + 8 * i, 4);
     fence_mbarrier_init();

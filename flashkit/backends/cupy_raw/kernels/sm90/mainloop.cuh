@@ -104,12 +104,12 @@ struct Consumer {
     // S = Q K(n)^T
     __device__ __forceinline__ void issue_qk(unsigned n) {
         const unsigned long long q = descriptor(q_rows(base, number % Q_BUFFERS, wg));
-        const unsigned long long k = descriptor<TOGETHER_K>(base + at_k(n % STAGES));
+        const unsigned long long k = descriptor(base + at_k(n % STAGES));
         wgmma_fence();
         wgmma_zero_init<0, 0>(s, q, k);
 #pragma unroll
         for (int step = 1; step < padded(HEAD_DIM) / 16; ++step)
-            product<0, 0>(s, q + along_rows(step, 64), k + along_rows(step, CHUNK_STRIDE / CHUNK_ROW), 1);
+            product<0, 0>(s, q + along_rows(step, 64), k + along_rows(step, BLOCK_K), 1);
         wgmma_commit();
     }
 
@@ -121,16 +121,16 @@ struct Consumer {
     template <bool UNMASKED>
     __device__ __forceinline__ void issue_pv(unsigned n) {
         const unsigned stage = base + at_v(n % STAGES);
-        const unsigned long long v = descriptor<TOGETHER_V>(stage, chunk_stride_v(n % STAGES));
+        const unsigned long long v = descriptor(stage, chunk_stride_v(n % STAGES));
         pipe_v.consumer_wait(n);
         if (!UNMASKED && is_ragged_v()) {
-            clear_rows<HEAD_DIM_V, BLOCK_K, TOGETHER_V>(stage, acc.valid_keys, chunk_stride_v(n % STAGES));
+            clear_rows<HEAD_DIM_V, BLOCK_K>(stage, acc.valid_keys, chunk_stride_v(n % STAGES));
             named_barrier_sync(WARPGROUP_BARRIER + wg, 128);
         }
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < BLOCK_K / 16; ++step)
-            wgmma_rs<1>(acc.o, acc.p, 4 * step, v + along_columns(step * TOGETHER_V), step > 0 ? 1 : acc.accumulate);
+            wgmma_rs<1>(acc.o, acc.p, 4 * step, v + along_columns(step), step > 0 ? 1 : acc.accumulate);
         wgmma_commit();
     }
 

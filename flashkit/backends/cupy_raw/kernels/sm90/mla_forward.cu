@@ -44,7 +44,7 @@ DEVICE void load_k_part(const KvSource& kv, const KvTile& at, unsigned base, uns
     const unsigned target = base + at_k(n % STAGES) + FROM * CHUNK_BYTES, barrier = pipe.full_barrier(n);
     pipe.producer_acquire(n);
     if (KvSource::is_leader()) mbarrier_arrive_expect_tx(barrier, CHUNKS * CHUNK_BYTES);
-    kv.for_each_box(kv.p.k, at, [&](const Box& box, unsigned row) {
+    kv.for_each_box(at, [&](const Box& box, unsigned row) {
         load_chunks<FROM, FROM + CHUNKS>(kv.k_map, box, target + row * CHUNK_ROW, barrier);
     });
 }

@@ -1,5 +1,5 @@
 // The producer: one thread issues TMA loads of K, V and Q for every K/V tile of every work tile that the scheduler
-// lists.
+// lists. Of pages another warp's issues those of V.
 #pragma once
 #include "sm90/layout.cuh"
 
@@ -176,15 +176,16 @@ DEVICE void store_v_tile(unsigned slot, const KvTile& at) {
     store_word(slot, at.b), store_word(slot + 4, at.tile);
 }
 
-// FP8 with scales of blocks: a tile's scale of K, log2 and inverse of that of V.
-DEVICE float3 tile_scales(const Params& p, int b, int head, int tile) {
-    const float k = Elements::key_scale(p, p.k_scale, b, head, tile * BLOCK_K),
-        v = valid_v_scale(Elements::key_scale(p, p.v_scale, b, head, tile * BLOCK_K));
-    return {valid_scale(k), log2_fast(v), reciprocal(v)};
+// FP8 with scales of blocks: a tile's scales of K and V, as they lie.
+DEVICE float2 tile_scales(const Params& p, int b, int head, int tile) {
+    return {Elements::key_scale(p, p.k_scale, b, head, tile * BLOCK_K),
+            Elements::key_scale(p, p.v_scale, b, head, tile * BLOCK_K)};
 }
 
-DEVICE void store_scales(unsigned slot, const float3& x) {  // behind the descriptor
-    store_float(slot + 4, x.x), store_floats(slot + 8, x.y, x.z);
+// Behind the descriptor: the scale of K, log2 and inverse of that of V.
+DEVICE void store_scales(unsigned slot, const float2& x) {
+    const float v = valid_v_scale(x.y);
+    store_float(slot + 4, valid_scale(x.x)), store_floats(slot + 8, log2_fast(v), reciprocal(v));
 }
 
 // Tangents of Q, K and V, for those that have one.
@@ -222,36 +223,31 @@ struct KvSource {
     // Calls f(box, row) by one lane for each box of a tile, with its first row in the tile. The others tell it where
     // boxes begin: if each lane loaded its own, ptxas would elect one after another.
     template <typename F>
-    __device__ __forceinline__ void for_each_box(const Tensor& tensor, const KvTile& at, F f) const {
+    __device__ __forceinline__ void for_each_box(const KvTile& at, F f) const {
         if constexpr (!IS_PAGED) return f(kv_box(p, at.b, at.head, at.tile * BLOCK_K), 0u);
-        const long long page = existing_page(p, at.page);
-        const int head = uniform(at.head), own = INTERLEAVED ? place(tensor, page, head, at.row) : (int)page;
+        constexpr int BOXES = BLOCK_K / BOX_ROWS;
+        const int page = (int)existing_page(p, at.page), head = uniform(at.head);
+        int rows[BOXES], pages[BOXES];
 #pragma unroll
-        for (int i = 0; i < BLOCK_K / BOX_ROWS; ++i) {
-            const int other = __shfl_sync(~0u, own, i);
-            const Box box = INTERLEAVED ? Box{0, 0, 0, other} : Box{0, __shfl_sync(~0u, at.row, i), head, other};
-            if (elect_one()) f(box, i * BOX_ROWS);
+        for (int i = 0; i < BOXES; ++i) rows[i] = __shfl_sync(~0u, at.row, i), pages[i] = __shfl_sync(~0u, page, i);
+        if (elect_one()) {
+#pragma unroll
+            for (int i = 0; i < BOXES; ++i) f(Box{0, rows[i], head, pages[i]}, i * BOX_ROWS);
         }
         __syncwarp();  // a lane that fell behind would wait for a phase of the pipeline that is over
     }
-    // INTERLEAVED: where rows of a head begin, in units of the largest power of two that divides all strides
-    // (cuda_common/tensor_maps.py).
-    __device__ __forceinline__ static int place(const Tensor& at, long long page, int head, int row) {
-        return (int)(page * at.batch + head * at.head + row * at.token >> __ffsll(at.batch | at.head | 8 * at.token) - 1);
-    }
-    template <int CHUNKS, int TOGETHER>
-    __device__ __forceinline__ void load_pages(const TensorMap& map, const Tensor& tensor, const KvTile& at,
-                                               unsigned target, int chunk, unsigned barrier) const {
+    template <int CHUNKS>
+    __device__ __forceinline__ void load_pages(const TensorMap& map, const KvTile& at, unsigned target, int chunk,
+                                               unsigned barrier) const {
         if (is_leader()) mbarrier_arrive_expect_tx(barrier, BLOCK_K * CHUNK_ROW * CHUNKS);
-        for_each_box(tensor, at, [&](const Box& box, unsigned row) {
-            load_tile<1, CHUNKS / TOGETHER, BLOCK_K, CHUNK_COLUMNS>(target + row * TOGETHER * CHUNK_ROW, map, box, barrier,
-                                                                    0, chunk);
+        for_each_box(at, [&](const Box& box, unsigned row) {
+            load_tile<1, CHUNKS, BLOCK_K, CHUNK_COLUMNS>(target + row * CHUNK_ROW, map, box, barrier, 0, chunk);
         });
     }
     __device__ __forceinline__ static bool is_leader() { return !IS_PAGED || threadIdx.x % 32 == 0; }
 
     __device__ __forceinline__ void load_k(const KvTile& at, unsigned target, unsigned barrier) const {
-        if constexpr (IS_PAGED) return load_pages<CHUNKS_K, TOGETHER_K>(k_map, p.k, at, target, CHUNK_BYTES, barrier);
+        if constexpr (IS_PAGED) return load_pages<CHUNKS_K>(k_map, at, target, CHUNK_BYTES, barrier);
         mbarrier_arrive_expect_tx(barrier, BYTES_K + BiasTile::SIZE + MaskTile::SIZE);
         const Box box = kv_box(p, at.b, at.head, at.tile * BLOCK_K);
         load_tile<1, CHUNKS_K, BLOCK_K, CHUNK_COLUMNS>(target, k_map, box, barrier, 0, ROWS_K * CHUNK_ROW);
@@ -260,7 +256,7 @@ struct KvSource {
     }
     __device__ __forceinline__ void load_v(const KvTile& at, unsigned target, int chunk_stride,
                                            unsigned barrier) const {
-        if constexpr (IS_PAGED) return load_pages<CHUNKS_V, TOGETHER_V>(v_map, p.v, at, target, chunk_stride, barrier);
+        if constexpr (IS_PAGED) return load_pages<CHUNKS_V>(v_map, at, target, chunk_stride, barrier);
         if constexpr (GETS_VT) {  // the keys of each column
             mbarrier_arrive_expect_tx(barrier, COLUMNS * CHUNK_ROW);
             return tma_load<1>(target, v_map, Box{at.tile * BLOCK_K, 0, at.head, at.b}, barrier);
@@ -309,7 +305,7 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
     const bool leader = KvSource::is_leader();
     unsigned n = 0, number = 0;  // K/V tiles, work tiles so far
     KvTile previous{}, looked_up{};
-    float3 scales{};  // FP8, of a tile: looked up while the one before is loaded
+    float2 scales{};  // FP8, of a tile: on their way while the one before is loaded
     auto load_previous_v = [&]() {
         pipe_v.producer_acquire(n - 1);
         const unsigned stage = (n - 1) % V_STAGES;
@@ -332,6 +328,7 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
             const int entry = work.list.entry[i], first = i == 0 ? work.first_bits : 0;
             if (leader && i == claim_at) mbarrier_arrive(base + AT_CLAIM);
             const KvTile at = IS_PAGED && i > 0 ? looked_up : located(entry);
+            if (SCALES_OF_BLOCKS && i == 0) scales = tile_scales(p, b, head, at.tile);
             pipe_k.producer_acquire(n);
             if constexpr (FP8) {
                 const int next = i + 1 < count ? work.list.entry[i + 1] : ~entry;
@@ -340,7 +337,6 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
                 const int states = entry & 63;
                 if (leader) store_word(tile_desc_slot(base, n), at.tile << TILE_BIT | first | pair | last | states);
                 if (SCALES_OF_BLOCKS) {
-                    if (i == 0) scales = tile_scales(p, b, head, at.tile);
                     store_scales(tile_desc_slot(base, n), scales);
                     if (i + 1 < count) scales = tile_scales(p, b, head, tile_of(next));
                 }
@@ -351,7 +347,7 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
             dense.load(base, n, b, work.h, work.row0, at.tile * BLOCK_K, pipe_k.full_barrier(n));
             // The table is far away: the next tile's pages arrive while V's stage is awaited.
             if (IS_PAGED && i + 1 < count) looked_up = located(work.list.entry[i + 1]);
-            if (n > 0) load_previous_v();
+            if (!HAS_V_PRODUCER && n > 0) load_previous_v();
             previous = at;
             ++n;
             if (leader && first)
@@ -360,7 +356,7 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
         if (IS_PAGED) __syncwarp();  // all lanes have read the list
         if (leader) mbarrier_arrive(pipe_lists.empty_barrier(c));
     }
-    if (n > 0) load_previous_v();
+    if (!HAS_V_PRODUCER && n > 0) load_previous_v();
     if (!leader) return;
     pipe_k.producer_acquire(n);
     store_word(tile_desc_slot(base, n), END);
@@ -370,5 +366,35 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
         pipe_v.producer_acquire(n);
         store_v_tile(v_tile_slot(base, n), {0, 0, END});
         mbarrier_arrive(pipe_v.full_barrier(n));
+    }
+}
+
+// The producer of V in pages, all lanes, beside that of K and Q.
+DEVICE void v_producer(const Params& p, const TensorMap& v_map, unsigned base, const WorkTileList* lists) {
+    const Pipeline<V_STAGES> pipe_v = v_pipe(base);
+    const Pipeline<2> pipe_lists = list_pipe(base);
+    const KvSource kv{p, v_map, v_map};
+    unsigned n = 0;
+#pragma unroll 1
+    for (unsigned c = 0;; ++c) {
+        pipe_lists.consumer_wait(c);
+        const WorkTileList& work = lists[c % 2];
+        const int b = work.b, count = work.count, head = work.h / GQA_GROUP;
+        if (b == END) break;
+        const unsigned last_page = kv.last_page(b);
+        const auto located = [&](int i) {
+            return kv.located(work.last_tile - (work.list.entry[i] >> 8), head, b, last_page);
+        };
+        KvTile next = located(0);
+#pragma unroll 1
+        for (int i = 0; i < count; ++i, ++n) {
+            const KvTile at = next;
+            const unsigned stage = n % V_STAGES;
+            pipe_v.producer_acquire(n);
+            kv.load_v(at, base + at_v(stage), chunk_stride_v(stage), pipe_v.full_barrier(n));
+            if (i + 1 < count) next = located(i + 1);
+        }
+        __syncwarp();  // all lanes have read the list
+        if (KvSource::is_leader()) mbarrier_arrive(pipe_lists.empty_barrier(c));
     }
 }

@@ -350,7 +350,7 @@ DEVICE bool speculative_softmax(float (&s)[S_REGS], const float (&m)[2], float (
 // wgmma's layout. q, k: the warp group's rows and the K tile in shared memory.
 DEVICE void recompute_qk(float (&s)[S_REGS], unsigned q, unsigned k) {
     const int lane = opaque(threadIdx.x % 32), row = opaque(threadIdx.x % 128 / 32) * 16 + lane % 16,
-        key = lane / 16 * 8 * TOGETHER_K + lane % 8;
+        key = lane / 16 * 8 + lane % 8;
     const float zero = __int_as_float(opaque(0));
 #pragma unroll
     for (int i = 0; i < S_REGS; ++i) s[i] = zero;
@@ -362,8 +362,7 @@ DEVICE void recompute_qk(float (&s)[S_REGS], unsigned q, unsigned k) {
 #pragma unroll
         for (int n = 0; n < BLOCK_K / 16; ++n) {
             unsigned b[4];
-            ldmatrix_x4(b, k + chunk * CHUNK_STRIDE + 16 * n * TOGETHER_K * CHUNK_ROW +
-                               swizzled(key, vec + lane / 8 % 2));
+            ldmatrix_x4(b, k + (chunk * BLOCK_K + 16 * n) * CHUNK_ROW + swizzled(key, vec + lane / 8 % 2));
             mma_m16n8k16(s + 8 * n, a, b[0], b[1]);
             mma_m16n8k16(s + 8 * n + 4, a, b[2], b[3]);
         }
