@@ -1116,7 +1116,7 @@ def test_tiles_of_a_mask(case: str, generation: str, monkeypatch: pytest.MonkeyP
     shape, options, dim, (heads, heads_kv), of_bias, staged = MASKED[case]
     n_q, n_k = shape[-2:]
     rows, keys = (2, heads, n_q, dim), (2, heads_kv, n_k, dim)
-    q, k, v, dout = normal(cases.numpy_dtype("bfloat16"), rows, keys, keys, rows)
+    q, k, v, dout = normal(ml_dtypes.bfloat16, rows, keys, keys, rows)
     k[:, :, 9, 1] = v[:, :, 9, 2] = np.nan
     rng = np.random.default_rng(5)
     mask = rng.random(shape) < 0.7
