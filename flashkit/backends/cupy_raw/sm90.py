@@ -113,10 +113,12 @@ def staged_arrays(problem: Problem, tile: Sm90Tile, device: Device) -> tuple[Den
     spec = problem.spec
     if spec.packed or spec.paged or spec.dtype == "float32" or packed(problem) > 1:
         return NOT_DENSE, tile
-    bias = modification.dense_bias(spec)
-    kinds = itertools.product(sorted({tile.block_k, min(tile.block_k, 64)}, reverse=True), range(tile.q_buffers, 0, -1))
+    bias, mask = modification.dense_bias(spec), modification.dense_mask(spec)
+    few_first = mask is not None and spec.score is None and chunks(max(spec.head_dim, spec.head_dim_v)) == 1  # faster
+    keys_of_tile = sorted({tile.block_k, min(tile.block_k, 64)}, reverse=not few_first)
+    kinds = itertools.product(keys_of_tile, range(tile.q_buffers, 0, -1))
     tiles = [replace(tile, block_k=keys, q_buffers=buffers) for keys, buffers in kinds]
-    return staged(spec, Dense(bias if bias and bias.itemsize else None, modification.dense_mask(spec)), tiles, device)
+    return staged(spec, Dense(bias if bias and bias.itemsize else None, mask), tiles, device)
 
 
 def forward_source(

@@ -117,11 +117,11 @@ def staged_arrays(spec: AttentionSpec, tile: BackwardTile, device: Device) -> tu
     bias, mask = dense_bias(spec), dense_mask(spec)
     if spec.packed or spec.dropout or spec.dtype == "float32" or cluster_size(spec) > 1:
         return NOT_DENSE, tile
-    if not (spec.score is None or bias or reads_distances(spec)):
-        mask = None  # such a score reads what masks it
     kinds = (tile.block_q, tile.key_buffers), (tile.block_q, 1), (64, tile.key_buffers), (64, 1)
     tiles = [replace(tile, block_q=rows, key_buffers=buffers) for rows, buffers in kinds]
-    return staged(spec, Dense(bias if bias and bias.itemsize else None, mask), tiles, device)
+    dense, larger = staged(spec, Dense(bias if bias and bias.itemsize else None, mask), tiles, device)
+    # Beside another score modification pairs read what masks them.
+    return (dense, larger) if dense.bias or spec.score is None or reads_distances(spec) else (NOT_DENSE, tile)
 
 
 def reads_distances(spec: AttentionSpec) -> bool:

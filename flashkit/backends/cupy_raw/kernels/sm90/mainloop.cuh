@@ -258,10 +258,10 @@ struct Consumer {
         block.may_be_high = !UNMASKED && first_tile;
         choose_affine<UNMASKED>(block, affine);
         if (AFFINE_BEFORE_PV) issue_pv_and_yield<PV_PENDING, UNMASKED>(n);
-        DenseFragments dense;
-        load_dense<UNMASKED>(n, dense);
         wgmma_wait_loads_pass<PV_PENDING>();  // S is complete, PV may be in flight
         fence_operand(s);
+        DenseFragments dense;
+        load_dense<UNMASKED>(n, dense);
 
         // S to P. No function of its own: with one, the compiler copies m on the way.
         float(&m)[2] = softmax.m, (&l)[2] = softmax.l;
