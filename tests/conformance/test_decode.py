@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import cases
@@ -269,15 +269,6 @@ def test_few_keys_stay_on_the_thread_of_the_caller(monkeypatch: pytest.MonkeyPat
 def test_two_runs_give_the_same_bits_on_any_thread() -> None:
     q, k, v = tensors(8, 2, 1, 6000, 64)
     out, lse = decoded(q, k, v)
-    results: list[tuple[np.ndarray, np.ndarray]] = []
-
-    def again() -> None:
-        results.extend(decoded(q, k, v) for _ in range(10))
-
-    callers = [threading.Thread(target=again) for _ in range(4)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
-    assert len(results) == 40
+    with ThreadPoolExecutor(4) as pool:
+        results = [*pool.map(lambda _: decoded(q, k, v), range(40))]
     assert all(np.array_equal(out, x) and np.array_equal(lse, y) for x, y in results)

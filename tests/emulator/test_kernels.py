@@ -16,7 +16,7 @@ import pytest
 import flashkit
 from flashkit import dispatch, mods
 from flashkit.backends.cuda_common import backend as cuda_backend
-from flashkit.backends.cuda_common import sm90_bwd_launch, sm90_launch
+from flashkit.backends.cuda_common import sm90_bwd_launch
 from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward
 from flashkit.backends.numba_cuda import sm90 as numba_sm90
 from flashkit.call import sequences as call_sequences
@@ -1055,9 +1055,9 @@ def test_tiles_of_a_bias(case: str, data: str, generation: str, monkeypatch: pyt
         paths.append((self.dense.bias is not None, self.stores, takes(self, arguments)))
         return paths[-1][-1]
 
-    def launched(self: Any, geometry: Any, arguments: Any, stream: int) -> None:
+    def launched(self: Any, arguments: Any, geometry: Any, stream: int) -> None:
         forwards.append(self.dense.bias is not None)
-        launch(self, geometry, arguments, stream)
+        launch(self, arguments, geometry, stream)
 
     monkeypatch.setattr(sm90_backward.Sm90Backward, "takes", spied)
     monkeypatch.setattr(sm90.Sm90Forward, "launch", launched)
@@ -1136,14 +1136,14 @@ def test_tiles_of_a_mask(case: str, generation: str, monkeypatch: pytest.MonkeyP
 
     launch = sm90.Sm90Forward.launch
 
-    def launched(self: Any, geometry: Any, arguments: Any, stream: int) -> None:
+    def launched(self: Any, arguments: Any, geometry: Any, stream: int) -> None:
         forwards.append(self.dense.mask is not None)
-        launch(self, geometry, arguments, stream)
+        launch(self, arguments, geometry, stream)
 
     monkeypatch.setattr(sm90_backward.Sm90Backward, "takes", spied)
     monkeypatch.setattr(sm90.Sm90Forward, "launch", launched)
-    for module in () if "packed" in case else (sm90, sm90_launch):
-        monkeypatch.setattr(module, "packed", lambda _: 1)
+    if "packed" not in case:
+        monkeypatch.setattr(sm90.Sm90Forward, "packed", staticmethod(lambda _: 1))
     dispatch.forget()
 
     def results(xp: Any, backend: str) -> list[np.ndarray]:
@@ -1225,6 +1225,6 @@ def test_what_is_added_by_distance(case: str, dtype: str, generation: str, launc
     unit = 2.0 ** (-4 if kind == "clipped" else -6)  # sums that cancel
     for got, expected in zip(results(cupy, "cupy_raw"), results(np, "reference"), strict=True):
         assert np.abs(got - expected).max() <= np.abs(expected).max() * unit
-    read = [] if kind in ("slopes", "clipped") else ["fill_by_distance"]
-    passes = [*read, "sm90_forward", "fill_by_distance", "sm90_backward", "add_by_distance", *read, "sm90_backward"]
+    read = [] if kind in ("slopes", "clipped") else ["fill_distances"]
+    passes = [*read, "sm90_forward", "fill_distances", "sm90_backward", "add_distance_sums", *read, "sm90_backward"]
     assert [name for name in launched if "distance" in name or name.startswith("sm90_")][-len(passes) :] == passes

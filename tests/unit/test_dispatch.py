@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -140,12 +140,8 @@ def test_a_block_that_ends_in_an_error_asks_no_longer() -> None:
 
 
 def test_a_block_is_of_its_thread() -> None:
-    seen: list[str] = []
-    with use_backend("reference"):
-        thread = threading.Thread(target=lambda: seen.append(chosen()))
-        thread.start()
-        thread.join()
-    assert seen == ["cpu"]
+    with use_backend("reference"), ThreadPoolExecutor() as pool:
+        assert pool.submit(chosen).result() == "cpu"
 
 
 def test_the_process_may_ask_for_repeatable_bits(monkeypatch: pytest.MonkeyPatch) -> None:

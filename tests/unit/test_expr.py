@@ -7,6 +7,7 @@ import gc
 import math
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import Any
 
@@ -440,19 +441,15 @@ def test_equal_graphs_are_one_object():
 
 
 def test_threads_make_the_same_object():
-    made: list[list[Expr]] = [[] for _ in range(8)]
     start = threading.Barrier(8)
 
-    def make(own: list[Expr]) -> None:
+    def make(_: int) -> list[Expr]:
         start.wait()
-        own.extend((Q * i + K) % (i + 2) == 0 for i in range(200))
+        return [(Q * i + K) % (i + 2) == 0 for i in range(200)]
 
-    threads = [threading.Thread(target=make, args=(own,)) for own in made]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert all(a is b for others in made[1:] for a, b in zip(made[0], others))
+    with ThreadPoolExecutor(8) as pool:
+        first, *others = pool.map(make, range(8))
+    assert all(a is b for other in others for a, b in zip(first, other))
 
 
 def test_what_nobody_uses_is_let_go():

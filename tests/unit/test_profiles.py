@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -418,11 +418,8 @@ def test_concurrent_writers_lose_nothing(folders: dict[str, Path], cpu: Any) -> 
         row = {"head_dim": head_dim, "block_q": 4, "block_k": 4}
         profiles.write_user_profile({"device": device, "tiles": {"cpu.forward": [row]}})
 
-    threads = [threading.Thread(target=write, args=(head_dim,)) for head_dim in range(1, 9)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        assert len([*pool.map(write, range(1, 9))]) == 8
     rows = profiles.load_file(next(folders["user"].glob("*.yaml"))).tiles["cpu.forward"]
     assert sorted(row.head_dim for row in rows) == list(range(1, 9))  # type: ignore[type-var]
 
