@@ -685,7 +685,7 @@ def test_what_positions_are_computed_with() -> None:
 
 
 def test_what_is_known_of_a_bias() -> None:
-    """Hopper's backward kernels take a dense one in tiles."""
+    """Hopper's kernels take a dense one in tiles, as a mask."""
     x = np.zeros((2, 4, 64, 32), np.float16)
 
     def spec_of(**options: Any) -> AttentionSpec:
@@ -704,10 +704,16 @@ def test_what_is_known_of_a_bias() -> None:
     tile = sm90_bwd_launch.BackwardTile(128)
     device = MODELS["sm_90a"]
     narrow, exact = spec_of(bias=bias(4, 64, 64)), spec_of(bias=bias(4, 64, 64, dtype=np.float64))
-    _, staged = sm90_backward.staged_bias(narrow, tile, device)
+    _, staged = sm90_backward.staged_arrays(narrow, tile, device)
     assert (staged.block_q, staged.key_buffers, staged.bias_bytes) == (64, 2, 2)
-    assert sm90_backward.staged_bias(exact, tile, device) == (None, tile)
-    assert sm90_backward.staged_bias(replace(narrow, dropout=True), tile, device) == (None, tile)
+    for spec in exact, replace(narrow, dropout=True):
+        assert sm90_backward.staged_arrays(spec, tile, device) == (modification.NOT_DENSE, tile)
+
+    of_mask = spec_of(bias=bias(4, 64, 64), mask=np.ones((2, 1, 64, 64), bool), causal=True)
+    dense, staged = sm90_backward.staged_arrays(of_mask, tile, device)
+    assert dense.bias is not None and dense.mask is not None and (dense.mask.head, dense.mask.entry) == (None, 0)
+    assert (staged.bias_bytes, staged.mask_bytes) == (2, 1)
+    assert modification.dense_mask(spec_of(mask=np.ones((2, 1, 1, 64), bool))) is None  # not of pairs
 
 
 @pytest.mark.slow
@@ -719,9 +725,9 @@ def test_sm90_backward_with_a_bias_spills_outside_of_its_loop(d: int, way: str) 
     x = np.zeros((1 if way == "stored" else 2, 4, 64, d), ml_dtypes.bfloat16)
     problem, _, _ = arguments.prepare(x, x, x, bias=np.zeros((1, 4, 64, 64), ml_dtypes.bfloat16))
     spec = problem.spec if way == "without" else replace(problem.spec, wrt=(problem.spec.slots[-1].name,))
-    given, tile = sm90_backward.staged_bias(spec, tile_of(spec, "sm90", "backward"), MODELS["sm_90a"])
-    stores = sm90_backward.stores_ds(replace(problem, spec=spec), given)
-    assert given is not None and stores == (way == "stored")
+    given, tile = sm90_backward.staged_arrays(spec, tile_of(spec, "sm90", "backward"), MODELS["sm_90a"])
+    stores = sm90_backward.stores_ds(replace(problem, spec=spec), given.bias)
+    assert given.bias is not None and stores == (way == "stored")
     constants, functions = sm90_backward.source(spec, tile, False, given, stores, entries_first=way == "summed")
     found = compiler.binary(specialise.source("sm90/backward", spec, constants, functions), "sm_90a")
     assert found.resources["sm90_backward"].spills <= 320

@@ -160,7 +160,8 @@ def test_the_shipped_rows_choose_what_was_fastest(profile: str, backend: str) ->
         problem = Problem(AttentionSpec(**fields), *sizes, "cupy", tokens)
         choice = subject.choose(problem, found, device, direction)
         assert choice.generation is not None and choice.choice is not None
-        got = [choice.generation.name, list(asdict(choice.choice.tile).values())]
+        tile = list(asdict(choice.choice.tile).values())  # what follows is of dense arrays, which no row knows
+        got = [choice.generation.name, tile[: len(wanted[1])]]
         if got != wanted:
             wrong.append((call, wanted, got))
     assert wrong == []

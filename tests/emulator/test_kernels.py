@@ -1048,14 +1048,19 @@ def test_tiles_of_a_bias(case: str, data: str, generation: str, monkeypatch: pyt
         first = 1 if "2 bytes" in case else 8
         whole = np.zeros((*shape[:-1], n_k + 16), values.dtype)
         whole[..., first : first + n_k] = values
-    paths = []
-    takes = sm90_backward.Sm90Backward.takes
+    paths, forwards = [], []
+    takes, launch = sm90_backward.Sm90Backward.takes, sm90.Sm90Forward.launch
 
     def spied(self: Any, arguments: Any) -> bool:
-        paths.append((self.bias is not None, self.stores, takes(self, arguments)))
+        paths.append((self.dense.bias is not None, self.stores, takes(self, arguments)))
         return paths[-1][-1]
 
+    def launched(self: Any, arguments: Any, geometry: Any, stream: int) -> None:
+        forwards.append(self.dense.bias is not None)
+        launch(self, arguments, geometry, stream)
+
     monkeypatch.setattr(sm90_backward.Sm90Backward, "takes", spied)
+    monkeypatch.setattr(sm90.Sm90Forward, "launch", launched)
     dispatch.forget()
     if data == "random":
         monkeypatch.setattr(sm90_backward, "SMALL_BIAS", 0)
@@ -1063,8 +1068,9 @@ def test_tiles_of_a_bias(case: str, data: str, generation: str, monkeypatch: pyt
     def gradients(xp: Any, backend: str, *more: str) -> list[np.ndarray]:
         bias = xp.asarray(whole)[..., first : first + n_k] if "part" in case else xp.asarray(values)
         with np.errstate(invalid="ignore"):
-            _, vjp = flashkit.attention_vjp(*map(xp.asarray, (q, k, v)), bias=bias, backend=backend, **options)
-            return [cases.to_numpy(x).astype(np.float64) for x in vjp(xp.asarray(dout), wrt=("q", "k", "v", *more))]
+            out, vjp = flashkit.attention_vjp(*map(xp.asarray, (q, k, v)), bias=bias, backend=backend, **options)
+            found = out, *vjp(xp.asarray(dout), wrt=("q", "k", "v", *more))
+        return [cases.to_numpy(x).astype(np.float64) for x in found]
 
     found, right = gradients(cupy, "cupy_raw", "bias"), gradients(np, "reference", "bias")
     for got, expected in zip([*found, *gradients(cupy, "cupy_raw")], right + right, strict=False):
@@ -1073,6 +1079,85 @@ def test_tiles_of_a_bias(case: str, data: str, generation: str, monkeypatch: pyt
         assert np.abs(got - expected)[finite].max() <= np.abs(expected[finite]).max() * 2.0**-6
     assert (staged, stores, True) in paths or not staged
     assert staged == any(path[0] and path[2] for path in paths)
+    assert all(forwards) == (heads_kv == 2 and case != "a part that begins at 2 bytes")
+
+
+class Masked(NamedTuple):
+    """A mask whose tiles pass through shared memory, or one that does not fit TMA."""
+
+    shape: tuple[int, ...]
+    options: dict[str, Any] = {}  # noqa: RUF012
+    dim: int = 64
+    heads: tuple[int, int] = 2, 2
+    bias: tuple[int, ...] = ()
+    staged: bool = True
+
+
+MASKED = {
+    "shared": Masked((1, 1, 100, 208)),
+    "of entries, lengths": Masked((2, 1, 140, 272), {"kv_lengths": [272, 50]}, dim=32),
+    "of heads, causal, 128 columns": Masked((1, 4, 100, 208), {"causal": True, "q_offset": 60}, 128, heads=(4, 2)),
+    "of each pair": Masked((2, 2, 140, 144), {"window": (90, 20), "q_offset": 0}),
+    "beside a bias": Masked((1, 1, 100, 144), bias=(1, 2, 100, 144)),
+    "packed heads": Masked((2, 1, 40, 144), heads=(4, 1)),
+    "a part of an array": Masked((2, 2, 100, 144)),
+    "a part that begins at 1 byte": Masked((2, 2, 100, 144), staged=False),
+    "other rows": Masked((2, 1, 100, 201), staged=False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", ["sm90"])
+@pytest.mark.parametrize("case", MASKED)
+def test_tiles_of_a_mask(case: str, generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By TMA. A row sees no key, a key that is not finite is seen by no row; some tiles show no pair, some all."""
+    import cupy
+
+    shape, options, dim, (heads, heads_kv), of_bias, staged = MASKED[case]
+    n_q, n_k = shape[-2:]
+    rows, keys = (2, heads, n_q, dim), (2, heads_kv, n_k, dim)
+    q, k, v, dout = normal(ml_dtypes.bfloat16, rows, keys, keys, rows)
+    k[:, :, 9, 1] = v[:, :, 9, 2] = np.nan
+    rng = np.random.default_rng(5)
+    mask = rng.random(shape) < 0.7
+    mask[..., :64, :128], mask[..., 64:, :64] = False, True
+    mask[..., 3, :] = mask[..., :, 9] = False
+    bias = rng.standard_normal(of_bias).astype(np.float32)
+    if "part" in case:
+        first = 1 if "1 byte" in case else 16
+        whole = np.ones((*shape[:-1], n_k + 32), bool)
+        whole[..., first : first + n_k] = mask
+    paths, forwards = [], []
+    takes = sm90_backward.Sm90Backward.takes
+
+    def spied(self: Any, arguments: Any) -> bool:
+        paths.append((self.dense.mask is not None, takes(self, arguments)))
+        return paths[-1][-1]
+
+    launch = sm90.Sm90Forward.launch
+
+    def launched(self: Any, arguments: Any, geometry: Any, stream: int) -> None:
+        forwards.append(self.dense.mask is not None)
+        launch(self, arguments, geometry, stream)
+
+    monkeypatch.setattr(sm90_backward.Sm90Backward, "takes", spied)
+    monkeypatch.setattr(sm90.Sm90Forward, "launch", launched)
+    if "packed" not in case:
+        monkeypatch.setattr(sm90.Sm90Forward, "packed", staticmethod(lambda _: 1))
+    dispatch.forget()
+
+    def results(xp: Any, backend: str) -> list[np.ndarray]:
+        own = xp.asarray(whole)[..., first : first + n_k] if "part" in case else xp.asarray(mask)
+        given = {**options, **({"bias": xp.asarray(bias)} if of_bias else {})}
+        with np.errstate(invalid="ignore"):
+            out, vjp = flashkit.attention_vjp(*map(xp.asarray, (q, k, v)), mask=own, backend=backend, **given)
+            return [cases.to_numpy(x).astype(np.float64) for x in (out, *vjp(xp.asarray(dout)))]
+
+    for got, expected in zip(results(cupy, "cupy_raw"), results(np, "reference"), strict=True):
+        assert np.isfinite(expected).all()
+        assert np.abs(got - expected).max() <= np.abs(expected).max() * 2.0**-6
+    assert staged == any(path == (True, True) for path in paths)
+    assert forwards == [staged and "packed" not in case]
 
 
 def by_exact_distance(s: Any, b: Any, h: Any, q: Any, k: Any, *, table: Any, last: Any) -> Any:

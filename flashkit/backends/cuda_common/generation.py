@@ -21,6 +21,7 @@ from . import compiler, verify
 from .arguments import Arguments, addresses, aligned
 from .device import Device
 from .launch import Library
+from .modification import NOT_DENSE
 
 Tile = TypeVar("Tile")
 IN_ROW = ("block_q", "block_k", "stages")
@@ -134,8 +135,8 @@ class Pass:
     addressed: tuple[str, ...] = ()
     """Tensors whose addresses have to be multiples of 16 bytes."""
 
-    bias: Any = None
-    """The dense bias whose tiles TMA loads, and"""
+    dense = NOT_DENSE
+    """The arrays of the modification whose tiles TMA loads, and"""
 
     values_in_keys = False
     """whether v is a view of k: what the sample problem of a fresh kernel needs (verify.py)."""

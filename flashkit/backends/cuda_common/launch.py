@@ -24,7 +24,7 @@ from .device import Device
 
 _DEFAULT_SHARED_MEMORY = 48 * 1024  # bytes that a CTA may use without cuKernelSetAttribute
 
-MAX_TENSOR_MAPS = 10
+MAX_TENSOR_MAPS = 11
 """Tensor maps that a kernel takes."""
 
 MAX_GRID = 2**31 - 1

@@ -78,9 +78,10 @@ def adds_rows(spec: AttentionSpec) -> bool:
     return along_keys and not any(expr.uses(index, expr.ROW, expr.Q, expr.K) for index in others)
 
 
-class DenseBias(NamedTuple):
-    """An array that a score modification adds: x[.., row, k], after axes of heads and batch entries."""
+class DenseArray(NamedTuple):
+    """An array that a modification reads as x[.., row, k], after axes of heads and batch entries."""
 
+    load: Expr
     slot: Slot
     at: int
     """Index of its address among Params::values."""
@@ -89,14 +90,14 @@ class DenseBias(NamedTuple):
     entry: int | None
     """The axes of heads and of batch entries, if it has them. Others have one element."""
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of those dtypes of which kernels take tiles, else 0."""
+        return {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4}.get(str(self.slot.dtype), 0)
 
-def dense_bias(spec: AttentionSpec) -> DenseBias | None:
-    """The bias, if adding it is all that the score modification does."""
-    score = spec.score
-    if score is None or score.op != "add" or not any(x is expr.S for x in score.args):
-        return None
-    load = next((x for x in score.args if x.op == "load"), None)
-    if load is None or len(load.args) < 2 or load.args[-2] is not expr.ROW or load.args[-1] is not expr.K:
+
+def _dense(spec: AttentionSpec, load: Expr) -> DenseArray | None:
+    if load.op != "load" or len(load.args) < 2 or load.args[-2] is not expr.ROW or load.args[-1] is not expr.K:
         return None
     axes: dict[Expr, int] = {}
     for axis, index in enumerate(load.args[:-2]):
@@ -107,9 +108,44 @@ def dense_bias(spec: AttentionSpec) -> DenseBias | None:
     at = 0
     for slot in spec.slots:
         if slot.name == load.value:
-            return DenseBias(slot, at, axes.get(expr.H), axes.get(expr.B))
+            return DenseArray(load, slot, at, axes.get(expr.H), axes.get(expr.B))
         at += entries(slot)
     return None
+
+
+def dense_bias(spec: AttentionSpec) -> DenseArray | None:
+    """The bias, if adding it is all that the score modification does."""
+    score = spec.score
+    if score is None or score.op != "add" or not any(x is expr.S for x in score.args):
+        return None
+    return next((found for x in score.args if (found := _dense(spec, x)) and str(found.slot.dtype) != "bool"), None)
+
+
+def dense_mask(spec: AttentionSpec) -> DenseArray | None:
+    """A boolean array that the mask reads for each pair."""
+    nodes = [] if spec.mask is None else expr.walk([spec.mask])
+    return next((found for x in nodes if (found := _dense(spec, x)) and str(found.slot.dtype) == "bool"), None)
+
+
+class Dense(NamedTuple):
+    """The arrays whose tiles pass through shared memory: kernels/sm90/dense_tiles.cuh."""
+
+    bias: DenseArray | None = None
+    mask: DenseArray | None = None
+
+    def constants(self) -> dict[str, int]:
+        """Those of the kernels' head."""
+        bias, mask = self
+        return {
+            "BIAS_BYTES": bias.itemsize if bias else 0, "BIAS_IS_BFLOAT16": str(bias and bias.slot.dtype) == "bfloat16",
+            "BIAS_OF_HEADS": bias is not None and bias.head is not None,
+            "BIAS_OF_ENTRIES": bias is not None and bias.entry is not None,
+            "MASK_TILES": mask is not None, "MASK_TILES_OF_HEADS": mask is not None and mask.head is not None,
+            "MASK_TILES_OF_ENTRIES": mask is not None and mask.entry is not None,
+        }  # fmt: skip
+
+
+NOT_DENSE = Dense()
 
 
 def unsupported(spec: AttentionSpec) -> str:
@@ -166,13 +202,13 @@ POSITIONS = "any", "integers", "floats"
 """The results of `positions`, in the order of kernels/common/positions.cuh."""
 
 
-def forward_constants(spec: AttentionSpec, distance_bias: bool = False) -> dict[str, int]:
+def forward_constants(spec: AttentionSpec, distance_bias: bool = False, dense: Dense = NOT_DENSE) -> dict[str, int]:
     """What Hopper's forward kernels in CUDA C++ know of scores and masks beyond the constants of every kernel, and what
     most of them do not have.
     """
     return {
         "ROW_SUM_BY_MMA": False, "FAST_MATH": True, "NUM_TERMS": 1, "FP8": False, "GETS_VT": False,
-        "HAS_DISTANCE_BIAS": distance_bias,
+        "HAS_DISTANCE_BIAS": distance_bias, **dense.constants(),
         "READS_ARRAYS": any(slot.ndim is not None for slot in spec.slots),
         "FAR": NEAR if spec.score is not None else 2**30, "POSITIONS": POSITIONS.index(positions(spec)),
     }  # fmt: skip

@@ -17,7 +17,7 @@ from .launch import TensorMap, check_grid
 from .memory import SmemLayout, SmemTile, Workspace, bytes_of_queries, heads_per_l2_group
 from .modification import is_of_blocks, looks_at_ranges, positions, sums_by_distance
 from .params import AT
-from .sm90_launch import SEQ_SLOT, WATCHDOG, chunks, padded
+from .sm90_launch import SEQ_SLOT, WATCHDOG, add_dense_tiles, chunks, padded
 from .tensor_maps import Maps, TileCounters, maps_of, strides_fit
 
 _L2_BYTES = 12_000_000  # of the heads in flight: well within half of the L2 cache, which also holds dq_accum
@@ -43,8 +43,8 @@ def cluster_size(spec: AttentionSpec) -> int:
 class BackwardTile(SmemTile):
     """A tile of the backward pass: query tiles of `block_q` rows, 64 or 128; work tiles of `block_k` keys, 128: 64 for
     each of two consumer warp groups or, in a cluster, for each of two CTAs. `stages`, `dout_stages` and `key_buffers`:
-    how many tiles of Q, dO and K are in shared memory at once. `bias_bytes`: of an element of a dense bias whose tiles
-    are there too, or 0.
+    how many tiles of Q, dO and K are in shared memory at once. `bias_bytes`, `mask_bytes`: of an element of a bias and
+    of a mask whose tiles are there too, or 0.
     """
 
     block_q: int
@@ -53,6 +53,7 @@ class BackwardTile(SmemTile):
     dout_stages: int = 2
     key_buffers: int = 2
     bias_bytes: int = 0
+    mask_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.block_q not in (64, 128) or self.block_k != 128:
@@ -88,7 +89,7 @@ class BackwardTile(SmemTile):
         smem.add("DOUT", self.dout_stages * self.block_q * row * chunks_v)
         smem.add("DS", 2 * self.block_q * keys * 2)
         smem.add("DQ", 0 if cluster > 1 else self.dq_accum_bytes(spec))
-        smem.add("BIAS", self.stages * self.block_q * keys * self.bias_bytes)
+        add_dense_tiles(smem, self, self.block_q, keys)
         smem.add("LSE", self.stages * self.block_q * 4)
         smem.add("DELTA", self.dout_stages * self.block_q * 4)
         pair_sums = self.block_q * (16 if chunks_q + chunks_v == 2 else 2)  # PairSums
@@ -142,7 +143,7 @@ class BackwardTile(SmemTile):
             "KEY_BUFFERS": self.key_buffers, "CLUSTER_SIZE": cluster_size(spec), "DETERMINISTIC": spec.deterministic,
             "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24, "WATCHDOG": WATCHDOG,
             "SMALL_SCORE": positions(spec) != "any", "FAST_MATH": True, "NUM_LISTS": lists, "LIST_CAPACITY": capacity,
-            "LIST_BYTES": _list_bytes(capacity), "BIAS_BYTES": self.bias_bytes, **self.smem(spec).constants(),
+            "LIST_BYTES": _list_bytes(capacity), **self.smem(spec).constants(),
         }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ problems that have too little work for it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from .device import Device
 from .generation import Choice, Generation, Pass, TileTables, row_tiles
 from .launch import TensorMap, check_grid
 from .memory import SmemLayout, SmemTile, bytes_of_keys, heads_per_l2_group
+from .modification import NOT_DENSE, Dense
 from .params import AT
 from .tensor_maps import Maps, TileCounters, maps_of, strides_fit
 
@@ -52,7 +54,8 @@ class ForwardTile(SmemTile):
     """A tile of the forward pass: `block_q` rows, 64 for each consumer warp group, and `block_k` keys.
 
     `stages` K/V tiles and `q_buffers` tiles of Q are in shared memory at the same time. `turns`: whether consumer warp
-    groups ping-pong, that is issue their products in turn.
+    groups ping-pong, that is issue their products in turn. `bias_bytes`, `mask_bytes`: of an element of a bias and of a
+    mask whose tiles come with K, or 0.
     """
 
     block_q: int
@@ -60,6 +63,8 @@ class ForwardTile(SmemTile):
     stages: int = 2
     q_buffers: int = 2
     turns: int = 1
+    bias_bytes: int = 0
+    mask_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.block_q not in (64, 128, 192) or self.block_k % 16 or not 16 <= self.block_k <= 256:
@@ -87,6 +92,7 @@ class ForwardTile(SmemTile):
         smem.add("K", 128 * self.stages * self.block_k * q * (1 + ("k" in tangents)))
         smem.add("V", 128 * self.stages * self.block_k * v * (1 + ("v" in tangents)))
         smem.add("ONES", 128 * self.block_k * ones)
+        add_dense_tiles(smem, self, self.block_q, self.block_k)
         smem.add("Q_PIPE", barriers * self.q_buffers)
         smem.add("K_PIPE", barriers * self.stages)
         smem.add("V_PIPE", barriers * self.stages)
@@ -122,6 +128,26 @@ class ForwardTile(SmemTile):
             "NUM_LISTS": NUM_LISTS, "LIST_HEADER": LIST_HEADER, "LIST_CAPACITY": LIST_CAPACITY,
             **self.smem(spec).constants(),
         }  # fmt: skip
+
+
+def add_dense_tiles(smem: SmemLayout, tile: Any, rows: int, keys: int) -> None:
+    """A stage each of tiles of the arrays that the tile has room for: kernels/sm90/dense_tiles.cuh."""
+    for name, itemsize in ("BIAS", tile.bias_bytes), ("MASK", tile.mask_bytes):
+        smem.add(name, tile.stages * rows * 128 * -(-keys * itemsize // 128))
+
+
+def staged(spec: AttentionSpec, dense: Dense, tiles: Sequence[Any], device: Device) -> tuple[Dense, Any]:
+    """Those of the arrays whose tiles fit shared memory, and a tile with room for them: of as many arrays as possible,
+    the first of `tiles` that fits; or no arrays and the first tile.
+    """
+    both, alone = [dense], [dense._replace(mask=None), dense._replace(bias=None)]
+    for arrays in both + (alone if dense.bias and dense.mask else []):
+        sizes = {"bias_bytes": arrays.bias.itemsize if arrays.bias else 0, "mask_bytes": int(arrays.mask is not None)}
+        for tile in tiles if any(arrays) else ():
+            larger = replace(tile, **sizes)
+            if larger.fits(spec, device):
+                return arrays, larger
+    return NOT_DENSE, tiles[0]
 
 
 def fitted(tile: Any, spec: AttentionSpec, device: Device) -> Any:
@@ -171,7 +197,7 @@ class Forward(Pass):
     def __init__(self, generation: Generation, problem: Problem, choice: Choice, tables: TileTables) -> None:
         super().__init__(generation, problem, choice, tables)
         self.pack = self.packed(problem)
-        library = self.compiled(self.name, *self.tile.source(self.spec, self.pack))
+        library = self.compiled(self.name, *self.source())
         self._kernel = library.kernel(self.name.replace("/", "_"), self.device, self.tile.shared_memory(self.spec))
         self._counters, self._threads = TileCounters.of(self.device), self.tile.threads(self.spec)
 
@@ -180,6 +206,10 @@ class Forward(Pass):
         """Query heads whose rows share a tile (PACK_GQA): all of a group where there are few queries."""
         group = problem.spec.group
         return group if problem.n_q <= 256 and 64 % group == 0 and not problem.spec.packed else 1
+
+    def source(self) -> tuple[Any, ...]:
+        """Constants of the kernel, and generated functions if its language has them."""
+        return self.tile.source(self.spec, self.pack)
 
     def supports(self, arguments: Arguments) -> bool:
         """Whether the kernel supports arrays of these shapes and strides."""

@@ -12,7 +12,8 @@ from ...spec import ITEMSIZE
 from .arguments import Arguments
 from .device import Device
 from .launch import TensorMap, call, capturing, scratch
-from .params import AT
+from .modification import Dense, DenseArray
+from .params import AT, VALUES
 
 _ALIGNMENT = 16  # bytes, of addresses and strides
 _BOX_BYTES = 128  # of a box along the columns: the width of the 128-byte swizzle
@@ -82,6 +83,35 @@ def maps_of(arguments: Arguments, name: str, dim: int, pack: int, rows: int) -> 
     at, dtype = AT[name], dtype_of(arguments, name)
     entries, heads, tokens = _extents(arguments, name)
     return Maps(dtype, *arguments.words[at + 1 : at + 4], dim, pack, heads, tokens, entries, rows)
+
+
+def maps_of_pairs(
+    arguments: Arguments, array: DenseArray, rows: int, dtype: str, strides: Sequence[int]
+) -> Maps | None:  # fmt: skip
+    """The tensor maps of arrays of the shape of this one, for boxes of `rows` rows; None where TMA cannot address
+    them.
+    """
+    shape = arguments.shapes[array.slot.name]
+    entries, heads = (1 if axis is None else shape[axis] for axis in (array.entry, array.head))
+    entry, head = (0 if axis is None else strides[axis] for axis in (array.entry, array.head))
+    n_q, n_k = arguments.n_q, arguments.n_k
+    fit = shape[-2] >= n_q and shape[-1] >= n_k and strides[-1] == 1
+    if not (fit and layout_fits(dtype, (entries, heads, shape[-2]), (entry, head, strides[-2]))):
+        return None
+    return Maps(dtype, entry, head, strides[-2], n_k, 1, heads, n_q, entries, rows)
+
+
+def dense_maps(arguments: Arguments, dense: Dense, rows: int) -> list[tuple[int, Maps]] | None:
+    """Those of the bias and of the mask, each with the index of its address; of one twice where it is alone."""
+    found = []
+    for array in filter(None, dense):
+        at, dtype = VALUES + array.at, str(array.slot.dtype)
+        strides = arguments.words[at + 1 : at + 1 + len(arguments.shapes[array.slot.name])]
+        maps = maps_of_pairs(arguments, array, rows, "uint8" if dtype == "bool" else dtype, strides)
+        if maps is None:
+            return None
+        found.append((at, maps))
+    return [found[0], found[-1]] if found else []
 
 
 @lru_cache(maxsize=4096)

@@ -199,10 +199,11 @@ def _computed(compiled: Any, spec: AttentionSpec, problem: Operands, direction: 
     with cupy.cuda.Stream(non_blocking=True) as stream:
         # One element each, with strides of 0, so that every index reads it.
         arrays = {name: _Strided(cupy.asarray(x[(0,) * x.ndim]), (0,) * x.ndim) for name, x in problem.arrays.items()}
-        bias = compiled.bias
-        if bias is not None:  # TMA reads no stride of 0
-            shape = [spec.group if axis == bias.head else 1 for axis in range(bias.slot.ndim - 2)] + [ROWS, KEYS]
-            arrays[bias.slot.name] = cupy.asarray(np.full(shape, _element(bias.slot)))
+        bias, shape = compiled.dense.bias, []
+        for array in filter(None, (compiled.dense.mask, bias)):  # TMA reads no stride of 0
+            shape = [spec.group if axis == array.head else 1 for axis in range(array.slot.ndim - 2)] + [ROWS, KEYS]
+            whole = np.full([*shape[:-1], KEYS + 8], _element(array.slot))  # rows of a multiple of 16 bytes
+            arrays[array.slot.name] = cupy.asarray(whole)[..., :KEYS]
         is_transposed = spec.fp8 is not None and spec.fp8.transposed
         values = transposed_codes(np, problem.v.view(np.uint8)) if is_transposed else problem.v
         q, k, v = (cupy.asarray(x) for x in (problem.q, problem.k, values))

@@ -12,7 +12,7 @@ from ...mods import codegen, expr
 from ...mods.expr import Expr
 from ...spec import AttentionSpec
 from ..cuda_common.affine_score import AffineScore, affine_score, in_distance, of_head
-from ..cuda_common.modification import entries, shifts, slope_is_one, sums_of, way_of_adding
+from ..cuda_common.modification import dense_mask, entries, shifts, slope_is_one, sums_of, way_of_adding
 
 _ELEMENTS = {
     "bool": "unsigned char", "int8": "signed char", "uint8": "unsigned char", "int16": "short",
@@ -45,6 +45,8 @@ def text(spec: AttentionSpec) -> str:
     """
     score = expr.S if spec.score is None else spec.score
     mask = expr.TRUE if spec.mask is None else spec.mask
+    dense, element = dense_mask(spec), expr.symbol("shown", "bool")
+    (shown,) = expr.substitute([mask], lambda node: element if dense and node is dense.load else node)
     affine = affine_score(score)
     parts = affine or AffineScore()
     facts = {
@@ -66,6 +68,7 @@ def text(spec: AttentionSpec) -> str:
         _template(spec, "bool bias_is_straight", f"{_ROW}, I k0, I k1, const Params& p", [straight]),
         _function(spec, "fk_float score_slope", f"fk_float s, {_PAIR}", [expr.derivative(score)]),
         _function(spec, "bool visible", _PAIR, [mask]),
+        _function(spec, "bool visible_where", f"bool shown, {_PAIR}", [shown]),
         _function(spec, "int classify", _CORNERS, list(spec.tile_state), STATE),
     ])  # fmt: skip
 

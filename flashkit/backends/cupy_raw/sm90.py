@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ...devices.schema import TileRow
@@ -18,11 +19,14 @@ from ..cuda_common import compiler, modification, sm90_launch
 from ..cuda_common.affine_score import affine_score
 from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
-from ..cuda_common.generation import Choice, Generation, Kind, Pass, TileTables
+from ..cuda_common.generation import Choice, Fallback, Generation, Kind, Pass, TileTables
 from ..cuda_common.launch import TensorMap
 from ..cuda_common.memory import SmemLayout
+from ..cuda_common.modification import NOT_DENSE, Dense
+from ..cuda_common.params import VALUES
 from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_tiles
-from ..cuda_common.sm90_launch import ForwardTile, LaunchGeometry, chunks, fitted, padded, work_enough
+from ..cuda_common.sm90_launch import ForwardTile, LaunchGeometry, chunks, fitted, padded, staged, work_enough
+from ..cuda_common.tensor_maps import dense_maps
 from . import distances, sm90_backward, sm90_fp8, sm90_fp16x2, sm90_jvp, sm90_mla, sm90_tf32
 from .sm80 import MIN_TF32X3_DIM
 from .sm90_fp16x2 import Fp16x2Conversion, num_terms
@@ -53,15 +57,17 @@ class Sm90Tile(ForwardTile):
         available = self.registers(_classifies(spec))[0] - 24
         return self.shared_memory(spec) <= device.shared_per_block and needed <= available
 
-    def source(self, spec: AttentionSpec, pack: int) -> tuple[dict[str, int], str]:
+    def source(self, spec: AttentionSpec, pack: int, dense: Dense = NOT_DENSE) -> tuple[dict[str, int], str]:
         constants = {
-            **self.common(spec, pack, _classifies(spec)), **modification.forward_constants(spec, reads_distances(spec)),
+            **self.common(spec, pack, _classifies(spec)),
+            **modification.forward_constants(spec, reads_distances(spec), dense),
             "ROW_SUM_BY_MMA": sums_rows_by_mma(spec, self), "NUM_TERMS": num_terms(spec),
             "FAST_MATH": num_terms(spec) == 1,
         }  # fmt: skip
         dtype = "float16" if spec.dtype == "float32" else spec.dtype
         columns = padded(spec.head_dim_v) + 8 * sums_rows_by_mma(spec, self)
-        return constants, wgmma_functions(dtype, [self.block_k], [columns])
+        functions = wgmma_functions(dtype, [self.block_k], [columns])
+        return constants, ("#define DENSE_MAPS\n" if any(dense) else "") + functions
 
 
 def reads_distances(spec: AttentionSpec) -> bool:
@@ -85,20 +91,48 @@ def _classifies(spec: AttentionSpec) -> bool:
     return spec.mask is not None or spec.kv_lengths
 
 
-class Sm90Forward(sm90_launch.Forward):
-    """The forward pass."""
+def staged_arrays(problem: Problem, tile: Sm90Tile, device: Device) -> tuple[Dense, Sm90Tile]:
+    """The arrays whose tiles pass through shared memory, and a tile with room for them."""
+    spec = problem.spec
+    if spec.packed or spec.paged or spec.dtype == "float32" or Sm90Forward.packed(problem) > 1:
+        return NOT_DENSE, tile
+    bias, mask = modification.dense_bias(spec), modification.dense_mask(spec)
+    few_first = mask is not None and spec.score is None and chunks(max(spec.head_dim, spec.head_dim_v)) == 1  # faster
+    keys_of_tile = sorted({tile.block_k, min(tile.block_k, 64)}, reverse=not few_first)
+    kinds = itertools.product(keys_of_tile, range(tile.q_buffers, 0, -1))
+    tiles = [replace(tile, block_k=keys, q_buffers=buffers) for keys, buffers in kinds]
+    return staged(spec, Dense(bias if bias and bias.itemsize else None, mask), tiles, device)
 
-    def __init__(self, generation: Generation, problem: Problem, choice: Choice, tables: TileTables) -> None:
+
+class Sm90Forward(sm90_launch.Forward):
+    """The forward pass. stages: whether tiles of a dense bias and of a mask may pass through shared memory."""
+
+    def __init__(
+        self, generation: Generation, problem: Problem, choice: Choice, tables: TileTables, stages: bool = True
+    ) -> None:  # fmt: skip
         if is_float32 := problem.spec.dtype == "float32":
             self.addressed = ("out",)
-        super().__init__(generation, problem, choice, tables)
+        self.dense, tile = staged_arrays(problem, choice.tile, tables.device) if stages else (NOT_DENSE, choice.tile)
+        super().__init__(generation, problem, choice._replace(tile=tile), tables)
+        self._addresses += [VALUES + array.at for array in self.dense if array]
+        if any(self.dense):
+            plain = partial(Sm90Forward, generation, problem, choice, tables, stages=False)
+            self.fallback = Fallback(plain, problem.spec, tables)
         self.conversion = Fp16x2Conversion(self, self.tile.block_k) if is_float32 else None
         self.distances = distances.Distances(self) if reads_distances(self.spec) else None
+
+    def source(self) -> tuple[Any, ...]:
+        return self.tile.source(self.spec, self.pack, self.dense)
 
     def supports(self, arguments: Arguments) -> bool:
         # A score modification of longer sequences would compute positions in 64 bits, one pair at a time.
         most = max(arguments.n_q, arguments.n_k, arguments.batch, arguments.heads)
         return super().supports(arguments) and (arguments.spec.score is None or most < modification.NEAR)
+
+    def geometry(self, arguments: Arguments) -> LaunchGeometry | None:
+        found = super().geometry(arguments)
+        maps = dense_maps(arguments, self.dense, self.tile.block_q)
+        return None if found is None or maps is None else found._replace(maps=(*found.maps, *maps))
 
     def maps(self, arguments: Arguments, geometry: LaunchGeometry, stream: int) -> tuple[list[TensorMap], Any]:
         (*maps, out), held = super().maps(arguments, geometry, stream)

@@ -16,9 +16,12 @@ from ..cuda_common.device import Device
 from ..cuda_common.generation import Choice, Fallback, Generation, Kind, TileTables
 from ..cuda_common.launch import TensorMap
 from ..cuda_common.modification import (
-    DenseBias,
+    NOT_DENSE,
+    Dense,
+    DenseArray,
     adds_rows,
     dense_bias,
+    dense_mask,
     looks_at_ranges,
     positions,
     slope_is_one,
@@ -28,8 +31,8 @@ from ..cuda_common.modification import (
 )
 from ..cuda_common.params import VALUES
 from ..cuda_common.sm90_bwd_launch import BackwardTile, LaunchGeometry, cluster_size
-from ..cuda_common.sm90_launch import chunks, padded
-from ..cuda_common.tensor_maps import Maps, layout_fits
+from ..cuda_common.sm90_launch import chunks, padded, staged
+from ..cuda_common.tensor_maps import Maps, dense_maps, maps_of_pairs
 from . import distances
 from .sm90_wgmma import text as wgmma_functions
 
@@ -106,17 +109,16 @@ def can_fuse_preprocess(spec: AttentionSpec, tile: BackwardTile) -> bool:
     return room and not spec.deterministic and (spec.score is None or chunks(spec.head_dim) > 1)
 
 
-def staged_bias(spec: AttentionSpec, tile: BackwardTile, device: Device) -> tuple[DenseBias | None, BackwardTile]:
-    """The bias whose tiles pass through shared memory, and a tile with room for them; or None and the tile given."""
-    bias = dense_bias(spec)
-    if bias is None or spec.packed or spec.dropout or spec.dtype == "float32" or cluster_size(spec) > 1:
-        return None, tile
-    size = {"float16": 2, "bfloat16": 2, "float32": 4}.get(str(bias.slot.dtype))
-    for rows, buffers in (tile.block_q, tile.key_buffers), (tile.block_q, 1), (64, tile.key_buffers), (64, 1):
-        smaller = replace(tile, block_q=rows, key_buffers=buffers, bias_bytes=size or 0)
-        if size and smaller.fits(spec, device):
-            return bias, smaller
-    return None, tile
+def staged_arrays(spec: AttentionSpec, tile: BackwardTile, device: Device) -> tuple[Dense, BackwardTile]:
+    """The arrays whose tiles pass through shared memory, and a tile with room for them."""
+    bias, mask = dense_bias(spec), dense_mask(spec)
+    if spec.packed or spec.dropout or spec.dtype == "float32" or cluster_size(spec) > 1:
+        return NOT_DENSE, tile
+    kinds = (tile.block_q, tile.key_buffers), (tile.block_q, 1), (64, tile.key_buffers), (64, 1)
+    tiles = [replace(tile, block_q=rows, key_buffers=buffers) for rows, buffers in kinds]
+    dense, larger = staged(spec, Dense(bias if bias and bias.itemsize else None, mask), tiles, device)
+    # Beside another score modification pairs read what masks them.
+    return (dense, larger) if dense.bias or spec.score is None or reads_distances(spec) else (NOT_DENSE, tile)
 
 
 def reads_distances(spec: AttentionSpec) -> bool:
@@ -125,7 +127,7 @@ def reads_distances(spec: AttentionSpec) -> bool:
     return plain and distances.reads(spec)
 
 
-def stores_ds(problem: Problem, bias: DenseBias | None) -> bool:
+def stores_ds(problem: Problem, bias: DenseArray | None) -> bool:
     """Whether dS is the gradient by the bias: each pair has an element of its own."""
     if bias is None or not sums_by_warps(problem.spec):
         return False
@@ -135,7 +137,7 @@ def stores_ds(problem: Problem, bias: DenseBias | None) -> bool:
 SMALL_BIAS = 16_000_000  # bytes that stay in L2 whatever the order of heads
 
 
-def puts_entries_first(problem: Problem, bias: DenseBias | None) -> bool:
+def puts_entries_first(problem: Problem, bias: DenseArray | None) -> bool:
     """Whether batch entries of a head follow one another, as they share a bias that is not small."""
     if bias is None or bias.entry is not None or problem.spec.group > 1:
         return False
@@ -144,16 +146,15 @@ def puts_entries_first(problem: Problem, bias: DenseBias | None) -> bool:
 
 
 def source(
-    spec: AttentionSpec, tile: BackwardTile, fused_preprocess: bool, bias: DenseBias | None = None,
-    stores: bool = False, entries_first: bool = False,
+    spec: AttentionSpec, tile: BackwardTile, fused_preprocess: bool, dense: Dense = NOT_DENSE, stores: bool = False,
+    entries_first: bool = False,
 ) -> tuple[dict[str, int], str]:  # fmt: skip
-    """Constants and generated functions of kernels/sm90/backward.cu. bias: of staged_bias(). The others are attributes
-    of the pass.
+    """Constants and generated functions of kernels/sm90/backward.cu. dense: of staged_arrays(). The others are
+    attributes of the pass.
     """
     constants = {
         **tile.constants(spec), "FUSED_PREPROCESS": fused_preprocess, "NUM_TERMS": 1, "VALUE_WARPS": 0,
-        "BIAS_IS_BFLOAT16": False, "BIAS_OF_HEADS": False, "BIAS_OF_ENTRIES": False,
-        "STORES_DS": stores, "ENTRIES_FIRST": entries_first,
+        **dense.constants(), "STORES_DS": stores, "ENTRIES_FIRST": entries_first,
         "HAS_DISTANCE_BIAS": reads_distances(spec), "SUMS_BY_DISTANCE": sums_by_warps(spec) and sums_by_distance(spec),
     }  # fmt: skip
     if gives_registers(spec):
@@ -162,13 +163,7 @@ def source(
         constants |= {"VALUE_WARPS": 2}
         if max(spec.head_dim, spec.head_dim_v) <= 64 and tile.block_q == 64 and not stores:
             constants |= {"CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40}
-    if bias is None:
-        return constants, functions(spec, tile)
-    constants |= {
-        "BIAS_IS_BFLOAT16": str(bias.slot.dtype) == "bfloat16", "BIAS_OF_HEADS": bias.head is not None,
-        "BIAS_OF_ENTRIES": bias.entry is not None,
-    }  # fmt: skip
-    return constants, "#define BIAS_MAPS\n" + functions(spec, tile)
+    return constants, ("#define DENSE_MAPS\n" if any(dense) else "") + functions(spec, tile)
 
 
 class Sm90Backward(sm90_bwd_launch.Backward):
@@ -176,34 +171,33 @@ class Sm90Backward(sm90_bwd_launch.Backward):
 
     Parameters
     ----------
-    stages_bias
-        Whether tiles of a dense bias may pass through shared memory.
+    stages
+        Whether tiles of a dense bias and of a mask may pass through shared memory.
     """
 
     postprocess_tiles = 8  # convert_some() of kernels/sm90/bwd_preprocess.cuh
 
     def __init__(
-        self, generation: Generation, problem: Problem, choice: Choice, tables: TileTables, stages_bias: bool = True
+        self, generation: Generation, problem: Problem, choice: Choice, tables: TileTables, stages: bool = True
     ) -> None:  # fmt: skip
         spec, tile = replace(problem.spec, deterministic=in_order(problem)), choice.tile
-        if stages_bias:
-            self.bias, tile = staged_bias(spec, tile, tables.device)
-        self.stores = stores_ds(problem, self.bias)
-        self.entries_first = puts_entries_first(problem, self.bias)
+        self.dense, tile = staged_arrays(spec, tile, tables.device) if stages else (NOT_DENSE, tile)
+        self.stores = stores_ds(problem, self.dense.bias)
+        self.entries_first = puts_entries_first(problem, self.dense.bias)
         # The density of a block mask is known only when the kernels are launched.
         kind = sm90_bwd_launch.mask_kind(spec)
         long = sm90_bwd_launch.has_long_work_tiles(kind, problem.n_q, problem.n_k, density=1)
         self.fused_preprocess, self.early = long and can_fuse_preprocess(spec, tile), not spec.packed
         super().__init__(generation, problem, choice._replace(tile=tile), tables, spec)
-        if self.bias is not None:
-            plain = partial(Sm90Backward, generation, problem, choice, tables, stages_bias=False)
+        if any(self.dense):
+            plain = partial(Sm90Backward, generation, problem, choice, tables, stages=False)
             self.fallback = Fallback(plain, problem.spec, tables)
         is_read, has_sums = reads_distances(spec), sums_by_warps(spec) and sums_by_distance(spec)
         self._distances = distances.Distances(self, is_read, has_sums) if is_read or has_sums else None
 
     def source(self) -> tuple[dict[str, int], str]:
         constants, functions = source(
-            self.spec, self.tile, self.fused_preprocess, self.bias, self.stores, self.entries_first
+            self.spec, self.tile, self.fused_preprocess, self.dense, self.stores, self.entries_first
         )
         if self.spec.sums:  # of the call: that dQ is accumulated in order does not order these sums
             asked = self.problem.spec
@@ -227,49 +221,38 @@ class Sm90Backward(sm90_bwd_launch.Backward):
 
     def geometry(self, arguments: Arguments) -> LaunchGeometry | None:
         found = super().geometry(arguments)
-        if found is None or self.bias is None:
-            return found
-        maps = self._bias_maps(arguments, self.bias)
-        return None if maps is None else found._replace(maps=[*found.maps, *maps])
+        maps, gradient = dense_maps(arguments, self.dense, self.tile.block_q), self._gradient_maps(arguments)
+        if found is None or maps is None or gradient is None:
+            return None
+        return found._replace(maps=[*found.maps, *maps, *(gradient or maps[:1])])  # one that is not used
 
-    def _bias_maps(self, arguments: Arguments, bias: DenseBias) -> list[tuple[int, Maps]] | None:
-        """Those of the bias and of its gradient, which only a kernel that stores it uses; None where TMA cannot address
-        them.
-        """
-        shape, words = arguments.shapes[bias.slot.name], arguments.words
-        first = VALUES + bias.at
-        given = list(words[first + 1 : first + 1 + len(shape)])
+    def _gradient_maps(self, arguments: Arguments) -> list[tuple[int, Maps]] | None:
+        """That of the gradient by the bias, where the kernel stores it; None where TMA cannot address it."""
+        bias = self.dense.bias
+        if bias is None or not self.stores:
+            return []
+        shape = arguments.shapes[bias.slot.name]
+        of_pairs = [axis if axis is None else shape[axis] for axis in (bias.entry, bias.head)]
         contiguous = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-        layouts = [(first, str(bias.slot.dtype), given)]
-        if self.stores:
-            layouts.append((VALUES + sums_of(self.spec)[bias.slot.name][0], self.spec.dtype, contiguous))
-        sizes = [1 if axis is None else shape[axis] for axis in (bias.entry, bias.head)] + [shape[-2], shape[-1]]
-        fit = sizes[2] >= arguments.n_q and sizes[3] >= arguments.n_k
-        if self.stores:  # plans serve several sizes
-            fit &= sizes[:2] == [arguments.entries, arguments.heads]
-        found = []
-        for at, dtype, all_strides in layouts:
-            strides = [0 if axis is None else all_strides[axis] for axis in (bias.entry, bias.head)]
-            strides += all_strides[-2:]
-            fit &= layout_fits(dtype, sizes[:3], strides[:3]) and strides[3] == 1
-            batch, heads = sizes[:2]
-            layout = dtype, *strides[:3], arguments.n_k, 1, heads, arguments.n_q, batch, self.tile.block_q
-            found.append((at, Maps(*layout)))
-        return [found[0], found[-1]] if fit else None
+        maps = maps_of_pairs(arguments, bias, self.tile.block_q, self.spec.dtype, contiguous)
+        if maps is None or of_pairs != [arguments.entries, arguments.heads]:
+            return None
+        return [(VALUES + sums_of(self.spec)[bias.slot.name][0], maps)]
 
     def takes(self, arguments: Arguments) -> bool:
         return self._addresses_fit(arguments) and arguments.stores_values == self.stores
 
     def _addresses_fit(self, arguments: Arguments) -> bool:
-        return super().takes(arguments) and (self.bias is None or aligned(arguments, [VALUES + self.bias.at]))
+        return super().takes(arguments) and aligned(arguments, [VALUES + array.at for array in self.dense if array])
 
     def writes_values(self, arguments: Arguments) -> tuple[bool, bool]:
         """Whether the kernels store gradients by values, in the operands' dtype; and whether they write all elements,
         which so need not be 0 before.
         """
-        if self.bias is None or not (arguments.known(self, self.geometry) and self._addresses_fit(arguments)):
+        bias = self.dense.bias
+        if bias is None or not (arguments.known(self, self.geometry) and self._addresses_fit(arguments)):
             return False, False
-        whole = arguments.shapes[self.bias.slot.name][-2:] == (arguments.n_q, arguments.n_k)
+        whole = arguments.shapes[bias.slot.name][-2:] == (arguments.n_q, arguments.n_k)
         skips = self.spec.mask is not None or self.spec.kv_lengths  # tiles without a visible pair
         return self.stores, whole and self.stores and not skips
 

@@ -70,6 +70,8 @@ class Sm90Fp8Tile(ForwardTile):
         smem.add("Q", _CHUNK * self.block_q * self.q_buffers * keys)
         smem.add("K", _CHUNK * self.block_k * self.stages * keys)
         smem.add("V", v_stages * (vt if gets_vt else _CHUNK * self.block_k * -(-columns // _CHUNK)))
+        smem.add("BIAS", 0)
+        smem.add("MASK", 0)
         smem.add("VT", 0 if gets_vt else self.stages * vt)
         smem.add("PROMOTED", self.warpgroups * _promoted(spec) if self.promotes_in_shared(spec) else 0)
         smem.add("REFERENCES", 0 if narrow else self.warpgroups * 64 * 4)

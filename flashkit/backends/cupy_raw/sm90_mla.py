@@ -65,6 +65,8 @@ class Sm90MlaTile(ForwardTile):
         smem.add("K", self.stages * KEYS * 128 * columns)
         smem.add("Q", ROWS * 128 * columns)
         smem.add("P", ROWS * 128)
+        smem.add("BIAS", 0)
+        smem.add("MASK", 0)
         smem.add("K_PIPE", 3 * barriers * self.stages)
         smem.add("LIST_PIPE", barriers * NUM_LISTS)
         smem.add("UNIT_PIPE", barriers * 2)

@@ -11,6 +11,7 @@
 //     fk_float modified_score<I>(fk_float s, b, h, row, q, k, q - k, p)   I: type of its integers
 //     fk_float score_slope(fk_float s, b, h, row, q, k, p)         d modified_score / d s
 //     bool visible(b, h, row, q, k, p)
+//     bool visible_where(shown, b, h, row, q, k, p)                where `shown` is the pair's element of a dense mask
 //     int classify(b, h, row0, row1, q0, q1, k0, k1, p)            a TileState
 //
 // and of an affine score modification, gain * f(rate * s) + bias (cuda_common/affine_score.py):

@@ -28,8 +28,10 @@
 #include "sm90/bwd_mainloop.cuh"
 #endif
 
-#ifdef BIAS_MAPS
-#define MORE_MAPS , const __grid_constant__ TensorMap bias_map, const __grid_constant__ TensorMap dbias_map
+#ifdef DENSE_MAPS
+#define MORE_MAPS                                                                                                      \
+    , const __grid_constant__ TensorMap bias_map, const __grid_constant__ TensorMap mask_map,                          \
+        const __grid_constant__ TensorMap dbias_map
 #else
 #define MORE_MAPS
 #endif
@@ -40,8 +42,8 @@ sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gr
               const __grid_constant__ TensorMap dk_map, const __grid_constant__ TensorMap dv_map,
               const __grid_constant__ TensorMap out_rows_map,
               const __grid_constant__ TensorMap dout_rows_map MORE_MAPS) {
-#ifndef BIAS_MAPS
-    const TensorMap &bias_map = q_map, &dbias_map = q_map;
+#ifndef DENSE_MAPS
+    const TensorMap &bias_map = q_map, &mask_map = q_map, &dbias_map = q_map;
 #endif
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = uniform(address_of(shared));
@@ -76,7 +78,7 @@ sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gr
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         QueryTileList* lists = reinterpret_cast<QueryTileList*>(shared + AT_LISTS);
         const KvSource kv{p, k_map, v_map, base};
-        if (warp == 0) producer(p, kv, q_map, dout_map, bias_map, base, lists);
+        if (warp == 0) producer(p, kv, q_map, dout_map, bias_map, mask_map, base, lists);
         else if (warp == 1) scheduler(p, kv, base, lists);
         else if (FUSED_PREPROCESS) fused_preprocess(p, out_rows_map, dout_rows_map, base, threadIdx.x - 64);
         else if (DETERMINISTIC) dq_semaphore_warp(p, base, warp - 2);

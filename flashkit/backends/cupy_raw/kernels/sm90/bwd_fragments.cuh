@@ -66,8 +66,8 @@ struct BiasFragment {
             bias_of_lane = distances(p.distance_bias, at.seq, at.h) + distance;
         }
         if constexpr (BIAS_BYTES > 0) {
-            const int key = 64 * id.key_group + warp % 4 * 16, vec = key % BIAS_CHUNK * BIAS_BYTES / VEC_BYTES;
-            address = stage + key / BIAS_CHUNK * BLOCK_Q * CHUNK_ROW;
+            const int key = 64 * id.key_group + warp % 4 * 16, vec = key % BiasTile::CHUNK * BIAS_BYTES / VEC_BYTES;
+            address = stage + key / BiasTile::CHUNK * BLOCK_Q * CHUNK_ROW;
             if constexpr (BIAS_BYTES == 2) address += swizzled(lane % 8 + lane / 16 * 8, vec + lane / 8 % 2);
             else address += swizzled(lane % 4 * 2, vec + lane / 16) + lane / 4 % 4 * 4;
         }
@@ -94,9 +94,27 @@ struct BiasFragment {
     __device__ __forceinline__ float get(int n, int half, int c) const {
         if constexpr (HAS_DISTANCE_BIAS) return __uint_as_float(words[2 * (n - half + 1) + c]);
         if constexpr (BIAS_BYTES == 4) return __uint_as_float(words[(4 * n + 2 * half + c) % WORDS]);
-        const unsigned pair = words[(2 * n + half) % WORDS];
-        if constexpr (BIAS_IS_BFLOAT16) return __uint_as_float(c ? pair & 0xffff0000u : pair << 16);
-        return widen(half_t{(unsigned short)(pair >> 16 * c)});
+        return bias_of_pair(words[(2 * n + half) % WORDS], c);
+    }
+};
+
+// MASK_TILES: a bit for each of a lane's pairs. ldmatrix has keys 2 (lane / 4) and the next one of each row.
+struct MaskFragment {
+    unsigned words[up(S_REGS, 32) / 32][2];
+
+    // stage: the address of the tile.
+    __device__ __forceinline__ void load(unsigned stage, int key_group, int warp, int lane) {
+        const unsigned address = stage + swizzled(lane, 4 * key_group + warp % 4);
+#pragma unroll
+        for (int i = 0; i < S_REGS / 32; ++i) {
+            const unsigned rows = address + 64 * i * CHUNK_ROW, bits = mask_bits<true>(rows, rows + 32 * CHUNK_ROW);
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                words[i][half] = __shfl_sync(~0u, bits, 16 * half + lane / 8 * 4 + lane % 4) >> lane / 4 % 2 * 8;
+        }
+    }
+    __device__ __forceinline__ bool shown(int n, int half, int c) const {
+        return words[n / 8][half] >> (16 * c + n % 8) & 1;
     }
 };
 

@@ -7,9 +7,9 @@
 // warp groups 1, 2            consumers: bwd_mainloop.cuh, or bwd_mainloop_cluster.cuh where CLUSTER_SIZE is 2
 //
 // From the head: BLOCK_Q, BLOCK_K, STAGES (of Q), DOUT_STAGES, KEY_BUFFERS (of K), CLUSTER_SIZE, DETERMINISTIC,
-// FUSED_PREPROCESS, VALUE_WARPS, BIAS_BYTES, CONSUMER_REGISTERS, PRODUCER_REGISTERS, WATCHDOG, NUM_LISTS,
-// LIST_CAPACITY, LIST_BYTES, SHARED_BYTES, SMALL_SCORE (modification.positions), and the offsets of shared memory, laid
-// out by BackwardTile.smem (cuda_common/sm90_bwd_launch.py):
+// FUSED_PREPROCESS, VALUE_WARPS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, WATCHDOG, NUM_LISTS, LIST_CAPACITY,
+// LIST_BYTES, SHARED_BYTES, SMALL_SCORE (modification.positions), those of dense_tiles.cuh, and the offsets of shared
+// memory, laid out by BackwardTile.smem (cuda_common/sm90_bwd_launch.py):
 //
 //     AT_K             [KEY_BUFFERS][CTA_KEYS][..]   K of the CTA's keys
 //     AT_PEER_K        [CTA_KEYS][64 DQ_CHUNKS]      K of the peer CTA's keys, in the CTA's columns of dQ
@@ -17,7 +17,7 @@
 //     AT_Q, AT_DOUT    [STAGES][BLOCK_Q][..], [DOUT_STAGES][BLOCK_Q][..]
 //     AT_DS            [2][BLOCK_Q][CTA_KEYS]        dS of two query tiles; in a cluster, of one and of the peer's keys
 //     AT_DQ            a tile of dQ on its way to dq_accum, unless in a cluster
-//     AT_BIAS          [STAGES][BLOCK_Q][CTA_KEYS]   BIAS_BYTES: the tile of a dense bias, loaded with Q
+//     AT_BIAS, AT_MASK [STAGES][BLOCK_Q][CTA_KEYS]   tiles of a dense bias and of a mask, loaded with Q
 //     AT_LSE, AT_DELTA [STAGES][BLOCK_Q], [DOUT_STAGES][BLOCK_Q]   float32, loaded with Q and with dO
 //     AT_Q_PIPE, AT_DOUT_PIPE, AT_K_PIPE, AT_V_PIPE, AT_PEER_K_PIPE, AT_LIST_PIPE   full and empty barriers
 //     AT_DS_PIPE       consumers to consumers: dS is in shared memory
@@ -35,6 +35,7 @@
 //     AT_FINISHED_HEADS   heads of the last four work tiles
 //     AT_O_LOADED, AT_HEAD_READY, AT_BROADCAST, AT_ZEROS   FUSED_PREPROCESS
 #pragma once
+#include "sm90/dense_tiles.cuh"
 #include "sm90/fp16x2_terms.cuh"
 #include "sm90/pipeline.cuh"
 
@@ -65,12 +66,16 @@ constexpr int BYTES_K = CTA_KEYS * CHUNK_ROW * CHUNKS, BYTES_V = CTA_KEYS * CHUN
 constexpr int BYTES_PEER_K = CLUSTER_SIZE > 1 ? CTA_KEYS * CHUNK_ROW * DQ_CHUNKS : 0;
 constexpr int BYTES_Q = BLOCK_Q * CHUNK_ROW * CHUNKS, BYTES_DOUT = BLOCK_Q * CHUNK_ROW * CHUNKS_V;
 constexpr int BYTES_ROW_STATS = BLOCK_Q * 4;
-constexpr int BYTES_DS = BLOCK_Q * CTA_KEYS * 2, BYTES_BIAS = BLOCK_Q * CTA_KEYS * BIAS_BYTES, BYTES_ZEROS = 512;
+constexpr int BYTES_DS = BLOCK_Q * CTA_KEYS * 2, BYTES_ZEROS = 512;
+using BiasTile = DenseTile<BIAS_BYTES, BIAS_OF_HEADS, BIAS_OF_ENTRIES, BLOCK_Q, CTA_KEYS>;
+using MaskTile = DenseTile<MASK_TILES, MASK_TILES_OF_HEADS, MASK_TILES_OF_ENTRIES, BLOCK_Q, CTA_KEYS>;
 static_assert(AT_PEER_K - AT_K == KEY_BUFFERS * BYTES_K && AT_V - AT_PEER_K == BYTES_PEER_K && AT_Q - AT_V == BYTES_V &&
               AT_DOUT - AT_Q == STAGES * BYTES_Q && AT_DS - AT_DOUT == DOUT_STAGES * BYTES_DOUT &&
               AT_DQ - AT_DS == 2 * BYTES_DS && AT_BIAS - AT_DQ == (CLUSTER_SIZE > 1 ? 0 : BYTES_DQ) &&
-              AT_LSE - AT_BIAS == STAGES * BYTES_BIAS &&
+              AT_MASK - AT_BIAS == STAGES * BiasTile::SIZE && AT_LSE - AT_MASK == STAGES * MaskTile::SIZE &&
               AT_ZEROS + BYTES_ZEROS == SHARED_BYTES, "BackwardTile.smem and the kernel differ");
+static_assert(BiasTile::SIZE + MaskTile::SIZE == 0 || (CLUSTER_SIZE == 1 && !IS_PACKED && !HAS_DROPOUT),
+              "rows are those of the arrays");
 
 // --- what is masked --------------------------------------------------------------------------------------------------
 
@@ -90,18 +95,6 @@ constexpr bool FROM_DIAGONAL = DETERMINISTIC && HAS_MASK;
 // Of packed sequences many may have no more keys than a work tile: what it adds to dQ is all of it. Consumers then
 // store it as dQ, and there is nothing to convert for bwd_postprocess.
 constexpr bool STORES_DQ = IS_PACKED && DETERMINISTIC && CLUSTER_SIZE == 1;
-
-// --- a dense bias ----------------------------------------------------------------------------------------------------
-
-// BIAS_BYTES: of an element of a dense bias that TMA can address (cuda_common/modification.py, DenseBias), whose tile
-// comes with Q; else 0. BIAS_OF_HEADS, BIAS_OF_ENTRIES: whether heads, and batch entries, have biases of their own.
-constexpr int BIAS_CHUNK = CHUNK_ROW / larger(BIAS_BYTES, 1);  // keys
-static_assert(BIAS_BYTES == 0 || (CLUSTER_SIZE == 1 && !IS_PACKED && !HAS_DROPOUT), "rows are those of the bias");
-
-// From a key on.
-DEVICE Box bias_box(int b, int h, int row, int key) {
-    return {key, row, BIAS_OF_HEADS ? h : 0, BIAS_OF_ENTRIES ? b : 0};
-}
 
 // --- scheduling ------------------------------------------------------------------------------------------------------
 

@@ -119,6 +119,7 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
         AffineTile affine{};
         if (!AFFINE_PER_STEP) affine = affine_tile(p, {base, n, number, wg}, warp, lane);
         BiasFragment bias;
+        MaskFragment mask;
         pipe_v.consumer_wait(number);
         bool first = true, last, is_whole = false;
         // query tiles, as indices among all: whose dQ is in shared memory, and the one before n
@@ -139,7 +140,8 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
             float early_lse[EARLY_LSE][2];
             UNROLL(i, EARLY_LSE) load_row_stats(early_lse[i], lse, i);
             if (AFFINE_PER_STEP) affine = affine_tile(p, id, warp, lane);
-            bias.load(p, id, base + AT_BIAS + stage * BYTES_BIAS, warp, lane);
+            bias.load(p, id, base + AT_BIAS + stage * BiasTile::SIZE, warp, lane);
+            if (MASK_TILES) mask.load(base + AT_MASK + stage * MaskTile::SIZE, wg, warp, lane);
             add_early_bias(affine, early_lse);
             pipe_dout.consumer_wait(n);
             wgmma_wait<0>();  // S, and dK of the step before
@@ -149,7 +151,7 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
             unsigned p_frag[S_REGS / 2];
             DropoutMask dropout;
             const bool unmasked = softmax_p(p, id, tile_desc, keys_finite, s, p_frag, early_lse, lse, scale_log2,
-                                            dropout, affine, bias);
+                                            dropout, affine, bias, mask);
             const RowDeltas deltas(stats_of_lane + AT_DELTA + dout_stage * BYTES_ROW_STATS);
             warpgroup_barrier_sync();
             issue_rs(dv_acc, p_frag, dout_tile, !first);

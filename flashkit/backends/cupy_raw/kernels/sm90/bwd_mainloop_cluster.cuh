@@ -85,8 +85,9 @@ DEVICE void ds_consumer(const Params& p, const TensorMap& dv_map, unsigned base,
             unsigned p_frag[S_REGS / 2], ds[S_REGS / 2];
             DropoutMask dropout;
             BiasFragment no_bias;
+            const MaskFragment no_mask{};
             const bool unmasked = softmax_p(p, id, tile_desc, keys_finite, s, p_frag, early_lse, lse, scale_log2,
-                                            dropout, affine, no_bias);
+                                            dropout, affine, no_bias, no_mask);
             issue_rs(dv_acc, p_frag, base + AT_DOUT + dout_stage * BYTES_DOUT, !first);
             wgmma_wait<1>();  // dP
             fence_operand(dp);

@@ -1,5 +1,5 @@
 // The producer warp of Hopper's backward pass: loads Q and dO of each query tile with their rows' log-sum-exps and
-// deltas and the tile of a bias, and V with the first tile of a work tile.
+// deltas and the tiles of a bias and of a mask, and V with the first tile of a work tile.
 #pragma once
 #include "sm90/bwd_layout.cuh"
 
@@ -133,7 +133,7 @@ struct KvSource {
 // --- Q, dO and V -----------------------------------------------------------------------------------------------------
 
 DEVICE void producer(const Params& p, const KvSource& kv, const TensorMap& q_map, const TensorMap& dout_map,
-                     const TensorMap& bias_map, unsigned base, const QueryTileList* lists) {
+                     const TensorMap& bias_map, const TensorMap& mask_map, unsigned base, const QueryTileList* lists) {
     const auto pipe_q = q_pipe(base);
     const auto pipe_dout = dout_pipe(base);
     const auto pipe_list = list_pipe(base);
@@ -157,14 +157,13 @@ DEVICE void producer(const Params& p, const KvSource& kv, const TensorMap& q_map
             const unsigned desc = tile_desc_slot(base, n);
             store_word(desc, tile << 8 | (last ? TileDesc::LAST_TILE : 0) | states);
             store_word(desc + TileDesc::HEAD, h), store_word(desc + TileDesc::INDEX, index);
-            mbarrier_arrive_expect_tx(q_loaded, BYTES_Q + BYTES_ROW_STATS + BYTES_BIAS +
+            mbarrier_arrive_expect_tx(q_loaded, BYTES_Q + BYTES_ROW_STATS + BiasTile::SIZE + MaskTile::SIZE +
                                                     (nonfinite ? BYTES_DOUT + BYTES_ROW_STATS : 0));
             load_tile<1, CHUNKS, BLOCK_Q>(q, q_map, rows, q_loaded);
             bulk_load(lse, lse_source, BYTES_ROW_STATS, q_loaded);
-            if constexpr (BIAS_BYTES > 0)
-                load_tile<1, CTA_KEYS / BIAS_CHUNK, BLOCK_Q, BIAS_CHUNK>(base + AT_BIAS + stage * BYTES_BIAS, bias_map,
-                                                                         bias_box(b, h, tile * BLOCK_Q, 0), q_loaded,
-                                                                         k0);
+            const int row = tile * BLOCK_Q;
+            BiasTile::load(base + AT_BIAS + stage * BiasTile::SIZE, bias_map, b, h, row, k0, q_loaded);
+            MaskTile::load(base + AT_MASK + stage * MaskTile::SIZE, mask_map, b, h, row, k0, q_loaded);
             if (first) kv.load_v(b, h, k0, number);
             pipe_dout.producer_acquire(n);
             if (!nonfinite) mbarrier_arrive_expect_tx(dout_loaded, BYTES_DOUT + BYTES_ROW_STATS);

@@ -68,22 +68,27 @@ DEVICE void add_early_bias(const AffineTile& tile, float (&stats)[EARLY][2]) {
 // Element 4 n + 2 half + c, or -inf if it is masked. Where the mask SHIFTS, queries are counted from the lane's first
 // one, so that each comparison is with an immediate.
 template <typename POSITION>
-DEVICE float mask_score(const Params& p, const FragmentCoord& at, float x, int n, int half, int c, POSITION offset,
-                        int n_q, int n_k) {
+DEVICE float mask_score(const Params& p, const FragmentCoord& at, const MaskFragment& mask, float x, int n, int half,
+                        int c, POSITION offset, int n_q, int n_k) {
     const int k = at.k0 + row_of_lane(half), own = at.row0 + lane_row(n, c), last = n_q - 1;
     const int row = own < last ? own : last;
     const POSITION first = at.row0 + lane_row(0, 0) + offset;
     const POSITION q = SHIFTS ? 8 * n + c : row + offset, key = SHIFTS ? k - first : k;
-    return k < n_k && (!IS_PACKED || own <= last) && (!HAS_MASK || visible(at.b, at.h, row, q, key, p)) ? x : HIDDEN;
+    const auto shown = [&]() {
+        if constexpr (MASK_TILES && sizeof(POSITION) == 4)
+            return visible_where(mask.shown(n, half, c), at.b, at.h, row, q, key, p);
+        else return !HAS_MASK || visible(at.b, at.h, row, q, key, p);
+    };
+    return k < n_k && (!IS_PACKED || own <= last) && shown() ? x : HIDDEN;
 }
 
 // A PARTIAL tile. Positions beyond 32 bits are masked in a loop, which takes few registers.
-DEVICE void mask_scores(const Params& p, const FragmentCoord& at, float (&s)[S_REGS]) {
+DEVICE void mask_scores(const Params& p, const FragmentCoord& at, const MaskFragment& mask, float (&s)[S_REGS]) {
     const int n_q = at.seq.n_q(), n_k = at.seq.n_k();
     const long long offset = HAS_MASK ? at.seq.q_position() : 0;
     if (!HAS_MASK || positions_are_near(p, offset)) {
         UNROLL(i, S_REGS)
-            s[i] = mask_score<int>(p, at, s[i], i / 4, i / 2 % 2, i % 2, (int)offset, n_q, n_k);
+            s[i] = mask_score<int>(p, at, mask, s[i], i / 4, i / 2 % 2, i % 2, (int)offset, n_q, n_k);
         return;
     }
     if constexpr (HAS_MASK) {
@@ -91,7 +96,7 @@ DEVICE void mask_scores(const Params& p, const FragmentCoord& at, float (&s)[S_R
         UNROLL(i, S_REGS) copy[i] = s[i];
 #pragma unroll 1
         for (int i = 0; i < S_REGS; ++i)
-            copy[i] = mask_score<long long>(p, at, copy[i], i / 4, i / 2 % 2, i % 2, offset, n_q, n_k);
+            copy[i] = mask_score<long long>(p, at, mask, copy[i], i / 4, i / 2 % 2, i % 2, offset, n_q, n_k);
         UNROLL(i, S_REGS) s[i] = copy[i];
     }
 }
@@ -237,11 +242,11 @@ DEVICE void softmax_p_biased(float (&s)[S_REGS], unsigned (&p_frag)[S_REGS / 2],
 template <int EARLY>
 DEVICE bool softmax_p(const Params& p, const FragmentId& id, int tile_desc, bool keys_finite, float (&s)[S_REGS],
                       unsigned (&p_frag)[S_REGS / 2], float (&early)[EARLY][2], unsigned lse_address, float scale_log2,
-                      DropoutMask& dropout, const AffineTile& affine, BiasFragment& bias) {
+                      DropoutMask& dropout, const AffineTile& affine, BiasFragment& bias, const MaskFragment& mask) {
     const bool full = (tile_desc >> 2 * id.key_group & 3) == FULL;
     if constexpr (!HAS_SCORE && !HAS_DROPOUT) {
         if (!full) {
-            mask_scores(p, coord_of(p, id), s);
+            mask_scores(p, coord_of(p, id), mask, s);
 #pragma unroll
             // again: masking takes all registers
             for (int i = 0; i < EARLY; ++i) load_row_stats(early[i], lse_address, i);
@@ -265,7 +270,7 @@ DEVICE bool softmax_p(const Params& p, const FragmentId& id, int tile_desc, bool
                 softmax_p_biased<false>(s, p_frag, early, lse_address, scale_log2, bias);
                 return false;
             }
-            mask_scores(p, coord_of(p, id), s);
+            mask_scores(p, coord_of(p, id), mask, s);
             UNROLL(i, EARLY) load_row_stats(early[i], lse_address, i);
             bias.load_again();
             softmax_p_biased<true>(s, p_frag, early, lse_address, scale_log2, bias);

@@ -93,7 +93,7 @@ DEVICE void value_sums_warp(const Params& p, const TensorMap& dbias_map, unsigne
             if constexpr (STORES_DS) {
                 pipe_ds.consumer_wait(n);
                 if (elect_one()) {
-                    const Box box = bias_box(b, h, (desc >> 8) * BLOCK_Q, key - VALUE_KEYS * part);
+                    const Box box = BiasTile::box(b, h, (desc >> 8) * BLOCK_Q, key - VALUE_KEYS * part);
                     tma_store<1>(dbias_map, box, base + AT_DS + n % 2 * BYTES_DS + group * BLOCK_Q * CHUNK_ROW);
                     bulk_commit(), bulk_wait_read();
                 }

@@ -30,9 +30,18 @@ DEVICE void fill_ones(unsigned target) {
     fence_proxy_async();
 }
 
+#ifdef DENSE_MAPS
+#define MORE_MAPS , const __grid_constant__ TensorMap bias_map, const __grid_constant__ TensorMap mask_map
+#else
+#define MORE_MAPS
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 sm90_forward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
-             const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map) {
+             const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map MORE_MAPS) {
+#ifndef DENSE_MAPS
+    const TensorMap &bias_map = q_map, &mask_map = q_map;
+#endif
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = uniform(address_of(shared));
     if (threadIdx.x == 0) init_barriers(base);
@@ -44,7 +53,8 @@ sm90_forward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gri
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         WorkTileList* lists = reinterpret_cast<WorkTileList*>(shared + AT_LISTS);
         if (warp == 2) scheduler_warp(p, base, lists);
-        else if (warp == 0 && (IS_PAGED || elect_one())) producer(p, q_map, k_map, v_map, base, lists);
+        else if (warp == 0 && (IS_PAGED || elect_one()))
+            producer(p, q_map, k_map, v_map, base, lists, {}, {&bias_map, &mask_map});
         else if (warp == 1 && (IS_PACKED || elect_one())) store_warp(p, out_map, base);
         else if (HAS_V_PRODUCER && warp == 3) v_producer(p, v_map, base, lists);
     } else {

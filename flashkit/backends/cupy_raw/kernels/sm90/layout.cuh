@@ -2,11 +2,12 @@
 //
 // From the head: BLOCK_K, MMA_WARPGROUPS, STAGES, Q_BUFFERS, PACK_GQA, PING_PONG, ROW_SUM_BY_MMA, NUM_TERMS,
 // CONSUMER_REGISTERS, PRODUCER_REGISTERS, BOX_ROWS (keys of a TMA box of K and V), WATCHDOG, READS_ARRAYS, POSITIONS,
-// FAR, SHARED_BYTES, LIST_HEADER, LIST_CAPACITY and the offsets AT_* of the parts of shared memory, which
-// ForwardTile.smem lays out (cuda_common/sm90_launch.py):
+// FAR, SHARED_BYTES, LIST_HEADER, LIST_CAPACITY, those of dense_tiles.cuh and the offsets AT_* of the parts of shared
+// memory, which ForwardTile.smem lays out (cuda_common/sm90_launch.py):
 //
 //     AT_Q                  [Q_BUFFERS][MMA_WARPGROUPS][64][..]; O on its way out lies there, too
 //     AT_K, AT_V            [STAGES][BLOCK_K][..]; jvp.cu: with tangents
+//     AT_BIAS, AT_MASK      [STAGES][BLOCK_Q][BLOCK_K]  tiles of a dense bias and of a mask, loaded with K
 //     AT_ONES               a chunk of ones behind every V, where ROW_SUM_BY_MMA
 //     AT_Q_PIPE, AT_K_PIPE, AT_V_PIPE, AT_LIST_PIPE     full and empty barriers
 //     AT_CLAIM              barrier: the work tile is near its end, so the scheduler may claim the next one
@@ -23,6 +24,7 @@
 // and is 0 in other kernels. GETS_VT: V comes as V^T.
 #pragma once
 #include "common/positions.cuh"
+#include "sm90/dense_tiles.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/fp16x2_terms.cuh"
 
@@ -123,6 +125,11 @@ constexpr int VT_LINES = COLUMNS + 8 * (COLUMNS <= 128);  // FP8, of V^T: column
 constexpr int BYTES_K = CHUNK_BYTES * CHUNKS_K * (1 + TANGENT_K);
 constexpr int BYTES_V = GETS_VT ? VT_LINES * CHUNK_ROW : CHUNK_BYTES * CHUNKS_V * (1 + TANGENT_V);
 constexpr int V_STAGES = FP8 && !GETS_VT ? (COLUMNS <= 128 ? 2 : 1) : STAGES;
+
+using BiasTile = DenseTile<BIAS_BYTES, BIAS_OF_HEADS, BIAS_OF_ENTRIES, BLOCK_Q, BLOCK_K>;
+using MaskTile = DenseTile<MASK_TILES, MASK_TILES_OF_HEADS, MASK_TILES_OF_ENTRIES, BLOCK_Q, BLOCK_K>;
+static_assert(BiasTile::SIZE + MaskTile::SIZE == 0 || (PACK_GQA == 1 && !IS_PACKED && !IS_PAGED),
+              "rows and keys are those of the arrays");
 
 // V has a producer warp of its own, as boxes of pages take long to ask for.
 constexpr bool HAS_V_PRODUCER = IS_PAGED && !FP8 && !HAS_TANGENTS;

@@ -181,6 +181,14 @@ struct Consumer {
         terms.begin_work_tile(params, work_tile);
     }
 
+    // Of tile n, in whose stage of K they lie.
+    template <bool UNMASKED>
+    __device__ __forceinline__ void load_dense(unsigned n, DenseFragments& dense) const {
+        const unsigned stage = n % STAGES, rows = base + wg * 64 * CHUNK_ROW;
+        dense.bias = rows + AT_BIAS + stage * BiasTile::SIZE;
+        if constexpr (MASK_TILES && !UNMASKED) dense.mask.load(rows + AT_MASK + stage * MaskTile::SIZE);
+    }
+
     // --- softmax -----------------------------------------------------------------------------------------------------
 
     template <bool STEEP, bool BOUNDED>
@@ -219,7 +227,8 @@ struct Consumer {
     // S as the online softmax takes it: modified as its graph says. After a misprediction, `speculative`, exponentials
     // have overwritten S, which is computed again.
     template <bool UNMASKED>
-    __device__ __forceinline__ void prepare_online(const Block& block, bool speculative, const TileScales& scales) {
+    __device__ __forceinline__ void prepare_online(const Block& block, bool speculative, const TileScales& scales,
+                                                   const DenseFragments& dense) {
         if (speculative) {
             recompute_qk(s, q_rows(base, number % Q_BUFFERS, wg), base + at_k(block.n % STAGES));
             scale_scores(s, scales);
@@ -227,8 +236,8 @@ struct Consumer {
                 (AFFINE && TANH_POLY_SHORT ? path.tanh_poly_ok : path.steady) &= __all_sync(~0u, block.poly_ok);
         }
         if (AFFINE && (UNMASKED || (block.affine && block.full)))
-            modify_in_range<false>(params, work_tile, work_tile.offset, s, block.k0, scale);
-        else if (speculative || block.affine) modify_tile(params, work_tile, block.full, s, block.k0, scale);
+            modify_in_range<false>(params, work_tile, work_tile.offset, s, block.k0, scale, dense);
+        else if (speculative || block.affine) modify_tile(params, work_tile, block.full, s, block.k0, scale, dense);
     }
 
     template <bool PV_PENDING, bool UNMASKED>
@@ -250,6 +259,8 @@ struct Consumer {
         if (AFFINE_BEFORE_PV) issue_pv_and_yield<PV_PENDING, UNMASKED>(n);
         wgmma_wait_loads_pass<PV_PENDING>();  // S is complete, PV may be in flight
         fence_operand(s);
+        DenseFragments dense;
+        load_dense<UNMASKED>(n, dense);
 
         // S to P. No function of its own: with one, the compiler copies m on the way.
         float(&m)[2] = softmax.m, (&l)[2] = softmax.l;
@@ -257,8 +268,8 @@ struct Consumer {
         scale_scores(s, scales);
         terms.begin_tile(scales, !UNMASKED && first_tile, m, l, softmax.ref_minus_bias);
         if constexpr (HAS_SCORE && !AFFINE && UNMASKED)
-            modify_in_range<false>(params, work_tile, work_tile.offset, s, k0, scale);
-        else if (!UNMASKED && !block.affine) block.in_range = modify_tile(params, work_tile, full, s, k0, scale);
+            modify_in_range<false>(params, work_tile, work_tile.offset, s, k0, scale, dense);
+        else if (!UNMASKED && !block.affine) block.in_range = modify_tile(params, work_tile, full, s, k0, scale, dense);
         if (!UNMASKED && first_tile && !path.bounded)
             softmax.has_row_ref =
                 AFFINE && block.affine ? guess_row_ref_affine(s, m, affine) : guess_row_ref(s, m, factor);
@@ -267,7 +278,7 @@ struct Consumer {
         if (!speculative || !(AFFINE && block.affine ? speculate_affine(block, affine)
                                                      : speculative_softmax<FINITE>(s, m, block.sum, factor,
                                                                                    block.stats))) {
-            prepare_online<UNMASKED>(block, speculative, scales);
+            prepare_online<UNMASKED>(block, speculative, scales, dense);
             if (!UNMASKED && first_tile && !path.bounded) {
                 m[0] = m[1] = HIDDEN;
             } else if (AFFINE && SLOPED && block.may_be_high) {  // the reference before it was raised
@@ -286,7 +297,7 @@ struct Consumer {
             block.rescales = true;
             if (UNMASKED && !is_settled()) steady_desc = NO_DESC;
         } else if (BOUNDED_SCORES && !UNMASKED && block.affine && !full) {
-            modify_in_range<true, true>(params, work_tile, work_tile.offset, s, k0, scale);  // masks P
+            modify_in_range<true, true>(params, work_tile, work_tile.offset, s, k0, scale, dense);  // masks P
         }
         terms.end_tile(m);
         if (AFFINE && SLOPED && block.affine) find_ref_minus_bias(affine, m, softmax.ref_minus_bias);

@@ -191,6 +191,17 @@ DEVICE void store_scales(unsigned slot, const float2& x) {
 // Tangents of Q, K and V, for those that have one.
 struct TangentMaps { const TensorMap *q, *k, *v; };
 
+// Of a dense bias and of a mask, for those of which tiles come with K.
+struct DenseMaps {
+    const TensorMap *bias, *mask;
+
+    __device__ __forceinline__ void load(unsigned base, unsigned n, int b, int h, int row, int key,
+                                         unsigned barrier) const {
+        BiasTile::load(base + AT_BIAS + n % STAGES * BiasTile::SIZE, *bias, b, h, row, key, barrier);
+        MaskTile::load(base + AT_MASK + n % STAGES * MaskTile::SIZE, *mask, b, h, row, key, barrier);
+    }
+};
+
 // Where K and V come from: contiguous tensors, or pages.
 struct KvSource {
     const Params& p;
@@ -237,7 +248,7 @@ struct KvSource {
 
     __device__ __forceinline__ void load_k(const KvTile& at, unsigned target, unsigned barrier) const {
         if constexpr (IS_PAGED) return load_pages<CHUNKS_K>(k_map, at, target, CHUNK_BYTES, barrier);
-        mbarrier_arrive_expect_tx(barrier, BYTES_K);
+        mbarrier_arrive_expect_tx(barrier, BYTES_K + BiasTile::SIZE + MaskTile::SIZE);
         const Box box = kv_box(p, at.b, at.head, at.tile * BLOCK_K);
         load_tile<1, CHUNKS_K, BLOCK_K, CHUNK_COLUMNS>(target, k_map, box, barrier, 0, ROWS_K * CHUNK_ROW);
         if constexpr (TANGENT_K)
@@ -285,7 +296,8 @@ DEVICE void load_q(const Params& p, const TensorMap& q_map, const TensorMap* dq_
 // V follows K one tile later, as consumers need it. Q follows the first K of its work tile: consumers begin with a K
 // tile before they release the previous Q, so this order cannot deadlock. Of pages all lanes come, for load_pages().
 DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map,
-                     unsigned base, const WorkTileList* lists, const TangentMaps& tangents = {}) {
+                     unsigned base, const WorkTileList* lists, const TangentMaps& tangents = {},
+                     const DenseMaps& dense = {}) {
     const Pipeline<STAGES> pipe_k = k_pipe(base);
     const Pipeline<V_STAGES> pipe_v = v_pipe(base);
     const Pipeline<2> pipe_lists = list_pipe(base);
@@ -332,6 +344,7 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
                 store_word(tile_desc_slot(base, n), at.tile << 8 | first | (entry & 63));
             }
             kv.load_k(at, base + at_k(n % STAGES), pipe_k.full_barrier(n));
+            dense.load(base, n, b, work.h, work.row0, at.tile * BLOCK_K, pipe_k.full_barrier(n));
             // The table is far away: the next tile's pages arrive while V's stage is awaited.
             if (IS_PAGED && i + 1 < count) looked_up = located(work.list.entry[i + 1]);
             if (!HAS_V_PRODUCER && n > 0) load_previous_v();

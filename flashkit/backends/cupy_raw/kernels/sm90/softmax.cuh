@@ -43,17 +43,74 @@ DEVICE void add_distance_bias(const Params& p, const WorkTile& at, const SeqSlot
     }
 }
 
+// BIAS_BYTES: S times its scale, plus the bias.
+DEVICE void add_bias(float (&s)[S_REGS], unsigned tile, float scale) {
+    constexpr int CHUNK = BLOCK_Q * CHUNK_ROW;
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < BLOCK_K / 8; n += 2) {  // 16 keys
+        const unsigned address = tile + 8 * n / BiasTile::CHUNK * CHUNK;
+        const int vec = 8 * n % BiasTile::CHUNK * BIAS_BYTES / VEC_BYTES;
+        float added[8];
+        if constexpr (BIAS_BYTES == 2) {
+            unsigned pairs[4];
+            ldmatrix_x4(pairs, address + swizzled(threadIdx.x % 128 / 32 * 16 + lane % 16, vec + lane / 16));
+#pragma unroll
+            for (int i = 0; i < 8; ++i) added[i] = bias_of_pair(pairs[i / 2], i % 2);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int row = row_of_lane(i % 2), of_row = vec + i / 2 * 2 + lane % 4 / 2;
+                const float2 two = load_floats(address + swizzled(row, of_row) + lane % 2 * 8);
+                added[2 * i] = two.x, added[2 * i + 1] = two.y;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) s[4 * n + i] = fmaf(s[4 * n + i], scale, added[i]);
+    }
+}
+
+// MASK_TILES: a bit for each of a lane's pairs. ldmatrix has keys 4 (lane % 4) to 4 (lane % 4) + 3 of sixteen.
+struct MaskFragment {
+    unsigned words[up(BLOCK_K, 128) / 128][2][2];
+
+    __device__ __forceinline__ void load(unsigned tile) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < up(BLOCK_K, 128) / 128; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int row = threadIdx.x % 128 / 32 * 16 + 8 * half + lane % 8;
+                const unsigned keys = tile + i * BLOCK_Q * CHUNK_ROW + swizzled(row, lane / 8);
+                const unsigned bits = mask_bits<false>(keys, keys ^ 4 * VEC_BYTES);
+#pragma unroll
+                for (int odd = 0; odd < 2; ++odd)
+                    words[i][half][odd] = __shfl_sync(~0u, bits, lane / 4 * 4 + 2 * odd + lane % 4 / 2) >> lane % 2 * 16;
+            }
+    }
+    __device__ __forceinline__ bool shown(int n, int half, int c) const {
+        return words[n / 16][half][n % 2] >> (8 * c + n / 2 % 8) & 1;
+    }
+};
+
+// Of a tile of a dense bias the address of the warp group's rows, and of a mask the lane's bits.
+struct DenseFragments {
+    unsigned bias = 0;
+    MaskFragment mask;
+};
+
 // S of a tile, modified, and -inf where masked; or P (OF_P), 0 where masked. Positions are in range
 // (positions_in_range). Where the mask SHIFTS, it depends on q - k alone, and keys count from the lane's first one:
 // each becomes an immediate of the comparison.
 template <bool PARTIAL_TILE, bool OF_P = false>
 DEVICE void modify_in_range(const Params& p, const WorkTile& at, start offset, float (&s)[S_REGS], int k0,
-                            float scale) {
+                            float scale, const DenseFragments& dense) {
     const SeqSlot seq = seq_of(p, at);
     const int n_q = seq.n_q(), n_k = PARTIAL_TILE ? seq.n_k() : 0;
-    constexpr bool CLAMPED = PARTIAL_TILE && READS_ARRAYS;
+    constexpr bool CLAMPED = PARTIAL_TILE && READS_ARRAYS, ADDED = HAS_DISTANCE_BIAS || BIAS_BYTES > 0;
     if constexpr (HAS_DISTANCE_BIAS && !OF_P) add_distance_bias(p, at, seq, s, k0, scale);
-    if constexpr (HAS_DISTANCE_BIAS && !PARTIAL_TILE) return;
+    if constexpr (BIAS_BYTES > 0 && !OF_P) add_bias(s, dense.bias, scale);
+    if constexpr (ADDED && !PARTIAL_TILE) return;
     UNROLL(half, 2) {
         const auto [h, row] = clamped_row(n_q, at.h, opaque(at.row0) + row_of_lane(half));
         const int first = k0 + threadIdx.x % 4 * 2;
@@ -66,12 +123,13 @@ DEVICE void modify_in_range(const Params& p, const WorkTile& at, start offset, f
                 const position step = (position)(8 * n + c);
                 const position k_of = CLAMPED ? (position)inside : k_first + step;
                 const position distance = CLAMPED ? (position)(q - inside) : distance_first - step;
-                if constexpr (HAS_SCORE && !HAS_DISTANCE_BIAS && !OF_P)
+                if constexpr (HAS_SCORE && !ADDED && !OF_P)
                     x = modified_score<position>(x * scale, at.b, h, row, q, k_of, distance, p);
                 if constexpr (PARTIAL_TILE) {
-                    const bool shown =
-                        HAS_MASK ? visible(at.b, h, row, SHIFTS ? q - first : q, SHIFTS ? 8 * n + c : inside, p)
-                            : k < n_k;
+                    bool shown = k < n_k;
+                    if constexpr (MASK_TILES) shown = visible_where(dense.mask.shown(n, half, c), at.b, h, row, q, inside, p);
+                    else if constexpr (HAS_MASK)
+                        shown = visible(at.b, h, row, SHIFTS ? q - first : q, SHIFTS ? 8 * n + c : inside, p);
                     x = shown ? x : OF_P ? 0.0f : HIDDEN;
                 }
             }
@@ -106,7 +164,8 @@ DEVICE bool positions_in_range(const Params& p, long long offset) {
 }
 
 // Any tile. Returns whether positions are in range, as far as a later unmasked tile needs it.
-DEVICE bool modify_tile(const Params& p, const WorkTile& at, bool full, float (&s)[S_REGS], int k0, float scale) {
+DEVICE bool modify_tile(const Params& p, const WorkTile& at, bool full, float (&s)[S_REGS], int k0, float scale,
+                        const DenseFragments& dense = {}) {
     bool in_range = true;
     asm volatile("" : "+r"(k0));  // or what depends on k0 alone is computed for every tile, whether needed or not
     if constexpr (HAS_SCORE || HAS_MASK) {
@@ -114,10 +173,10 @@ DEVICE bool modify_tile(const Params& p, const WorkTile& at, bool full, float (&
         const long long offset = seq_of(p, at).q_position();
         in_range = positions_in_range(p, offset);
         if (!in_range) modify_any_position(p, at, offset, full, s, k0);
-        else if (!full) modify_in_range<true>(p, at, (start)offset, s, k0, scale);
-        else if (HAS_SCORE) modify_in_range<false>(p, at, (start)offset, s, k0, scale);
+        else if (!full) modify_in_range<true>(p, at, (start)offset, s, k0, scale, dense);
+        else if (HAS_SCORE) modify_in_range<false>(p, at, (start)offset, s, k0, scale, dense);
     } else if (!full) {
-        modify_in_range<true>(p, at, 0, s, k0, scale);
+        modify_in_range<true>(p, at, 0, s, k0, scale, dense);
     }
     return in_range || !HAS_SCORE;
 }
