@@ -215,7 +215,7 @@ def device_times(dim: int, causal: bool, n: int, batch: int, heads: int) -> None
     from flashkit.backends.cuda_common import device, launch
     from flashkit.backends.cuda_common.arguments import Arguments
     from flashkit.backends.cuda_common.generation import Choice, TileTables
-    from flashkit.backends.cupy_raw.sm90_fp8 import Sm90Fp8Forward, forward_candidates
+    from flashkit.backends.cupy_raw.backend import CupyRawBackend
     from flashkit.call.arguments import prepare
     from flashkit.call.call import Call
     from flashkit.call.codes import on_codes
@@ -236,8 +236,9 @@ def device_times(dim: int, causal: bool, n: int, batch: int, heads: int) -> None
             made = on_codes(call.quantised, call.q, call.k, call.v, call.options, None, False, "cupy_raw")
         assert not isinstance(made, str), made
         kept.append(made)
-        for tile in forward_candidates(made[0], device.current()):
-            run = Sm90Fp8Forward(made[0], Choice(tile, None, "tried"), tables).run
+        sm90 = CupyRawBackend.generations[0]
+        for tile in sm90.candidates(made[0], device.current(), "forward"):
+            run = sm90.plan(made[0], Choice(tile, None, "tried"), tables).run
             arguments = Arguments(made[0].spec, made[1])
             name = f"{tile.block_q} x {tile.block_k}, {tile.stages} stages, Q {tile.q_buffers}"
             calls[per, name] = partial(run, arguments, launch.stream())

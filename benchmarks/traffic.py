@@ -52,11 +52,15 @@ def work() -> None:
 
     from flashkit.backends.cuda_common import device, launch
     from flashkit.backends.cuda_common.arguments import Arguments
-    from flashkit.backends.cupy_raw.sm80 import Sm80Forward, Sm80Tile
+    from flashkit.backends.cuda_common.generation import Choice, TileTables
+    from flashkit.backends.cupy_raw.backend import CupyRawBackend
+    from flashkit.backends.cupy_raw.sm80 import Sm80Tile
     from flashkit.call.arguments import prepare
+    from flashkit.devices import profiles
 
     mark = cupy.RawKernel('extern "C" __global__ void mark() {}', "mark")
     rng = cupy.random.default_rng(0)
+    tables = TileTables("cupy_raw", profiles.for_device("cuda"), device.current(), "forward")
     for number, (n, method) in enumerate(cases(), 1):
         shape = 1, TOKENS_TIMES_HEADS // n, n, DIM
         q, k, v = (rng.standard_normal(shape, dtype=cupy.float32).astype(cupy.float16) for _ in range(3))
@@ -65,7 +69,7 @@ def work() -> None:
             forward(q, k, v)
         else:
             problem, operands, _ = prepare(q, k, v)
-            made = Sm80Forward(problem, device.current(), Sm80Tile(*TILES[method]), method)
+            made = CupyRawBackend.generations[1].plan(problem, Choice(Sm80Tile(*TILES[method]), None, method), tables)
             arguments = Arguments(problem.spec, operands)
             mark((number,), (1,), ())
             made.run(arguments, launch.stream())

@@ -218,8 +218,9 @@ def fused_preprocess(monkeypatch: Any, sms: int = 0) -> None:
 
     begin = sm90_bwd_launch.Backward.__init__
 
-    def begin_small(self: Any, spec: Any, device: Any, *others: Any, **named: Any) -> None:
-        begin(self, spec, dataclasses.replace(device, sms=sms or device.sms), *others, **named)
+    def begin_small(self: Any, generation: Any, problem: Any, choice: Any, tables: Any, *others: Any) -> None:
+        device = dataclasses.replace(tables.device, sms=sms or tables.device.sms)
+        begin(self, generation, problem, choice, dataclasses.replace(tables, device=device), *others)
 
     monkeypatch.setattr(sm90_bwd_launch.Backward, "__init__", begin_small)
     monkeypatch.setattr(sm90_bwd_launch.Backward, "kv_heads_in_flight", lambda *_: 1)

@@ -202,12 +202,13 @@ def placed(first: str = "", stride: str = "", scale: float = 1.0) -> Arguments:
 def test_numbas_tensor_cores_take_rows_of_whole_vectors(kept: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each tensor that a pass reads or writes in vectors; the forward pass also a positive scale alone."""
     monkeypatch.setattr(numbas_sm80.MmaBackward, "geometry", lambda *_: "its own")
-    monkeypatch.setattr(numbas_sm80.MmaBackward, "run", lambda *_: ran.append("sm80"))
+    monkeypatch.setattr(numbas_sm80.MmaBackward, "launch", lambda *_: ran.append("sm80"))
     older, ran = SimpleNamespace(run=lambda *_: ran.append("older")), list[str]()
     passes: dict[str, Any] = {"forward": numbas_sm80.Forward, "backward": numbas_sm80.Backward}
     for direction, kind in passes.items():
         one = object.__new__(kind)
-        one._fallback, one._kernel = older, SimpleNamespace(launch=lambda *_: ran.append("sm80"))
+        one._addresses = arguments.addresses(kind.addressed)
+        one.fallback, one._kernel = older, SimpleNamespace(launch=lambda *_: ran.append("sm80"))
         one.tile = SimpleNamespace(block_q=128)
         used = NAMES[:4] if direction == "forward" else [name for name in NAMES if name != "out"]
         for name in NAMES:

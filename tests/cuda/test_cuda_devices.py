@@ -24,7 +24,7 @@ import flashkit
 from flashkit import dispatch, mods
 from flashkit.backends.cuda_common import sm80_bwd_launch
 from flashkit.backends.cuda_common.backend import VARIABLE
-from flashkit.backends.cuda_common.verify import Fallback
+from flashkit.backends.cuda_common.generation import Fallback
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
 from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
 

@@ -245,7 +245,7 @@ def sm90_binary(spec: AttentionSpec, tile: sm90.Sm90Tile | None = None, pack: in
     """A serialised wgmma makes this raise CompileError."""
     tile = tile or tile_of(long(spec), "sm90")
     assert tile.fits(spec, HOPPER)
-    return compiler.binary(specialise.source("sm90/forward", spec, *sm90.forward_source(spec, tile, pack)), "sm_90a")
+    return compiler.binary(specialise.source("sm90/forward", spec, *tile.source(spec, pack)), "sm_90a")
 
 
 @pytest.mark.slow
@@ -585,7 +585,7 @@ def test_sm90_backward_tiles_of_all_head_dims_fit() -> None:
 
 def test_heads_of_a_group_are_packed_where_they_divide_a_box() -> None:
     def packed(group: int, n_q: int) -> int:
-        return sm90_launch.packed(Problem(AttentionSpec("float16", 64, 64, group), 1, 2 * group, n_q, 4096))
+        return sm90_launch.Forward.packed(Problem(AttentionSpec("float16", 64, 64, group), 1, 2 * group, n_q, 4096))
 
     assert [packed(group, 70) for group in (1, 2, 3, 6, 8, 64, 128)] == [1, 2, 1, 1, 8, 64, 1]
     assert packed(2, 257) == 1

@@ -418,6 +418,7 @@ class Computed:
     """A pass without kernels: it writes what the definition gives, changed by `change`, a function of each result."""
 
     tile = "its tile"
+    bias, values_in_keys = None, False
 
     def __init__(self, spec: AttentionSpec, direction: str, change: Any) -> None:
         self.spec, self.direction, self.change = spec, direction, change
@@ -462,10 +463,10 @@ def test_a_wrong_element_of_fresh_kernels_is_an_error(
         return x
 
     here = devices.current()
-    CHECK(Computed(spec, direction, lambda _, x: x), spec, here, direction)  # type: ignore[arg-type]
+    CHECK(Computed(spec, direction, lambda _, x: x), spec, here, direction)
     assert marked == [True]
     with pytest.raises(verify.MiscompiledError, match=f"{name} of the freshly compiled {direction} pass its tile"):
-        CHECK(Computed(spec, direction, change), spec, here, direction)  # type: ignore[arg-type]
+        CHECK(Computed(spec, direction, change), spec, here, direction)
     assert marked == [True]
 
 

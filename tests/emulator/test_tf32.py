@@ -10,7 +10,7 @@ import pytest
 
 import flashkit
 from flashkit.backends.cuda_common import backend as cuda_backend
-from flashkit.backends.cuda_common.verify import Fallback
+from flashkit.backends.cuda_common.generation import Fallback
 from flashkit.call.arguments import prepare
 
 exhaustive = pytest.mark.exhaustive

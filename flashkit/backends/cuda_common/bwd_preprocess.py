@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from ...spec import ITEMSIZE, AttentionSpec
-from . import compiler
+from ...spec import ITEMSIZE
 from .arguments import Arguments
-from .device import Device
-from .generation import Kernels
+from .generation import Pass
 from .memory import Workspace
 from .params import AT
 
@@ -14,13 +12,11 @@ _THREADS = 128  # of a CTA: kernels/common/bwd_preprocess
 
 
 class BwdPreprocess:
-    """kernels/common/bwd_preprocess for a spec. base_2: kernels fold log2 e into the log-sum-exp that they get."""
+    """kernels/common/bwd_preprocess for a pass. base_2: kernels fold log2 e into the log-sum-exp that they get."""
 
-    def __init__(self, kernels: Kernels, spec: AttentionSpec, device: Device, base_2: bool = True) -> None:
-        constants, arch = (("BASE_2", base_2),), compiler.target(device.capability)
-        self.library = kernels("common/bwd_preprocess", spec, constants, arch)
-        self._row_stats = self.library.kernel("bwd_preprocess", device)
-        self._sinks = self.library.kernel("bwd_sinks", device)
+    def __init__(self, of: Pass, base_2: bool = True) -> None:
+        library, spec = of.compiled("common/bwd_preprocess", {"BASE_2": base_2}), of.spec
+        self._row_stats, self._sinks = (library.kernel(name, of.device) for name in ("bwd_preprocess", "bwd_sinks"))
         row_vecs = -(-spec.head_dim_v * ITEMSIZE[spec.dtype] // 16)
         self._rows_per_cta = _THREADS // (32 if row_vecs > 16 else 16 if row_vecs > 8 else 8)
 

@@ -8,15 +8,17 @@ fields of a tile are its options. It lists the tiles worth trying, which `flashk
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ...devices.schema import Profile, TileRow, not_followed
 from ...errors import UnsupportedError
 from ...spec import AttentionSpec, Direction, Problem, Verdict
 from ..base import refused
-from .arguments import Arguments
+from . import compiler, verify
+from .arguments import Arguments, addresses, aligned
 from .device import Device
 from .launch import Library
 
@@ -29,19 +31,8 @@ class Kernels(Protocol):
 
     def __call__(self, name: str, spec: AttentionSpec, constants: tuple[tuple[str, int], ...], arch: str, /) -> Library:
         """The kernels of kernels/<name> for a spec, compiled (or cached) and loaded. `constants`: those that the file
-        needs besides the ones of the spec.
+        needs besides the ones of the spec. CUDA C++ takes generated functions, too.
         """
-
-
-class Pass(Protocol):
-    """One direction of a plan: its loaded kernels, and how they are launched."""
-
-    tile: Any
-    why: str
-    libraries: list[Library]
-
-    def run(self, arguments: Arguments, stream: int) -> None:
-        """Enqueue the kernels. Words of `arguments` that it changes are set again by the next call."""
 
 
 class Choice(NamedTuple):
@@ -52,17 +43,42 @@ class Choice(NamedTuple):
     why: str
 
 
-class Generation(Protocol):
-    """Kernels for one kind of arithmetic units."""
+class Kind(NamedTuple):
+    """Kernels of a generation for one kind of problem."""
+
+    tile: type
+    plan: Callable[[Any, Problem, Choice, Any], Pass]
+    """Takes the arguments of `Pass`."""
+
+    tiles: Callable[[Problem, Device], Iterable[Any]]
+    """Tiles worth trying, by expected speed."""
+
+    why: str = ""
+    """Where no row has a tile: why the first of these is taken; "" if it is not."""
+
+    has_rows: bool = True
+    """Whether rows of profiles are for these kernels."""
+
+
+class Generation:
+    """Kernels for one kind of arithmetic units. `below`: of these the first that can takes what is left."""
 
     name: str
-    directions: tuple[Direction, ...]
+    directions: tuple[Direction, ...] = ("forward", "backward")
 
     takes: Collection[str] = ()
     """Names of `base.EXTRAS` that it is asked about."""
 
+    def __init__(self, kernels: Kernels, *below: Generation) -> None:
+        self.kernels, self.below = kernels, below
+
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         """Whether these kernels can compute it and have enough work for it, or the reason why not."""
+        raise NotImplementedError
+
+    def kind(self, problem: Problem, direction: Direction) -> Kind:
+        """The kernels for a problem that it supports."""
+        raise NotImplementedError
 
     def profitable(self, problem: Problem, direction: Direction) -> Verdict:
         """Whether it is faster than older generations; asked only if these are allowed."""
@@ -72,18 +88,112 @@ class Generation(Protocol):
         """Whether a score modification or dropout takes registers from tiles: a condition of rows."""
         return spec.score is not None or spec.dropout
 
+    def fitted(
+        self, tile: Any, spec: AttentionSpec, device: Device, direction: Direction, row: TileRow | None = None
+    ) -> Any:  # fmt: skip
+        """The tile as it fits a spec, or None. row: of a profile, where the tile is from one."""
+        return tile if tile.fits(spec, device) else None
+
     def tile(self, problem: Problem, row: TileRow, device: Device, direction: Direction) -> Any:
         """The tile of a profile's row; None where it does not fit."""
+        kind = self.kind(problem, direction)
+        fitted = partial(self.fitted, device=device, direction=direction, row=row)
+        return tile_of(kind.tile, row, problem.spec, fitted) if kind.has_rows else None
 
     def model(self, problem: Problem, device: Device, direction: Direction) -> Choice | None:
         """A tile for where no row has one."""
-        return None
+        why = self.kind(problem, direction).why
+        tiles = self.candidates(problem, device, direction) if why else []
+        return Choice(tiles[0], None, why) if tiles else None
 
-    def candidates(self, problem: Problem, device: Device, direction: Direction) -> Sequence[Any]:
+    def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
         """Tiles worth trying, by expected speed: frozen dataclasses of integers."""
+        tiles = dict.fromkeys(self.kind(problem, direction).tiles(problem, device))
+        return [found for tile in tiles if (found := self.fitted(tile, problem.spec, device, direction))]
 
     def plan(self, problem: Problem, choice: Choice, tables: TileTables) -> Pass:
         """A pass with the chosen tile, in the direction and for the device of `tables`."""
+        return self.kind(problem, tables.direction).plan(self, problem, choice, tables)
+
+    def older(self, problem: Problem, tables: TileTables) -> Pass:
+        """A pass of the generations below."""
+        for each in self.below:
+            if asked(each, problem, tables.device, tables.direction):
+                return tables.plan(each, problem)
+        needed = "keys, a positive scale, and addresses and strides that are multiples of 16 bytes"
+        raise UnsupportedError(f"{problem.describe()}: the only kernels for this need {needed}")
+
+
+class Pass:
+    """One direction of a plan: its loaded kernels, and how they are launched. Calls whose arrays they do not take go to
+    a pass of an older generation.
+
+    spec: of the kernels, where it is not that of the problem.
+    """
+
+    addressed: tuple[str, ...] = ()
+    """Tensors whose addresses have to be multiples of 16 bytes."""
+
+    bias: Any = None
+    """The dense bias whose tiles TMA loads, and"""
+
+    values_in_keys = False
+    """whether v is a view of k: what the sample problem of a fresh kernel needs (verify.py)."""
+
+    def __init__(
+        self, generation: Generation, problem: Problem, choice: Choice, tables: TileTables,
+        spec: AttentionSpec | None = None,
+    ) -> None:  # fmt: skip
+        self.generation, self.problem, self.spec, self.device = generation, problem, spec or problem.spec, tables.device
+        self.tile, _, self.why = choice
+        self.libraries: list[Library] = []
+        self._addresses = addresses(self.addressed)
+        self.fallback = Fallback(partial(generation.older, problem, tables), problem.spec, tables)
+
+    def compiled(self, name: str, constants: Mapping[str, int], *functions: str) -> Library:
+        """The kernels of kernels/<name> for the spec."""
+        arch = compiler.target(self.device.capability)
+        library = self.generation.kernels(name, self.spec, tuple(constants.items()), arch, *functions)
+        self.libraries.append(library)
+        return library
+
+    def geometry(self, arguments: Arguments) -> Any:
+        """What launches derive from shapes and strides, a tuple whose first field is 0 where there is nothing to
+        compute; None where the kernels do not support these.
+        """
+        raise NotImplementedError
+
+    def takes(self, arguments: Arguments) -> bool:
+        """Whether the kernels take the addresses of a call, whose strides they do."""
+        return aligned(arguments, self._addresses)
+
+    def launch(self, arguments: Arguments, geometry: Any, stream: int) -> None:
+        """Enqueue the kernels. Words of `arguments` that it changes are set again by the next call."""
+        raise NotImplementedError
+
+    def run(self, arguments: Arguments, stream: int) -> None:
+        """Enqueue the kernels of this pass, or of an older one."""
+        geometry = arguments.known(self, self.geometry)
+        if geometry is None or not self.takes(arguments):
+            self.fallback.run(arguments, stream)
+        elif geometry[0]:
+            self.launch(arguments, geometry, stream)
+
+
+class Fallback:
+    """A pass that few calls need, or that follows another one. It is planned on the first such call."""
+
+    def __init__(self, plan: Callable[[], Pass], spec: AttentionSpec, tables: TileTables) -> None:
+        self._plan, self._for = plan, (spec, tables.device, tables.direction)
+        self._pass: Pass | None = None
+
+    def run(self, arguments: Arguments, stream: int) -> None:
+        """Enqueue its kernels."""
+        if self._pass is None:
+            planned = self._plan()
+            verify.check(planned, *self._for)
+            self._pass = planned
+        self._pass.run(arguments, stream)
 
 
 @dataclass(frozen=True)
@@ -131,16 +241,6 @@ class TileTables:
 def row_tiles(problem: Problem) -> int:
     """Tiles of 64 rows, where query heads that share keys share tiles."""
     return -(-problem.n_q * problem.spec.group // 64) * problem.heads_kv * problem.batch
-
-
-def supports_packed(spec: AttentionSpec, what: str) -> Verdict:
-    """The refusal of packed sequences, of a generation that has no kernels of this kind for them."""
-    return Verdict(not spec.packed, f"packed sequences have no {what} kernels here" if spec.packed else "")
-
-
-def supports_paged(spec: AttentionSpec, what: str) -> Verdict:
-    """The refusal of keys in pages, likewise."""
-    return Verdict(not spec.paged, f"keys in pages have no {what} kernels here" if spec.paged else "")
 
 
 def supports_16bit(spec: AttentionSpec, most: int) -> Verdict:

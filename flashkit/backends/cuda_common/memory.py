@@ -16,6 +16,7 @@ from typing import Any
 from ...spec import ITEMSIZE, AttentionSpec
 from . import launch
 from .arguments import Arguments
+from .device import Device
 from .params import AT
 
 _ALIGNMENT = 256
@@ -65,6 +66,10 @@ class SmemTile:
     def shared_memory(self, spec: AttentionSpec) -> int:
         """Bytes of it."""
         return self.smem(spec).bytes
+
+    def fits(self, spec: AttentionSpec, device: Device) -> bool:
+        """Whether shared memory suffices, and registers as far as is known."""
+        return self.shared_memory(spec) <= device.shared_per_block
 
 
 def stage_constants(stage: SmemLayout) -> dict[str, int]:

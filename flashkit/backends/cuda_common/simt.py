@@ -5,18 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 
 from ...devices.schema import TileRow
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..base import EXTRAS
-from . import compiler
 from .arguments import Arguments
 from .bwd_preprocess import BwdPreprocess
 from .device import Device
-from .generation import Choice, Generation, Kernels, TileTables, tile_of
-from .launch import Kernel, check_grid
-from .memory import SmemLayout
+from .generation import Choice, Generation, Kernels, Kind, Pass, TileTables
+from .launch import check_grid
+from .memory import SmemLayout, Workspace
 
 Part = str
 """A kernel: "forward", or with tangents "jvp", or of the backward pass "dkdv" or "dq"."""
@@ -46,18 +45,23 @@ class SimtTile:
     def threads(self) -> int:
         return self.threads_x * self.threads_y
 
-    def constants(self, part: Part, spec: AttentionSpec) -> tuple[tuple[str, int], ...]:
+    def constants(self, part: Part, spec: AttentionSpec) -> dict[str, int]:
         """Constants of the kernel's head."""
-        names = {
+        return {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "TX": self.threads_x, "TY": self.threads_y,
             "CHUNK": self.chunk, "KEYS": self.keys, "BLOCKS_PER_SM": self.blocks,
             "BACKWARD_KEYS": part == "dkdv", **self.smem(part, spec).constants(),
         }  # fmt: skip
-        return tuple(names.items())
 
     def shape(self, part: Part) -> tuple[int, int]:
         """Rows and columns of the tile: query rows and keys, transposed in "dkdv"."""
         return (self.block_k, self.block_q) if part == "dkdv" else (self.block_q, self.block_k)
+
+    @staticmethod
+    def widths(part: Part, spec: AttentionSpec) -> tuple[int, ...]:
+        """Of the accumulators: O, with tangents O and dO, dK and dV, or dQ."""
+        d, dv = spec.head_dim, spec.head_dim_v
+        return {"forward": (dv,), "jvp": (dv, dv), "dkdv": (d, dv), "dq": (d,)}[part]
 
     def accumulator_columns(self, dim: int) -> int:
         """Columns that a row of an accumulator is padded to."""
@@ -67,10 +71,8 @@ class SimtTile:
         """The shared memory of a CTA: two stages of operands, then a tile of P or dS."""
         size = ITEMSIZE[spec.lse_dtype]
         rows, columns = self.shape(part)
-        dim = {"forward": spec.head_dim_v, "jvp": spec.head_dim_v, "dq": spec.head_dim}.get(
-            part, max(spec.head_dim, spec.head_dim_v)
-        )
-        stage = max((rows + columns) * (self.chunk + 16 // size), self.keys * self.accumulator_columns(dim))
+        widest = self.accumulator_columns(max(self.widths(part, spec)))
+        stage = max((rows + columns) * (self.chunk + 16 // size), self.keys * widest)
         pitch = columns + (self.threads_x if self.threads_x < 32 else 0)
         return SmemLayout(STAGES=2 * stage * size, P=rows * pitch * size)
 
@@ -82,9 +84,7 @@ class SimtTile:
         """Estimated registers of a thread: tiles, accumulators, operands of a step and a constant rest."""
         rows, columns = self.shape(part)
         r, c = rows // self.threads_y, columns // self.threads_x
-        widths = {"forward": (spec.head_dim_v,), "dq": (spec.head_dim,), "dkdv": (spec.head_dim, spec.head_dim_v),
-                  "jvp": (spec.head_dim_v, spec.head_dim_v)}  # fmt: skip
-        accumulators = sum(self.accumulator_columns(dim) // self.threads_x for dim in widths[part])
+        accumulators = sum(self.accumulator_columns(dim) // self.threads_x for dim in self.widths(part, spec))
         values = r * c * {"forward": 1, "jvp": 3}.get(part, 2) + r * accumulators + 4 * r + 4 + 2 * r
         return values * ITEMSIZE[spec.lse_dtype] // 4 + 40
 
@@ -102,9 +102,8 @@ class SimtTile:
         if resident < 1:
             return float("inf")
         r, c = rows // self.threads_y, columns // self.threads_x
-        products = {"forward": (1, (spec.head_dim_v,)), "dq": (2, (spec.head_dim,)),
-                    "dkdv": (2, (spec.head_dim, spec.head_dim_v)), "jvp": (3, (spec.head_dim_v,) * 3)}  # fmt: skip
-        scores, outputs = products[part]
+        scores = {"forward": 1, "jvp": 3}.get(part, 2)
+        outputs = self.widths(part, spec) if part != "jvp" else (spec.head_dim_v,) * 3
         # A step of four columns: r + c vector loads for 4 r c multiply-adds. Each chunk costs a barrier.
         chunks = -(-spec.head_dim // self.chunk) + len(outputs) * -(-columns // self.keys)
         work = scores * spec.head_dim * (1 + (r + c) / (4 * r * c) * 2)
@@ -148,12 +147,10 @@ def _resident(tile: SimtTile, part: Part, spec: AttentionSpec, device: Device) -
 class _Kernel:
     """One kernel with its tile."""
 
-    def __init__(self, kernels: Kernels, part: Part, spec: AttentionSpec, device: Device, tile: SimtTile) -> None:
-        self.tile = tile
-        direction = "forward" if part in ("forward", "jvp") else "backward"
-        arch = compiler.target(device.capability)
-        self.library = kernels(f"simt/{direction}", spec, self.tile.constants(part, spec), arch)
-        self.kernel: Kernel = self.library.kernel(f"simt_{direction}", device, self.tile.shared_memory(part, spec))
+    def __init__(self, of: Pass, part: Part, tile: SimtTile) -> None:
+        self.tile, direction = tile, "backward" if part.startswith("d") else "forward"
+        library = of.compiled(f"simt/{direction}", tile.constants(part, of.spec))
+        self.kernel = library.kernel(f"simt_{direction}", of.device, tile.shared_memory(part, of.spec))
 
     def launch(self, arguments: Arguments, tiles: int, heads: int, stream: int) -> None:
         """Launches a CTA for each tile, head and batch entry."""
@@ -163,30 +160,31 @@ class _Kernel:
             self.kernel.launch(blocks, self.tile.threads, arguments, stream)
 
 
-class SimtForward:
+class SimtForward(Pass):
     """The forward pass."""
 
-    def __init__(self, kernels: Kernels, spec: AttentionSpec, device: Device, choice: Choice) -> None:
-        self.tile, _, self.why = choice
-        self.forward = _Kernel(kernels, _part(spec, "forward"), spec, device, self.tile)
-        self.libraries = [self.forward.library]
+    def __init__(self, generation: Generation, problem: Problem, choice: Choice, tables: TileTables) -> None:
+        super().__init__(generation, problem, choice, tables)
+        self.forward = _Kernel(self, _part(self.spec, "forward"), self.tile)
 
     def run(self, arguments: Arguments, stream: int) -> None:
         self.forward.launch(arguments, arguments.q_tiles(self.tile.block_q), arguments.heads, stream)
 
 
-class SimtBackward:
+class SimtBackward(Pass):
     """The backward pass: preprocess, then dK and dV, then dQ, then the sinks."""
 
-    def __init__(self, kernels: Kernels, spec: AttentionSpec, device: Device, choice: Choice) -> None:
-        self.tile, _, self.why = choice
-        self.dkdv = _Kernel(kernels, "dkdv", spec, device, self.tile)
-        self.dq = _Kernel(kernels, "dq", spec, device, choose("dq", spec, device))
-        self.preprocess = BwdPreprocess(kernels, spec, device, base_2=False)
-        self.libraries = [self.dkdv.library, self.dq.library, self.preprocess.library]
+    def __init__(self, generation: Generation, problem: Problem, choice: Choice, tables: TileTables) -> None:
+        super().__init__(generation, problem, choice, tables)
+        self.dkdv = _Kernel(self, "dkdv", self.tile)
+        self.dq = _Kernel(self, "dq", choose("dq", self.spec, self.device))
+        self.preprocess = BwdPreprocess(self, base_2=False)
 
-    def run(self, arguments: Arguments, stream: int) -> None:
-        workspace, preprocess_ctas = arguments.known(self, self.preprocess.geometry)
+    def geometry(self, arguments: Arguments) -> tuple[Workspace, int]:
+        return self.preprocess.geometry(arguments)
+
+    def launch(self, arguments: Arguments, geometry: tuple[Workspace, int], stream: int) -> None:
+        workspace, preprocess_ctas = geometry
         held = workspace.allocate(arguments, stream)
         self.preprocess.run(arguments, stream, preprocess_ctas)
         self.dkdv.launch(arguments, arguments.k_tiles(self.dkdv.tile.block_k), arguments.heads_kv, stream)
@@ -208,42 +206,39 @@ def _part(spec: AttentionSpec, direction: Direction) -> Part:
 MAX_CANDIDATES = 8
 """Tiles that the tuner tries: the best of the hundreds that the model ranks."""
 
+_MODEL = "least cost by the model of registers and shared memory"
+
+
+def _best(part: Part, problem: Problem, device: Device) -> list[SimtTile]:
+    """Tiles worth trying. In the backward pass they are for dK and dV; the model chooses the tile of dQ."""
+    costs = {tile: tile.cost(part, problem.spec, device) for tile in candidates(part)}
+    return sorted((tile for tile, cost in costs.items() if cost < float("inf")), key=costs.__getitem__)[:MAX_CANDIDATES]
+
 
 class Simt(Generation):
     """Kernels for every device, dtype and feature."""
 
     name = "simt"
-    directions: tuple[Direction, ...] = ("forward", "backward")
 
     def __init__(self, kernels: Kernels, left_out: Collection[str] = ("fp8",)) -> None:
         """left_out: of `base.EXTRAS`."""
-        self._kernels, self.takes = kernels, EXTRAS.keys() - left_out
+        super().__init__(kernels)
+        self.takes = EXTRAS.keys() - left_out
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         return Verdict(True)
 
-    def tile(self, problem: Problem, row: TileRow, device: Device, direction: Direction) -> SimtTile | None:
-        part = _part(problem.spec, direction)
-        if part == "jvp":  # rows are of kernels with fewer registers
-            return None
+    def kind(self, problem: Problem, direction: Direction) -> Kind:
+        part, plan = _part(problem.spec, direction), SimtForward if direction == "forward" else SimtBackward
+        # Rows are of kernels that need fewer registers than those with tangents.
+        return Kind(SimtTile, plan, partial(_best, part), _MODEL, has_rows=part != "jvp")
 
-        def fitted(tile: SimtTile, spec: AttentionSpec) -> SimtTile | None:
-            fits = replace(tile, blocks=1) in candidates(part) and tile.cost(part, spec, device) < float("inf")
-            return _resident(tile, part, spec, device) if fits else None
-
-        return tile_of(SimtTile, row, problem.spec, fitted)
+    def fitted(
+        self, tile: SimtTile, spec: AttentionSpec, device: Device, direction: Direction, row: TileRow | None = None
+    ) -> SimtTile | None:  # fmt: skip
+        part = _part(spec, direction)
+        fits = replace(tile, blocks=1) in candidates(part) and tile.cost(part, spec, device) < float("inf")
+        return _resident(tile, part, spec, device) if fits else None
 
     def model(self, problem: Problem, device: Device, direction: Direction) -> Choice:
-        tile = choose(_part(problem.spec, direction), problem.spec, device)
-        return Choice(tile, None, "least cost by the model of registers and shared memory")
-
-    def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[SimtTile]:
-        """Tiles worth trying. In the backward pass they are for dK and dV; the model chooses the tile of dQ."""
-        part = _part(problem.spec, direction)
-        costs = {tile: tile.cost(part, problem.spec, device) for tile in candidates(part)}
-        ranked = sorted((tile for tile, cost in costs.items() if cost < float("inf")), key=lambda tile: costs[tile])
-        return [_resident(tile, part, problem.spec, device) for tile in ranked[:MAX_CANDIDATES]]
-
-    def plan(self, problem: Problem, choice: Choice, tables: TileTables) -> SimtForward | SimtBackward:
-        kind = SimtForward if tables.direction == "forward" else SimtBackward
-        return kind(self._kernels, problem.spec, tables.device, choice)
+        return Choice(choose(_part(problem.spec, direction), problem.spec, device), None, _MODEL)

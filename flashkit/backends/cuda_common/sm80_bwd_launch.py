@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ...spec import AttentionSpec
-from . import compiler
+from ...spec import Problem
 from .arguments import Arguments
 from .bwd_preprocess import BwdPreprocess
-from .device import Device
-from .generation import Kernels
+from .generation import Choice, Generation, Pass, TileTables
 from .launch import check_grid
 from .memory import Workspace, bytes_of_queries, heads_per_l2_group
 
@@ -19,32 +17,32 @@ _POSTPROCESS_THREADS = 256
 
 
 class LaunchGeometry(NamedTuple):
-    """What the launches derive from the shapes of their arrays: their CTAs, and their memory."""
+    """What the launches derive from the shapes of their arrays: their memory, and their CTAs."""
 
+    workspace: Workspace
     preprocess_ctas: int
     blocks: int
     tiles: int
-    workspace: Workspace
 
 
-class MmaBackward:
+class MmaBackward(Pass):
     """Preprocess; then all gradients, a CTA per key tile, which add to dq_accum; then postprocess.
 
-    `tile` has block_q, block_k, warps and shared_memory; columns: of a row of dq_accum. ordered: they add in one order.
+    The tile has block_q, block_k, warps and shared_memory; columns: of a row of dq_accum. ordered: they add in one
+    order.
     """
 
     ordered = True
 
     def __init__(
-        self, kernels: Kernels, spec: AttentionSpec, device: Device, tile: Any, why: str,
+        self, generation: Generation, problem: Problem, choice: Choice, tables: TileTables,
         constants: Mapping[str, int], columns: int,
     ) -> None:  # fmt: skip
-        self.tile, self.why, self._columns = tile, why, columns
-        library = kernels("sm80/backward", spec, tuple(constants.items()), compiler.target(device.capability))
-        self.preprocess = BwdPreprocess(kernels, spec, device)
-        self.libraries = [library, self.preprocess.library]
-        self._kernel = library.kernel("sm80_backward", device, tile.shared_memory(spec))
-        self._postprocess = library.kernel("bwd_postprocess", device)
+        super().__init__(generation, problem, choice, tables)
+        self._columns, library = columns, self.compiled("sm80/backward", constants)
+        self.preprocess = BwdPreprocess(self)
+        self._kernel = library.kernel("sm80_backward", self.device, self.tile.shared_memory(self.spec))
+        self._postprocess = library.kernel("bwd_postprocess", self.device)
 
     def geometry(self, arguments: Arguments) -> LaunchGeometry | None:
         """What the launches derive from shapes and strides; None where the kernels do not support them."""
@@ -62,10 +60,9 @@ class MmaBackward:
         if blocks:
             group = heads_per_l2_group(heads_kv, _L2_BYTES // bytes_of_queries(arguments))
             workspace.words(heads_per_l2_group=group)
-        return LaunchGeometry(preprocess_ctas, blocks, tiles, workspace)
+        return LaunchGeometry(workspace, preprocess_ctas, blocks, tiles)
 
-    def run(self, arguments: Arguments, stream: int) -> None:
-        geometry = arguments.known(self, self.geometry)
+    def launch(self, arguments: Arguments, geometry: LaunchGeometry, stream: int) -> None:
         held = geometry.workspace.allocate(arguments, stream)
         self.preprocess.run(arguments, stream, geometry.preprocess_ctas)
         if geometry.blocks:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ... import mods
 from ...mods import expr
-from ...spec import AttentionSpec
-from .arguments import Arguments, addresses, aligned
+from ...spec import AttentionSpec, Problem
+from .arguments import Arguments
 from .bwd_preprocess import BwdPreprocess
 from .device import Device
-from .generation import Kernels
-from .launch import Library, TensorMap, check_grid
-from .memory import SmemLayout, Workspace, bytes_of_queries, heads_per_l2_group
+from .generation import Choice, Generation, Pass, TileTables
+from .launch import TensorMap, check_grid
+from .memory import SmemLayout, SmemTile, Workspace, bytes_of_queries, heads_per_l2_group
 from .modification import is_of_blocks, looks_at_ranges, positions, sums_by_distance
 from .params import AT
 from .sm90_launch import SEQ_SLOT, WATCHDOG, chunks, padded
 from .tensor_maps import Maps, TileCounters, maps_of, strides_fit
-from .verify import Fallback
 
 _L2_BYTES = 12_000_000  # of the heads in flight: well within half of the L2 cache, which also holds dq_accum
 _L2_BYTES_DETERMINISTIC = 34_000_000
@@ -27,8 +26,7 @@ _MAX_HEADS_IN_FLIGHT = 8
 _ITEMSIZE = 2  # of what the kernels multiply
 _LEAD = 220  # work tiles whose heads bwd_preprocess completes before the backward kernel starts
 _CAUSAL = mods.causal().key
-_ADDRESSED = "q", "k", "v", "out", "dout", "dq", "dk", "dv"  # by TMA
-_ADDRESSES, _TILE_COUNTER = addresses(_ADDRESSED), AT["tile_counter"]
+_TILE_COUNTER = AT["tile_counter"]
 _THREADS = 384
 _EARLY_LAUNCH_MAX_TOKENS = 4096  # of deterministic kernels
 _POSTPROCESS_COST = 0.2  # time to convert a query tile of dQ on one SM, over that of a step of the backward kernel
@@ -42,7 +40,7 @@ def cluster_size(spec: AttentionSpec) -> int:
 
 
 @dataclass(frozen=True)
-class BackwardTile:
+class BackwardTile(SmemTile):
     """A tile of the backward pass: query tiles of `block_q` rows, 64 or 128; work tiles of `block_k` keys, 128: 64 for
     each of two consumer warp groups or, in a cluster, for each of two CTAs. `stages`, `dout_stages` and `key_buffers`:
     how many tiles of Q, dO and K are in shared memory at once. `bias_bytes`: of an element of a dense bias whose tiles
@@ -124,10 +122,6 @@ class BackwardTile:
         smem.add("ZEROS", 512, align=16)
         return smem
 
-    def shared_memory(self, spec: AttentionSpec) -> int:
-        """Bytes of a CTA."""
-        return self.smem(spec).bytes
-
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         """Whether it fits shared memory and, as far as accumulators and fragments tell, registers."""
         dim, dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
@@ -155,13 +149,11 @@ def _list_bytes(capacity: int) -> int:
     return 24 + 4 * capacity
 
 
-def backward_candidates(spec: AttentionSpec, device: Device) -> list[BackwardTile]:
-    """Tiles worth trying."""
-    if cluster_size(spec) > 1:
-        tiles = [BackwardTile(64, dout_stages=douts, key_buffers=1) for douts in (2, 1)]
-    else:
-        tiles = [BackwardTile(rows, key_buffers=buffers) for rows in (128, 64) for buffers in (2, 1)]
-    return [tile for tile in tiles if tile.fits(spec, device)]
+def backward_tiles(problem: Problem, device: Device) -> list[BackwardTile]:
+    """Tiles worth trying, of which some may not fit."""
+    if cluster_size(problem.spec) > 1:
+        return [BackwardTile(64, dout_stages=douts, key_buffers=1) for douts in (2, 1)]
+    return [BackwardTile(rows, key_buffers=buffers) for rows in (128, 64) for buffers in (2, 1)]
 
 
 # --- what is known of a mask ------------------------------------------------------------------------------------------
@@ -209,26 +201,30 @@ def reserved_sms(kind: MaskKind, n_k: int, work_tiles: int, sms: int) -> int:
 class LaunchGeometry(NamedTuple):
     """What the launches derive from the shapes and strides of their arrays."""
 
-    preprocess_ctas: int
+    preprocess_ctas: int  # 0: there is nothing to compute
     ctas: int
-    postprocess_ctas: int  # 0: there is nothing to compute
+    postprocess_ctas: int
     early: bool
     workspace: Workspace
     maps: list[tuple[int, Maps]]
     """For each TMA box the index of its tensor's address in the arguments, and the maps."""
 
 
-class Backward:
-    """The three kernels of the backward pass: bwd_preprocess, sm90_backward, bwd_postprocess.
-
-    spec: may be deterministic where the call need not be. library: the kernels; `kernels` compiles others of the same
-    backend. fallback: takes the calls that TMA cannot address, and non-positive scales. fused_preprocess: whether the
-    backward kernel does most of bwd_preprocess. early: whether kernels are launched while the one before runs
-    (programmatic dependent launch): bwd_postprocess then converts each query tile as soon as its dQ is complete.
+class Backward(Pass):
+    """The three kernels of the backward pass: bwd_preprocess, sm90_backward, bwd_postprocess. The spec may be
+    deterministic where the call need not be.
     """
 
-    addressed: tuple[str, ...] = _ADDRESSED
-    """Tensors whose rows have to be multiples of 16 bytes."""
+    addressed: tuple[str, ...] = "q", "k", "v", "out", "dout", "dq", "dk", "dv"
+    """By TMA."""
+
+    fused_preprocess = False
+    """Whether the backward kernel does most of bwd_preprocess."""
+
+    early = False
+    """Whether kernels are launched while the one before runs (programmatic dependent launch): bwd_postprocess then
+    converts each query tile as soon as its dQ is complete.
+    """
 
     entries_first = False
     """Whether batch entries of a head follow one another."""
@@ -237,19 +233,21 @@ class Backward:
     """Query tiles of packed sequences that a CTA of bwd_postprocess may take."""
 
     def __init__(
-        self, spec: AttentionSpec, device: Device, tile: BackwardTile, why: str, library: Library, kernels: Kernels,
-        fallback: Fallback, fused_preprocess: bool = False, early: bool = False,
+        self, generation: Generation, problem: Problem, choice: Choice, tables: TileTables,
+        spec: AttentionSpec | None = None,
     ) -> None:  # fmt: skip
-        self._fused_preprocess, self._early, self._mask_kind = fused_preprocess, early, mask_kind(spec)
-        self.spec, self.device, self.tile, self.why, self.libraries = spec, device, tile, why, [library]
-        self._sinks: BwdPreprocess | None = None
-        if spec.sinks:
-            self._sinks = BwdPreprocess(kernels, spec, device)
-            self.libraries.append(self._sinks.library)
+        super().__init__(generation, problem, choice, tables, spec)
+        self._mask_kind, device = mask_kind(self.spec), self.device
+        self._sinks = BwdPreprocess(self) if self.spec.sinks else None
+        library = self.compiled("sm90/backward", *self.source())
         self._preprocess = library.kernel("bwd_preprocess", device)
-        self._kernel = library.kernel("sm90_backward", device, tile.shared_memory(spec))
+        self._kernel = library.kernel("sm90_backward", device, self.tile.shared_memory(self.spec))
         self._postprocess = library.kernel("bwd_postprocess", device)
-        self._tickets, self._fallback = TileCounters.of(device), fallback
+        self._tickets = TileCounters.of(device)
+
+    def source(self) -> tuple[Any, ...]:
+        """Constants of the kernels, and generated functions if their language has them."""
+        return (self.tile.constants(self.spec),)
 
     def geometry(self, arguments: Arguments) -> LaunchGeometry | None:
         """What the launches derive from shapes and strides, or None where the fallback is needed."""
@@ -273,44 +271,34 @@ class Backward:
 
         in_flight, per_kv_head = self.kv_heads_in_flight(arguments), tiles_q * spec.group
         preprocessed = min(query_tiles, in_flight * per_kv_head + _LEAD // cluster * -(-per_kv_head // tiles_k))
-        if self._fused_preprocess and not has_long_work_tiles(
+        if self.fused_preprocess and not has_long_work_tiles(
             self._mask_kind, arguments.n_q, arguments.n_k, arguments.density
         ):
             preprocessed = query_tiles
         workspace.words(row_block=tile.block_q, heads_per_l2_group=in_flight, preprocessed_tiles=preprocessed)
-        early = self._early and not (
+        early = self.early and not (
             spec.deterministic and max(arguments.n_q, arguments.n_k) > _EARLY_LAUNCH_MAX_TOKENS
         )
         clusters = max(1, self.device.sms // cluster)
         reserved = reserved_sms(self._mask_kind, arguments.n_k, work_tiles, clusters) if early else 0
         ctas = cluster * min(work_tiles, clusters - reserved)
         maps = [(AT[name], maps_of(arguments, name, columns, 1, rows)) for name, columns, rows in self.boxes()]
-        preprocess_ctas = preprocessed if self._fused_preprocess else query_tiles
+        preprocess_ctas = preprocessed if self.fused_preprocess else query_tiles
         postprocess_ctas = query_tiles
         if spec.packed:  # several tiles for each of more CTAs than run at a time
             fewest = -(-query_tiles // self.postprocess_tiles)
             postprocess_ctas = max(fewest, min(query_tiles, _POSTPROCESS_CTAS * self.device.sms))
         return LaunchGeometry(preprocess_ctas, ctas, postprocess_ctas, early, workspace, maps)
 
-    def run(self, arguments: Arguments, stream: int) -> None:
-        geometry = arguments.known(self, self.geometry)
-        if geometry is None or not self.takes(arguments):
-            return self._fallback.run(arguments, stream)
-        if not geometry.postprocess_ctas:
-            return None
-        return self.launch(arguments, geometry, [maps[arguments.words[at]] for at, maps in geometry.maps], stream)
-
-    def takes(self, arguments: Arguments) -> bool:
-        """Whether TMA can address the arrays of the call, whose strides it can."""
-        return aligned(arguments, _ADDRESSES)
-
-    def launch(self, arguments: Arguments, geometry: LaunchGeometry, maps: Sequence[TensorMap], stream: int) -> None:
-        """Enqueue the kernels. maps: of each of the boxes."""
+    def launch(
+        self, arguments: Arguments, geometry: LaunchGeometry, stream: int, maps: Sequence[TensorMap] | None = None
+    ) -> None:  # fmt: skip
+        """maps: of each of the boxes, where they are not of the arrays of the call."""
         words = arguments.words
         held = geometry.workspace.allocate(arguments, stream)
         words[_TILE_COUNTER] = self._tickets.next(stream)
         self._preprocess.launch(geometry.preprocess_ctas, 256, arguments, stream)
-        arguments.with_maps(maps)
+        arguments.with_maps(maps or [of[words[at]] for at, of in geometry.maps])
         self._kernel.launch(geometry.ctas, _THREADS, arguments, stream, geometry.early)
         self._postprocess.launch(geometry.postprocess_ctas, 256, arguments, stream, geometry.early)
         if self._sinks is not None:

@@ -5,21 +5,19 @@ problems that have too little work for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ... import settings
 from ...spec import AttentionSpec, Problem, Verdict
 from . import modification
-from .arguments import ROW_TENSORS, Arguments, addresses, aligned
+from .arguments import ROW_TENSORS, Arguments
 from .device import Device
-from .generation import row_tiles
-from .launch import Library, TensorMap, check_grid
-from .memory import SmemLayout, bytes_of_keys, heads_per_l2_group
+from .generation import Choice, Generation, Pass, TileTables, row_tiles
+from .launch import TensorMap, check_grid
+from .memory import SmemLayout, SmemTile, bytes_of_keys, heads_per_l2_group
 from .params import AT
 from .tensor_maps import Maps, TileCounters, maps_of, strides_fit
-from .verify import Fallback
 
 NUM_LISTS, LIST_CAPACITY, LIST_HEADER = 2, 224, 28
 """Lists of K/V tiles in shared memory, their entries, and the bytes before these: WorkTileList of
@@ -50,7 +48,7 @@ def chunks(dim: int) -> int:
 
 
 @dataclass(frozen=True)
-class ForwardTile:
+class ForwardTile(SmemTile):
     """A tile of the forward pass: `block_q` rows, 64 for each consumer warp group, and `block_k` keys.
 
     `stages` K/V tiles and `q_buffers` tiles of Q are in shared memory at the same time. `turns`: whether consumer warp
@@ -73,13 +71,9 @@ class ForwardTile:
     def warpgroups(self) -> int:
         return self.block_q // 64
 
-    @property
-    def threads(self) -> int:
+    def threads(self, spec: AttentionSpec) -> int:
+        """Of a CTA."""
         return 128 * (self.warpgroups + 1)
-
-    def smem(self, spec: AttentionSpec) -> SmemLayout:
-        """The map of a CTA's shared memory: kernels/sm90/layout."""
-        raise NotImplementedError
 
     def lay_out(
         self, q: int, v: int, out: int, ones: int = 0, packed: bool = False, tangents: str = ""
@@ -105,12 +99,8 @@ class ForwardTile:
         smem.add("LIST_SEQS", NUM_LISTS * seq)
         return smem
 
-    def shared_memory(self, spec: AttentionSpec) -> int:
-        """Bytes of shared memory of a CTA."""
-        return self.smem(spec).bytes
-
-    def fits(self, spec: AttentionSpec, device: Device) -> bool:
-        """Whether it fits shared memory and, as far as O, S and P tell, registers."""
+    def source(self, spec: AttentionSpec, pack: int) -> tuple[Any, ...]:
+        """Constants of the kernel, and generated functions if its language has them. pack: PACK_GQA."""
         raise NotImplementedError
 
     def registers(self, classifies: bool) -> tuple[int, int]:
@@ -144,20 +134,6 @@ def fitted(tile: Any, spec: AttentionSpec, device: Device) -> Any:
     return next((each for each in some if each.fits(spec, device)), None)
 
 
-def forward_candidates(
-    kind: type[ForwardTile], problem: Problem, device: Device, shapes: Iterable[tuple[int, int, int]]
-) -> list[ForwardTile]:
-    """The tiles of these (block_q, block_k, turns) that fit."""
-    tiles = (kind(rows, keys, q_buffers=3, turns=turns) for rows, keys, turns in shapes)
-    return list(filter(None, (fitted(tile, problem.spec, device) for tile in tiles)))
-
-
-def packed(problem: Problem) -> int:
-    """Query heads whose rows share a tile (PACK_GQA): all of a group where there are few queries."""
-    group = problem.spec.group
-    return group if problem.n_q <= 256 and 64 % group == 0 and not problem.spec.packed else 1
-
-
 def keys_of_a_box(spec: AttentionSpec, block_k: int) -> int:
     """Keys of a TMA box: of pages those that are known to lie together. A tile has a box at most for each lane of a
     warp.
@@ -184,26 +160,32 @@ class LaunchGeometry(NamedTuple):
     """For each tensor that TMA moves as it lies: the index of its address in the arguments, and its maps."""
 
 
-class Forward:
-    """The forward pass. `fallback` takes the calls that its kernel does not support. TMA moves the tensors `addressed`
-    as they lie.
-    """
+class Forward(Pass):
+    """The forward pass. TMA moves the tensors `addressed` as they lie."""
 
-    def __init__(
-        self, problem: Problem, device: Device, tile: ForwardTile, why: str, library: Library, fallback: Fallback,
-        addressed: tuple[str, ...] = ROW_TENSORS, kernel: str = "sm90_forward",
-    ) -> None:  # fmt: skip
-        self.device, self.tile, self.why, self.fallback = device, tile, why, fallback
-        self.pack, self.libraries = packed(problem), [library]
-        self._kernel = library.kernel(kernel, device, tile.shared_memory(problem.spec))
-        self._counters, self._threads = TileCounters.of(device), tile.threads
-        self._addressed, self._addresses = addressed, addresses(addressed)
+    name = "sm90/forward"
+    """Of the file of the kernel."""
 
-    def takes(self, arguments: Arguments) -> bool:
+    addressed: tuple[str, ...] = ROW_TENSORS
+
+    def __init__(self, generation: Generation, problem: Problem, choice: Choice, tables: TileTables) -> None:
+        super().__init__(generation, problem, choice, tables)
+        self.pack = self.packed(problem)
+        library = self.compiled(self.name, *self.tile.source(self.spec, self.pack))
+        self._kernel = library.kernel(self.name.replace("/", "_"), self.device, self.tile.shared_memory(self.spec))
+        self._counters, self._threads = TileCounters.of(self.device), self.tile.threads(self.spec)
+
+    @staticmethod
+    def packed(problem: Problem) -> int:
+        """Query heads whose rows share a tile (PACK_GQA): all of a group where there are few queries."""
+        group = problem.spec.group
+        return group if problem.n_q <= 256 and 64 % group == 0 and not problem.spec.packed else 1
+
+    def supports(self, arguments: Arguments) -> bool:
         """Whether the kernel supports arrays of these shapes and strides."""
         # A scale that is not positive would change the sign of a masked pair's -inf.
         rows = not arguments.spec.paged or arguments.words[AT["page"]] % SWIZZLE_ROWS == 0
-        return bool(arguments.n_k) and arguments.positive_scale and rows and strides_fit(arguments, self._addressed)
+        return bool(arguments.n_k) and arguments.positive_scale and rows and strides_fit(arguments, self.addressed)
 
     def boxes(self, arguments: Arguments) -> list[tuple[str, int, int, int]]:
         """For each tensor: its name, its columns, and the heads and rows of a TMA box."""
@@ -217,28 +199,19 @@ class Forward:
 
     def geometry(self, arguments: Arguments) -> LaunchGeometry | None:
         """What the launch derives from shapes and strides, or None where the fallback is needed."""
-        if not self.takes(arguments):
+        if not self.supports(arguments):
             return None
         spec = arguments.spec
         heads = arguments.entries * arguments.heads // self.pack
         work_tiles = arguments.q_tiles(self.tile.block_q, self.pack) * heads
         check_grid(work_tiles)
-        maps = [(AT[box[0]], maps_of(arguments, *box)) for box in self.boxes(arguments) if box[0] in self._addressed]
+        maps = [(AT[box[0]], maps_of(arguments, *box)) for box in self.boxes(arguments) if box[0] in self.addressed]
         l2_bytes = _L2_BYTES_ARRAY_MASK if modification.looks_at_ranges(spec) else _L2_BYTES
         of_keys = spec.group if spec.packed else 1  # query heads that share them; batches were timed without
         group = heads_per_l2_group(heads, l2_bytes // bytes_of_keys(arguments) * of_keys)
         return LaunchGeometry(min(work_tiles, self.device.sms), group, tuple(maps))
 
-    def run(self, arguments: Arguments, stream: int) -> None:
-        geometry = arguments.known(self, self.geometry)
-        if geometry is None or not aligned(arguments, self._addresses):
-            return self.fallback.run(arguments, stream)
-        if geometry.ctas:
-            self.launch(geometry, arguments, stream)
-        return None
-
-    def launch(self, geometry: LaunchGeometry, arguments: Arguments, stream: int) -> None:
-        """Enqueue the kernel."""
+    def launch(self, arguments: Arguments, geometry: LaunchGeometry, stream: int) -> None:
         arguments.words[_L2_GROUP] = geometry.heads_per_l2_group
         arguments.words[_TILE_COUNTER] = self._counters.next(stream)
         maps, held = self.maps(arguments, geometry, stream)

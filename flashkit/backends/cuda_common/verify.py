@@ -6,7 +6,6 @@ binary passed, so each binary is checked once on a machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +25,6 @@ from ...spec import (
 )
 from .arguments import Arguments
 from .device import Device
-from .generation import Pass
 
 ROWS, KEYS = 150, 200
 """Sizes of the sample problem: more than one tile of any kernel in both directions, and no multiple of a tile."""
@@ -45,13 +43,13 @@ class MiscompiledError(RuntimeError):
     """A freshly compiled kernel gave wrong results, so it is not used."""
 
 
-def check(compiled: Pass, spec: AttentionSpec, device: Device, direction: Direction) -> None:
+def check(compiled: Any, spec: AttentionSpec, device: Device, direction: Direction) -> None:
     """Check the kernels of a pass that no process has checked before; MiscompiledError if a result is wrong."""
     unchecked = [library.binary for library in compiled.libraries if not library.binary.checked]
     if not unchecked:
         return
     try:
-        problem = sample_problem(spec, getattr(compiled, "values_in_keys", False))
+        problem = sample_problem(spec, compiled.values_in_keys)
         expected = _expected(spec, problem, direction)
     except (IndexError, ValueError):
         return  # the modification indexes arrays in ways that the sample problem does not support
@@ -72,24 +70,6 @@ def check(compiled: Pass, spec: AttentionSpec, device: Device, direction: Direct
             )
     for binary in unchecked:
         binary.mark_checked()
-
-
-class Fallback:
-    """The pass of an older generation, for calls whose arrays do not fit a kernel of a newer one, for example by their
-    alignment. Planned on the first such call.
-    """
-
-    def __init__(self, plan: Callable[[], Pass], spec: AttentionSpec, device: Device, direction: Direction) -> None:
-        self._plan, self._for = plan, (spec, device, direction)
-        self._pass: Pass | None = None
-
-    def run(self, arguments: Arguments, stream: int) -> None:
-        """Enqueue the kernels of the older pass."""
-        if self._pass is None:
-            planned = self._plan()
-            check(planned, *self._for)
-            self._pass = planned
-        self._pass.run(arguments, stream)
 
 
 def sample_problem(spec: AttentionSpec, values_in_keys: bool = False) -> Operands:
@@ -212,28 +192,27 @@ def _dout(spec: AttentionSpec) -> np.ndarray:
     return np.random.default_rng(1).standard_normal(shape).astype(dtype_of(spec.dtype))
 
 
-def _computed(compiled: Pass, spec: AttentionSpec, problem: Operands, direction: Direction) -> list[np.ndarray]:
+def _computed(compiled: Any, spec: AttentionSpec, problem: Operands, direction: Direction) -> list[np.ndarray]:
     """The results of the kernels, on a stream of their own."""
     import cupy
 
     with cupy.cuda.Stream(non_blocking=True) as stream:
         # One element each, with strides of 0, so that every index reads it.
         arrays = {name: _Strided(cupy.asarray(x[(0,) * x.ndim]), (0,) * x.ndim) for name, x in problem.arrays.items()}
-        bias: Any = getattr(compiled, "bias", None)
+        bias = compiled.bias
         if bias is not None:  # TMA reads no stride of 0
             shape = [spec.group if axis == bias.head else 1 for axis in range(bias.slot.ndim - 2)] + [ROWS, KEYS]
             arrays[bias.slot.name] = cupy.asarray(np.full(shape, _element(bias.slot)))
         is_transposed = spec.fp8 is not None and spec.fp8.transposed
         values = transposed_codes(np, problem.v.view(np.uint8)) if is_transposed else problem.v
         q, k, v = (cupy.asarray(x) for x in (problem.q, problem.k, values))
-        if getattr(compiled, "values_in_keys", False):
+        if compiled.values_in_keys:
             v = k[..., : spec.head_dim_v]
         out = cupy.empty((*q.shape[:3], spec.head_dim_v), dtype_of(spec.dtype))
         lse = cupy.empty(q.shape[:3], spec.lse_dtype)
-        operands = Operands(
-            q, k, v, problem.scale, problem.q_offset, problem.kv_lengths, problem.params, arrays,
-            None if problem.sinks is None else cupy.asarray(problem.sinks), problem.dropout_p, problem.seed, out, lse,
-            cu_seqlens=problem.cu_seqlens, page_table=problem.page_table,
+        operands = replace(
+            problem, q=q, k=k, v=v, arrays=arrays, out=out, lse=lse,
+            sinks=None if problem.sinks is None else cupy.asarray(problem.sinks),
             scales=None if problem.scales is None else tuple(map(_on_device, problem.scales)),
             stats=Stats(cupy.empty_like(lse), cupy.empty_like(lse)) if spec.stats else None,
         )  # fmt: skip
@@ -255,7 +234,7 @@ def _computed(compiled: Pass, spec: AttentionSpec, problem: Operands, direction:
             arguments = Arguments(spec, operands)
             arguments.gradients(gradients)
             if bias is not None and spec.sums:
-                arguments.stores_values, _ = compiled.writes_values(arguments)  # type: ignore[attr-defined]
+                arguments.stores_values, _ = compiled.writes_values(arguments)
                 dtype = spec.dtype if arguments.stores_values else spec.lse_dtype
                 gradients.values = {bias.slot.name: cupy.asarray(np.zeros(shape, dtype_of(dtype)))}
             arguments.sums(gradients.values)

@@ -9,7 +9,7 @@ from ...spec import AttentionSpec
 from ..cuda_common import compiler
 from ..cuda_common.affine_score import adds_by_distance
 from ..cuda_common.arguments import Arguments
-from ..cuda_common.device import Device
+from ..cuda_common.generation import Pass
 from ..cuda_common.launch import scratch
 from ..cuda_common.params import AT
 from . import specialise
@@ -26,19 +26,21 @@ def reads(spec: AttentionSpec) -> bool:
 
 
 class Distances:
-    """The memory of a call, and the kernels that fill it and, where there are sums, add these to the gradients."""
+    """The memory of a call, and the kernels that fill it and, where there are sums, add these to the gradients. Their
+    spec is the problem's: that a pass adds dQ in order does not order sums.
+    """
 
-    def __init__(self, spec: AttentionSpec, device: Device, is_read: bool = True, has_sums: bool = False) -> None:
-        self.is_read, self.has_sums = is_read, has_sums
+    def __init__(self, of: Pass, is_read: bool = True, has_sums: bool = False) -> None:
+        self.is_read, self.has_sums, spec, device = is_read, has_sums, of.problem.spec, of.device
         graphs = [spec.score, *(graph for read in spec.reads for graph in (read.slope, *read.indices))]
         self._of_entries = spec.packed or spec.kv_lengths or any(expr.uses(x, expr.B) for x in graphs if x is not None)
         constants = (
             ("BY_DISTANCE", is_read), ("HAS_SUMS", has_sums), ("FILL_THREADS", _THREADS[0]),
             ("OF_ENTRIES", self._of_entries),
         )  # fmt: skip
-        self.library = specialise.library("common/by_distance", spec, constants, compiler.target(device.capability))
-        self._fill = self.library.kernel("fill_by_distance", device)
-        self._add = self.library.kernel("add_by_distance", device)
+        library = specialise.library("common/by_distance", spec, constants, compiler.target(device.capability))
+        of.libraries.append(library)
+        self._fill, self._add = (library.kernel(f"{does}_by_distance", device) for does in ("fill", "add"))
 
     def _heads(self, arguments: Arguments) -> int:
         """Those of each batch entry where these differ."""

@@ -10,16 +10,16 @@ from typing import Any
 from ...devices.schema import TileRow
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..base import EXTRAS
-from ..cuda_common import compiler, modification
+from ..cuda_common import modification
 from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
-from ..cuda_common.generation import Choice, Generation, Pass, TileTables, tile_of
+from ..cuda_common.generation import Choice, Generation, Kind, Pass, TileTables
 from ..cuda_common.launch import Kernel, check_grid
 from ..cuda_common.memory import SmemLayout, SmemTile, bytes_of_keys, heads_per_l2_group, stage_constants
 from ..cuda_common.params import AT
 from ..cuda_common.sm80_bwd_launch import MmaBackward
 from ..cuda_common.sm90_launch import FEW_ROWS
-from . import sm80_jvp, specialise
+from . import sm80_jvp
 
 MAX_DIM = 256
 MIN_TF32X3_DIM = 16  # terms of a sum that average out what TF32x3 leaves out
@@ -166,28 +166,29 @@ alone at the end, has less in flight than the SM can take.
 """
 
 
-class Sm80Forward:
+class Sm80Forward(Pass):
     """The forward pass; with few query rows by split-KV and a combine kernel."""
 
-    def __init__(self, problem: Problem, device: Device, tile: Sm80Tile, why: str) -> None:
-        spec, self.tile = problem.spec, tile
+    def __init__(self, generation: Generation, problem: Problem, choice: Choice, tables: TileTables) -> None:
+        super().__init__(generation, problem, choice, tables)
+        spec, device, tile = self.spec, self.device, self.tile
         self.pack = spec.group if problem.n_q < 128 and not spec.packed else 1
-        self.slots = device.sms * self.tile.resident(spec, device)
-        blocks = -(-problem.n_q * self.pack // self.tile.block_q) * (problem.heads // self.pack) * problem.batch
+        self.slots = device.sms * tile.resident(spec, device)
+        blocks = -(-problem.n_q * self.pack // tile.block_q) * (problem.heads // self.pack) * problem.batch
         # Statistics are of whole rows.
         few = problem.n_q * spec.group <= FEW_ROWS and not (spec.stats or spec.packed)
-        self.split_tiles = max(1, DETERMINISTIC_SPLIT // self.tile.block_k) if few and spec.deterministic else 0
+        self.split_tiles = max(1, DETERMINISTIC_SPLIT // tile.block_k) if few and spec.deterministic else 0
         self._halves = few and spec.paged and self.slots > device.sms
-        self.split = 2 * blocks <= self.slots and problem.n_k >= 8 * self.tile.block_k
+        self.split = 2 * blocks <= self.slots and problem.n_k >= 8 * tile.block_k
         self.split &= not (spec.packed or spec.stats)
         self.split |= self.split_tiles > 0 or (self._halves and problem.n_k > LONG_KEYS)
-        self.why = why + ("; split along the keys" if self.split else "")
-        constants = self.tile.constants(spec, device, self.pack, self.split, self.split_tiles)
-        library = specialise.library("sm80/forward", spec, tuple(constants.items()), compiler.target(device.capability))
-        self.libraries = [library]
-        self._kernel = library.kernel("sm80_forward", device, self.tile.shared_memory(spec))
+        self.why += "; split along the keys" if self.split else ""
+        library = self.compiled(
+            "sm80/forward", tile.constants(spec, device, self.pack, self.split, self.split_tiles)
+        )
+        self._kernel = library.kernel("sm80_forward", device, tile.shared_memory(spec))
         self._combine = library.kernel("combine", device)
-        self._early_launch, self._threads = device.supports_pdl, 32 * self.tile.warps
+        self._early_launch, self._threads = device.supports_pdl, 32 * tile.warps
 
     def geometry(self, arguments: Arguments) -> tuple[int, int]:
         """CTAs, and the number of splits or, without split-KV, of heads per L2 group."""
@@ -207,10 +208,8 @@ class Sm80Forward:
         heads = arguments.entries * (arguments.heads // self.pack)
         return blocks, heads_per_l2_group(heads, _L2_BYTES // bytes_of_keys(arguments))
 
-    def run(self, arguments: Arguments, stream: int) -> None:
-        blocks, count = arguments.known(self, self.geometry)
-        if not blocks:
-            return
+    def launch(self, arguments: Arguments, geometry: tuple[int, int], stream: int) -> None:
+        blocks, count = geometry
         arguments.words[_NUM_SPLITS if self.split else _HEADS_PER_L2_GROUP] = count
         if not self.split:
             self._kernel.launch(blocks, self._threads, arguments, stream)
@@ -283,15 +282,15 @@ def _pad_rows(spec: AttentionSpec) -> bool:
 class Sm80Backward(MmaBackward):
     """The backward pass."""
 
-    def __init__(self, problem: Problem, device: Device, tile: Sm80BackwardTile, why: str) -> None:
-        constants, columns = tile.constants(problem.spec), padded(problem.spec.head_dim, tile.granule)
-        super().__init__(specialise.library, problem.spec, device, tile, why, constants, columns)
+    def __init__(self, generation: Generation, problem: Problem, choice: Choice, tables: TileTables) -> None:
+        columns = padded(problem.spec.head_dim, choice.tile.granule)
+        super().__init__(generation, problem, choice, tables, choice.tile.constants(problem.spec), columns)
 
 
-def forward_candidates(spec: AttentionSpec, rows: int, device: Device) -> list[Sm80Tile]:
-    """Tiles worth trying for this number of rows that share keys."""
-    shapes: list[tuple[int, ...]]
-    if rows <= 16:
+def forward_tiles(problem: Problem, device: Device) -> list[Sm80Tile]:
+    """Tiles worth trying for this number of rows that share keys, of which some may not fit."""
+    spec, shapes = problem.spec, list[tuple[int, ...]]()
+    if problem.n_q * (spec.group if problem.n_q < 128 else 1) <= 16:
         shapes = [(16, keys, *rest) for keys in (32, 64, 128) for rest in ((1,), (2, 3, 2), (4, 2, 4), (4, 3, 4))]
         shapes += [(16, *rest, waves) for rest in ((128, 4, 3, 4), (64, 2, 3, 2)) for waves in (1, 2, 3)]
     elif ITEMSIZE[spec.dtype] == 4:
@@ -307,26 +306,24 @@ def forward_candidates(spec: AttentionSpec, rows: int, device: Device) -> list[S
     for each in shapes:
         with contextlib.suppress(ValueError):
             tiles.append(Sm80Tile(*each))
-    return [tile for tile in dict.fromkeys(tiles) if tile.fits(spec, device)]
+    return tiles
 
 
-def backward_candidates(spec: AttentionSpec, device: Device) -> list[Sm80BackwardTile]:
-    """Tiles worth trying."""
-    across = 2 if spec.head_dim % 64 == 0 else 4
+def backward_tiles(problem: Problem, device: Device) -> list[Sm80BackwardTile]:
+    """Tiles worth trying, of which some may not fit."""
+    across = 2 if problem.spec.head_dim % 64 == 0 else 4
     shapes = [
         (128, 128, 8, 4, 4, 4), (64, 128, 8, 2, 4, across), (64, 128, 8, 4, 4, 4), (64, 64, 8, 4, across, across),
         (32, 128, 8, 2, 4, 2), (64, 64, 4, 2, 2, 2), (32, 64, 8, 2, 4, 2), (32, 64, 4, 2, 2, 2), (32, 32, 4, 2, 2, 2),
         (16, 32, 2, 1, 1, 1),
     ]  # fmt: skip
-    tiles = dict.fromkeys(Sm80BackwardTile(*each) for each in shapes)
-    return [tile for tile in tiles if tile.fits(spec, device)]
+    return [Sm80BackwardTile(*each) for each in shapes]
 
 
 class Sm80(Generation):
     """Kernels for tensor cores: float16, bfloat16, and float32 by TF32 or TF32x3."""
 
     name = "sm80"
-    directions: tuple[Direction, ...] = ("forward", "backward")
     takes = EXTRAS.keys() - {"fp8", "orders_sums"}
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
@@ -344,31 +341,13 @@ class Sm80(Generation):
             return Verdict(False, f"float32 of head dim {under} is more accurate without TF32")
         return Verdict(True)
 
-    def model(self, problem: Problem, device: Device, direction: Direction) -> Choice | None:
-        return sm80_jvp.choice(problem.spec, device) if problem.spec.jvp and direction == "forward" else None
-
-    def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
-        rows = problem.n_q * problem.spec.group if problem.n_q < 128 else problem.n_q
+    def kind(self, problem: Problem, direction: Direction) -> Kind:
         if direction == "backward":
-            return list(backward_candidates(problem.spec, device))
-        return list(forward_candidates(problem.spec, rows, device))
+            return Kind(Sm80BackwardTile, Sm80Backward, backward_tiles)
+        return sm80_jvp.KIND if problem.spec.jvp else Kind(Sm80Tile, Sm80Forward, forward_tiles)
 
-    def tile(self, problem: Problem, row: TileRow, device: Device, direction: Direction) -> Any:
-        if problem.spec.jvp and direction == "forward":  # rows are of kernels with one softmax
-            return None
-
-        def fitted(tile: Any, spec: AttentionSpec) -> Any:
-            enough = row.ctas_per_sm is None or tile.resident(spec, device) >= row.ctas_per_sm
-            return tile if enough and tile.fits(spec, device) else None
-
-        return tile_of(Sm80Tile if direction == "forward" else Sm80BackwardTile, row, problem.spec, fitted)
-
-    def plan(self, problem: Problem, choice: Choice, tables: TileTables) -> Pass:
-        if problem.spec.jvp and tables.direction == "forward":
-            return sm80_jvp.Sm80Jvp(problem, choice, tables)
-        kind = Sm80Forward if tables.direction == "forward" else Sm80Backward
-        return kind(problem, tables.device, choice.tile, choice.why)
-
-
-OLDER = Sm80()
-"""Takes what Hopper's kernels do not."""
+    def fitted(
+        self, tile: Any, spec: AttentionSpec, device: Device, direction: Direction, row: TileRow | None = None
+    ) -> Any:  # fmt: skip
+        enough = row is None or row.ctas_per_sm is None or tile.resident(spec, device) >= row.ctas_per_sm
+        return tile if enough and tile.fits(spec, device) else None

@@ -7,22 +7,17 @@ from dataclasses import dataclass
 from functools import partial
 
 from ...spec import AttentionSpec, Problem, Verdict
-from ..cuda_common import compiler
 from ..cuda_common.arguments import Arguments
-from ..cuda_common.device import Device
-from ..cuda_common.generation import Choice, TileTables
+from ..cuda_common.generation import Choice, Fallback, Generation, Kind, Pass, TileTables
 from ..cuda_common.launch import check_grid, scratch
-from ..cuda_common.memory import SmemLayout
-from ..cuda_common.simt import Simt
-from ..cuda_common.verify import Fallback
-from . import specialise
+from ..cuda_common.memory import SmemLayout, SmemTile
 
 MAX_DIM = 128
 _GRANULE = 16
 
 
 @dataclass(frozen=True)
-class Sm80JvpTile:
+class Sm80JvpTile(SmemTile):
     """A tile; a warp has 16 rows."""
 
     block_q: int = 64
@@ -65,10 +60,10 @@ class NonfiniteFallback:
     unless these have met it.
     """
 
-    def __init__(self, problem: Problem, tables: TileTables) -> None:
-        spec, simt = problem.spec, Simt(specialise.library)
+    def __init__(self, of: Pass, tables: TileTables) -> None:
+        spec, simt = of.spec, of.generation.below[-1]
         hides = spec.mask is not None or spec.score is not None or spec.dropout
-        self._fallback = Fallback(lambda: tables.plan(simt, problem), spec, tables.device, "forward") if hides else None
+        self._fallback = Fallback(lambda: tables.plan(simt, of.problem), spec, tables) if hides else None
 
     def follow(self, launch: Callable[[], None], arguments: Arguments, stream: int) -> None:
         """Launch the kernel, and what follows it."""
@@ -82,28 +77,23 @@ class NonfiniteFallback:
         return None
 
 
-class Sm80Jvp:
+class Sm80Jvp(Pass):
     """The pass."""
 
-    def __init__(self, problem: Problem, choice: Choice, tables: TileTables) -> None:
-        spec, device = problem.spec, tables.device
-        self.tile, self.why = choice.tile, choice.why
-        constants = tuple(self.tile.constants(spec).items())
-        library = specialise.library("sm80/jvp", spec, constants, compiler.target(device.capability))
-        self.libraries, self._threads = [library], 2 * self.tile.block_q
-        self._kernel = library.kernel("sm80_jvp", device, self.tile.smem(spec).bytes)
-        self._nonfinite = NonfiniteFallback(problem, tables)
+    def __init__(self, generation: Generation, problem: Problem, choice: Choice, tables: TileTables) -> None:
+        super().__init__(generation, problem, choice, tables)
+        library = self.compiled("sm80/jvp", self.tile.constants(self.spec))
+        self._kernel = library.kernel("sm80_jvp", self.device, self.tile.shared_memory(self.spec))
+        self._nonfinite = NonfiniteFallback(self, tables)
 
-    def run(self, arguments: Arguments, stream: int) -> None:
+    def geometry(self, arguments: Arguments) -> tuple[int]:
         blocks = arguments.q_tiles(self.tile.block_q) * arguments.heads * arguments.entries
         check_grid(blocks)
-        if blocks:
-            launch = partial(self._kernel.launch, blocks, self._threads, arguments, stream)
-            self._nonfinite.follow(launch, arguments, stream)
+        return (blocks,)
+
+    def launch(self, arguments: Arguments, geometry: tuple[int], stream: int) -> None:
+        launch = partial(self._kernel.launch, geometry[0], 2 * self.tile.block_q, arguments, stream)
+        self._nonfinite.follow(launch, arguments, stream)
 
 
-def choice(spec: AttentionSpec, device: Device) -> Choice | None:
-    """The only tile; None where it does not fit."""
-    tile = Sm80JvpTile.of(spec)
-    fits = tile.smem(spec).bytes <= device.shared_per_block
-    return Choice(tile, None, "the only tile") if fits else None
+KIND = Kind(Sm80JvpTile, Sm80Jvp, lambda problem, _: [Sm80JvpTile.of(problem.spec)], "the only tile", has_rows=False)

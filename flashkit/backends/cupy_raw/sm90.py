@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 from ...devices.schema import TileRow
@@ -18,33 +16,15 @@ from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..base import EXTRAS
 from ..cuda_common import compiler, modification, sm90_launch
 from ..cuda_common.affine_score import affine_score
-from ..cuda_common.arguments import ROW_TENSORS, Arguments
+from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
-from ..cuda_common.generation import (
-    Choice,
-    Generation,
-    Pass,
-    TileTables,
-    supports_packed,
-    supports_paged,
-    tile_of,
-)
+from ..cuda_common.generation import Choice, Generation, Kind, Pass, TileTables
 from ..cuda_common.launch import TensorMap
 from ..cuda_common.memory import SmemLayout
-from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_candidates
-from ..cuda_common.sm90_launch import (
-    ForwardTile,
-    LaunchGeometry,
-    chunks,
-    fitted,
-    forward_candidates,
-    packed,
-    padded,
-    work_enough,
-)
-from ..cuda_common.verify import Fallback
-from . import by_distance, sm90_backward, sm90_fp8, sm90_fp16x2, sm90_jvp, sm90_mla, sm90_tf32, specialise
-from .sm80 import MIN_TF32X3_DIM, OLDER
+from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_tiles
+from ..cuda_common.sm90_launch import ForwardTile, LaunchGeometry, chunks, fitted, padded, work_enough
+from . import by_distance, sm90_backward, sm90_fp8, sm90_fp16x2, sm90_jvp, sm90_mla, sm90_tf32
+from .sm80 import MIN_TF32X3_DIM
 from .sm90_fp16x2 import Fp16x2Conversion, num_terms
 from .sm90_wgmma import text as wgmma_functions
 
@@ -73,13 +53,15 @@ class Sm90Tile(ForwardTile):
         available = self.registers(_classifies(spec))[0] - 24
         return self.shared_memory(spec) <= device.shared_per_block and needed <= available
 
-    def constants(self, spec: AttentionSpec, pack: int) -> dict[str, int]:
-        return {
-            **self.common(spec, pack, _classifies(spec)),
-            "ROW_SUM_BY_MMA": sums_rows_by_mma(spec, self),
-            "FAST_MATH": num_terms(spec) == 1, "NUM_TERMS": num_terms(spec),
-            "FP8": False, "GETS_VT": False, **modification.forward_constants(spec, reads_distances(spec)),
+    def source(self, spec: AttentionSpec, pack: int) -> tuple[dict[str, int], str]:
+        constants = {
+            **self.common(spec, pack, _classifies(spec)), **modification.forward_constants(spec, reads_distances(spec)),
+            "ROW_SUM_BY_MMA": sums_rows_by_mma(spec, self), "NUM_TERMS": num_terms(spec),
+            "FAST_MATH": num_terms(spec) == 1,
         }  # fmt: skip
+        dtype = "float16" if spec.dtype == "float32" else spec.dtype
+        columns = padded(spec.head_dim_v) + 8 * sums_rows_by_mma(spec, self)
+        return constants, wgmma_functions(dtype, [self.block_k], [columns])
 
 
 def reads_distances(spec: AttentionSpec) -> bool:
@@ -103,32 +85,20 @@ def _classifies(spec: AttentionSpec) -> bool:
     return spec.mask is not None or spec.kv_lengths
 
 
-def forward_source(spec: AttentionSpec, tile: Sm90Tile, pack: int) -> tuple[dict[str, int], str]:
-    """Constants and generated functions of kernels/sm90/forward.cu."""
-    dtype = "float16" if spec.dtype == "float32" else spec.dtype
-    columns = padded(spec.head_dim_v) + 8 * sums_rows_by_mma(spec, tile)
-    return tile.constants(spec, pack), wgmma_functions(dtype, [tile.block_k], [columns])
-
-
 class Sm90Forward(sm90_launch.Forward):
     """The forward pass."""
 
-    def __init__(self, problem: Problem, choice: Choice, tables: TileTables) -> None:
-        spec, device, tile, is_float32 = problem.spec, tables.device, choice.tile, problem.spec.dtype == "float32"
-        constants, functions = forward_source(spec, tile, packed(problem))
-        arch = compiler.target(device.capability)
-        library = specialise.library("sm90/forward", spec, tuple(constants.items()), arch, functions)
-        fallback = Fallback(partial(tables.plan, OLDER, problem), spec, device, "forward")
-        addressed = ("out",) if is_float32 else ROW_TENSORS
-        super().__init__(problem, device, tile, choice.why, library, fallback, addressed)
-        self.conversion = Fp16x2Conversion(spec, tile.block_k, device) if is_float32 else None
-        self.distances = by_distance.Distances(spec, device) if reads_distances(spec) else None
-        self.libraries += [each.library for each in (self.conversion, self.distances) if each]
+    def __init__(self, generation: Generation, problem: Problem, choice: Choice, tables: TileTables) -> None:
+        if is_float32 := problem.spec.dtype == "float32":
+            self.addressed = ("out",)
+        super().__init__(generation, problem, choice, tables)
+        self.conversion = Fp16x2Conversion(self, self.tile.block_k) if is_float32 else None
+        self.distances = by_distance.Distances(self) if reads_distances(self.spec) else None
 
-    def takes(self, arguments: Arguments) -> bool:
+    def supports(self, arguments: Arguments) -> bool:
         # A score modification of longer sequences would compute positions in 64 bits, one pair at a time.
         most = max(arguments.n_q, arguments.n_k, arguments.batch, arguments.heads)
-        return super().takes(arguments) and (arguments.spec.score is None or most < modification.NEAR)
+        return super().supports(arguments) and (arguments.spec.score is None or most < modification.NEAR)
 
     def maps(self, arguments: Arguments, geometry: LaunchGeometry, stream: int) -> tuple[list[TensorMap], Any]:
         (*maps, out), held = super().maps(arguments, geometry, stream)
@@ -137,9 +107,9 @@ class Sm90Forward(sm90_launch.Forward):
             maps = [q.map(64, self.pack), k.map(self.tile.block_k), v.map(self.tile.block_k)]
         return [*maps, out], held
 
-    def launch(self, geometry: LaunchGeometry, arguments: Arguments, stream: int) -> None:
+    def launch(self, arguments: Arguments, geometry: LaunchGeometry, stream: int) -> None:
         held = self.distances and self.distances.fill(arguments, stream)
-        super().launch(geometry, arguments, stream)
+        super().launch(arguments, geometry, stream)
         del held
 
 
@@ -147,26 +117,23 @@ class Sm90(Generation):
     """Kernels for Hopper with float16, bfloat16 and, as FP16x2 or TF32, float32."""
 
     name = "sm90"
-    directions: tuple[Direction, ...] = ("forward", "backward")
     takes = EXTRAS.keys() - {"orders_sums"}
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
-        spec = problem.spec
+        spec, is_float32 = problem.spec, problem.spec.dtype == "float32"
         if spec.fp8 and not (verdict := sm90_fp8.supports(problem, direction)):
             return verdict
-        if spec.dtype == "float32":
-            for supports in (supports_packed, supports_paged):
-                if not (verdict := supports(spec, "float32")):
-                    return verdict
+        if is_float32 and (spec.packed or spec.paged):
+            what = "packed sequences" if spec.packed else "keys in pages"
+            return Verdict(False, f"{what} have no float32 kernels here")
         if device.capability[0] != 9:
             return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, not sm_90")
         if spec.dtype == "float64":
             return Verdict(False, "these tensor cores do not support float64")
-        if spec.stats and sm90_mla.is_latent(spec):
-            return Verdict(False, "its kernels for latent attention compute no statistics")
         if sm90_mla.is_latent(spec):
+            if spec.stats:
+                return Verdict(False, "its kernels for latent attention compute no statistics")
             return sm90_mla.supports(problem, direction)
-        is_float32 = spec.dtype == "float32"
         if spec.stats and (is_float32 or spec.fp8):
             return Verdict(False, "its kernels for float32 and codes of e4m3 compute no statistics")
         most = sm90_fp16x2.MAX_DIM if is_float32 else MAX_DIM
@@ -204,60 +171,38 @@ class Sm90(Generation):
             affine_score(spec.score) if direction == "forward" else sm90_backward.takes_affine_path(spec)
         )
 
-    def kinds(self, problem: Problem, direction: Direction) -> tuple[Any, Callable[..., Pass]]:
-        """The kernels for a problem: the class of their tile, and that of the pass."""
+    def kind(self, problem: Problem, direction: Direction) -> Kind:
         spec = problem.spec
         if direction == "backward":
             if sm90_tf32.takes(spec):
-                return BackwardTile, self._tf32_backward
-            if spec.dtype == "float32":
-                return sm90_fp16x2.Sm90Float32BackwardTile, sm90_fp16x2.Sm90Float32Backward
-            return BackwardTile, sm90_backward.Sm90Backward
+                return Kind(BackwardTile, sm90_tf32.Sm90Tf32Backward, backward_tiles)
+            return sm90_fp16x2.BACKWARD if spec.dtype == "float32" else sm90_backward.KIND
         if spec.fp8:
-            return sm90_fp8.Sm90Fp8Tile, sm90_fp8.Sm90Fp8Forward
+            return sm90_fp8.KIND
         if spec.jvp:
-            return sm90_jvp.Sm90JvpTile, sm90_jvp.Sm90Jvp
-        return (sm90_mla.Sm90MlaTile, sm90_mla.Sm90MlaForward) if sm90_mla.is_latent(spec) else (Sm90Tile, Sm90Forward)
+            return sm90_jvp.KIND
+        return sm90_mla.KIND if sm90_mla.is_latent(spec) else _FORWARD
 
-    def _tf32_backward(self, problem: Problem, choice: Choice, tables: TileTables) -> Pass:
-        """Both kernels; the second with the tile that it has where it is the only one, as with sinks."""
-        alone = next(tables.choices(self, replace(problem, spec=replace(problem.spec, sinks=True))))
-        then = sm90_fp16x2.Sm90Float32Backward(problem, alone, tables)
-        return sm90_tf32.Sm90Tf32Backward(problem, choice, tables, then)
-
-    def tile(self, problem: Problem, row: TileRow, device: Device, direction: Direction) -> Any:
-        kind, _ = self.kinds(problem, direction)
-        if kind is sm90_jvp.Sm90JvpTile:  # rows are of kernels with one softmax
-            return None
-        return tile_of(kind, row, problem.spec, partial(fitted, device=device))
-
-    def model(self, problem: Problem, device: Device, direction: Direction) -> Choice | None:
-        kind, _ = self.kinds(problem, direction)
-        if kind is not sm90_jvp.Sm90JvpTile:
-            return None
-        return Choice(fitted(sm90_jvp.Sm90JvpTile.of(problem.spec), problem.spec, device), None, "the only tile")
-
-    def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
-        kind, _ = self.kinds(problem, direction)
-        if kind is BackwardTile:
-            return list(backward_candidates(problem.spec, device))
-        if kind is sm90_fp16x2.Sm90Float32BackwardTile:
-            return list(sm90_fp16x2.backward_candidates(problem.spec, device))
-        if kind is sm90_fp8.Sm90Fp8Tile:
-            return list(sm90_fp8.forward_candidates(problem, device))
-        if kind is sm90_jvp.Sm90JvpTile:
-            return [fitted(sm90_jvp.Sm90JvpTile.of(problem.spec), problem.spec, device)]
-        if kind is sm90_mla.Sm90MlaTile:
-            return [sm90_mla.Sm90MlaTile()]
-        shapes = itertools.product((192, 128), (128, 112, 96, 160, 80, 64), (1,))
-        return forward_candidates(Sm90Tile, problem, device, (*shapes, (192, 128, 0), (128, 128, 0)))
+    def fitted(
+        self, tile: Any, spec: AttentionSpec, device: Device, direction: Direction, row: TileRow | None = None
+    ) -> Any:  # fmt: skip
+        return fitted(tile, spec, device)
 
     def plan(self, problem: Problem, choice: Choice, tables: TileTables) -> Pass:
-        kind = self.kinds(problem, tables.direction)[1]
-        if kind is not sm90_jvp.Sm90Jvp:
-            return kind(problem, choice, tables)
         try:
-            return sm90_jvp.Sm90Jvp(problem, choice, tables)
-        except compiler.SerialisedError as error:  # a modification whose slope takes all registers
+            return super().plan(problem, choice, tables)
+        except compiler.SerialisedError as error:
+            if not problem.spec.jvp:
+                raise
+            # The slope of a modification takes all registers.
             logging.getLogger("flashkit").info("Tangents run on kernels of Ampere: %s", error)
-            return tables.plan(OLDER, problem)
+            return self.older(problem, tables)
+
+
+def _forward_tiles(problem: Problem, device: Device) -> list[Sm90Tile]:
+    shapes = itertools.product((192, 128), (128, 112, 96, 160, 80, 64), (1,))
+    every = (*shapes, (192, 128, 0), (128, 128, 0))
+    return [Sm90Tile(rows, keys, q_buffers=3, turns=turns) for rows, keys, turns in every]
+
+
+_FORWARD = Kind(Sm90Tile, Sm90Forward, _forward_tiles)

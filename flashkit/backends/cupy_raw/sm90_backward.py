@@ -6,15 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
 
 from ...mods import expr
 from ...spec import AttentionSpec, Problem, Verdict
-from ..cuda_common import arguments, compiler, sm90_bwd_launch
+from ..cuda_common import arguments, sm90_bwd_launch
 from ..cuda_common.affine_score import affine_score
 from ..cuda_common.arguments import Arguments, aligned
 from ..cuda_common.device import Device
-from ..cuda_common.generation import Choice, Pass, TileTables
+from ..cuda_common.generation import Choice, Fallback, Generation, Kind, TileTables
 from ..cuda_common.launch import TensorMap
 from ..cuda_common.modification import (
     DenseBias,
@@ -31,9 +30,7 @@ from ..cuda_common.params import VALUES
 from ..cuda_common.sm90_bwd_launch import BackwardTile, LaunchGeometry, cluster_size
 from ..cuda_common.sm90_launch import chunks, padded
 from ..cuda_common.tensor_maps import Maps, layout_fits
-from ..cuda_common.verify import Fallback
-from . import by_distance, specialise
-from .sm80 import OLDER
+from . import by_distance
 from .sm90_wgmma import text as wgmma_functions
 
 
@@ -185,38 +182,41 @@ class Sm90Backward(sm90_bwd_launch.Backward):
 
     postprocess_tiles = 8  # convert_some() of kernels/sm90/bwd_preprocess.cuh
 
-    def __init__(self, problem: Problem, choice: Choice, tables: TileTables, stages_bias: bool = True) -> None:
-        spec, tile, device = replace(problem.spec, deterministic=in_order(problem)), choice.tile, tables.device
-        self.bias: DenseBias | None = None
+    def __init__(
+        self, generation: Generation, problem: Problem, choice: Choice, tables: TileTables, stages_bias: bool = True
+    ) -> None:  # fmt: skip
+        spec, tile = replace(problem.spec, deterministic=in_order(problem)), choice.tile
         if stages_bias:
-            self.bias, tile = staged_bias(spec, tile, device)
+            self.bias, tile = staged_bias(spec, tile, tables.device)
         self.stores = stores_ds(problem, self.bias)
         self.entries_first = puts_entries_first(problem, self.bias)
-        kind = sm90_bwd_launch.mask_kind(spec)
         # The density of a block mask is known only when the kernels are launched.
+        kind = sm90_bwd_launch.mask_kind(spec)
         long = sm90_bwd_launch.has_long_work_tiles(kind, problem.n_q, problem.n_k, density=1)
-        fused, arch = long and can_fuse_preprocess(spec, tile), compiler.target(device.capability)
-        constants, wgmma = source(spec, tile, fused, self.bias, self.stores, self.entries_first)
-        if spec.sums:  # of the call: that dQ is accumulated in order does not order these sums
-            asked = problem.spec
+        self.fused_preprocess, self.early = long and can_fuse_preprocess(spec, tile), not spec.packed
+        super().__init__(generation, problem, choice._replace(tile=tile), tables, spec)
+        if self.bias is not None:
+            plain = partial(Sm90Backward, generation, problem, choice, tables, stages_bias=False)
+            self.fallback = Fallback(plain, problem.spec, tables)
+        is_read, has_sums = reads_distances(spec), sums_by_warps(spec) and sums_by_distance(spec)
+        self._distances = by_distance.Distances(self, is_read, has_sums) if is_read or has_sums else None
+
+    def source(self) -> tuple[dict[str, int], str]:
+        constants, functions = source(
+            self.spec, self.tile, self.fused_preprocess, self.bias, self.stores, self.entries_first
+        )
+        if self.spec.sums:  # of the call: that dQ is accumulated in order does not order these sums
+            asked = self.problem.spec
             constants |= {
                 "ORDERED_SUMS": False, "VALUES": values_of(asked), "PARAMS_WORDS": arguments.size(asked),
             }  # fmt: skip
-        library = specialise.library("sm90/backward", spec, tuple(constants.items()), arch, wgmma)
-        other: partial[Pass] = partial(tables.plan, OLDER, problem)
-        if self.bias is not None:
-            other = cast("partial[Pass]", partial(Sm90Backward, problem, choice, tables, stages_bias=False))
-        fallback, early = Fallback(other, problem.spec, device, "backward"), not spec.packed
-        super().__init__(spec, device, tile, choice.why, library, specialise.library, fallback, fused, early)
-        self._distances: by_distance.Distances | None = None
-        is_read, has_sums = reads_distances(spec), sums_by_warps(spec) and sums_by_distance(spec)
-        if is_read or has_sums:
-            self._distances = by_distance.Distances(problem.spec, device, is_read, has_sums)
-            self.libraries.append(self._distances.library)
+        return constants, functions
 
-    def launch(self, arguments: Arguments, geometry: LaunchGeometry, maps: Sequence[TensorMap], stream: int) -> None:
+    def launch(
+        self, arguments: Arguments, geometry: LaunchGeometry, stream: int, maps: Sequence[TensorMap] | None = None
+    ) -> None:  # fmt: skip
         held = self._distances and self._distances.fill(arguments, stream)
-        super().launch(arguments, geometry, maps, stream)
+        super().launch(arguments, geometry, stream, maps)
         if self._distances and self._distances.has_sums:
             self._distances.add(arguments, stream)
         del held
@@ -272,3 +272,6 @@ class Sm90Backward(sm90_bwd_launch.Backward):
         whole = arguments.shapes[self.bias.slot.name][-2:] == (arguments.n_q, arguments.n_k)
         skips = self.spec.mask is not None or self.spec.kv_lengths  # tiles without a visible pair
         return self.stores, whole and self.stores and not skips
+
+
+KIND = Kind(BackwardTile, Sm90Backward, sm90_bwd_launch.backward_tiles)

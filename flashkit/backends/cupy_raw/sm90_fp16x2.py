@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from ...spec import AttentionSpec, Problem
-from ..cuda_common import compiler
 from ..cuda_common.arguments import Arguments
 from ..cuda_common.bwd_preprocess import BwdPreprocess
 from ..cuda_common.device import Device
-from ..cuda_common.generation import Choice, TileTables
-from ..cuda_common.launch import KernelArguments, TensorMap, check_grid, scratch
+from ..cuda_common.generation import Choice, Generation, Kind, Pass, TileTables
+from ..cuda_common.launch import Kernel, KernelArguments, TensorMap, check_grid, scratch
 from ..cuda_common.memory import SmemLayout, Workspace, heads_per_l2_group
 from ..cuda_common.params import AT
 from ..cuda_common.sm90_launch import WATCHDOG, chunks, padded
 from ..cuda_common.tensor_maps import TileCounters, encode
-from ..cuda_common.verify import Fallback
-from . import specialise
-from .sm80 import OLDER
 from .sm90_wgmma import text as wgmma_functions
 
 MAX_DIM = 128
@@ -46,11 +42,10 @@ def num_terms(spec: AttentionSpec) -> int:
 class Fp16x2Conversion:
     """Converts tensors to terms, in CuPy's memory pool: as many bytes as the tensors, or half of them for one term."""
 
-    def __init__(self, spec: AttentionSpec, rows: int, device: Device) -> None:
-        self.spec, self.rows, self.num_terms = spec, rows, num_terms(spec)
-        constants = ("NUM_TERMS", self.num_terms), ("ROWS", rows)
-        self.library = specialise.library("sm90/fp16x2_convert", spec, constants, compiler.target(device.capability))
-        self._kernel = self.library.kernel("fp16x2_convert", device)
+    def __init__(self, of: Pass, rows: int) -> None:
+        self.rows, self.num_terms = rows, num_terms(of.spec)
+        library = of.compiled("sm90/fp16x2_convert", {"NUM_TERMS": self.num_terms, "ROWS": rows})
+        self._kernel = library.kernel("fp16x2_convert", of.device)
 
     def terms(self, arguments: Arguments, stream: int, names: Sequence[str], by_row: str) -> tuple[list[Terms], Any]:
         """Enqueue the conversion of q, k, v and perhaps dout, and put their scales into the arguments.
@@ -58,44 +53,47 @@ class Fp16x2Conversion:
         Returns the terms and the memory that holds them, to be kept until all kernels that read it are enqueued.
         Rows of the tensor `by_row` have a scale each, the others one for a tile.
         """
-        spec, words, batch = self.spec, arguments.words, arguments.batch
-        converted, ends, at, ctas = list[tuple[Terms, int, int]](), [0] * _MAX_TENSORS, 0, 0
-        for i, name in enumerate(names):
-            of_queries = name in ("q", "dout")
-            heads, tokens = (arguments.heads, arguments.n_q) if of_queries else (arguments.heads_kv, arguments.n_k)
-            columns = self.num_terms * chunks(spec.head_dim if name in ("q", "k") else spec.head_dim_v) * 64
-            tiles = -(-tokens // self.rows)
-            scales = tiles * self.rows if name == by_row else tiles  # of a head
-            scale_at = at + -(-2 * batch * heads * tokens * columns // _ALIGNED) * _ALIGNED
-            converted.append((Terms(at, columns, heads, tokens, batch), scale_at, scales))
-            at = scale_at + -(-4 * batch * heads * scales // _ALIGNED) * _ALIGNED
-            ctas += batch * heads * tiles
-            ends[i:] = [ctas] * (_MAX_TENSORS - i)
-        check_grid(ctas)
-        memory = scratch(at, "int8")
-        block, base = list[int](), memory.data.ptr
-        for name, (terms, scale_at, scales) in zip(names, converted):
-            terms.address += base
-            scale = base + scale_at, terms.heads * scales, scales, 1
+        words, rows = arguments.words, self.rows
+        terms = [Terms.of(arguments, name, self.num_terms) for name in names]
+        tiles = [-(-each.tokens // rows) for each in terms]  # of a head, and its scales
+        scales = [n * rows if name == by_row else n for name, n in zip(names, tiles)]
+        ends = list(accumulate(each.batch * each.heads * n for each, n in zip(terms, tiles)))
+        check_grid(ends[-1])
+        memory, at = allocated(terms, [4 * each.batch * each.heads * n for each, n in zip(terms, scales)])
+        block = list[int]()
+        for name, each, address, n in zip(names, terms, at, scales):
+            scale = address, each.heads * n, n, 1
             words[AT[f"{name}_scale"] : AT[f"{name}_scale"] + 4] = list(scale)
-            lengths = words[AT["kv_lengths"]] if name in ("k", "v") else 0
-            block += [*words[AT[name] : AT[name] + 4], *terms.place, *scale, lengths, terms.heads, terms.tokens]
-            block.append(name == by_row)
-        block += [0] * (len(block) // len(names) * (_MAX_TENSORS - len(names)))
-        block += [*ends, words[AT["fallback"]]]
-        self._kernel.launch(ctas, 32 * self.rows // _WARP_TOKENS, KernelArguments(block), stream)
-        return [terms for terms, _, _ in converted], memory
+            block += [*each.words(arguments, name, *scale), name == by_row]
+        absent = _MAX_TENSORS - len(names)
+        block += [0] * (len(block) // len(names) * absent)
+        block += [*ends, *ends[-1:] * absent, words[AT["fallback"]]]
+        self._kernel.launch(ends[-1], 32 * rows // _WARP_TOKENS, KernelArguments(block), stream)
+        return terms, memory
 
 
 @dataclass
 class Terms:
     """The terms of a tensor in memory: [batch][heads][tokens][columns] of float16."""
 
-    address: int
     columns: int
     heads: int
     tokens: int
     batch: int
+    address: int = 0
+
+    @classmethod
+    def of(cls, arguments: Arguments, name: str, num_terms: int = 1) -> Terms:
+        """Of a tensor of a call, without memory."""
+        spec, of_queries = arguments.spec, name in ("q", "dout")
+        heads, tokens = (arguments.heads, arguments.n_q) if of_queries else (arguments.heads_kv, arguments.n_k)
+        columns = 64 * num_terms * chunks(spec.head_dim if name in ("q", "k") else spec.head_dim_v)
+        return cls(columns, heads, tokens, arguments.batch)
+
+    def words(self, arguments: Arguments, name: str, *scale: int) -> list[int]:
+        """What a conversion kernel gets: tensor, terms, scales if it has them, lengths of keys or 0, heads, tokens."""
+        tensor, lengths = arguments.words[AT[name] : AT[name] + 4], arguments.words[AT["kv_lengths"]]
+        return [*tensor, *self.place, *scale, lengths * (name in ("k", "v")), self.heads, self.tokens]
 
     @property
     def place(self) -> tuple[int, int, int, int]:
@@ -106,6 +104,17 @@ class Terms:
         """The tensor map for boxes of `rows` rows, of `pack` heads."""
         address, *strides = self.place
         return encode("float16", *strides, self.columns, pack, self.heads, self.tokens, self.batch, rows, address)
+
+
+def allocated(terms: Sequence[Terms], more: Sequence[int] = ()) -> tuple[Any, list[int]]:
+    """Memory for terms, whose addresses are set, and the addresses of `more` bytes each behind them."""
+    sizes = [*(2 * each.batch * each.heads * each.tokens * each.columns for each in terms), *more]
+    begins = list(accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0))
+    memory = scratch(begins.pop(), "int8")
+    addresses = [memory.data.ptr + each for each in begins]
+    for each, address in zip(terms, addresses):
+        each.address = address
+    return memory, addresses[len(terms) :]
 
 
 @dataclass(frozen=True)
@@ -165,47 +174,39 @@ class Sm90Float32BackwardTile:
         return constants, wgmma_functions("float16", [self.block_k], widths)
 
 
-def backward_candidates(spec: AttentionSpec, device: Device) -> list[Sm90Float32BackwardTile]:
-    """Tiles worth measuring."""
-    narrow = max(spec.head_dim, spec.head_dim_v) <= 64
-    buffers = 2 if narrow or num_terms(spec) == 1 else 1
-    tiles = (Sm90Float32BackwardTile(keys, row_buffers=buffers) for keys in ((64, 96, 48) if narrow else (48, 80, 32)))
-    return [tile for tile in tiles if tile.fits(spec, device)]
+def backward_tiles(problem: Problem, device: Device) -> list[Sm90Float32BackwardTile]:
+    """Tiles worth measuring, of which some may not fit."""
+    narrow = max(problem.spec.head_dim, problem.spec.head_dim_v) <= 64
+    buffers = 2 if narrow or num_terms(problem.spec) == 1 else 1
+    return [Sm90Float32BackwardTile(keys, row_buffers=buffers) for keys in ((64, 96, 48) if narrow else (48, 80, 32))]
 
 
-class Sm90Float32Backward:
+class Sm90Float32Backward(Pass):
     """The backward pass: preprocess, conversion, then a kernel for dQ and one for dK and dV."""
 
-    def __init__(self, problem: Problem, choice: Choice, tables: TileTables) -> None:
-        spec, device = problem.spec, tables.device
-        self.problem, self.device, self.tile, self.why = problem, device, choice.tile, choice.why
-        arch, block = compiler.target(device.capability), self.tile.block_k
-        self.conversion = Fp16x2Conversion(spec, block, device)
-        self.preprocess = BwdPreprocess(specialise.library, spec, device)
-        self.libraries, self._kernels = [self.conversion.library, self.preprocess.library], []
+    def __init__(self, generation: Generation, problem: Problem, choice: Choice, tables: TileTables) -> None:
+        super().__init__(generation, problem, choice, tables)
+        spec, device, self._kernels = self.spec, self.device, list[tuple[bool, Kernel]]()
+        self.conversion, self.preprocess = Fp16x2Conversion(self, self.tile.block_k), BwdPreprocess(self)
         for dq_kernel in (True, False):
-            constants, text = self.tile.source(spec, dq_kernel)
-            library = specialise.library("sm90/fp16x2_backward", spec, tuple(constants.items()), arch, text)
-            self.libraries.append(library)
+            library = self.compiled("sm90/fp16x2_backward", *self.tile.source(spec, dq_kernel))
             shared = self.tile.shared_memory(spec, dq_kernel)
             self._kernels.append((dq_kernel, library.kernel("fp16x2_backward", device, shared)))
         self._row_factors = library.kernel("fp16x2_row_factors", device)
         self._counters = TileCounters.of(device)
-        self._fallback = Fallback(partial(tables.plan, OLDER, problem), spec, device, "backward")
 
-    def geometry(self, arguments: Arguments) -> tuple[Workspace, int]:
+    def geometry(self, arguments: Arguments) -> tuple[Workspace, int] | None:
         """Memory besides that of terms, and the CTAs of the preprocess."""
+        # A scale that is not positive would change the sign of a masked pair's -inf.
+        if not (arguments.n_q and arguments.n_k and arguments.positive_scale):
+            return None
         workspace, block = Workspace(arguments), self.tile.block_k
         preprocess_ctas = self.preprocess.place(arguments, workspace, block)
         workspace.tensor("row_factors", 4, arguments.q_tiles(block) * block, _ROW_FACTORS)
         return workspace, preprocess_ctas
 
-    def run(self, arguments: Arguments, stream: int) -> None:
-        # A scale that is not positive would change the sign of a masked pair's -inf.
-        if not (arguments.n_q and arguments.n_k and arguments.positive_scale):
-            return self._fallback.run(arguments, stream)
-        block, batch = self.tile.block_k, arguments.batch
-        workspace, preprocess_ctas = arguments.known(self, self.geometry)
+    def launch(self, arguments: Arguments, geometry: tuple[Workspace, int], stream: int) -> None:
+        block, batch, (workspace, preprocess_ctas) = self.tile.block_k, arguments.batch, geometry
         held = [workspace.allocate(arguments, stream)]
         self.preprocess.run(arguments, stream, preprocess_ctas)
         (q, k, v, dout), terms = self.conversion.terms(arguments, stream, ("q", "k", "v", "dout"), "dout")
@@ -226,4 +227,6 @@ class Sm90Float32Backward:
                 kernel.launch(ctas, _BACKWARD_THREADS, arguments.with_maps(maps), stream)
         self.preprocess.sink_gradients(arguments, stream)
         del held  # kept until the kernels that read them are enqueued
-        return None
+
+
+BACKWARD = Kind(Sm90Float32BackwardTile, Sm90Float32Backward, backward_tiles)

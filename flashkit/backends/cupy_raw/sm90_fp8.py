@@ -8,12 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...errors import UnsupportedError
 from ...spec import AttentionSpec, Direction, Problem, Verdict
-from ..cuda_common import compiler, modification, sm90_launch
+from ..cuda_common import modification, sm90_launch
 from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
-from ..cuda_common.generation import Choice, TileTables
+from ..cuda_common.generation import Choice, Generation, Kind, TileTables
 from ..cuda_common.launch import TensorMap, scratch
 from ..cuda_common.memory import SmemLayout
 from ..cuda_common.params import AT
@@ -24,13 +23,9 @@ from ..cuda_common.sm90_launch import (
     SEQ_SLOT,
     ForwardTile,
     LaunchGeometry,
-    fitted,
-    packed,
     padded,
 )
 from ..cuda_common.tensor_maps import Maps
-from ..cuda_common.verify import Fallback
-from . import specialise
 from .sm90_wgmma import E4M3
 from .sm90_wgmma import text as wgmma_functions
 
@@ -59,7 +54,7 @@ class Sm90Fp8Tile(ForwardTile):
         if self.block_k != _CHUNK or self.turns:
             raise ValueError(f"{self=}: expected block_k {_CHUNK} and turns 0")
 
-    def threads_of(self, spec: AttentionSpec) -> int:
+    def threads(self, spec: AttentionSpec) -> int:
         return 128 * (self.warpgroups + (2 if self._has_transpose_warps(spec) else 1))
 
     def _has_transpose_warps(self, spec: AttentionSpec) -> bool:
@@ -119,12 +114,11 @@ class Sm90Fp8Tile(ForwardTile):
         """Constants and generated functions of the kernel."""
         columns, (consumer, producer) = padded(spec.head_dim_v), self.registers_of(spec)
         constants = {
-            **self.common(spec, pack, True), "ROW_SUM_BY_MMA": False, "FAST_MATH": True, "NUM_TERMS": 1,
+            **self.common(spec, pack, True), **modification.forward_constants(spec),
             "FP8": 1 + SCALES.index(per(spec)), "GETS_VT": _gets_vt(spec),
             "PROMOTED_IN_SHARED": self.promotes_in_shared(spec),
             "EXACT_LSE": spec.fp8 is not None and spec.fp8.exact_lse,
             "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer,
-            **modification.forward_constants(spec),
         }  # fmt: skip
         lines = columns + 8 * (is_narrow(spec) and per(spec) != "token")  # of V^T, with those of ones
         return constants, wgmma_functions(E4M3, [self.block_k], [self.block_k, lines])
@@ -153,12 +147,6 @@ def _promoted(spec: AttentionSpec) -> int:
     return (registers // 4 + 1) * 16 * 128
 
 
-def forward_candidates(problem: Problem, device: Device) -> list[Sm90Fp8Tile]:
-    """Tiles worth measuring."""
-    tiles = [Sm90Fp8Tile(rows, 128, stages) for rows in (192, 128) for stages in (3, 2)]
-    return [tile for each in tiles if (tile := fitted(each, problem.spec, device))]
-
-
 def supports(problem: Problem, direction: Direction) -> Verdict:
     """What the kernel refuses beyond the refusals of 16-bit kernels."""
     spec = problem.spec
@@ -179,15 +167,12 @@ def supports(problem: Problem, direction: Direction) -> Verdict:
 class Sm90Fp8Forward(sm90_launch.Forward):
     """The forward pass. Calls whose arrays TMA cannot address come as copies (call/codes.py), so none is handed on."""
 
-    def __init__(self, problem: Problem, choice: Choice, tables: TileTables) -> None:
-        spec, tile, device = problem.spec, choice.tile, tables.device
-        constants, functions = tile.source(spec, packed(problem))
-        arch = compiler.target(device.capability)
-        library = specialise.library("sm90/fp8_forward", spec, tuple(constants.items()), arch, functions)
-        fallback = Fallback(_refuse, spec, device, "forward")
-        super().__init__(problem, device, tile, choice.why, library, fallback, kernel="sm90_fp8_forward")
-        self._threads = tile.threads_of(spec)
-        self._promoted = 0 if tile.promotes_in_shared(spec) else tile.warpgroups * _promoted(spec)
+    name = "sm90/fp8_forward"
+
+    def __init__(self, generation: Generation, problem: Problem, choice: Choice, tables: TileTables) -> None:
+        super().__init__(generation, problem, choice, tables)
+        in_shared = self.tile.promotes_in_shared(self.spec)
+        self._promoted = 0 if in_shared else self.tile.warpgroups * _promoted(self.spec)
 
     def boxes(self, arguments: Arguments) -> list[tuple[str, int, int, int]]:
         q, k, v, _ = super().boxes(arguments)  # consumers store O themselves
@@ -209,7 +194,9 @@ class Sm90Fp8Forward(sm90_launch.Forward):
         return maps, held
 
 
-def _refuse() -> Any:
-    raise UnsupportedError(
-        "codes of e4m3 on the GPU need keys, a positive scale, and addresses and strides that are multiples of 16 bytes"
-    )
+def forward_tiles(problem: Problem, device: Device) -> list[Sm90Fp8Tile]:
+    """Tiles worth measuring, of which some may not fit."""
+    return [Sm90Fp8Tile(rows, 128, stages) for rows in (192, 128) for stages in (3, 2)]
+
+
+KIND = Kind(Sm90Fp8Tile, Sm90Fp8Forward, forward_tiles)

@@ -6,15 +6,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from ...spec import AttentionSpec, Problem, Verdict
-from ..cuda_common import compiler, modification, sm90_launch
+from ..cuda_common import modification, sm90_launch
 from ..cuda_common.arguments import ROW_TENSORS, Arguments
-from ..cuda_common.device import Device
-from ..cuda_common.generation import Choice, TileTables
+from ..cuda_common.generation import Choice, Generation, Kind, TileTables
 from ..cuda_common.memory import SmemLayout
-from ..cuda_common.sm90_launch import ForwardTile, LaunchGeometry, chunks, packed, padded
-from ..cuda_common.verify import Fallback
-from . import by_distance, sm80_jvp, specialise
-from .sm80 import OLDER
+from ..cuda_common.sm90_launch import ForwardTile, LaunchGeometry, chunks, padded
+from . import by_distance, sm80_jvp
 from .sm90_wgmma import text as wgmma_functions
 
 
@@ -35,15 +32,10 @@ class Sm90JvpTile(ForwardTile):
         smem.add("V_TILES", 0)
         return smem
 
-    def fits(self, spec: AttentionSpec, device: Device) -> bool:
-        """Whether it fits shared memory."""
-        return self.shared_memory(spec) <= device.shared_per_block
-
     def source(self, spec: AttentionSpec, pack: int) -> tuple[dict[str, int], str]:
         """Constants and generated functions of the kernel."""
         constants = {
-            **self.common(spec, pack, spec.mask is not None or spec.kv_lengths), "ROW_SUM_BY_MMA": False,
-            "FAST_MATH": True, "NUM_TERMS": 1, "FP8": False, "GETS_VT": False,
+            **self.common(spec, pack, spec.mask is not None or spec.kv_lengths),
             **modification.forward_constants(spec, by_distance.reads(spec)),
         }  # fmt: skip
         return constants, wgmma_functions(spec.dtype, [self.block_k], [padded(spec.head_dim_v)])
@@ -57,26 +49,24 @@ def supports(spec: AttentionSpec) -> Verdict:
 class Sm90Jvp(sm90_launch.Forward):
     """The pass. TMA takes the tensor itself for the tangent that it has not."""
 
-    def __init__(self, problem: Problem, choice: Choice, tables: TileTables) -> None:
-        spec, device, tile = problem.spec, tables.device, choice.tile
-        constants, functions = tile.source(spec, packed(problem))
-        arch = compiler.target(device.capability)
-        library = specialise.library("sm90/jvp", spec, tuple(constants.items()), arch, functions)
-        fallback = Fallback(partial(tables.plan, OLDER, problem), spec, device, "forward")
-        self._tangents = [f"d{name}" if name in spec.jvp else name for name in "qkv"]
-        addressed = (*dict.fromkeys((*ROW_TENSORS, *self._tangents, "dout")),)
-        super().__init__(problem, device, tile, choice.why, library, fallback, addressed, "sm90_jvp")
-        self._nonfinite = sm80_jvp.NonfiniteFallback(problem, tables)
-        self._distances = by_distance.Distances(spec, device) if by_distance.reads(spec) else None
-        if self._distances:
-            self.libraries.append(self._distances.library)
+    name = "sm90/jvp"
+
+    def __init__(self, generation: Generation, problem: Problem, choice: Choice, tables: TileTables) -> None:
+        self._tangents = [f"d{name}" if name in problem.spec.jvp else name for name in "qkv"]
+        self.addressed = (*dict.fromkeys((*ROW_TENSORS, *self._tangents, "dout")),)
+        super().__init__(generation, problem, choice, tables)
+        self._nonfinite = sm80_jvp.NonfiniteFallback(self, tables)
+        self._distances = by_distance.Distances(self) if by_distance.reads(self.spec) else None
 
     def boxes(self, arguments: Arguments) -> list[tuple[str, int, int, int]]:
         boxes = super().boxes(arguments)
         named = zip((*self._tangents, "dout"), boxes, strict=True)
         return boxes + [(name, dim, heads, rows) for name, (_, dim, heads, rows) in named]
 
-    def launch(self, geometry: LaunchGeometry, arguments: Arguments, stream: int) -> None:
+    def launch(self, arguments: Arguments, geometry: LaunchGeometry, stream: int) -> None:
         held = self._distances and self._distances.fill(arguments, stream)
-        self._nonfinite.follow(partial(super().launch, geometry, arguments, stream), arguments, stream)
+        self._nonfinite.follow(partial(super().launch, arguments, geometry, stream), arguments, stream)
         del held
+
+
+KIND = Kind(Sm90JvpTile, Sm90Jvp, lambda problem, _: [Sm90JvpTile.of(problem.spec)], "the only tile", has_rows=False)

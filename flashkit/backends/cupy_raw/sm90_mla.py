@@ -7,23 +7,18 @@ Whether v is a view of k is known for each call by its arrays. Calls with other 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 from ...mods import expr
 from ...spec import AttentionSpec, Direction, Problem, Verdict
-from ..cuda_common import compiler, modification
-from ..cuda_common.arguments import Arguments, addresses, aligned
-from ..cuda_common.device import Device
-from ..cuda_common.generation import Choice, TileTables, supports_packed
+from ..cuda_common import modification
+from ..cuda_common.arguments import Arguments
+from ..cuda_common.generation import Choice, Generation, Kind, Pass, TileTables
 from ..cuda_common.launch import check_grid
 from ..cuda_common.memory import SmemLayout
 from ..cuda_common.params import AT
-from ..cuda_common.simt import Simt
 from ..cuda_common.sm90_launch import NUM_LISTS, SWIZZLE_ROWS, ForwardTile, chunks, keys_of_a_box
 from ..cuda_common.tensor_maps import Maps, TileCounters, maps_of, strides_fit
-from ..cuda_common.verify import Fallback
-from . import specialise
 from .sm80 import launch_combine
 from .sm90_wgmma import text as wgmma_functions
 
@@ -31,7 +26,6 @@ MAX_DIM, MAX_DIM_V = 576, 512
 ROWS, KEYS = 64, 64
 """Rows of Q and keys of a tile. A tile of P is a chunk, and half of O fits the registers of a warp group."""
 
-_OLDER = Simt(specialise.library)
 _LIST_BYTES = 4 * (96 + 9)  # UnitList of kernels/sm90/mla_scheduler.cuh
 _OLD_PARTS = "V", "ONES", "Q_PIPE", "V_PIPE", "OUT_READY", "WORK_TILES", "LIST_SEQS", "V_TILES", "SCALES", "AFFINE"
 _UNIT_COST, _SPLIT_COST, _COMBINE_COST = 3, 1, 4
@@ -60,8 +54,7 @@ class Sm90MlaTile(ForwardTile):
         if (self.block_q, self.block_k, self.stages, self.q_buffers, self.turns) != (ROWS, KEYS, 2, 1, 0):
             raise ValueError(f"{self=}: expected {ROWS} x {KEYS} with two stages, the only tile of the kernel")
 
-    @property
-    def threads(self) -> int:
+    def threads(self, spec: AttentionSpec) -> int:
         return 3 * 128
 
     def registers(self, classifies: bool) -> tuple[int, int]:
@@ -87,18 +80,14 @@ class Sm90MlaTile(ForwardTile):
             smem.add(name, 0)
         return smem
 
-    def fits(self, spec: AttentionSpec, device: Device) -> bool:
-        return self.shared_memory(spec) <= device.shared_per_block
-
     def source(self, spec: AttentionSpec, cluster: int = 1) -> tuple[dict[str, int], str]:
         """Constants and generated functions of the kernel."""
         classifies = spec.mask is not None
         constants = {
-            **self.common(spec, spec.group, classifies), "ROW_SUM_BY_MMA": False, "FAST_MATH": True, "NUM_TERMS": 1,
-            "FP8": False, "GETS_VT": False, "CLUSTER_SIZE": cluster, "LIST_BYTES": NUM_LISTS * _LIST_BYTES,
+            **self.common(spec, spec.group, classifies), **modification.forward_constants(spec),
+            "CLUSTER_SIZE": cluster, "LIST_BYTES": NUM_LISTS * _LIST_BYTES,
             "SPLIT_TILES": _DETERMINISTIC_TILES if spec.deterministic else 0,
             "MASK_OF_HEADS": spec.mask is not None and expr.uses(spec.mask, expr.H),
-            **modification.forward_constants(spec),
         }  # fmt: skip
         half = 64 * (-(-chunks(spec.head_dim_v) // 2))
         return constants, wgmma_functions(spec.dtype, [KEYS, half], [half])
@@ -122,7 +111,7 @@ def supports(problem: Problem, direction: Direction) -> Verdict:
         return Verdict(False, f"rows of {dims} are not a multiple of 16 bytes")
     if spec.dropout:
         return Verdict(False, "the kernel of latent attention has no dropout")
-    return supports_packed(spec, "latent")
+    return Verdict(not spec.packed, "packed sequences have no latent kernels here" if spec.packed else "")
 
 
 def number_of_splits(work_tiles: int, key_tiles: int, sms: int, ragged: bool = False) -> int:
@@ -159,27 +148,26 @@ class LaunchGeometry(NamedTuple):
     maps: Maps
 
 
-class Sm90MlaForward:
+class Sm90MlaForward(Pass):
     """The forward pass."""
 
+    addressed = "q", "k", "out"
     values_in_keys = True
-    """Whether the sample problem of a fresh kernel has a v that is a view of k: verify.py."""
 
-    def __init__(self, problem: Problem, choice: Choice, tables: TileTables) -> None:
-        spec, device, (self.tile, _, self.why) = problem.spec, tables.device, choice
-        self.device = device
+    def __init__(self, generation: Generation, problem: Problem, choice: Choice, tables: TileTables) -> None:
+        super().__init__(generation, problem, choice, tables)
+        spec, device = self.spec, self.device
         self._cluster = cluster_size(spec.group, problem.n_q)
-        constants, functions = self.tile.source(spec, self._cluster)
         self._clusters = max(1, device.sms // self._cluster)  # at a time
-        arch = compiler.target(device.capability)
-        library = specialise.library("sm90/mla_forward", spec, tuple(constants.items()), arch, functions)
-        self.libraries = [library]
+        library = self.compiled("sm90/mla_forward", *self.tile.source(spec, self._cluster))
         self._kernel = library.kernel("sm90_mla_forward", device, self.tile.shared_memory(spec))
         self._combine = library.kernel("combine", device)
         self._counters = TileCounters.of(device)
-        self.fallback = Fallback(partial(tables.plan, _OLDER, problem), spec, device, "forward")
 
     def takes(self, arguments: Arguments) -> bool:
+        return super().takes(arguments) and arguments.words[AT["k"]] == arguments.words[AT["v"]]
+
+    def supports(self, arguments: Arguments) -> bool:
         """Whether the kernel supports arrays of these shapes and strides."""
         spec, words = arguments.spec, arguments.words
         # A scale that is not positive would change the sign of a masked pair's -inf.
@@ -190,12 +178,11 @@ class Sm90MlaForward:
         one_array = all(of_k == of_v or n == 1 for n, of_k, of_v in zip(extents, *strides, strict=True))
         return (
             bool(arguments.n_k) and arguments.positive_scale and rows and one_array
-            and (spec.score is None or most < modification.NEAR) and strides_fit(arguments, ("q", "k", "out"))
+            and (spec.score is None or most < modification.NEAR) and strides_fit(arguments, self.addressed)
         )  # fmt: skip
 
     def geometry(self, arguments: Arguments) -> LaunchGeometry | None:
-        """What the launch derives from shapes and strides, or None where the fallback is needed."""
-        if not self.takes(arguments):
+        if not self.supports(arguments):
             return None
         spec, rows = arguments.spec, arguments.batch * arguments.heads * arguments.n_q
         groups = -(-row_tiles(spec.group, arguments.n_q) // self._cluster)
@@ -209,19 +196,15 @@ class Sm90MlaForward:
         maps = maps_of(arguments, "k", spec.head_dim, 1, keys_of_a_box(spec, KEYS))
         return LaunchGeometry(work_tiles * splits, splits, maps)
 
-    def run(self, arguments: Arguments, stream: int) -> None:
-        geometry, words = arguments.known(self, self.geometry), arguments.words
-        views = words[AT["k"]] == words[AT["v"]]
-        if geometry is None or not views or not aligned(arguments, addresses(("q", "k", "out"))):
-            return self.fallback.run(arguments, stream)
-        units, splits, maps = geometry
-        if not units:
-            return None
+    def launch(self, arguments: Arguments, geometry: LaunchGeometry, stream: int) -> None:
+        (units, splits, maps), words = geometry, arguments.words
         held = arguments.allocate_partials(splits) if splits > 1 else None
         words[_NUM_SPLITS], words[_TILE_COUNTER] = splits, self._counters.next(stream)
         ctas, block = self._cluster * min(units, self._clusters), arguments.with_maps([maps[words[AT["k"]]]])
-        self._kernel.launch(ctas, self.tile.threads, block, stream, pdl=True)
+        self._kernel.launch(ctas, self.tile.threads(self.spec), block, stream, pdl=True)
         if splits > 1:
             launch_combine(self._combine, arguments, stream, early=True)
         del held
-        return None
+
+
+KIND = Kind(Sm90MlaTile, Sm90MlaForward, lambda *_: [Sm90MlaTile()])

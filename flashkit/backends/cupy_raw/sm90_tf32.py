@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from ...spec import AttentionSpec, Problem
-from ..cuda_common import compiler
-from ..cuda_common.arguments import Arguments, addresses, aligned
-from ..cuda_common.device import Device
-from ..cuda_common.generation import Choice, TileTables
+from ..cuda_common.arguments import Arguments
+from ..cuda_common.generation import Choice, Fallback, Generation, Pass, TileTables
 from ..cuda_common.launch import KernelArguments, TensorMap, check_grid, clear, scratch
 from ..cuda_common.params import AT
-from ..cuda_common.sm90_launch import chunks
-from ..cuda_common.verify import Fallback
-from . import specialise
+from ..cuda_common.sm90_bwd_launch import LaunchGeometry
 from .sm90_backward import Sm90Backward
-from .sm90_fp16x2 import Sm90Float32Backward, Terms
+from .sm90_fp16x2 import Sm90Float32Backward, Terms, allocated
 
 _OPERANDS = "q", "k", "v", "dout"
 _ROWS, _THREADS = 128, 512  # of a CTA of kernels/sm90/tf32_convert.cu
@@ -50,32 +48,20 @@ class HeadStatistics:
 class Tf32Conversion:
     """Converts q, k, v and dout to float16 under a scale for each key/value head, in CuPy's memory pool."""
 
-    def __init__(self, spec: AttentionSpec, device: Device) -> None:
-        self.spec = spec
-        arch = compiler.target(device.capability)
-        self.library = specialise.library("sm90/tf32_convert", spec, (("NUM_TERMS", 1),), arch)
-        self._kernels = [self.library.kernel(name, device) for name in ("tf32_maxima", "tf32_convert")]
+    def __init__(self, of: Pass) -> None:
+        library = of.compiled("sm90/tf32_convert", {"NUM_TERMS": 1})
+        self._kernels = [library.kernel(name, of.device) for name in ("tf32_maxima", "tf32_convert")]
 
     def terms(self, arguments: Arguments, statistics: HeadStatistics, stream: int) -> tuple[list[Terms], Any]:
         """Enqueue the conversion. Returns the float16 tensors and the memory that holds them, to be kept until all
         kernels that read it are enqueued.
         """
-        spec, words, batch = self.spec, arguments.words, arguments.batch
-        terms, block, ends, at = list[Terms](), list[int](), list[int](), 0
-        for name in _OPERANDS:
-            of_queries = name in ("q", "dout")
-            heads, tokens = (arguments.heads, arguments.n_q) if of_queries else (arguments.heads_kv, arguments.n_k)
-            columns = 64 * chunks(spec.head_dim if name in ("q", "k") else spec.head_dim_v)
-            terms.append(Terms(at, columns, heads, tokens, batch))
-            at += -(-2 * batch * heads * tokens * columns // _ALIGNED) * _ALIGNED
-            ends.append((ends[-1] if ends else 0) + batch * heads * -(-tokens // _ROWS))
+        terms, block = [Terms.of(arguments, name) for name in _OPERANDS], list[int]()
+        ends = list(accumulate(each.batch * each.heads * -(-each.tokens // _ROWS) for each in terms))
         check_grid(ends[-1])
-        memory = scratch(at, "int8")
+        memory, _ = allocated(terms)
         for name, each in zip(_OPERANDS, terms):
-            each.address += memory.data.ptr
-            lengths = words[AT["kv_lengths"]] if name in ("k", "v") else 0
-            group = each.heads // arguments.heads_kv
-            block += [*words[AT[name] : AT[name] + 4], *each.place, lengths, each.heads, each.tokens, group]
+            block += [*each.words(arguments, name), each.heads // arguments.heads_kv]
         block += [*ends, statistics.maxima, statistics.scales, statistics.fallback]
         for kernel in self._kernels:
             kernel.launch(ends[-1], _THREADS, KernelArguments(block), stream)
@@ -92,30 +78,29 @@ class Sm90Tf32Backward(Sm90Backward):
 
     addressed = "out", "dout"
 
-    def __init__(self, problem: Problem, choice: Choice, tables: TileTables, then: Sm90Float32Backward) -> None:
-        super().__init__(problem, choice, tables)
-        self.conversion = Tf32Conversion(problem.spec, tables.device)
-        self.libraries.append(self.conversion.library)
-        # Compiled by now, as it is part of every call; checked by itself, as a sample problem does not need it.
-        self._fallback = Fallback(lambda: then, problem.spec, tables.device, "backward")
+    def __init__(self, generation: Generation, problem: Problem, choice: Choice, tables: TileTables) -> None:
+        super().__init__(generation, problem, choice, tables)
+        self.conversion = Tf32Conversion(self)
+        # Compiled by now, as it is part of every call; checked by itself, as a sample problem does not need it. It has
+        # the tile that it has where it is the only pass, as with sinks.
+        alone = next(tables.choices(generation, replace(problem, spec=replace(problem.spec, sinks=True))))
+        then = Sm90Float32Backward(generation, problem, alone, tables)
+        self.fallback = Fallback(lambda: then, problem.spec, tables)
 
-    def run(self, arguments: Arguments, stream: int) -> None:
-        arguments.set(fallback=0)
-        geometry = arguments.known(self, self.geometry)
-        if geometry is None or not (geometry.postprocess_ctas and self.takes(arguments)):
-            return self._fallback.run(arguments, stream)
+    def launch(
+        self, arguments: Arguments, geometry: LaunchGeometry, stream: int, maps: Sequence[TensorMap] | None = None
+    ) -> None:  # fmt: skip
         statistics = HeadStatistics(arguments, stream)
         terms, memory = self.conversion.terms(arguments, statistics, stream)
-        self.launch(arguments, geometry, self.maps(terms), stream)
+        super().launch(arguments, geometry, stream, self.maps(terms))
         del memory  # for the fallback
-        self._fallback.run(arguments, stream)
+        self.fallback.run(arguments, stream)
         arguments.set(fallback=0)
         del statistics  # kept until the kernels that read it are enqueued
-        return None
 
     def takes(self, arguments: Arguments) -> bool:
         """delta may be of any magnitude where the log-sum-exp has a gradient."""
-        return not arguments.words[AT["dlse"]] and aligned(arguments, addresses(self.addressed))
+        return not arguments.words[AT["dlse"]] and super().takes(arguments)
 
     def maps(self, terms: Sequence[Terms]) -> list[TensorMap]:
         """Of each TMA box; gradients and O are not addressed by TMA."""

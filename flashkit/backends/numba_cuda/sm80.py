@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
-from ...devices.schema import TileRow
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
-from ..cuda_common import compiler
-from ..cuda_common.arguments import (
-    ROW_TENSORS,
-    Arguments,
-    addresses,
-    aligned,
-    strides_are_vector_multiples,
-)
+from ..cuda_common.arguments import ROW_TENSORS, Arguments, strides_are_vector_multiples
 from ..cuda_common.device import Device
-from ..cuda_common.generation import Choice, Generation, Kernels, TileTables, supports_16bit, tile_of
+from ..cuda_common.generation import Choice, Generation, Kind, Pass, TileTables, supports_16bit
 from ..cuda_common.launch import check_grid
 from ..cuda_common.memory import SmemLayout, SmemTile, bytes_of_keys, heads_per_l2_group, stage_constants
 from ..cuda_common.params import AT
 from ..cuda_common.sm80_bwd_launch import LaunchGeometry, MmaBackward
-from ..cuda_common.verify import Fallback
 
 THREADS = 128
-_ADDRESSES, _HEADS_PER_L2_GROUP = addresses(ROW_TENSORS), AT["heads_per_l2_group"]
-_BACKWARD_ROWS = "q", "k", "v", "dout", "dq", "dk", "dv"
-_BACKWARD_ADDRESSES = addresses(_BACKWARD_ROWS)
+_HEADS_PER_L2_GROUP = AT["heads_per_l2_group"]
 MAX_DIM = 256
 _L2_BYTES = 24_000_000  # of K and V of the heads that CTAs work on at the same time
 
@@ -77,18 +64,15 @@ class Tile(SmemTile):
         }  # fmt: skip
 
 
-class Forward:
+class Forward(Pass):
     """The forward pass."""
 
-    def __init__(self, generation: Sm80, problem: Problem, choice: Choice, tables: TileTables) -> None:
-        spec, device, (tile, _, self.why) = problem.spec, tables.device, choice
-        self.tile = tile
-        constants = tuple(tile.constants(spec, device).items())
-        library = generation.kernels("sm80/forward", spec, constants, compiler.target(device.capability))
-        self.libraries = [library]
-        self._kernel = library.kernel("sm80_forward", device, tile.shared_memory(spec))
-        older = partial(tables.plan, generation.below, problem)
-        self._fallback = Fallback(older, spec, device, "forward")  # for rows that are not aligned to 16 bytes
+    addressed = ROW_TENSORS
+
+    def __init__(self, generation: Generation, problem: Problem, choice: Choice, tables: TileTables) -> None:
+        super().__init__(generation, problem, choice, tables)
+        library = self.compiled("sm80/forward", self.tile.constants(self.spec, self.device))
+        self._kernel = library.kernel("sm80_forward", self.device, self.tile.shared_memory(self.spec))
 
     def geometry(self, arguments: Arguments) -> tuple[int, int] | None:
         """CTAs and heads per L2 group; None: shapes or strides need the fallback."""
@@ -100,14 +84,9 @@ class Forward:
         check_grid(blocks)
         return blocks, heads_per_l2_group(heads, _L2_BYTES // bytes_of_keys(arguments))
 
-    def run(self, arguments: Arguments, stream: int) -> None:
-        geometry = arguments.known(self, self.geometry)
-        if geometry is None or not aligned(arguments, _ADDRESSES):
-            return self._fallback.run(arguments, stream)
+    def launch(self, arguments: Arguments, geometry: tuple[int, int], stream: int) -> None:
         blocks, arguments.words[_HEADS_PER_L2_GROUP] = geometry
-        if blocks:
-            self._kernel.launch(blocks, THREADS, arguments, stream)
-        return None
+        self._kernel.launch(blocks, THREADS, arguments, stream)
 
 
 @dataclass(frozen=True)
@@ -155,23 +134,16 @@ class BackwardTile(SmemTile):
 class Backward(MmaBackward):
     """The backward pass. CTAs add to dQ in any order."""
 
+    addressed = "q", "k", "v", "dout", "dq", "dk", "dv"
     ordered = False
 
-    def __init__(self, generation: Sm80, problem: Problem, choice: Choice, tables: TileTables) -> None:
-        spec, device, (tile, _, why) = problem.spec, tables.device, choice
-        columns = 64 * -(-spec.head_dim // 64)
-        super().__init__(generation.kernels, spec, device, tile, why, tile.constants(spec, device), columns)
-        older = partial(tables.plan, generation.below, problem)
-        self._fallback = Fallback(older, spec, device, "backward")  # for rows that are not aligned to 16 bytes
+    def __init__(self, generation: Generation, problem: Problem, choice: Choice, tables: TileTables) -> None:
+        columns, constants = 64 * -(-problem.spec.head_dim // 64), choice.tile.constants(problem.spec, tables.device)
+        super().__init__(generation, problem, choice, tables, constants, columns)
 
     def geometry(self, arguments: Arguments) -> LaunchGeometry | None:
-        supported = arguments.n_k and strides_are_vector_multiples(arguments, _BACKWARD_ROWS)
+        supported = arguments.n_k and strides_are_vector_multiples(arguments, self.addressed)
         return super().geometry(arguments) if supported else None
-
-    def run(self, arguments: Arguments, stream: int) -> None:
-        if arguments.known(self, self.geometry) is None or not aligned(arguments, _BACKWARD_ADDRESSES):
-            return self._fallback.run(arguments, stream)
-        return super().run(arguments, stream)
 
 
 def on_tensor_cores(spec: AttentionSpec, direction: Direction) -> Verdict:
@@ -186,30 +158,19 @@ def on_tensor_cores(spec: AttentionSpec, direction: Direction) -> Verdict:
 
 
 class Sm80(Generation):
-    """Kernels for tensor cores: float16 and bfloat16. `below`: the generation that takes all other problems."""
+    """Kernels for tensor cores: float16 and bfloat16."""
 
     name = "sm80"
-    directions: tuple[Direction, ...] = ("forward", "backward")
-
-    def __init__(self, kernels: Kernels, below: Generation) -> None:
-        self.kernels, self.below = kernels, below
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         if device.capability < (8, 0):
             return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, older than sm_80")
         return on_tensor_cores(problem.spec, direction)
 
-    def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
-        kind: Any = Tile
+    def kind(self, problem: Problem, direction: Direction) -> Kind:
         shapes: list[tuple[int, ...]] = [(128, keys) for keys in (64, 32, 96, 48, 128, 16)]
         shapes += [(64, keys, 1) for keys in (64, 32, 16)]
-        if direction == "backward":
-            kind, shapes = BackwardTile, [(128, 128), (64, 128), (64, 64), (64, 64, 4), (32, 64, 4)]
-        return [tile for each in shapes if (tile := kind(*each)).fits(problem.spec, device)]
-
-    def tile(self, problem: Problem, row: TileRow, device: Device, direction: Direction) -> Any:
-        kind: Any = Tile if direction == "forward" else BackwardTile
-        return tile_of(kind, row, problem.spec, lambda tile, spec: tile if tile.fits(spec, device) else None)
-
-    def plan(self, problem: Problem, choice: Choice, tables: TileTables) -> Forward | Backward:
-        return (Forward if tables.direction == "forward" else Backward)(self, problem, choice, tables)
+        if direction == "forward":
+            return Kind(Tile, Forward, lambda *_: [Tile(*each) for each in shapes])
+        shapes = [(128, 128), (64, 128), (64, 64), (64, 64, 4), (32, 64, 4)]
+        return Kind(BackwardTile, Backward, lambda *_: [BackwardTile(*each) for each in shapes])

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from ...devices.schema import TileRow
 from ...spec import AttentionSpec, Direction, Problem, Verdict
-from ..cuda_common import compiler, sm90_bwd_launch, sm90_launch
+from ..cuda_common import sm90_bwd_launch, sm90_launch
 from ..cuda_common.device import Device
-from ..cuda_common.generation import Choice, Generation, Kernels, Pass, TileTables, tile_of
+from ..cuda_common.generation import Generation, Kind
 from ..cuda_common.memory import SmemLayout
-from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_candidates, cluster_size
-from ..cuda_common.sm90_launch import ForwardTile, chunks, fitted, forward_candidates, padded, work_enough
-from ..cuda_common.verify import Fallback
+from ..cuda_common.sm90_bwd_launch import BackwardTile, cluster_size
+from ..cuda_common.sm90_launch import ForwardTile, chunks, fitted, padded, work_enough
 from .sm80 import on_tensor_cores
 
 
@@ -37,8 +35,8 @@ class Tile(ForwardTile):
         available = self.registers(_classifies(spec))[0] - 24
         return self.shared_memory(spec) <= device.shared_per_block and needed <= available
 
-    def constants(self, spec: AttentionSpec) -> dict[str, int]:
-        return self.common(spec, 1, _classifies(spec))
+    def source(self, spec: AttentionSpec, pack: int) -> tuple[dict[str, int]]:
+        return (self.common(spec, pack, _classifies(spec)),)
 
 
 def _classifies(spec: AttentionSpec) -> bool:
@@ -49,39 +47,15 @@ def _classifies(spec: AttentionSpec) -> bool:
 class Forward(sm90_launch.Forward):
     """The forward pass."""
 
-    def __init__(self, generation: Sm90, problem: Problem, choice: Choice, tables: TileTables) -> None:
-        spec, device, (tile, _, why) = problem.spec, tables.device, choice
-        constants = tuple(tile.constants(spec).items())
-        library = generation.kernels("sm90/forward", spec, constants, compiler.target(device.capability))
-        fallback = Fallback(partial(generation.older, problem, tables), spec, device, "forward")
-        super().__init__(problem, device, tile, why, library, fallback)
-        self.pack = 1  # a tile has rows of one head
-
-
-class Backward(sm90_bwd_launch.Backward):
-    """The backward pass."""
-
-    def __init__(self, generation: Sm90, problem: Problem, choice: Choice, tables: TileTables) -> None:
-        spec, device, (tile, _, why) = problem.spec, tables.device, choice
-        constants, arch = tuple(tile.constants(spec).items()), compiler.target(device.capability)
-        library = generation.kernels("sm90/backward", spec, constants, arch)
-        fallback = Fallback(partial(generation.older, problem, tables), spec, device, "backward")
-        super().__init__(spec, device, tile, why, library, generation.kernels, fallback)
+    @staticmethod
+    def packed(problem: Problem) -> int:
+        return 1
 
 
 class Sm90(Generation):
-    """Kernels for Hopper with float16 and bfloat16. `below`: of these the first that can takes what is left."""
+    """Kernels for Hopper with float16 and bfloat16."""
 
     name = "sm90"
-    directions: tuple[Direction, ...] = ("forward", "backward")
-
-    def __init__(self, kernels: Kernels, *below: Generation) -> None:
-        self.kernels, self.below = kernels, below
-
-    def older(self, problem: Problem, tables: TileTables) -> Pass:
-        """Of the generations below."""
-        able = (each for each in self.below if each.supports(problem, tables.device, tables.direction))
-        return tables.plan(next(able), problem)
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         if device.capability[0] != 9:
@@ -94,15 +68,17 @@ class Sm90(Generation):
             return Verdict(False, "gradients of more than 128 columns run on the sm80 kernels")
         return Verdict(True)
 
-    def tile(self, problem: Problem, row: TileRow, device: Device, direction: Direction) -> Any:
-        kind = Tile if direction == "forward" else BackwardTile
-        return tile_of(kind, row, problem.spec, partial(fitted, device=device))
-
-    def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
+    def kind(self, problem: Problem, direction: Direction) -> Kind:
         if direction == "backward":
-            return list(backward_candidates(problem.spec, device))
-        shapes = itertools.product((192, 128), (128, 144, 112, 96, 160, 80, 64), (1, 0))
-        return list(forward_candidates(Tile, problem, device, shapes))
+            return Kind(BackwardTile, sm90_bwd_launch.Backward, sm90_bwd_launch.backward_tiles)
+        return Kind(Tile, Forward, _forward_tiles)
 
-    def plan(self, problem: Problem, choice: Choice, tables: TileTables) -> Pass:
-        return (Forward if tables.direction == "forward" else Backward)(self, problem, choice, tables)
+    def fitted(
+        self, tile: Any, spec: AttentionSpec, device: Device, direction: Direction, row: TileRow | None = None
+    ) -> Any:  # fmt: skip
+        return fitted(tile, spec, device)
+
+
+def _forward_tiles(problem: Problem, device: Device) -> list[Tile]:
+    shapes = itertools.product((192, 128), (128, 144, 112, 96, 160, 80, 64), (1, 0))
+    return [Tile(rows, keys, q_buffers=3, turns=turns) for rows, keys, turns in shapes]

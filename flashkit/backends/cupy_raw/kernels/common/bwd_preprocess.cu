@@ -25,8 +25,7 @@ extern "C" __global__ void __launch_bounds__(128) bwd_preprocess(KERNEL_PARAMS) 
             for (int vec = lane; vec < ROW_VECS; vec += LANES) {
                 const uint4 x = reinterpret_cast<const uint4*>(out)[vec], y = reinterpret_cast<const uint4*>(dout)[vec];
                 const storage *a = reinterpret_cast<const storage*>(&x), *c = reinterpret_cast<const storage*>(&y);
-#pragma unroll
-                for (int e = 0; e < VEC_ELEMENTS; ++e) sum += (fk_float)widen(a[e]) * (fk_float)widen(c[e]);
+                UNROLL(e, VEC_ELEMENTS) sum += (fk_float)widen(a[e]) * (fk_float)widen(c[e]);
             }
         } else {
             for (int d = lane; d < HEAD_DIM_V; d += LANES) sum += (fk_float)widen(out[d]) * (fk_float)widen(dout[d]);

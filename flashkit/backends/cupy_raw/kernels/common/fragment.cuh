@@ -42,6 +42,9 @@ DEVICE float across_lanes(float x, F join) {
     return x;
 }
 
+DEVICE float max_across_lanes(float x) { return across_lanes(x, [](float x, float y) { return fmaxf(x, y); }); }
+DEVICE float sum_across_lanes(float x) { return across_lanes(x, [](float x, float y) { return x + y; }); }
+
 // A head's sink, one more logit without a value: the row reference in base 2 and the row sum with it, the factor on O.
 DEVICE void add_sink(const Params& p, int h, float& reference, float& sum, float& factor) {
     const float sink = static_cast<const float*>(p.sinks)[h] * LOG2E, before = reference;
@@ -119,8 +122,7 @@ DEVICE RowSums row_nonfinite(const Params& p, int b, int h, int row, int first, 
     const float sink = has_sink ? static_cast<const float*>(p.sinks)[h] * LOG2E : HIDDEN;
     top = fmaxf(top, sink);
     const float shift = top == HIDDEN ? 0.0f : top;
-#pragma unroll
-    for (int i = 0; i < OWN; ++i) sums[i] = 0;
+    UNROLL(i, OWN) sums[i] = 0;
 #pragma unroll 1
     for (int k0 = first; k0 < end; k0 += 32) {
         const float below = score_log2(k0 + lane) - shift;
@@ -134,8 +136,7 @@ DEVICE RowSums row_nonfinite(const Params& p, int b, int h, int row, int first, 
             const int from = existing(k0 + other);
             const auto value = OF::values(p, b, h / GQA_GROUP, from);
             const float v_scale = OF::key_scale(p, p.v_scale, b, h / GQA_GROUP, from);
-#pragma unroll
-            for (int i = 0; i < OWN; ++i) {
+            UNROLL(i, OWN) {
                 const float v = widen(value[column + 32 * i < HEAD_DIM_V ? column + 32 * i : 0]) * v_scale;
                 sums[i] += weight == 0 ? 0.0f : weight * v;
             }

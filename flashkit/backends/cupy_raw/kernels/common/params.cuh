@@ -43,6 +43,9 @@ enum TileState { EMPTY, PARTIAL, FULL };
 
 #define DEVICE static __device__ __forceinline__
 
+// A loop over i = 0 ... n - 1 that is unrolled: elements of arrays in registers have constant indices.
+#define UNROLL(i, n) _Pragma("unroll") for (int i = 0; i < (n); ++i)
+
 // Whether the kernels of a fallback that is launched in any case have nothing to compute (Params::fallback).
 DEVICE bool is_skipped(const int* fallback) { return fallback != nullptr && *fallback == 0; }
 

@@ -104,8 +104,7 @@ DEVICE Words philox(const Params& p, long long key_group, long long row, long lo
     unsigned c1 = (unsigned)row + (unsigned)p.dropout_first;
     unsigned c2 = (unsigned)h + (unsigned)p.dropout_head, c3 = (unsigned)b;
     unsigned key0 = (unsigned)p.seed, key1 = (unsigned)(p.seed >> 32);
-#pragma unroll
-    for (int round = 0; round < 10; ++round) {
+    UNROLL(round, 10) {
         const unsigned high0 = __umulhi(0xD2511F53u, c0), low0 = 0xD2511F53u * c0;
         const unsigned high1 = __umulhi(0xCD9E8D57u, c2), low1 = 0xCD9E8D57u * c2;
         c0 = high1 ^ c1 ^ key0, c1 = low1, c2 = high0 ^ c3 ^ key1, c3 = low0;

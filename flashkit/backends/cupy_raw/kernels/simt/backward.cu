@@ -17,10 +17,8 @@ constexpr int K_COLUMNS = accumulator_pitch(HEAD_DIM) / TX, V_COLUMNS = accumula
 
 template <int N>
 DEVICE void clear(fk_float (&x)[ROWS_PER_THREAD][N]) {
-#pragma unroll
-    for (int i = 0; i < ROWS_PER_THREAD; ++i)
-#pragma unroll
-        for (int c = 0; c < N; ++c) x[i][c] = 0;
+    UNROLL(i, ROWS_PER_THREAD)
+        UNROLL(c, N) x[i][c] = 0;
 }
 
 // S, as it comes from the product, to P, and dP to dS, which includes the scale and the slope of the score
@@ -35,23 +33,19 @@ DEVICE void softmax_backward(const Params& p, int state, fk_float (&s)[ROWS_PER_
     scale_tile(s, (fk_float)p.softmax_scale);
 #pragma unroll
     for (int i = 0; SUMS && VALUES_READ_SCORE && i < ROWS_PER_THREAD; ++i)
-#pragma unroll
-        for (int j = 0; j < COLUMNS_PER_THREAD; ++j) before[i][j] = s[i][j];
+        UNROLL(j, COLUMNS_PER_THREAD) before[i][j] = s[i][j];
     modify_tile<ROWS, COLUMNS, BACKWARD_KEYS, true>(p, state, s, slope, b, h, row0, k0, n_k);
     if constexpr (HAS_DROPOUT) drop_tile<ROWS, COLUMNS, BACKWARD_KEYS>(p, dp, b, h, row0, k0);
     constexpr int QUERIES_PER_THREAD = BACKWARD_KEYS ? COLUMNS_PER_THREAD : ROWS_PER_THREAD;
     fk_float lse[QUERIES_PER_THREAD], delta[QUERIES_PER_THREAD];
-#pragma unroll
-    for (int x = 0; x < QUERIES_PER_THREAD; ++x) {
+    UNROLL(x, QUERIES_PER_THREAD) {
         const long long row = row0 + (BACKWARD_KEYS ? tx + x * TX : ty + x * TY);
         const long long stats = stats_row(p, b, row);
         lse[x] = row < n_q ? *row_at<const fk_float>(p.bwd_lse, b, h, stats) : INFINITE;
         delta[x] = row < n_q ? *row_at<const fk_float>(p.delta, b, h, stats) : (fk_float)0;
     }
-#pragma unroll
-    for (int i = 0; i < ROWS_PER_THREAD; ++i)
-#pragma unroll
-        for (int j = 0; j < COLUMNS_PER_THREAD; ++j) {
+    UNROLL(i, ROWS_PER_THREAD)
+        UNROLL(j, COLUMNS_PER_THREAD) {
             const int x = BACKWARD_KEYS ? j : i;
             s[i][j] = softmax_exp2((s[i][j] - lse[x]) * LOG2E);
             fk_float ds = s[i][j] * (dp[i][j] - delta[x]);
@@ -101,8 +95,7 @@ DEVICE void dkdv_tile(const Params& p, fk_float* stages, fk_float* p_tile) {
             }
         }
         fk_float one[ROWS_PER_THREAD];
-#pragma unroll
-        for (int i = 0; i < ROWS_PER_THREAD; ++i) one[i] = 1;
+        UNROLL(i, ROWS_PER_THREAD) one[i] = 1;
         // Keys past a sequence's length have accumulated nothing and get 0.
         const long long start = seq_info(p, b).key_offset, n = stored_n_k(p, b);
         const bool finite = store_accumulator<ROWS, HEAD_DIM>(dk, one, p.dk, b, head_kv, start, k0, n) &
@@ -144,8 +137,7 @@ DEVICE void dq_tile(const Params& p, fk_float* stages, fk_float* p_tile) {
         }
         if constexpr (HAS_VALUES) sums.leave(p);
         fk_float one[ROWS_PER_THREAD];
-#pragma unroll
-        for (int i = 0; i < ROWS_PER_THREAD; ++i) one[i] = 1;
+        UNROLL(i, ROWS_PER_THREAD) one[i] = 1;
         const SeqInfo seq = seq_info(p, b);
         const bool finite = store_accumulator<ROWS, HEAD_DIM>(dq, one, p.dq, b, h, seq.row_offset, row0, seq.n_q);
         if (!__syncthreads_or(!finite)) break;

@@ -33,11 +33,9 @@ DEVICE fk_float across_row(fk_float x, F join) {
 DEVICE void online_softmax(fk_float (&s)[ROWS_PER_THREAD][KEYS_PER_THREAD], fk_float (&m)[ROWS_PER_THREAD],
                            fk_float (&l)[ROWS_PER_THREAD], fk_float (&o)[ROWS_PER_THREAD][V_COLUMNS],
                            fk_float (&total)[ROWS_PER_THREAD], fk_float (&d_o)[ROWS_PER_THREAD][V_COLUMNS]) {
-#pragma unroll
-    for (int i = 0; i < ROWS_PER_THREAD; ++i) {
+    UNROLL(i, ROWS_PER_THREAD) {
         fk_float row_max = m[i];
-#pragma unroll
-        for (int j = 0; j < KEYS_PER_THREAD; ++j) row_max = row_max < s[i][j] ? s[i][j] : row_max;
+        UNROLL(j, KEYS_PER_THREAD) row_max = row_max < s[i][j] ? s[i][j] : row_max;
         row_max = across_row(row_max, [](fk_float a, fk_float b) { return a < b ? b : a; });
         // A row without a visible key so far subtracts 0 instead of -inf, so that -inf stays -inf.
         const fk_float finite_max = row_max == HIDDEN ? (fk_float)0 : row_max;
@@ -46,11 +44,9 @@ DEVICE void online_softmax(fk_float (&s)[ROWS_PER_THREAD][KEYS_PER_THREAD], fk_f
         if constexpr (HAS_STATS) total[i] = l[i] == 0 ? 0 : rescale * (total[i] + (m[i] - row_max) * LOG2E * l[i]);
         if constexpr (HAS_TANGENTS) {
             total[i] *= rescale;
-#pragma unroll
-            for (int c = 0; c < V_COLUMNS; ++c) d_o[i][c] *= rescale;
+            UNROLL(c, V_COLUMNS) d_o[i][c] *= rescale;
         }
-#pragma unroll
-        for (int j = 0; j < KEYS_PER_THREAD; ++j) {
+        UNROLL(j, KEYS_PER_THREAD) {
             const fk_float below = (s[i][j] - finite_max) * LOG2E;
             s[i][j] = softmax_exp2(below);
             row_sum += s[i][j];
@@ -58,8 +54,7 @@ DEVICE void online_softmax(fk_float (&s)[ROWS_PER_THREAD][KEYS_PER_THREAD], fk_f
         }
         m[i] = row_max;
         l[i] = l[i] * rescale + row_sum;  // of this thread's keys; the epilogue reduces over the row's threads
-#pragma unroll
-        for (int c = 0; c < V_COLUMNS; ++c) o[i][c] *= rescale;
+        UNROLL(c, V_COLUMNS) o[i][c] *= rescale;
     }
 }
 
@@ -67,10 +62,8 @@ DEVICE void online_softmax(fk_float (&s)[ROWS_PER_THREAD][KEYS_PER_THREAD], fk_f
 DEVICE void weigh_tangents(const fk_float (&s)[ROWS_PER_THREAD][KEYS_PER_THREAD],
                            const fk_float (&slopes)[ROWS_PER_THREAD][KEYS_PER_THREAD],
                            fk_float (&ds)[ROWS_PER_THREAD][KEYS_PER_THREAD], fk_float (&total)[ROWS_PER_THREAD]) {
-#pragma unroll
-    for (int i = 0; i < ROWS_PER_THREAD; ++i)
-#pragma unroll
-        for (int j = 0; j < KEYS_PER_THREAD; ++j) {
+    UNROLL(i, ROWS_PER_THREAD)
+        UNROLL(j, KEYS_PER_THREAD) {
             const fk_float moved = HAS_SCORE ? ds[i][j] * slopes[i][j] : ds[i][j];
             ds[i][j] = s[i][j] == 0 ? (fk_float)0 : s[i][j] * moved;
             total[i] += ds[i][j];
@@ -104,8 +97,7 @@ DEVICE bool epilogue(const Params& p, long long b, long long h, long long row0,
     const int tx = threadIdx.x % TX, ty = threadIdx.x / TX;
     fk_float factor[ROWS_PER_THREAD];
     const auto sum = [](fk_float a, fk_float b) { return a + b; };
-#pragma unroll
-    for (int i = 0; i < ROWS_PER_THREAD; ++i) {
+    UNROLL(i, ROWS_PER_THREAD) {
         fk_float row_max = m[i], row_sum = across_row(l[i], sum);
         if constexpr (HAS_STATS || HAS_TANGENTS) total[i] = across_row(total[i], sum);
         if constexpr (HAS_STATS)
@@ -129,8 +121,7 @@ DEVICE bool epilogue(const Params& p, long long b, long long h, long long row0,
         if constexpr (HAS_TANGENTS) {
             total[i] *= factor[i];
             if (tx == 0 && row < seq_info(p, b).n_q) *q_row<fk_float>(p, p.dlse, b, h, row) = total[i];
-#pragma unroll
-            for (int c = 0; c < V_COLUMNS; ++c) d_o[i][c] -= total[i] * o[i][c];
+            UNROLL(c, V_COLUMNS) d_o[i][c] -= total[i] * o[i][c];
         }
     }
     const SeqInfo seq = seq_info(p, b);
@@ -163,11 +154,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) simt_forwar
     for (int nonfinite = 0; nonfinite < 2; ++nonfinite) {
         fk_float o[ROWS_PER_THREAD][V_COLUMNS], m[ROWS_PER_THREAD], l[ROWS_PER_THREAD];
         fk_float d_o[ROWS_PER_THREAD][V_COLUMNS], total[ROWS_PER_THREAD];
-#pragma unroll
-        for (int i = 0; i < ROWS_PER_THREAD; ++i) {
+        UNROLL(i, ROWS_PER_THREAD) {
             m[i] = HIDDEN, l[i] = 0, total[i] = 0;
-#pragma unroll
-            for (int c = 0; c < V_COLUMNS; ++c) o[i][c] = d_o[i][c] = 0;
+            UNROLL(c, V_COLUMNS) o[i][c] = d_o[i][c] = 0;
         }
         TileWalk<BLOCK_K, true> walk(p, b, h, row0, row1, n_k);
 #pragma unroll 1

@@ -137,8 +137,7 @@ DEVICE void load_tile(const Source& source, int first, int column, fk_float* tar
                 Vec4<storage> stored{};
                 if (i < exist) stored = *reinterpret_cast<const Vec4<storage>*>(from);
                 Vec4<fk_float> wide;
-#pragma unroll
-                for (int e = 0; e < 4; ++e) wide.x[e] = widen(stored.x[e]);
+                UNROLL(e, 4) wide.x[e] = widen(stored.x[e]);
                 vec4_at(to) = wide;
             }
         }
@@ -169,10 +168,8 @@ template <int M, int N, int DIM, bool ADD = false, typename A, typename B>
 DEVICE void scores(const A& a, const B& b, fk_float (&s)[M / TY][N / TX], fk_float* stages) {
     constexpr int BUFFER = (M + N) * CHUNK_PITCH, CHUNKS = ceil_div(DIM, CHUNK);
     const int tx = threadIdx.x % TX, ty = threadIdx.x / TX;
-#pragma unroll
-    for (int i = 0; i < M / TY; ++i)
-#pragma unroll
-        for (int j = 0; j < N / TX; ++j) s[i][j] = ADD ? s[i][j] : 0;
+    UNROLL(i, M / TY)
+        UNROLL(j, N / TX) s[i][j] = ADD ? s[i][j] : 0;
 
     __syncthreads();
     load_tile<M, CHUNK, DIM, CHUNK_PITCH>(a, 0, 0, stages);
@@ -192,15 +189,11 @@ DEVICE void scores(const A& a, const B& b, fk_float (&s)[M / TY][N / TX], fk_flo
 #pragma unroll 1  // unrolling takes registers from the accumulators
         for (int d = 0; d < width; d += 4) {
             Vec4<fk_float> x[M / TY];
-#pragma unroll
-            for (int i = 0; i < M / TY; ++i) x[i] = vec4_at(rows_a + i * TY * CHUNK_PITCH + d);
-#pragma unroll
-            for (int j = 0; j < N / TX; ++j) {
+            UNROLL(i, M / TY) x[i] = vec4_at(rows_a + i * TY * CHUNK_PITCH + d);
+            UNROLL(j, N / TX) {
                 const Vec4<fk_float> y = vec4_at(rows_b + j * TX * CHUNK_PITCH + d);
-#pragma unroll
-                for (int e = 0; e < 4; ++e)
-#pragma unroll
-                    for (int i = 0; i < M / TY; ++i) s[i][j] += x[i].x[e] * y.x[e];
+                UNROLL(e, 4)
+                    UNROLL(i, M / TY) s[i][j] += x[i].x[e] * y.x[e];
             }
         }
     }
@@ -210,10 +203,8 @@ DEVICE void scores(const A& a, const B& b, fk_float (&s)[M / TY][N / TX], fk_flo
 template <int M, int N>
 DEVICE void store_tile(const fk_float (&tile)[M / TY][N / TX], fk_float* target) {
     const int tx = threadIdx.x % TX, ty = threadIdx.x / TX;
-#pragma unroll
-    for (int i = 0; i < M / TY; ++i)
-#pragma unroll
-        for (int j = 0; j < N / TX; ++j) target[(ty + i * TY) * tile_pitch(N) + tx + j * TX] = tile[i][j];
+    UNROLL(i, M / TY)
+        UNROLL(j, N / TX) target[(ty + i * TY) * tile_pitch(N) + tx + j * TX] = tile[i][j];
 }
 
 // acc += a b: a tile a, M x N, of P or dS in shared memory times N rows of b with DIM columns; KEYS rows at a time,
@@ -237,12 +228,10 @@ DEVICE void accumulate(const fk_float* a, const Source& b, fk_float (&acc)[M / T
         if (nonfinite) {
 #pragma unroll 1
             for (int k = 0; k < KEYS; ++k) {
-#pragma unroll
-                for (int i = 0; i < M / TY; ++i) {
+                UNROLL(i, M / TY) {
                     const fk_float x = own[i * TY * tile_pitch(N) + first + k];
                     if (x != 0) {
-#pragma unroll
-                        for (int c = 0; c < 4 * VECS; ++c)
+                        UNROLL(c, 4 * VECS)
                             acc[i][c] += x * rows[k * PITCH + c / 4 * 4 * TX + c % 4];
                     }
                 }
@@ -252,17 +241,12 @@ DEVICE void accumulate(const fk_float* a, const Source& b, fk_float (&acc)[M / T
 #pragma unroll 2
         for (int k = 0; k < KEYS; k += 4) {
             Vec4<fk_float> x[M / TY];
-#pragma unroll
-            for (int i = 0; i < M / TY; ++i) x[i] = vec4_at(own + i * TY * tile_pitch(N) + first + k);
-#pragma unroll
-            for (int e = 0; e < 4; ++e)
-#pragma unroll
-                for (int c = 0; c < VECS; ++c) {
+            UNROLL(i, M / TY) x[i] = vec4_at(own + i * TY * tile_pitch(N) + first + k);
+            UNROLL(e, 4)
+                UNROLL(c, VECS) {
                     const Vec4<fk_float> y = vec4_at(rows + (k + e) * PITCH + c * 4 * TX);
-#pragma unroll
-                    for (int f = 0; f < 4; ++f)
-#pragma unroll
-                        for (int i = 0; i < M / TY; ++i) acc[i][4 * c + f] += x[i].x[e] * y.x[f];
+                    UNROLL(f, 4)
+                        UNROLL(i, M / TY) acc[i][4 * c + f] += x[i].x[e] * y.x[f];
                 }
         }
     }
@@ -278,13 +262,11 @@ DEVICE bool store_accumulator(const fk_float (&acc)[M / TY][accumulator_pitch(DI
                               long long start, long long first, long long n) {
     const int tx = threadIdx.x % TX, ty = threadIdx.x / TX;
     bool finite = true;
-#pragma unroll
-    for (int i = 0; i < M / TY; ++i) {
+    UNROLL(i, M / TY) {
         const long long row = first + ty + i * TY;
         if (row < n) {
             storage* target = row_at<storage>(tensor, b, h, start + row);
-#pragma unroll
-            for (int c = 0; c < accumulator_pitch(DIM) / TX; ++c) {
+            UNROLL(c, accumulator_pitch(DIM) / TX) {
                 const int column = c / 4 * 4 * TX + 4 * tx + c % 4;
                 if (column < DIM) {
                     const fk_float value = acc[i][c] * factor[i];
@@ -301,10 +283,8 @@ DEVICE bool store_accumulator(const fk_float (&acc)[M / TY][accumulator_pitch(DI
 
 template <int M, int N>
 DEVICE void scale_tile(fk_float (&s)[M][N], fk_float scale) {
-#pragma unroll
-    for (int i = 0; i < M; ++i)
-#pragma unroll
-        for (int j = 0; j < N; ++j) s[i][j] *= scale;
+    UNROLL(i, M)
+        UNROLL(j, N) s[i][j] *= scale;
 }
 
 // Modifies the scaled scores of a tile; pairs past the last row or key are masked. WITH_SLOPES: also computes the slope
@@ -316,10 +296,8 @@ DEVICE void modify_tile(const Params& p, int state, fk_float (&s)[M / TY][N / TX
     const long long n_q = seq_info(p, b).n_q, q_position = seq_info(p, b).q_position;
     const bool edge = row0 + (KEYS_ALONG_ROWS ? N : M) > n_q || k0 + (KEYS_ALONG_ROWS ? M : N) > n_k;
     if (!HAS_SCORE && state == FULL && !edge) return;
-#pragma unroll
-    for (int i = 0; i < M / TY; ++i)
-#pragma unroll
-        for (int j = 0; j < N / TX; ++j) {
+    UNROLL(i, M / TY)
+        UNROLL(j, N / TX) {
             const int along = ty + i * TY, across = tx + j * TX;
             const long long row = row0 + (KEYS_ALONG_ROWS ? across : along), q = row + q_position;
             const long long k = k0 + (KEYS_ALONG_ROWS ? along : across);
@@ -338,10 +316,8 @@ template <int M, int N, bool KEYS_ALONG_ROWS>
 DEVICE void drop_tile(const Params& p, fk_float (&tile)[M / TY][N / TX], long long b, long long h, long long row0,
                       long long k0) {
     const int tx = threadIdx.x % TX, ty = threadIdx.x / TX;
-#pragma unroll
-    for (int i = 0; i < M / TY; ++i)
-#pragma unroll
-        for (int j = 0; j < N / TX; ++j) {
+    UNROLL(i, M / TY)
+        UNROLL(j, N / TX) {
             const int along = ty + i * TY, across = tx + j * TX;
             tile[i][j] = drop(tile[i][j], p, b, h, row0 + (KEYS_ALONG_ROWS ? across : along),
                               k0 + (KEYS_ALONG_ROWS ? along : across));

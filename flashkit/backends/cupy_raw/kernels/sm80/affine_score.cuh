@@ -30,10 +30,8 @@ DEVICE bool find_affine(const Params& p, int b, int h, long long q_position, int
         step = last == corner ? 0.0f : (last - corner) * (1.0f / (KEYS + SPAN - 2));
         linear = bias_is_straight<position>(b, h, row0, q0, head_values, k0 - (SPAN - 1), k0 + KEYS - 1, p);
     }
-#pragma unroll
-    for (int i = 0; i < TILES; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+    UNROLL(i, TILES)
+        UNROLL(half, 2) {
             AffineScore& at = affine[i][half];
             const int own = row_of(i, half), index = own < rows ? own : rows - 1;
             const int row = index / PACK_GQA, head = h + index % PACK_GQA;

@@ -13,33 +13,17 @@
 // The warps share each product in a grid of its own: WARPS_S of them along the queries of S and dP, WARPS_KV along the
 // keys of dK and dV, WARPS_Q along the queries of dQ, the others along the second axis.
 //
-// dQ is summed over CTAs. They add to a query tile in a fixed order, so the result is deterministic
-// (dq_semaphore.cuh). CTAs take their work tiles in that order (bwd_layout.cuh), so a CTA only ever waits for a
-// resident one. p.heads_per_l2_group heads are worked on at the same time: their operands and dQ accumulators stay in
-// the L2 cache, and under a causal mask, where CTAs wait for accumulators, that matters most.
+// dQ is summed over CTAs. They add to a query tile in a fixed order, so the result is deterministic (bwd_layout.cuh).
+// CTAs take their work tiles in that order, so a CTA only ever waits for a resident one. p.heads_per_l2_group heads are
+// worked on at the same time: their operands and dQ accumulators stay in the L2 cache, and under a causal mask, where
+// CTAs wait for accumulators, that matters most.
 //
 // Constants of the head: BLOCK_Q, BLOCK_K, WARPS, WARPS_S, WARPS_KV, WARPS_Q, BLOCKS_PER_SM, POSITIONS, FAR.
 // Shared memory (cupy_raw/sm80.py: Sm80BackwardTile.smem): K at 0, AT_V, AT_QDO, AT_P, AT_DS, AT_TILE_LIST; within a
 // stage of QDO, of STAGE_BYTES bytes, Q at 0, AT_STAGE_DOUT, AT_STAGE_ROWS. Measurements: docs/notes/ampere.md.
 #include "sm80/bwd_layout.cuh"
 #include "sm80/bwd_softmax.cuh"
-#include "sm80/dq_semaphore.cuh"
 #include "sm80/bwd_epilogue.cuh"
-
-// K and V of one key/value head: the only code that knows where they lie in global memory.
-struct KvSource {
-    Rows<> k, v;
-    int n_k;
-
-    __device__ __forceinline__ KvSource(const Params& p, int b, int head_kv, int n_k)
-        : k(p.k, b, head_kv, seq_info(p, b).key_offset), v(p.v, b, head_kv, seq_info(p, b).key_offset), n_k(n_k) {}
-    __device__ __forceinline__ void load_k(int k0, unsigned target) const {
-        load_tile<BLOCK_K, HEAD_DIM, THREADS>(k, k0, n_k, target);
-    }
-    __device__ __forceinline__ void load_v(int k0, unsigned target) const {
-        load_tile<BLOCK_K, HEAD_DIM_V, THREADS>(v, k0, n_k, target);
-    }
-};
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backward(KERNEL_PARAMS) {
     extern __shared__ __align__(128) unsigned char shared[];
@@ -76,9 +60,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                         semaphore_skip(semaphore_at(p, b, h, tile), tile_k);
                 }
         }
-        const KvSource kv(p, b, head, n_k);
-        kv.load_k(at.k0, base);
-        kv.load_v(at.k0, base + AT_V);
+        const Rows<> k(p.k, b, head, seq_info(p, b).key_offset), v(p.v, b, head, seq_info(p, b).key_offset);
+        load_tile<BLOCK_K, HEAD_DIM, THREADS>(k, at.k0, n_k, base);
+        load_tile<BLOCK_K, HEAD_DIM_V, THREADS>(v, at.k0, n_k, base + AT_V);
         cp_async_commit();
 
 #pragma unroll 1
@@ -134,10 +118,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                         return __uint_as_float(load_word(stage + AT_STAGE_ROWS + 4 * i));
                     };
                     float bwd_lse[S_TILES][2], delta[S_TILES][2];
-#pragma unroll
-                    for (int j = 0; j < S_TILES; ++j)
-#pragma unroll
-                        for (int half = 0; half < 2; ++half)
+                    UNROLL(j, S_TILES)
+                        UNROLL(half, 2)
                             bwd_lse[j][half] = row_value(at.row(j, half)),
                             delta[j][half] = row_value(BLOCK_Q + at.row(j, half));
 
@@ -199,8 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                     float* dq_accum = row_at<float>(p.dq_accum, b, at.h, q_tile_number(p, b, tile, BLOCK_Q)) +
                                       warp * Q_TILES * Q_COLUMNS * 128 + lane * 4;
                     const auto add_dq = [&](int k, int steps) {
-#pragma unroll
-                        for (int j = 0; j < Q_TILES * Q_COLUMNS; ++j)
+                        UNROLL(j, Q_TILES * Q_COLUMNS)
                             if (j * steps / (Q_TILES * Q_COLUMNS) == k)
                                 reduce_add(dq_accum + j * 128, dq[j / Q_COLUMNS][j % Q_COLUMNS]);
                     };
@@ -230,5 +211,3 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
     epilogue<DK, HEAD_DIM>(p, p.dk, at, head, dk, (float)p.softmax_scale, shared);
     epilogue<DV, HEAD_DIM_V>(p, p.dv, at, head, dv, 1.0f, shared);
 }
-
-#include "sm80/bwd_postprocess.cuh"

@@ -36,23 +36,18 @@ DEVICE void mask_tile(const Params& p, const WorkTile& at, float (&s)[S_TILES][S
         return true;
     };
     if (!HAS_MASK || at.narrow()) {
-#pragma unroll
-        for (int i = 0; i < S_TILES; ++i)
-#pragma unroll
-            for (int n = 0; n < S_KEYS; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e)
+        UNROLL(i, S_TILES)
+            UNROLL(n, S_KEYS)
+                UNROLL(e, 4)
                     if (!is_visible((int)at.q_position, i, e / 2, at.key(n) + e % 2)) s[i][n][e] = masked;
     } else {
         float spilled[S_TILES * S_KEYS * 4];  // indexed at run time, hence in local memory
-#pragma unroll
-        for (int j = 0; j < S_TILES * S_KEYS * 4; ++j) spilled[j] = s[j / 4 / S_KEYS][j / 4 % S_KEYS][j % 4];
+        UNROLL(j, S_TILES * S_KEYS * 4) spilled[j] = s[j / 4 / S_KEYS][j / 4 % S_KEYS][j % 4];
 #pragma unroll 1
         for (int j = 0; j < S_TILES * S_KEYS * 4; ++j)
             if (!is_visible(at.q_position, j / 4 / S_KEYS, j / 2 % 2, at.key(j / 4 % S_KEYS) + j % 2))
                 spilled[j] = masked;
-#pragma unroll
-        for (int j = 0; j < S_TILES * S_KEYS * 4; ++j) s[j / 4 / S_KEYS][j / 4 % S_KEYS][j % 4] = spilled[j];
+        UNROLL(j, S_TILES * S_KEYS * 4) s[j / 4 / S_KEYS][j / 4 % S_KEYS][j % 4] = spilled[j];
     }
 }
 
@@ -65,10 +60,8 @@ DEVICE void recompute_p(const Params& p, const WorkTile& at, float (&s)[S_TILES]
                     float (&before)[S_TILES][S_KEYS][4]) {
     float scale = (float)(HAS_SCORE ? p.softmax_scale : p.softmax_scale * 1.4426950408889634);
     if (!HAS_SCORE && scale == 0) scale = 1.1754944e-38f;  // 0 would make NaN of the -inf of a masked pair
-#pragma unroll
-    for (int i = 0; i < S_TILES; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+    UNROLL(i, S_TILES)
+        UNROLL(half, 2) {
             const int row = row0 + at.row(i, half);
             const int end = row < at.n_q ? at.n_k : 0;
             const POSITION q = (POSITION)(row + at.q_position);
@@ -77,11 +70,9 @@ DEVICE void recompute_p(const Params& p, const WorkTile& at, float (&s)[S_TILES]
             if (PLAIN && HAS_SCORE) affine[i][half].bias -= lse_log2;
             const int first = at.k0 + at.key(0);
             const I k_first = (I)first, distance = (I)(q - first);
-#pragma unroll
-            for (int n = 0; n < S_KEYS; ++n) {
+            UNROLL(n, S_KEYS) {
                 float p_pair[2];
-#pragma unroll
-                for (int c = 0; c < 2; ++c) {
+                UNROLL(c, 2) {
                     float& x = s[i][n][2 * half + c];
                     if (HAS_VALUES) before[i][n][2 * half + c] = x * scale;
                     if constexpr (PLAIN && HAS_SCORE) {
@@ -122,18 +113,14 @@ template <typename I>
 DEVICE void compute_ds(const Params& p, const WorkTile& at, const float (&s)[S_TILES][S_KEYS][4],
                       float (&dp)[S_TILES][S_KEYS][4], const float (&delta)[S_TILES][2], int row0, unsigned target,
                       const float (&before)[S_TILES][S_KEYS][4], ValueSums& sums) {
-#pragma unroll
-    for (int i = 0; i < S_TILES; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-            for (int n = 0; n < S_KEYS; ++n) {
+    UNROLL(i, S_TILES)
+        UNROLL(half, 2)
+            UNROLL(n, S_KEYS) {
                 if constexpr (HAS_DROPOUT)
                     drop_pair(dp[i][n][2 * half], dp[i][n][2 * half + 1], p, at.b, at.h, row0 + at.row(i, half),
                               at.k0 + at.key(n));
                 float d[2];
-#pragma unroll
-                for (int c = 0; c < 2; ++c) {
+                UNROLL(c, 2) {
                     d[c] = s[i][n][2 * half + c] * (dp[i][n][2 * half + c] - delta[i][half]);
                     if (!HAS_VALUES || s[i][n][2 * half + c] == 0) continue;
                     const float score = before[i][n][2 * half + c];

@@ -28,8 +28,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) combine(KERNEL_PAR
     const float* o_split = row_at<const float>(p.o_partial, b, h, row) + group * step + (stores ? column : 0);
     CombineColumns o[COMBINE_PREFETCH];
     const auto load = [&](int first) {
-#pragma unroll
-        for (int i = 0; i < COMBINE_PREFETCH; ++i) {
+        UNROLL(i, COMBINE_PREFETCH) {
             if (first + groups * i > last) break;
             o[i] = *reinterpret_cast<const CombineColumns*>(o_split), o_split += groups * step;
         }
@@ -41,8 +40,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) combine(KERNEL_PAR
     float row_ref = sink;
 #pragma unroll 1
     for (int first = 0; first < splits; first += 32 * COMBINE_PREFETCH)
-#pragma unroll
-        for (int i = 0; i < COMBINE_PREFETCH; ++i) {
+        UNROLL(i, COMBINE_PREFETCH) {
             if (first + 32 * i > last) break;
             row_ref = fmaxf(row_ref, lse[min(first + 32 * i + (int)threadIdx.x % 32, last) * lse_step].x);
         }
@@ -54,15 +52,13 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) combine(KERNEL_PAR
 #pragma unroll 1
     for (int first = group; first < splits; first += groups * COMBINE_PREFETCH) {
         if (first > group) load(first);
-#pragma unroll
-        for (int i = 0; i < COMBINE_PREFETCH; ++i) {
+        UNROLL(i, COMBINE_PREFETCH) {
             const int split = first + groups * i;
             if (split > last) break;
             const float2 of_split = lse[split * lse_step];
             const float scale = of_split.y * exp2_fast(of_split.x - shift);
             sum += scale;  // NaN where the split is
-#pragma unroll
-            for (int c = 0; c < COMBINE_VEC; ++c)
+            UNROLL(c, COMBINE_VEC)
                 if (scale != 0) acc.x[c] += scale * o[i].x[c];
         }
     }
@@ -73,14 +69,12 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) combine(KERNEL_PAR
         if (group > 0) return;
         for (int other = 1; other < groups; ++other) {
             sum += sum_smem[other];
-#pragma unroll
-            for (int c = 0; c < COMBINE_VEC; ++c) acc.x[c] += acc_smem[other * lanes + lane].x[c];
+            UNROLL(c, COMBINE_VEC) acc.x[c] += acc_smem[other * lanes + lane].x[c];
         }
     }
     const float inverse = sum == 0 ? 0.0f : 1.0f / sum;
     storage* out = q_row<storage>(p, p.out, b, h, row) + column;
-#pragma unroll
-    for (int c = 0; c < COMBINE_VEC; ++c)
+    UNROLL(c, COMBINE_VEC)
         if (stores) out[c] = narrow(sum == 0 ? 0.0f : acc.x[c] * inverse);
     if (column == 0) *q_row<float>(p, p.lse, b, h, row) = sum == 0 ? HIDDEN : fmaf(shift, LN2, logf(sum));
 }

@@ -26,8 +26,7 @@ DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, int split, int f
                 *q_row<float>(p, p.entropy, at.b, h, row) = empty ? 0.0f : logf(of.sum) - LN2 * total / of.sum;
             }
         }
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) {
+        UNROLL(i, OWN) {
             const int column = lane + 32 * i;
             const float x = empty ? 0.0f : sums[i] / of.sum;
             if (column >= HEAD_DIM_V) break;
@@ -42,10 +41,8 @@ DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, int split, int f
 constexpr bool STAGED = !SPLIT_KV && padded(HEAD_DIM_V) <= padded(HEAD_DIM);
 DEVICE void epilogue(const Params& p, const WorkTile& at, int split, const float (&m)[TILES][2],
                      const float (&l)[TILES][2], float (&o)[TILES][COLUMNS][4], unsigned char* q_of_warp) {
-#pragma unroll
-    for (int i = 0; i < TILES; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+    UNROLL(i, TILES)
+        UNROLL(half, 2) {
             const int index = at.row(i, half), row = index / PACK_GQA, h = at.h + index % PACK_GQA;
             float row_max = m[i][half], row_sum = l[i][half], factor = 1;
             if (HAS_SINKS && !SPLIT_KV) add_sink(p, h, row_max, row_sum, factor);
@@ -55,8 +52,7 @@ DEVICE void epilogue(const Params& p, const WorkTile& at, int split, const float
                               : IS_FLOAT32 ? fmaf(row_max, LN2, logf(row_sum))
                                            : (row_max + log2_fast(row_sum)) * LN2;
             factor = empty ? 0.0f : IS_FLOAT32 ? factor / row_sum : factor * reciprocal(row_sum);
-#pragma unroll
-            for (int n = 0; n < COLUMNS; ++n) o[i][n][2 * half] *= factor, o[i][n][2 * half + 1] *= factor;
+            UNROLL(n, COLUMNS) o[i][n][2 * half] *= factor, o[i][n][2 * half + 1] *= factor;
             if (index >= at.rows) continue;
             if (threadIdx.x % 4 == 0 && at.warp_column() == 0) {
                 if constexpr (SPLIT_KV)
@@ -65,16 +61,14 @@ DEVICE void epilogue(const Params& p, const WorkTile& at, int split, const float
             }
             if constexpr (SPLIT_KV) {
                 float* target = row_at<float>(p.o_partial, split * p.batch + at.b, h, row);
-#pragma unroll
-                for (int n = 0; n < COLUMNS; ++n) {
+                UNROLL(n, COLUMNS) {
                     const int column = at.column(n);
                     if (column < HEAD_DIM_V) target[column] = o[i][n][2 * half];
                     if (column + 1 < HEAD_DIM_V) target[column + 1] = o[i][n][2 * half + 1];
                 }
             } else if constexpr (!STAGED) {
                 storage* target = q_row<storage>(p, p.out, at.b, h, row);
-#pragma unroll
-                for (int n = 0; n < COLUMNS; ++n)
+                UNROLL(n, COLUMNS)
                     store_pair<HEAD_DIM_V>(target, at.column(n), o[i][n][2 * half], o[i][n][2 * half + 1]);
             }
         }

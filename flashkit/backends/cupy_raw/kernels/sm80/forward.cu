@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
     const int tiles = IS_PACKED ? (int)num_q_tiles(p, BLOCK_Q) : (most_rows + BLOCK_Q - 1) / BLOCK_Q;
     const unsigned splits = SPLIT_KV ? (unsigned)p.num_splits : 1, split = blockIdx.x % splits;
     const unsigned index = blockIdx.x / splits;
-    const TileCoord coord = ForwardTileScheduler<SPLIT_KV>::initial(p, heads, tiles, (int)index);
+    const TileCoord coord = forward_tile<SPLIT_KV>(p, heads, tiles, (int)index);
     const SeqTile tile = q_tile(p, coord.bh / heads, coord.tile, BLOCK_Q);
     const int b = (int)tile.b, h = coord.bh % heads * PACK_GQA, row0 = (int)tile.tile * BLOCK_Q;
     const int rows = IS_PACKED ? (int)seq_info(p, b).n_q : most_rows;
@@ -106,8 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
     float o[TILES][COLUMNS][4];
     RowState now;
     clear(o);
-#pragma unroll
-    for (int i = 0; i < TILES; ++i) now.m[i][0] = now.m[i][1] = HIDDEN, now.l[i][0] = now.l[i][1] = 0;
+    UNROLL(i, TILES) now.m[i][0] = now.m[i][1] = HIDDEN, now.l[i][0] = now.l[i][1] = 0;
     row_state() = now;
     if (threadIdx.x == 0) list.next = 0;
     load_tile<BLOCK_Q, HEAD_DIM, THREADS>(Rows<PACK_GQA>(p.q, b, h, seq_info(p, b).row_offset), row0, rows,
@@ -134,8 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
             for (int i = 0; i <= PREFETCH; ++i) kv.keep(kv.look_up(tile_to_look_up(i)), tile_to_look_up(i), i);
             __syncthreads();
         }
-#pragma unroll
-        for (int i = 0; i < PREFETCH; ++i) {
+        UNROLL(i, PREFETCH) {
             if (i == 0 && speculative_load && tile_of(0) != first)
                 cp_async_wait_all(), speculative_load = false;
             if (i < count && !(i == 0 && speculative_load)) load_kv(tile_of(i), i);
@@ -222,22 +220,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
         sync_row_warps();  // all have read the row sums
         across_rows(totals.of, [](float x, float y) { return x + y; });
         const auto store = [](float* target, float x) { *target = x; };
-#pragma unroll
-        for (int i = 0; i < 2 * TILES; ++i) {
+        UNROLL(i, 2 * TILES) {
             const int index = at.row(i / 2, i % 2);
             if (index < at.rows && threadIdx.x % 4 == 0 && at.warp_column() == 0)
                 store_statistics(p, at.b, at.h + index % PACK_GQA, index / PACK_GQA, now.m[i / 2][i % 2],
                                  l[i / 2][i % 2], totals.of[i / 2][i % 2], now.m[i / 2][i % 2], store);
         }
     }
-#pragma unroll
-    for (int i = 0; i < TILES; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+    UNROLL(i, TILES)
+        UNROLL(half, 2) {
             if (TF32X3 && at.row(i, half) < rows) nonfinite |= !is_finite(l[i][half]);
             if ((MAY_HIDE || TF32X3) && at.row(i, half) < rows && is_finite(l[i][half])) {
-#pragma unroll
-                for (int n = 0; n < COLUMNS; ++n)
+                UNROLL(n, COLUMNS)
                     nonfinite |= !is_finite(o[i][n][2 * half]) || !is_finite(o[i][n][2 * half + 1]);
             }
         }

@@ -37,15 +37,13 @@ struct KvSource {
     }
     __device__ __forceinline__ Pages look_up(int tile) const {
         Pages found;
-#pragma unroll
-        for (int j = 0; j < LOOK_UPS; ++j) {
+        UNROLL(j, LOOK_UPS) {
             if (exists(j)) found.entry[j] = table_entry(p, b, page_number(p, key(tile, j)));
         }
         return found;
     }
     __device__ __forceinline__ void keep(const Pages& found, int tile, int i) const {
-#pragma unroll
-        for (int j = 0; j < LOOK_UPS; ++j) {
+        UNROLL(j, LOOK_UPS) {
             if (!exists(j)) break;
             const int run = threadIdx.x + j * THREADS;
             const unsigned n = key(tile, j), slot = n - page_number(p, n) * (unsigned)p.page;

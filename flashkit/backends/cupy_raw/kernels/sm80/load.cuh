@@ -111,8 +111,7 @@ struct TileCopy {
 
     // Part k of `parts`.
     __device__ __forceinline__ void copy(int k, int parts) {
-#pragma unroll
-        for (int i = 0; i < COPIES; ++i) {
+        UNROLL(i, COPIES) {
             if (i * parts / larger(COPIES, 1) != k) continue;
             const int column = i / COPIES_DOWN * ACROSS, down = i % COPIES_DOWN * DOWN;
             const bool exists = (ROW_VECS % ACROSS == 0 || vec() + column < ROW_VECS) &&

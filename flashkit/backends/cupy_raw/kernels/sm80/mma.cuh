@@ -54,10 +54,8 @@ struct FragmentA {
 
     __device__ __forceinline__ void to_tf32() {
         if constexpr (IS_FLOAT32) {
-#pragma unroll
-            for (int i = 0; i < TILES; ++i)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
+            UNROLL(i, TILES)
+                UNROLL(e, 4) {
                     if constexpr (TF32_TERMS == 3) split_tf32(high[i][e], high[i][e], low[i][e]);
                     else high[i][e] = round_tf32(high[i][e]);
                 }
@@ -69,22 +67,18 @@ struct FragmentA {
 template <int TILES, int N>
 DEVICE void mma_step(float (&c)[TILES][N][4], int n, const FragmentA<TILES>& a, unsigned b0, unsigned b1) {
     if constexpr (!IS_FLOAT32) {
-#pragma unroll
-        for (int i = 0; i < TILES; ++i) mma(c[i][n], a.high[i], b0, b1);
+        UNROLL(i, TILES) mma(c[i][n], a.high[i], b0, b1);
     } else if constexpr (TF32_TERMS == 1) {
-#pragma unroll
-        for (int i = 0; i < TILES; ++i) mma(c[i][n], a.high[i], round_tf32(b0), round_tf32(b1));
+        UNROLL(i, TILES) mma(c[i][n], a.high[i], round_tf32(b0), round_tf32(b1));
     } else {
         unsigned high0, high1, low0, low1;
         split_tf32(b0, high0, low0), split_tf32(b1, high1, low1);
-#pragma unroll
-        for (int i = 0; i < TILES; ++i) {
+        UNROLL(i, TILES) {
             float sum[4] = {0, 0, 0, 0};
             mma(sum, a.low[i], high0, high1);
             mma(sum, a.high[i], low0, low1);
             mma(sum, a.high[i], high0, high1);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) c[i][n][e] += sum[e];
+            UNROLL(e, 4) c[i][n][e] += sum[e];
         }
     }
 }
@@ -113,8 +107,7 @@ DEVICE void load_b_transposed(unsigned (&b_frag)[4], unsigned b, int warp_column
         ldmatrix_x4<true>(b_frag, piece + k * STEP * pitch(DIM));
     } else {
         const unsigned row = threadIdx.x % 4 * 2, g = threadIdx.x % 32 / 4;
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
+        UNROLL(e, 4)
             b_frag[e] = load_word(vec_address<DIM, SHARE>(b, row + e % 2, warp_column * SHARE + g / 4,
                                                           (n + e / 2) * WIDTH) + k * STEP * pitch(DIM) + g % 4 * 4);
     }
@@ -130,9 +123,20 @@ DEVICE void load_a(unsigned (&a_frag)[4], unsigned a) {
     } else {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         a += TRANSPOSED ? 2 * t * PITCH + g * 4 : g * PITCH + 2 * t * 4;
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
+        UNROLL(e, 4)
             a_frag[e] = load_word(a + (TRANSPOSED ? e / 2 * PITCH + e % 2 * 32 : e % 2 * 8 * PITCH + e / 2 * 4));
+    }
+}
+
+// One step of c += a b, for 8 N columns: load_b(b_frag, n) gives the B operands of 16 columns from 8 n on.
+template <int TILES, int N, typename F>
+DEVICE void mma_columns(float (&c)[TILES][N][4], const FragmentA<TILES>& a, F load_b) {
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+        unsigned b_frag[4];
+        load_b(b_frag, n);
+        mma_step(c, n, a, b_frag[0], b_frag[1]);
+        mma_step(c, n + 1, a, b_frag[2], b_frag[3]);
     }
 }
 
@@ -145,22 +149,16 @@ struct NoInterleave {
 // bytes apart, or its transpose; b has rows of DIM columns, of which this warp multiplies share number warp_column.
 template <int STEPS, bool TRANSPOSED, int PITCH, int DIM, int TILES, int N, typename F = NoInterleave>
 DEVICE void gemm_nn(float (&c)[TILES][N][4], unsigned a, unsigned b, int warp_column, F interleave = {}) {
-#pragma unroll
-    for (int k = 0; k < STEPS; ++k) {
+    UNROLL(k, STEPS) {
         FragmentA<TILES> a_frag;
-#pragma unroll
-        for (int i = 0; i < TILES; ++i)
+        UNROLL(i, TILES)
             load_a<TRANSPOSED, PITCH>(a_frag.high[i], a + (TRANSPOSED ? k * STEP * PITCH + i * 16 * (int)sizeof(storage)
                                                                : i * 16 * PITCH + k * 32));
         interleave(k, STEPS);
         a_frag.to_tf32();
-#pragma unroll
-        for (int n = 0; n < N; n += 2) {
-            unsigned b_frag[4];
+        mma_columns(c, a_frag, [&](unsigned (&b_frag)[4], int n) {
             load_b_transposed<DIM, N>(b_frag, b, warp_column, k, n);
-            mma_step(c, n, a_frag, b_frag[0], b_frag[1]);
-            mma_step(c, n + 1, a_frag, b_frag[2], b_frag[3]);
-        }
+        });
     }
 }
 
@@ -168,22 +166,16 @@ DEVICE void gemm_nn(float (&c)[TILES][N][4], unsigned a, unsigned b, int warp_co
 template <int DIM, int TILES, int N, typename F = NoInterleave>
 DEVICE void gemm_nt(float (&c)[TILES][N][4], unsigned a, unsigned b, F interleave = {}) {
     constexpr int STEPS = up(DIM, STEP) / STEP;
-#pragma unroll
-    for (int k = 0; k < STEPS; ++k) {
+    UNROLL(k, STEPS) {
         FragmentA<TILES> a_frag;
         const unsigned a_address = vec_address<DIM, row_vecs(DIM)>(a, a_row(), a_vec(), 2 * k);
         const unsigned b_address = vec_address<DIM, row_vecs(DIM)>(b, b_row(), b_vec(), 2 * k);
-#pragma unroll
-        for (int i = 0; i < TILES; ++i) ldmatrix_x4<false>(a_frag.high[i], a_address + i * 16 * pitch(DIM));
+        UNROLL(i, TILES) ldmatrix_x4<false>(a_frag.high[i], a_address + i * 16 * pitch(DIM));
         interleave(k, STEPS);
         a_frag.to_tf32();
-#pragma unroll
-        for (int n = 0; n < N; n += 2) {
-            unsigned b_frag[4];
+        mma_columns(c, a_frag, [&](unsigned (&b_frag)[4], int n) {
             ldmatrix_x4<false>(b_frag, b_address + n * 8 * pitch(DIM));
-            mma_step(c, n, a_frag, b_frag[0], b_frag[1]);
-            mma_step(c, n + 1, a_frag, b_frag[2], b_frag[3]);
-        }
+        });
     }
 }
 
@@ -196,18 +188,15 @@ DEVICE void gemm_nt_pipelined(float (&c)[TILES][N][4], unsigned a, unsigned b, F
     const auto load = [&](int k) {
         const unsigned a_address = vec_address<DIM, row_vecs(DIM)>(a, a_row(), a_vec(), 2 * k);
         const unsigned b_address = vec_address<DIM, row_vecs(DIM)>(b, b_row(), b_vec(), 2 * k);
-#pragma unroll
-        for (int i = 0; i < TILES; ++i) ldmatrix_x4<false>(a_frag[k % 2].high[i], a_address + i * 16 * pitch(DIM));
+        UNROLL(i, TILES) ldmatrix_x4<false>(a_frag[k % 2].high[i], a_address + i * 16 * pitch(DIM));
 #pragma unroll
         for (int n = 0; n < N; n += 2) ldmatrix_x4<false>(b_frag[k % 2][n / 2], b_address + n * 8 * pitch(DIM));
     };
     load(0);
-#pragma unroll
-    for (int k = 0; k < STEPS; ++k) {
+    UNROLL(k, STEPS) {
         if (k + 1 < STEPS) load(k + 1);
         interleave(k, STEPS);
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
+        UNROLL(n, N) {
             const unsigned(&b_pair)[4] = b_frag[k % 2][n / 2];
             mma_step(c, n, a_frag[k % 2], b_pair[n % 2 * 2], b_pair[n % 2 * 2 + 1]);
         }
@@ -220,8 +209,7 @@ DEVICE void gemm_rs(float (&c)[TILES][N][4], const float (&p)[TILES][K][4], unsi
 #pragma unroll
     for (int k = 0; k < K; k += STEP / 8) {
         FragmentA<TILES> a_frag;
-#pragma unroll
-        for (int i = 0; i < TILES; ++i) {
+        UNROLL(i, TILES) {
             if constexpr (IS_FLOAT32) {  // columns 2t, 2t + 1 stand for t, t + 4, as in load_b_transposed()
                 a_frag.high[i][0] = __float_as_uint(p[i][k][0]), a_frag.high[i][2] = __float_as_uint(p[i][k][1]);
                 a_frag.high[i][1] = __float_as_uint(p[i][k][2]), a_frag.high[i][3] = __float_as_uint(p[i][k][3]);
@@ -232,22 +220,15 @@ DEVICE void gemm_rs(float (&c)[TILES][N][4], const float (&p)[TILES][K][4], unsi
             }
         }
         a_frag.to_tf32();
-#pragma unroll
-        for (int n = 0; n < N; n += 2) {
-            unsigned b_frag[4];
+        mma_columns(c, a_frag, [&](unsigned (&b_frag)[4], int n) {
             load_b_transposed<DIM, N>(b_frag, b, 0, k * 8 / STEP, n);
-            mma_step(c, n, a_frag, b_frag[0], b_frag[1]);
-            mma_step(c, n + 1, a_frag, b_frag[2], b_frag[3]);
-        }
+        });
     }
 }
 
 template <int TILES, int N>
 DEVICE void clear(float (&c)[TILES][N][4]) {
-#pragma unroll
-    for (int i = 0; i < TILES; ++i)
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) c[i][n][e] = 0;
+    UNROLL(i, TILES)
+        UNROLL(n, N)
+            UNROLL(e, 4) c[i][n][e] = 0;
 }

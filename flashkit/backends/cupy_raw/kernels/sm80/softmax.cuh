@@ -12,10 +12,8 @@ template <bool PARTIAL_TILE, typename POSITION>
 DEVICE void modify_tile(const Params& p, const WorkTile& at, float (&s)[TILES][KEYS][4], int k0) {
     using I = typename Select<sizeof(POSITION) == 4, position, long long>::type;  // of the score modification
     const float scale = HAS_SCORE ? (float)p.softmax_scale : softmax_scale_log2(p);
-#pragma unroll
-    for (int i = 0; i < TILES; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+    UNROLL(i, TILES)
+        UNROLL(half, 2) {
             int index = at.row(i, half);
             if (HAS_SCORE) asm volatile("" : "+r"(index));  // else values of the row alone occupy registers
             const int row = index / PACK_GQA, h = at.h + index % PACK_GQA;
@@ -23,10 +21,8 @@ DEVICE void modify_tile(const Params& p, const WorkTile& at, float (&s)[TILES][K
             const int end = index < at.rows ? at.n_k : 0;  // rows past the last are masked
             const int first = k0 + at.key(0);
             const I k_first = (I)first, distance = (I)(q - first);
-#pragma unroll
-            for (int n = 0; n < KEYS; ++n)
-#pragma unroll
-                for (int c = 0; c < 2; ++c) {
+            UNROLL(n, KEYS)
+                UNROLL(c, 2) {
                     float& x = s[i][n][2 * half + c];
                     const int k = k0 + at.key(n) + c;
                     x *= scale;
@@ -55,12 +51,9 @@ DEVICE bool affine_tile(const Params& p, const WorkTile& at, float (&s)[TILES][K
     const bool scaled = AFFINE_SCALE_ONLY && affine[0][0].gain > 0;
     if (scaled) factor = affine[0][0].gain;
     if (scaled && !CAPPED) return true;
-#pragma unroll
-    for (int i = 0; i < TILES; ++i)
-#pragma unroll
-        for (int n = 0; n < KEYS; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
+    UNROLL(i, TILES)
+        UNROLL(n, KEYS)
+            UNROLL(e, 4) {
                 float slope;
                 if (scaled) s[i][n][e] = tanh_of(s[i][n][e] * affine[0][0].rate);
                 else s[i][n][e] = affine_exponent(s[i][n][e], affine[i][e / 2], 8 * n + e % 2, slope);
@@ -94,10 +87,8 @@ DEVICE void sync_row_warps() {
 template <typename F>
 DEVICE void across_rows(float (&x)[TILES][2], F join) {
     float(*reduce)[BLOCK_Q] = reinterpret_cast<float(*)[BLOCK_Q]>(shared + AT_ROW_REDUCE);
-#pragma unroll
-    for (int i = 0; i < TILES; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+    UNROLL(i, TILES)
+        UNROLL(half, 2) {
             x[i][half] = across_lanes(x[i][half], join);
             if (WARPS_K > 1 && threadIdx.x % 4 == 0)
                 reduce[WorkTile::warp_column()][WorkTile::row_of_warp() + 16 * i + 8 * half + threadIdx.x % 32 / 4] =
@@ -105,10 +96,8 @@ DEVICE void across_rows(float (&x)[TILES][2], F join) {
         }
     if constexpr (WARPS_K > 1) {
         sync_row_warps();
-#pragma unroll
-        for (int i = 0; i < TILES; ++i)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
+        UNROLL(i, TILES)
+            UNROLL(half, 2) {
                 const int row = WorkTile::row_of_warp() + 16 * i + 8 * half + threadIdx.x % 32 / 4;
                 x[i][half] = reduce[0][row];
 #pragma unroll
@@ -124,43 +113,32 @@ DEVICE void online_softmax(float (&s)[TILES][KEYS][4], float (&o)[TILES][COLUMNS
     RowTotals totals;
     if constexpr (HAS_STATS) totals = row_totals();
     float row_max[TILES][2], (&m)[TILES][2] = now.m, (&l)[TILES][2] = now.l;
-#pragma unroll
-    for (int i = 0; i < TILES; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+    UNROLL(i, TILES)
+        UNROLL(half, 2) {
             float top = HIDDEN;
-#pragma unroll
-            for (int n = 0; n < KEYS; ++n) top = fmaxf(top, fmaxf(s[i][n][2 * half], s[i][n][2 * half + 1]));
+            UNROLL(n, KEYS) top = fmaxf(top, fmaxf(s[i][n][2 * half], s[i][n][2 * half + 1]));
             row_max[i][half] = fmaxf(m[i][half], top * scale);
         }
     across_rows(row_max, [](float x, float y) { return fmaxf(x, y); });
     bool great = false;
-#pragma unroll
-    for (int i = 0; i < TILES; ++i) great |= is_great(row_max[i][0]) || is_great(row_max[i][1]);
+    UNROLL(i, TILES) great |= is_great(row_max[i][0]) || is_great(row_max[i][1]);
     if (__any_sync(~0u, great)) {
-#pragma unroll
-        for (int i = 0; i < TILES; ++i)
-#pragma unroll
-            for (int n = 0; n < KEYS; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) s[i][n][e] *= scale;
+        UNROLL(i, TILES)
+            UNROLL(n, KEYS)
+                UNROLL(e, 4) s[i][n][e] *= scale;
         scale = 1;
     }
-#pragma unroll
-    for (int i = 0; i < TILES; ++i) {
+    UNROLL(i, TILES) {
         float rescale[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        UNROLL(half, 2) {
             const float finite_max = row_max[i][half] == HIDDEN ? 0.0f : row_max[i][half];  // -inf - 0 stays -inf
             rescale[half] = exp2_fast(m[i][half] - finite_max);
             float sum = 0, &total = totals.of[i][half];
             if constexpr (HAS_STATS)
                 total = l[i][half] == 0 ? 0.0f : rescale[half] * fmaf(m[i][half] - finite_max, l[i][half], total);
             m[i][half] = row_max[i][half];
-#pragma unroll
-            for (int n = 0; n < KEYS; ++n)
-#pragma unroll
-                for (int c = 0; c < 2; ++c) {
+            UNROLL(n, KEYS)
+                UNROLL(c, 2) {
                     float& x = s[i][n][2 * half + c];
                     const float below = fmaf(x, scale, -finite_max);
                     x = exp2_fast(below);
@@ -170,23 +148,18 @@ DEVICE void online_softmax(float (&s)[TILES][KEYS][4], float (&o)[TILES][COLUMNS
             l[i][half] = l[i][half] * rescale[half] + sum;  // of this lane's keys; the epilogue reduces over the row
         }
         if (__all_sync(~0u, rescale[0] == 1 && rescale[1] == 1)) continue;
-#pragma unroll
-        for (int n = 0; n < COLUMNS; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) o[i][n][e] *= rescale[e / 2];
+        UNROLL(n, COLUMNS)
+            UNROLL(e, 4) o[i][n][e] *= rescale[e / 2];
     }
     row_state() = now;
     if constexpr (HAS_STATS) row_totals() = totals;
 }
 
 DEVICE void drop_tile(const Params& p, const WorkTile& at, float (&s)[TILES][KEYS][4], int k0) {
-#pragma unroll
-    for (int i = 0; i < TILES; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+    UNROLL(i, TILES)
+        UNROLL(half, 2) {
             const int index = at.row(i, half);
-#pragma unroll
-            for (int n = 0; n < KEYS; ++n)
+            UNROLL(n, KEYS)
                 drop_pair(s[i][n][2 * half], s[i][n][2 * half + 1], p, at.b, at.h + index % PACK_GQA, index / PACK_GQA,
                           k0 + at.key(n));
         }
@@ -194,12 +167,9 @@ DEVICE void drop_tile(const Params& p, const WorkTile& at, float (&s)[TILES][KEY
 
 // P to shared memory, for the warps that share its rows.
 DEVICE void store_p(const float (&s)[TILES][KEYS][4], storage* p_tile) {
-#pragma unroll
-    for (int i = 0; i < TILES; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-            for (int n = 0; n < KEYS; ++n) {
+    UNROLL(i, TILES)
+        UNROLL(half, 2)
+            UNROLL(n, KEYS) {
                 const int row = WorkTile::row_of_warp() + 16 * i + 8 * half + threadIdx.x % 32 / 4;
                 const int offset = row * PITCH_P + WorkTile::key(n) * (int)sizeof(storage);
                 char* target = reinterpret_cast<char*>(p_tile) + offset;

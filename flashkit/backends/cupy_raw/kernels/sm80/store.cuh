@@ -45,12 +45,9 @@ DEVICE void store_tile(const float (&x)[TILES][N][4], float factor, unsigned cha
                        const Rows<PACK_GQA>& target, int row, int count) {
     const int lane = threadIdx.x % 32;
     __syncwarp();
-#pragma unroll
-    for (int i = 0; i < TILES; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-            for (int n = 0; n < N; ++n) {
+    UNROLL(i, TILES)
+        UNROLL(half, 2)
+            UNROLL(n, N) {
                 void* at = &element<STAGED>(staging, 16 * i + 8 * half + lane / 4, first + 8 * n + lane % 4 * 2);
                 const float a = x[i][n][2 * half] * factor, b = x[i][n][2 * half + 1] * factor;
                 if constexpr (IS_FLOAT32) *static_cast<float2*>(at) = float2{a, b};

@@ -42,13 +42,11 @@ DEVICE bool fill(TileList& list, const Params& p, int b, int h, int from, int to
     return list.count > 0;
 }
 
-// Forward pass: the grid has a CTA for each work tile and split, so initial() gives the only work tile of a CTA. The
-// last query tiles come first: under a causal mask they have most to do.
+// Forward pass: the grid has a CTA for each work tile and split. The last query tiles come first: under a causal mask
+// they have most to do.
 template <bool SPLIT>
-struct ForwardTileScheduler {
-    static __device__ __forceinline__ TileCoord initial(const Params& p, int heads, int tiles, int index) {
-        const int all = heads * (int)num_entries(p), together = SPLIT ? all : (int)p.heads_per_l2_group;
-        const TileCoord coord = tile_coord(index, tiles_before_lpt_tail(tiles), all, together);
-        return {tiles - 1 - coord.tile, coord.bh};
-    }
-};
+DEVICE TileCoord forward_tile(const Params& p, int heads, int tiles, int index) {
+    const int all = heads * (int)num_entries(p), together = SPLIT ? all : (int)p.heads_per_l2_group;
+    const TileCoord coord = tile_coord(index, tiles_before_lpt_tail(tiles), all, together);
+    return {tiles - 1 - coord.tile, coord.bh};
+}

@@ -57,19 +57,15 @@ DEVICE void store_gain(const AffineScore& affine, unsigned address) {
     const float values[] = {affine.gain[0],    affine.rate[0],    affine.neg_max2[0],
                             affine.poly[0][0], affine.poly[0][1], affine.poly[0][2]};
     __syncwarp();  // all lanes have read the previous values
-#pragma unroll
-    for (int i = 0; i < 6; ++i) store_float(address + 4 * i, values[i]);
+    UNROLL(i, 6) store_float(address + 4 * i, values[i]);
     __syncwarp();
 }
 DEVICE void load_gain(AffineScore& affine, unsigned address) {
     float values[6];
-#pragma unroll
-    for (int i = 0; i < 6; ++i) values[i] = __int_as_float(uniform(load_word(address + 4 * i)));
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    UNROLL(i, 6) values[i] = __int_as_float(uniform(load_word(address + 4 * i)));
+    UNROLL(half, 2) {
         affine.gain[half] = values[0], affine.rate[half] = values[1], affine.neg_max2[half] = values[2];
-#pragma unroll
-        for (int i = 0; i < 3; ++i) affine.poly[half][i] = values[3 + i];
+        UNROLL(i, 3) affine.poly[half][i] = values[3 + i];
     }
 }
 
@@ -88,8 +84,7 @@ DEVICE bool find_affine(const Params& p, const WorkTile& at, const Head& head, i
         const float first = score_bias<position>(at.b, at.h, row0, q0 + 15, head, k0, p) * LOG2E;
         const float last = score_bias<position>(at.b, at.h, row0, q0, head, k0 + LAST, p) * LOG2E;
         const float step = step_between(first, last, LAST + 15);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        UNROLL(half, 2) {
             const int own = at.row0 + row_of_lane(half), row = own < end ? own : end;
             find_gain(p, at, head, row, row + at.offset, scale, affine, half);
             affine.bias_step[half] = step, affine.bias_max[half] = fmaxf(first, last);
@@ -98,8 +93,7 @@ DEVICE bool find_affine(const Params& p, const WorkTile& at, const Head& head, i
         return __all_sync(~0u, bias_is_straight<position>(at.b, at.h, row0, q0, head, k0 - 15, k0 + LAST, p));
     }
     bool straight = true;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    UNROLL(half, 2) {
         const int own = at.row0 + row_of_lane(half), row = own < end ? own : end;
         const start q = row + at.offset;
         find_gain(p, at, head, row, q, scale, affine, half);
@@ -132,8 +126,7 @@ DEVICE float affine_exponent(float x, const AffineScore& affine, int half, float
 constexpr float MAX_GAIN = 80, MAX_BIAS = 1e6f;
 DEVICE bool bound_scores(const AffineScore& affine, float (&m)[2]) {
     bool bounded = true;
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
+    UNROLL(half, 2)
         bounded &= fabsf(affine.gain[half]) <= MAX_GAIN && fabsf(affine.bias[half]) <= MAX_BIAS;
     if (!__all_sync(~0u, bounded)) return false;
     m[0] = affine.bias[0], m[1] = affine.bias[1];
@@ -143,14 +136,12 @@ DEVICE bool bound_scores(const AffineScore& affine, float (&m)[2]) {
 // guess_row_ref() from accumulators.
 DEVICE bool guess_row_ref_affine(const float (&s)[S_REGS], float (&m)[2], const AffineScore& affine) {
     if (!GUESSES_ROW_REF) return false;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    UNROLL(half, 2) {
         float top = HIDDEN, excess;
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
+        UNROLL(i, 4)
             top = fmaxf(top, affine_exponent(s[i / 2 * 4 + 2 * half + i % 2], affine, half, 0, affine.neg_max2[half],
                                              TANH_POLY_SHORT, excess));
-        m[half] = across_lanes(top, [](float x, float y) { return fmaxf(x, y); }) + affine.bias_max[half];
+        m[half] = max_across_lanes(top) + affine.bias_max[half];
         if (P_IS_FLOAT16) m[half] += HEADROOM;
     }
     return __all_sync(~0u, are_row_refs(m));
@@ -172,12 +163,9 @@ DEVICE bool affine_softmax(float (&s)[S_REGS], const float (&m)[2], float (&sum)
     unsigned signs = ~0u;  // of the excesses, and-ed: LOP3 takes two at a time, a maximum only one
     float total[4] = {0, 0, 0, 0}, neg_max2[2] = {affine.neg_max2[0], affine.neg_max2[1]}, excess[2] = {-1, -1};
     const float base[2] = {affine.bias[0] - m[0], affine.bias[1] - m[1]};
-#pragma unroll
-    for (int n = 0; n < BLOCK_K / 8; ++n) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
+    UNROLL(n, BLOCK_K / 8) {
+        UNROLL(half, 2) {
+            UNROLL(c, 2) {
                 float& x = s[4 * n + 2 * half + c];
                 const float bias = SLOPED ? fmaf(affine.bias_step[half], 8 * n + c, base[half]) : base[half];
                 const bool approx = STEEP || (c == 1 && uses_tanh_unit<BOUNDED>(n));
@@ -204,8 +192,7 @@ DEVICE bool affine_softmax(float (&s)[S_REGS], const float (&m)[2], float (&sum)
 // reference less the greatest bias of the tile that it comes from; -inf where unknown.
 constexpr float MAX_LAG = P_IS_FLOAT16 ? 7 : 30;
 DEVICE void find_ref_minus_bias(const AffineScore& affine, const float (&m)[2], float (&ref_minus_bias)[2]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
+    UNROLL(half, 2)
         if (ref_minus_bias[half] == HIDDEN && affine.bias_max[half] != HIDDEN)
             ref_minus_bias[half] = m[half] - affine.bias_max[half];
 }
@@ -215,8 +202,7 @@ DEVICE bool row_ref_lags(const AffineScore& affine, const float (&m)[2], const f
 }
 DEVICE void raise_row_ref(const AffineScore& affine, float (&m)[2], const float (&ref_minus_bias)[2],
     float (&rescale)[2]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    UNROLL(half, 2) {
         const float top = fmaxf(m[half], ref_minus_bias[half] + affine.bias_max[half]);
         rescale[half] = exp2_fast(m[half] - top);
         m[half] = top;

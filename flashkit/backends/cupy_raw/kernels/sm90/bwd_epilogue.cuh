@@ -45,8 +45,7 @@ DEVICE void store_dkv_float32(const Params& p, const Tensor& tensor, const WarpK
         if (keys.key + row < (int)max_n_k(p))
             store_float32<DIM>(row_at<float>(tensor, keys.at.b, keys.at.head, keys.key + row), column, four, p);
     });
-#pragma unroll
-    for (int chunk = 0; chunk < chunks(DIM); ++chunk) bulk_commit();
+    UNROLL(chunk, chunks(DIM)) bulk_commit();
 }
 
 // The pieces go through BUFFERS places in shared memory from `buffer` on, STRIDE bytes apart;
@@ -59,8 +58,7 @@ DEVICE void store_dkv(const Params& p, const Tensor& tensor, const TensorMap& ma
         store_dkv_float32<DIM>(p, tensor, keys, lane, buffer, x, factor);
         return;
     }
-#pragma unroll
-    for (int chunk = 0; chunk < chunks(DIM); ++chunk) {
+    UNROLL(chunk, chunks(DIM)) {
         const unsigned target = buffer + (BEFORE + chunk) % BUFFERS * STRIDE;
         if (BEFORE + chunk == 0) bulk_wait_read();
         else bulk_wait_read<BUFFERS - 1>();
@@ -68,8 +66,7 @@ DEVICE void store_dkv(const Params& p, const Tensor& tensor, const TensorMap& ma
 #pragma unroll
         for (int n = 8 * chunk; n < 8 * chunk + 8 && 8 * n < padded(DIM); n += 2) {
             unsigned words[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) words[i] = pack(x[4 * n + 2 * i] * factor, x[4 * n + 2 * i + 1] * factor);
+            UNROLL(i, 4) words[i] = pack(x[4 * n + 2 * i] * factor, x[4 * n + 2 * i + 1] * factor);
             stmatrix_x4<false>(target + swizzled(lane % 16, n % 8 + lane / 16), words[0], words[1], words[2], words[3]);
         }
         fence_proxy_async();

@@ -75,20 +75,16 @@ struct BiasFragment {
     }
     __device__ __forceinline__ void load_again() {
         if constexpr (BY_DISTANCE) {
-#pragma unroll
-            for (int i = 0; i < WORDS; ++i)
+            UNROLL(i, WORDS)
                 words[i] = __float_as_uint(__ldg(by_distance_of_lane + 8 * (i / 2 - 1) + i % 2));
         } else if constexpr (BIAS_BYTES == 2) {
-#pragma unroll
-            for (int k = 0; k < BLOCK_Q / 16; ++k) {
+            UNROLL(k, BLOCK_Q / 16) {
                 unsigned four[4];
                 ldmatrix_x4<true>(four, address + k * 16 * CHUNK_ROW);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) words[(4 * k + i) % WORDS] = four[i];
+                UNROLL(i, 4) words[(4 * k + i) % WORDS] = four[i];
             }
         } else if constexpr (BIAS_BYTES == 4) {
-#pragma unroll
-            for (int i = 0; i < S_REGS; ++i) {
+            UNROLL(i, S_REGS) {
                 const int half = i / 2 % 2, c = i % 2;
                 words[i % WORDS] = (unsigned)load_word((address ^ (2 * half + c) * VEC_BYTES) +
                                                        (8 * (i / 4) + c) * CHUNK_ROW);
@@ -124,8 +120,7 @@ template <int N>
 DEVICE void issue_rs(float (&acc)[N], const unsigned (&left)[S_REGS / 2], unsigned rows, bool accumulate) {
     const unsigned long long b = descriptor(rows, BLOCK_Q * CHUNK_ROW);
     wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < BLOCK_Q / 16; ++k) wgmma_rs<1>(acc, left, 4 * k, b + along_columns(k), k > 0 || accumulate);
+    UNROLL(k, BLOCK_Q / 16) wgmma_rs<1>(acc, left, 4 * k, b + along_columns(k), k > 0 || accumulate);
     wgmma_commit();
 }
 
@@ -141,8 +136,7 @@ struct DropoutMask {
     __device__ __forceinline__ static unsigned kept_of_four_keys(const Params& p, int b, int h, int row, int key) {
         const Words words = philox(p, key >> 2, row, h, b);
         unsigned kept = 0;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) kept |= (words.word[j] >= (unsigned)p.dropout_threshold ? 1u : 0u) << j;
+        UNROLL(j, 4) kept |= (words.word[j] >= (unsigned)p.dropout_threshold ? 1u : 0u) << j;
         return kept;
     }
     // Of rows 4 m + i, in the order of elements, lane i of four has bits 16 * half + 4 m + key % 4.
@@ -150,16 +144,13 @@ struct DropoutMask {
         static_assert(!HAS_DROPOUT || S_REGS <= 32, "a lane's bits of a part of the rows fit a word");
         unsigned own = 0;
         const int part = threadIdx.x % 16 / 4;
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-            for (int m = 0; m < S_REGS / 8; ++m) {
+        UNROLL(half, 2)
+            UNROLL(m, S_REGS / 8) {
                 const int e = 4 * m + part;
                 const int row = row0 + lane_row(e / 2, e % 2);
                 own |= kept_of_four_keys(p, b, h, row, k0 + row_of_lane(half)) << (16 * half + 4 * m);
             }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) bits[i] = __shfl_sync(~0u, own, (threadIdx.x % 32 & ~12) | 4 * i) >> part;
+        UNROLL(i, 4) bits[i] = __shfl_sync(~0u, own, (threadIdx.x % 32 & ~12) | 4 * i) >> part;
     }
     __device__ __forceinline__ bool kept(int n, int half, int c) const {
         const int e = 2 * n + c;
@@ -179,8 +170,7 @@ struct RowDeltas {
     float early[larger(EARLY_DELTAS, 1)][2];
 
     __device__ __forceinline__ explicit RowDeltas(unsigned address) : address(address) {
-#pragma unroll
-        for (int i = 0; i < EARLY_DELTAS; ++i) load_row_stats(early[i], address, i);
+        UNROLL(i, EARLY_DELTAS) load_row_stats(early[i], address, i);
     }
     __device__ __forceinline__ void get(float (&x)[2], int n) const {
         if (n < EARLY_DELTAS)
@@ -217,16 +207,13 @@ template <bool UNMASKED>
 DEVICE void compute_ds(const Params& p, const float (&p_slope)[S_REGS], float (&dp)[S_REGS], unsigned (&ds)[S_REGS / 2],
                        const RowDeltas& deltas, const DropoutMask& dropout, PairSums& sums) {
     float of_keys[2], of_rows;
-#pragma unroll
-    for (int n = 0; n < S_REGS / 4; ++n) {
+    UNROLL(n, S_REGS / 4) {
         if (n % (STRAIGHT / 8) == 0) of_keys[0] = of_keys[1] = of_rows = 0;
         float delta[2];
         deltas.get(delta, n);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        UNROLL(half, 2) {
             float x[2];
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
+            UNROLL(c, 2) {
                 const int i = 4 * n + 2 * half + c;
                 if (HAS_DROPOUT) dp[i] = dropout.kept(n, half, c) ? dp[i] * (float)p.dropout_scale : 0.0f;
                 x[c] = p_slope[i] * minus_delta(dp[i], delta[c]);
@@ -254,8 +241,7 @@ DEVICE void add_values(const Params& p, const FragmentId& id, const float (&p_sl
         if (ds != 0) sums.add<I>(ds, 0, at.b, at.h, row, row + (I)offset, key, p);
     };
     float ds[S_REGS];
-#pragma unroll
-    for (int n = 0; n < S_REGS / 4; ++n) {
+    UNROLL(n, S_REGS / 4) {
         float delta[2];
         deltas.get(delta, n);
 #pragma unroll
@@ -268,8 +254,7 @@ DEVICE void add_values(const Params& p, const FragmentId& id, const float (&p_sl
             add((long long)(at.row0 + lane_row(i / 4, i % 2)), (long long)(at.k0 + row_of_lane(i / 2 % 2)), ds[i]);
     } else {
         // Eight rows on and eight keys on is the same distance: element (n + 1, half 1) is added to (n, half 0) first.
-#pragma unroll
-        for (int i = 0; i < S_REGS; ++i) {
+        UNROLL(i, S_REGS) {
             const int n = i / 4, half = i / 2 % 2;
             if (VALUES_BY_DISTANCE && half == 1 && n > 0) continue;
             const float other = VALUES_BY_DISTANCE && half == 0 && n + 1 < S_REGS / 4 ? ds[(i + 6) % S_REGS] : 0.0f;

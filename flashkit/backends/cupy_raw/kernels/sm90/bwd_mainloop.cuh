@@ -30,8 +30,7 @@ constexpr int EARLY_LSE = S_REGS <= 32 ? S_REGS / 4 : 4;  // pairs of log-sum-ex
 // dS of query tile n to shared memory, transposed. address: of the lane's matrices in the first of the two tiles.
 DEVICE void store_ds(const Pipeline<2>& pipe_ds, unsigned n, unsigned address, const unsigned (&ds)[S_REGS / 2]) {
     pipe_ds.producer_acquire(n);
-#pragma unroll
-    for (int k = 0; k < BLOCK_Q / 16; ++k)
+    UNROLL(k, BLOCK_Q / 16)
         stmatrix_x4<true>(address + n % 2 * BYTES_DS + k * 16 * CHUNK_ROW, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2],
                           ds[4 * k + 3]);
 }
@@ -94,8 +93,7 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
             if (is_whole) {
                 store_dq(p, index, seq_of(p, load_word(slot), slot), warp, lane, dq_of_warp, dq);
             } else {
-#pragma unroll
-                for (int i = 0; i < DQ_PART_ROWS / 8; ++i)
+                UNROLL(i, DQ_PART_ROWS / 8)
                     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(dq_of_lane + i * 512), "f"(dq[4 * i]),
                                  "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3]) : "memory");
             }
@@ -139,8 +137,7 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
             if (DETERMINISTIC && warp == 0 && lane == 0)
                 request_dq_turn_for(base, n, tile_desc, index, slot);
             float early_lse[EARLY_LSE][2];
-#pragma unroll
-            for (int i = 0; i < EARLY_LSE; ++i) load_row_stats(early_lse[i], lse, i);
+            UNROLL(i, EARLY_LSE) load_row_stats(early_lse[i], lse, i);
             if (AFFINE_PER_STEP) affine = affine_tile(p, id, warp, lane);
             bias.load(p, id, base + AT_BIAS + stage * BYTES_BIAS, warp, lane);
             add_bias_early(affine, early_lse);
@@ -178,8 +175,7 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
                 if (staged >= 0) send_dq(staged);
             };
             store_ds(pipe_ds, n, ds_of_lane, ds);
-#pragma unroll
-            for (int i = 0; i < PairSums::TILES; ++i)
+            UNROLL(i, PairSums::TILES)
                 if (lane < 2)
                     store_float(pair_sums(base, n, wg, i) + warp % 4 * PairSums::BYTES + 4 * lane, pairs.x[i]);
             if constexpr (DK_FIRST) {
@@ -225,8 +221,7 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
         } else {  // from registers, while the tile before leaves through shared memory
             pipe_ds.consumer_release(n - 1, lane);
             float* accum = dq_accum_at(p, previous, warp * BYTES_DQ_WARP) + lane * 4;
-#pragma unroll
-            for (int i = 0; i < DQ_PART_ROWS / 8; ++i) red_add_float4(accum + i * 128, dq + 4 * i);
+            UNROLL(i, DQ_PART_ROWS / 8) red_add_float4(accum + i * 128, dq + 4 * i);
         }
         const WarpKeys keys(p, slot, 16 * warp);
         pipe_k.consumer_release(number, lane);

@@ -75,8 +75,7 @@ DEVICE void ds_consumer(const Params& p, const TensorMap& dv_map, unsigned base,
             if (DETERMINISTIC && warp == 0 && lane == 0)
                 request_dq_turn_for(base, n, tile_desc, load_word(tile_desc_slot(base, n) + TileDesc::INDEX), slot);
             float early_lse[S_REGS / 4][2];
-#pragma unroll
-            for (int i = 0; i < S_REGS / 4; ++i) load_row_stats(early_lse[i], lse, i);
+            UNROLL(i, S_REGS / 4) load_row_stats(early_lse[i], lse, i);
             if (AFFINE_PER_STEP) affine = affine_tile(p, id, warp, lane);
             pipe_dout.consumer_wait(n);
             wgmma_wait<0>();  // S
@@ -96,8 +95,7 @@ DEVICE void ds_consumer(const Params& p, const TensorMap& dv_map, unsigned base,
             else compute_ds<false>(p, s, dp, ds, deltas, dropout, none);
             if constexpr (HAS_VALUES) add_values(p, id, s, dp, deltas, sums);
             pipe_ds.producer_acquire(n), pipe_dsmem.producer_acquire(n);
-#pragma unroll
-            for (int k = 0; k < BLOCK_Q / 16; ++k)
+            UNROLL(k, BLOCK_Q / 16)
                 stmatrix_x4<false>(ds_of_lane ^ 2 * VEC_BYTES * k, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2],
                                    ds[4 * k + 3]);
             fence_proxy_async();
@@ -157,8 +155,7 @@ DEVICE void dk_dq_consumer(const Params& p, const TensorMap& dk_map, unsigned ba
         auto issue_dq = [&](unsigned k_tile, unsigned ds, auto zero_init) {
             const unsigned long long b = descriptor(ds);
             wgmma_fence();
-#pragma unroll
-            for (int c = 0; c < DQ_CHUNKS; ++c) {
+            UNROLL(c, DQ_CHUNKS) {
                 const unsigned long long a = descriptor(k_tile + c * CTA_KEYS * CHUNK_ROW);
                 if (zero_init.value) wgmma_zero_init<1, 1>(dq_acc[c], a, b);
                 else product<1, 1>(dq_acc[c], a, b, 1);
@@ -172,12 +169,10 @@ DEVICE void dk_dq_consumer(const Params& p, const TensorMap& dk_map, unsigned ba
             float* part = dq_accum_at(p, index, DQ_CHUNKS * rank * BYTES_DQ_PART);
             float* accum = part + warp * (BYTES_DQ_WARP / 4) + lane * 4;
             if (DETERMINISTIC && write == SKIP) return;
-#pragma unroll
-            for (int c = 0; c < DQ_CHUNKS; ++c) {
+            UNROLL(c, DQ_CHUNKS) {
                 if (CHUNKS % 2 && DQ_CHUNKS * rank + c >= CHUNKS) break;
                 float* to = accum + c * (BYTES_DQ_PART / 4);
-#pragma unroll
-                for (int i = 0; i < BLOCK_Q / 8; ++i) {
+                UNROLL(i, BLOCK_Q / 8) {
                     if (DETERMINISTIC && write == STORE) store_float4(to + i * 128, dq_acc[c] + 4 * i);
                     else red_add_float4(to + i * 128, dq_acc[c] + 4 * i);
                 }
@@ -197,8 +192,7 @@ DEVICE void dk_dq_consumer(const Params& p, const TensorMap& dk_map, unsigned ba
             {
                 const unsigned long long a = descriptor(own_ds), b = descriptor(q_tile, BLOCK_Q * CHUNK_ROW);
                 wgmma_fence();
-#pragma unroll
-                for (int k = 0; k < BLOCK_Q / 16; ++k)
+                UNROLL(k, BLOCK_Q / 16)
                     product<0, 1>(dk_acc, a + along_rows(k, CTA_KEYS), b + along_columns(k), k > 0 || !first);
                 wgmma_commit();
             }
@@ -211,8 +205,7 @@ DEVICE void dk_dq_consumer(const Params& p, const TensorMap& dk_map, unsigned ba
             wgmma_wait<1>();  // dQ of the CTA's own keys
             pipe_ds.consumer_release(n, lane);
             wgmma_wait<0>();
-#pragma unroll
-            for (int c = 0; c < DQ_CHUNKS; ++c) fence_operand(dq_acc[c]);
+            UNROLL(c, DQ_CHUNKS) fence_operand(dq_acc[c]);
             if (expects_dsmem) mbarrier_arrive_expect_tx(pipe_dsmem.full, BYTES_DS);  // of the next query tile
             dsmem_arrive(peer_empty, lane);
             DqWrite write = ADD;

@@ -11,8 +11,7 @@
 DEVICE float dot(const uint4& x, const uint4& y) {
     const storage *a = reinterpret_cast<const storage*>(&x), *b = reinterpret_cast<const storage*>(&y);
     float total = 0;
-#pragma unroll
-    for (int e = 0; e < VEC_BYTES / (int)sizeof(storage); ++e) total += widen(a[e]) * widen(b[e]);
+    UNROLL(e, VEC_BYTES / (int)sizeof(storage)) total += widen(a[e]) * widen(b[e]);
     return total;
 }
 
@@ -87,8 +86,7 @@ extern "C" __global__ void __launch_bounds__(256) bwd_preprocess(KERNEL_PARAMS) 
         if (row_exists(p, at.b, row)) {
             const uint4* out = reinterpret_cast<const uint4*>(q_row<const storage>(p, p.out, at.b, at.h, row));
             const uint4* dout = reinterpret_cast<const uint4*>(q_row<const storage>(p, p.dout, at.b, at.h, row));
-#pragma unroll
-            for (int i = 0; i < (ROW_VECS + LANES_PER_ROW - 1) / LANES_PER_ROW; ++i)
+            UNROLL(i, (ROW_VECS + LANES_PER_ROW - 1) / LANES_PER_ROW)
                 if (lane + i * LANES_PER_ROW < ROW_VECS)
                     total += dot(out[lane + i * LANES_PER_ROW], dout[lane + i * LANES_PER_ROW]);
         }
@@ -262,8 +260,7 @@ DEVICE void convert_dq(const Params& p, int b, int h, int tile, bool stored, DqE
         const float4* accum = reinterpret_cast<const float4*>(dq_accum(p, b, h, tile))
                               + (first * 4 + threadIdx.x / 32) * (BYTES_DQ_WARP / 16) + lane;
         const int column = (DQ_BY_COLUMNS ? 64 * part : 0) + threadIdx.x % 128 / 32 * 16 + lane / 4;
-#pragma unroll
-        for (int i = 0; i < DQ_PART_ROWS / 8; ++i) {
+        UNROLL(i, DQ_PART_ROWS / 8) {
             const float4 x = stored ? __ldcg(accum + 32 * i) : float4{0, 0, 0, 0};
             const int row = (DQ_BY_COLUMNS ? 0 : part * DQ_PART_ROWS) + 8 * i + lane % 4 * 2;
             DqElement* at = rows + row * DQ_PITCH + column;

@@ -60,8 +60,7 @@ template <int EARLY>
 DEVICE void add_bias_early(const AffineTile& tile, float (&stats)[EARLY][2]) {
 #pragma unroll
     for (int n = 0; AFFINE_AHEAD && n < EARLY; ++n)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) stats[n][c] = bias_minus_lse(tile, stats[n][c], n, 0, c);
+        UNROLL(c, 2) stats[n][c] = bias_minus_lse(tile, stats[n][c], n, 0, c);
 }
 
 // --- masks -----------------------------------------------------------------------------------------------------------
@@ -83,20 +82,17 @@ DEVICE void mask_scores(const Params& p, const FragmentCoord& at, float (&s)[S_R
     const int n_q = at.seq.n_q(), n_k = at.seq.n_k();
     const long long offset = HAS_MASK ? at.seq.q_position() : 0;
     if (!HAS_MASK || positions_are_near(p, offset)) {
-#pragma unroll
-        for (int i = 0; i < S_REGS; ++i)
+        UNROLL(i, S_REGS)
             s[i] = mask_score<int>(p, at, s[i], i / 4, i / 2 % 2, i % 2, (int)offset, n_q, n_k);
         return;
     }
     if constexpr (HAS_MASK) {
         float copy[S_REGS];  // in local memory, as its index is not constant
-#pragma unroll
-        for (int i = 0; i < S_REGS; ++i) copy[i] = s[i];
+        UNROLL(i, S_REGS) copy[i] = s[i];
 #pragma unroll 1
         for (int i = 0; i < S_REGS; ++i)
             copy[i] = mask_score<long long>(p, at, copy[i], i / 4, i / 2 % 2, i % 2, offset, n_q, n_k);
-#pragma unroll
-        for (int i = 0; i < S_REGS; ++i) s[i] = copy[i];
+        UNROLL(i, S_REGS) s[i] = copy[i];
     }
 }
 
@@ -147,8 +143,7 @@ DEVICE void softmax_p_general(const Params& p, const FragmentCoord& at, float (&
     };
     if constexpr (LOOPS) {
         float copy[S_REGS], weight[S_REGS];
-#pragma unroll
-        for (int i = 0; i < S_REGS; ++i) copy[i] = s[i];
+        UNROLL(i, S_REGS) copy[i] = s[i];
 #pragma unroll 1
         for (int i = 0; i < S_REGS; ++i) {
             const int n = i / 4, half = i / 2 % 2, c = i % 2;
@@ -156,21 +151,17 @@ DEVICE void softmax_p_general(const Params& p, const FragmentCoord& at, float (&
             weight[i] = softmax_p_one<PARTIAL_TILE, POSITION>(p, at, copy[i], n, half, c, offset, n_q, n_k, scale, lse,
                                                               nonfinite_keys_from(half) & 1);
         }
-#pragma unroll
-        for (int i = 0; i < S_REGS; ++i) s[i] = copy[i];
+        UNROLL(i, S_REGS) s[i] = copy[i];
 #pragma unroll
         for (int i = 0; i < S_REGS; i += 2) round_and_drop(i, weight[i], weight[i + 1]);
     } else {
         const unsigned nonfinite[2] = {nonfinite_keys_from(0), nonfinite_keys_from(1)};
-#pragma unroll
-        for (int n = 0; n < S_REGS / 4; ++n) {
+        UNROLL(n, S_REGS / 4) {
             float lse[2];
             load_row_stats(lse, lse_address, n);
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
+            UNROLL(half, 2) {
                 float w[2];
-#pragma unroll
-                for (int c = 0; c < 2; ++c)
+                UNROLL(c, 2)
                     w[c] = softmax_p_one<PARTIAL_TILE, POSITION>(p, at, s[4 * n + 2 * half + c], n, half, c, offset,
                                                                  n_q, n_k, scale, lse[c], nonfinite[half] & 1);
                 round_and_drop(4 * n + 2 * half, w[0], w[1]);
@@ -186,15 +177,12 @@ DEVICE void softmax_p_general(const Params& p, const FragmentCoord& at, float (&
 template <int EARLY, typename F>
 DEVICE void softmax_p_each(float (&s)[S_REGS], unsigned (&p_frag)[S_REGS / 2], const float (&early)[EARLY][2],
                            unsigned lse_address, F exponential) {
-#pragma unroll
-    for (int n = 0; n < S_REGS / 4; ++n) {
+    UNROLL(n, S_REGS / 4) {
         float l[2];
         if (n >= EARLY) load_row_stats(l, lse_address, n);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        UNROLL(half, 2) {
             float w[2];
-#pragma unroll
-            for (int c = 0; c < 2; ++c)
+            UNROLL(c, 2)
                 w[c] = exponential(s[4 * n + 2 * half + c], n < EARLY ? early[n % EARLY][c] : l[c], n, half, c);
             p_frag[2 * n + half] = pack(w[0], w[1]);
         }
@@ -278,8 +266,7 @@ DEVICE bool softmax_p(const Params& p, const FragmentId& id, int tile_desc, bool
                 return false;
             }
             mask_scores(p, coord_of(p, id), s);
-#pragma unroll
-            for (int i = 0; i < EARLY; ++i) load_row_stats(early[i], lse_address, i);
+            UNROLL(i, EARLY) load_row_stats(early[i], lse_address, i);
             bias.load_again();
             softmax_p_biased<true>(s, p_frag, early, lse_address, scale_log2, bias);
             return false;

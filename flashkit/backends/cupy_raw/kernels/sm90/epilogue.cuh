@@ -19,8 +19,7 @@ DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, unsigned staged)
         const bool empty = of.sum == 0, exists = at.row0 + r < rows;
         if (HAS_SCALES && lane == 0 && exists)
             *q_row<float>(p, p.lse, at.b, h, row) = empty ? HIDDEN : fmaf(of.top, LN2, logf(of.sum));
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) {
+        UNROLL(i, OWN) {
             const int column = lane + 32 * i;
             const float x = empty ? 0.0f : sums[i] / of.sum;
             if constexpr (FP8) {
@@ -42,10 +41,8 @@ DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, unsigned staged)
 DEVICE void stage_output(const float (&o)[O_REGS], unsigned staged) {
     const int lane = opaque(threadIdx.x % 32), row = opaque(threadIdx.x % 128 / 32) * 16;
     if constexpr (IS_FLOAT32) {
-#pragma unroll
-        for (int n = 0; n < COLUMNS / 8; ++n)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
+        UNROLL(n, COLUMNS / 8)
+            UNROLL(half, 2) {
                 const int own = row + 8 * half + lane / 4, vec = n % 4 * 2 + lane % 4 / 2;
                 store_floats(staged + n / 4 * 64 * CHUNK_ROW + swizzled(own, vec) + lane % 2 * 8, o[4 * n + 2 * half],
                              o[4 * n + 2 * half + 1]);
@@ -69,13 +66,11 @@ DEVICE void epilogue(const Params& p, const WorkTile& at, unsigned base, int num
     const int n_q = seq.n_q();
     float factor[2], lse[2];  // lse: in base 2
     bool is_nonfinite = false;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    UNROLL(half, 2) {
         const int index = at.row0 + row_of_lane(half), row = index / PACK_GQA, h = at.h + index % PACK_GQA;
         // Where ROW_SUM_BY_MMA each lane of a row has its whole sum.
         float top = m[half];
-        auto add = [](float x, float y) { return x + y; };
-        float sum = ROW_SUM_BY_MMA ? o[COLUMNS / 2 + 2 * half] : across_lanes(l[half], add);
+        float sum = ROW_SUM_BY_MMA ? o[COLUMNS / 2 + 2 * half] : sum_across_lanes(l[half]);
         factor[half] = 1;
         const bool exists = index < n_q * PACK_GQA;
         if (HAS_SINKS && exists) add_sink(p, h, top, sum, factor[half]);
@@ -85,10 +80,8 @@ DEVICE void epilogue(const Params& p, const WorkTile& at, unsigned base, int num
         if (HAS_SCALES && exists && threadIdx.x % 4 == 0)  // before the fallback, which overwrites its rows'
             *q_row<float>(p, p.lse, at.b, h, row) = !empty && FP16X2 ? fmaf(top, LN2, logf(sum)) : LN2 * lse[half];
         float zero = HAS_SCALES ? 0 * sum : 0;  // NaN if an element is not finite
-#pragma unroll
-        for (int n = 0; n < COLUMNS / 8; ++n)
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
+        UNROLL(n, COLUMNS / 8)
+            UNROLL(c, 2) {
                 float& x = o[4 * n + 2 * half + c];
                 if (HAS_SCALES) x *= factor[half];
                 if (HAS_SCALES || MAY_HIDE) zero = fmaf(x, 0.0f, zero);
@@ -113,10 +106,9 @@ DEVICE void epilogue(const Params& p, const WorkTile& at, unsigned base, int num
         const bool writes = index < n_q * PACK_GQA && threadIdx.x % 4 == 0;
         store_if(writes, q_row<float>(p, p.lse, at.b, at.h + index % PACK_GQA, index / PACK_GQA), LN2 * lse[half]);
         if constexpr (HAS_STATS) {
-            const auto sum = [](float x, float y) { return x + y; };
-            const float top = across_lanes(stats.top[half], [](float x, float y) { return fmaxf(x, y); });
-            store_statistics(p, at.b, at.h + index % PACK_GQA, index / PACK_GQA, m[half], across_lanes(l[half], sum),
-                             across_lanes(stats.total[half], sum), m[half] + log2_fast(top),
+            const float top = max_across_lanes(stats.top[half]);
+            store_statistics(p, at.b, at.h + index % PACK_GQA, index / PACK_GQA, m[half], sum_across_lanes(l[half]),
+                             sum_across_lanes(stats.total[half]), m[half] + log2_fast(top),
                              [=](float* target, float x) { store_if(writes, target, x); });
         }
     }
@@ -156,8 +148,7 @@ DEVICE void store_warp(const Params& p, const TensorMap& out_map, unsigned base,
                 if (IS_PACKED && row0 < n_q && row0 + 64 > n_q) {
                     store_rows(p, target, staged, b, h, row0, n_q - row0);
                 } else if (leader && row0 < n_q * PACK_GQA) {
-#pragma unroll
-                    for (int c = 0; c < CHUNKS_OUT; ++c)
+                    UNROLL(c, CHUNKS_OUT)
                         tma_store<PACK_GQA>(map, at_column(q_box(p, b, h / PACK_GQA, row0 / PACK_GQA), OUT_COLUMNS * c),
                                             staged + c * 64 * CHUNK_ROW);
                 }

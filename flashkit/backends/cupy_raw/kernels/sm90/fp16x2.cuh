@@ -118,8 +118,7 @@ constexpr float MAX_P_LOG2 = HAS_DROPOUT ? 7 : 14;
 
 DEVICE void issue_qk_fp16x2(float (&s)[S_REGS], unsigned long long q, unsigned long long k) {
     auto term = [&](unsigned long long q, unsigned long long k, bool first) {
-#pragma unroll
-        for (int step = 0; step < padded(HEAD_DIM) / 16; ++step) {
+        UNROLL(step, padded(HEAD_DIM) / 16) {
             if (first && step == 0) wgmma_zero_init<0, 0>(s, q, k);
             else product<0, 0>(s, q + along_rows(step, 64), k + along_rows(step, BLOCK_K), 1);
         }
@@ -132,8 +131,7 @@ DEVICE void issue_qk_fp16x2(float (&s)[S_REGS], unsigned long long q, unsigned l
 DEVICE void issue_pv_fp16x2(float (&pv)[O_REGS], const unsigned (&high)[P_REGS], const unsigned (&low)[P_REGS],
                             unsigned long long v) {
     auto term = [&](const unsigned (&x)[P_REGS], unsigned long long v, bool first) {
-#pragma unroll
-        for (int step = 0; step < BLOCK_K / 16; ++step)
+        UNROLL(step, BLOCK_K / 16)
             wgmma_rs<1>(pv, x, 4 * step, v + along_columns(step), first && step == 0 ? 0 : 1);
     };
     wgmma_fence();
@@ -159,14 +157,12 @@ DEVICE void consumer_fp16x2(const Params& p, unsigned base, int wg) {
             if (tile_desc == END) break;
             pipe_q.consumer_wait(++number);
             at = read_work_tile(p, base, number, wg);
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
+            UNROLL(half, 2) {
                 const auto [h, row] = clamped_row(p, at.b, at.h, at.row0 + row_of_lane(half));
                 m[half] = HIDDEN, l[half] = 0;
                 q_scale[half] = *row_at<const float>(p.q_scale, at.b, h, row);
             }
-#pragma unroll
-            for (int i = 0; i < COLUMNS / 2; ++i) o[i] = 0;
+            UNROLL(i, COLUMNS / 2) o[i] = 0;
         }
         const int state = tile_desc >> 2 * wg & 3, tile = tile_desc >> 8, k0 = tile * BLOCK_K;
         if (state == EMPTY) {
@@ -184,38 +180,32 @@ DEVICE void consumer_fp16x2(const Params& p, unsigned base, int wg) {
         fence_operand(s);
         pipe_k.consumer_release(n);
         float scale[2];  // from S to base 2
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        UNROLL(half, 2) {
             scale[half] = q_scale[half] * k_scale * scale_log2;
             if (!(scale[half] <= MAX_SCALE && v_scale <= MAX_SCALE)) l[half] = fk_special(0);  // the epilogue sees NaN
             scale[half] = fmaxf(scale[half], MIN_SCALE);
             if (HAS_SCORE) {
-#pragma unroll
-                for (int i = 0; i < S_REGS / 2; ++i) s[i / 2 * 4 + 2 * half + i % 2] *= scale[half];
+                UNROLL(i, S_REGS / 2) s[i / 2 * 4 + 2 * half + i % 2] *= scale[half];
                 scale[half] = LOG2E;
             }
         }
         modify_tile(p, at, state == FULL, s, k0, (float)p.softmax_scale);
         if (great) {  // also of the first tile
-#pragma unroll
-            for (int i = 0; i < S_REGS; ++i) s[i] *= scale[i / 2 % 2];
+            UNROLL(i, S_REGS) s[i] *= scale[i / 2 % 2];
             scale[0] = scale[1] = 1;
         }
         float rescale[2];
         online_softmax_below(s, m, l, rescale, scale, MAX_P_LOG2, !great);
         if constexpr (HAS_DROPOUT) dropout_tile(p, at, s, k0);
-#pragma unroll
-        for (int i = 0; i < P_REGS; ++i) to_terms(s[2 * i], s[2 * i + 1], high[i], low[i]);
+        UNROLL(i, P_REGS) to_terms(s[2 * i], s[2 * i + 1], high[i], low[i]);
         pipe_v.consumer_wait(n);
         issue_pv_fp16x2(pv, high, low, descriptor(base + at_v(n % STAGES), chunk_stride_v(n % STAGES)));
         if (__any_sync(~0u, rescale[0] != 1 || rescale[1] != 1)) {
-#pragma unroll
-            for (int i = 0; i < COLUMNS / 2; ++i) o[i] *= rescale[i / 2 % 2];
+            UNROLL(i, COLUMNS / 2) o[i] *= rescale[i / 2 % 2];
         }
         wgmma_wait<0>();
         fence_operand(pv), fence_operand(high), fence_operand(low);
         pipe_v.consumer_release(n);
-#pragma unroll
-        for (int i = 0; i < COLUMNS / 2; ++i) o[i] = fmaf(pv[i], v_scale, o[i]);
+        UNROLL(i, COLUMNS / 2) o[i] = fmaf(pv[i], v_scale, o[i]);
     }
 }

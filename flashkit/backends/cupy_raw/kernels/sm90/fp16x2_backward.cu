@@ -58,15 +58,12 @@ DEVICE void epilogue(const Params& p, const WorkTile& at, int wg, float (&acc_1)
     float (&acc_2)[ACC_COLUMNS_2 / 2 + 1], const float (&factor)[2], bool is_nonfinite, unsigned staged) {
     const int warp = uniform(threadIdx.x % 128 / 32), first = at.row0 + 64 * wg + 16 * warp,
         all = DQ_KERNEL ? (int)seq_info(p, at.b).n_q : (int)max_n_k(p);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int i = 0; i < ACC_COLUMNS_1 / 4; ++i) {
+    UNROLL(half, 2) {
+        UNROLL(i, ACC_COLUMNS_1 / 4) {
             float& x = acc_1[i / 2 * 4 + 2 * half + i % 2];
             x *= factor[half], is_nonfinite |= !is_finite(x);
         }
-#pragma unroll
-        for (int i = 0; i < ACC_COLUMNS_2 / 4; ++i) is_nonfinite |= !is_finite(acc_2[i / 2 * 4 + 2 * half + i % 2]);
+        UNROLL(i, ACC_COLUMNS_2 / 4) is_nonfinite |= !is_finite(acc_2[i / 2 * 4 + 2 * half + i % 2]);
     }
     named_barrier_sync(1 + wg, 128);  // no warp of the warp group reads the rows any more
     staged += 16 * warp * CHUNK_ROW;
@@ -146,8 +143,7 @@ DEVICE void consumer(const Params& p, unsigned base, int wg) {
             const unsigned slot = base + AT_WORK_TILES + 12 * (number % ROW_STAGES);
             at = work_tile_at(p, uniform(load_word(slot)), uniform(load_word(slot + 4)), uniform(load_word(slot + 8)));
             is_nonfinite = false;
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
+            UNROLL(half, 2) {
                 const int own = at.row0 + 64 * wg + row_of_lane(half),
                     row = own < at.rows ? own : larger(at.rows - 1, 0);
                 scale_1[half] = *row_at<const float>(row_scales_1, at.b, at.h, row / BLOCK_COLUMNS) * s_factor;
@@ -160,10 +156,8 @@ DEVICE void consumer(const Params& p, unsigned base, int wg) {
                     delta_scaled[half] = *row_at<const float>(p.delta, at.b, at.h, row) / scale_2[half];
                 }
             }
-#pragma unroll
-            for (int i = 0; i < ACC_COLUMNS_1 / 2; ++i) acc_1[i] = 0;
-#pragma unroll
-            for (int i = 0; i < ACC_COLUMNS_2 / 2; ++i) acc_2[i] = 0;
+            UNROLL(i, ACC_COLUMNS_1 / 2) acc_1[i] = 0;
+            UNROLL(i, ACC_COLUMNS_2 / 2) acc_2[i] = 0;
         }
         const int tile = tile_desc >> 5, head = DQ_KERNEL ? at.h / GQA_GROUP : h, state = tile_desc >> 2 * wg & 3;
         const int first = at.row0 + 64 * wg;
@@ -183,8 +177,7 @@ DEVICE void consumer(const Params& p, unsigned base, int wg) {
         wgmma_wait<1>();
         fence_operand(s);
         float s_scale[2], slope[HAS_SCORE ? BLOCK_COLUMNS / 2 : 1];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        UNROLL(half, 2) {
             s_scale[half] = scale_1[half] * column_scale_1;
             is_nonfinite |= !(s_scale[half] <= MAX_SCALE);  // also NaN
         }
@@ -193,13 +186,11 @@ DEVICE void consumer(const Params& p, unsigned base, int wg) {
             return load_floats(base + AT_ROW_FACTORS + (3 * stage + which) * (4 * BLOCK_COLUMNS) + 4 * column);
         };
         auto to_p = [&](auto unmasked) {
-#pragma unroll
-            for (int i = 0; i < BLOCK_COLUMNS / 8; ++i) {
+            UNROLL(i, BLOCK_COLUMNS / 8) {
                 const int column = 8 * i + threadIdx.x % 4 * 2;
                 float2 lse{};
                 if constexpr (!DQ_KERNEL) lse = row_factors(0, column);
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
+                UNROLL(e, 4) {
                     const int half = e / 2, row = first + row_of_lane(half),
                         other = tile * BLOCK_COLUMNS + column + e % 2;
                     float& x = s[4 * i + e];
@@ -214,13 +205,11 @@ DEVICE void consumer(const Params& p, unsigned base, int wg) {
         wgmma_wait<0>();
         fence_operand(dp);
         float top_p[2] = {}, top_ds[2] = {};
-#pragma unroll
-        for (int i = 0; i < BLOCK_COLUMNS / 8; ++i) {
+        UNROLL(i, BLOCK_COLUMNS / 8) {
             const int column = 8 * i + threadIdx.x % 4 * 2;
             float2 delta{}, scale{column_scale_2, column_scale_2};
             if constexpr (!DQ_KERNEL) delta = row_factors(1, column), scale = row_factors(2, column);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
+            UNROLL(e, 4) {
                 const int half = e / 2, row = first + row_of_lane(half), other = tile * BLOCK_COLUMNS + column + e % 2;
                 const int query = DQ_KERNEL ? row : other, key = DQ_KERNEL ? other : row;
                 const float other_scale = e % 2 ? scale.y : scale.x;

@@ -73,8 +73,7 @@ struct Fragment {
     __device__ __forceinline__ void pack_rows(float (&w)[BLOCK_COLUMNS / 2], const float (&top)[2], float (&scale)[2]) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            scale[half] = scale_for(__float_as_uint(across_lanes(top[half], [](float x, float y) {
-                return fmaxf(x, y); })));
+            scale[half] = scale_for(__float_as_uint(max_across_lanes(top[half])));
             const float inverse = inverse_of(scale[half]);
 #pragma unroll
             for (int i = 0; i < BLOCK_COLUMNS / 4; ++i) w[i / 2 * 4 + 2 * half + i % 2] *= inverse;

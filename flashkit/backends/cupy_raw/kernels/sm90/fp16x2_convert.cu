@@ -43,11 +43,9 @@ DEVICE void convert_tile(const Conversion& at, int index) {
     load_rows<DIM, DOWN>(x, at.source, b, h, first, count, column);
     // The greatest magnitude of the tile, and of each row, as bits: inf and NaN are the greatest of all.
     unsigned top = 0, top_of[STEPS];
-#pragma unroll
-    for (int i = 0; i < STEPS; ++i) {
+    UNROLL(i, STEPS) {
         top_of[i] = 0;
-#pragma unroll
-        for (int c = 0; c < 4; ++c) top_of[i] = max(top_of[i], __float_as_uint(x[i][c]) & 0x7fffffffu);
+        UNROLL(c, 4) top_of[i] = max(top_of[i], __float_as_uint(x[i][c]) & 0x7fffffffu);
         top = max(top, top_of[i]);
         if (by_row) {
 #pragma unroll
@@ -65,11 +63,9 @@ DEVICE void convert_tile(const Conversion& at, int index) {
     const float tile_scale = scale_for(top);
     const float least = by_row ? 16384 * SPREAD : __uint_as_float(top) * inverse_of(tile_scale) * SPREAD;
     float greatest[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int i = 0; i < STEPS; ++i) {
+    UNROLL(i, STEPS) {
         const float inverse = inverse_of(by_row ? scale_for(top_of[i]) : tile_scale);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
+        UNROLL(c, 4) {
             x[i][c] *= inverse;
             if (top_of[i] < 0x7f800000u) greatest[c] = fmaxf(greatest[c], fabsf(x[i][c]));
         }
@@ -80,27 +76,23 @@ DEVICE void convert_tile(const Conversion& at, int index) {
         if ((some & mine) != 0 && (large & mine) == 0) small_row = true;
     }
     bool large = true;
-#pragma unroll
-    for (int c = 0; c < 4; ++c) large &= greatest[c] >= least || column + c >= DIM;
+    UNROLL(c, 4) large &= greatest[c] >= least || column + c >= DIM;
     // Nearly always one warp alone proves that all columns have a large element.
     const bool all_large = __syncthreads_or(__all_sync(~0u, large));
     bool small = small_row;
     if (!all_large && tile * ROWS + 1 < count) {  // a column of one token has no others to compare with
-#pragma unroll
-        for (int c = 0; c < 4; ++c) tops_of_columns[warp * DOWN + lane / ACROSS][column + c] = greatest[c];
+        UNROLL(c, 4) tops_of_columns[warp * DOWN + lane / ACROSS][column + c] = greatest[c];
         __syncthreads();
         for (int c = threadIdx.x; c < 64 * CHUNKS; c += 32 * WARPS) {
             float own = 0;
-#pragma unroll
-            for (int w = 0; w < WARPS * DOWN; ++w) own = fmaxf(own, tops_of_columns[w][c]);
+            UNROLL(w, WARPS * DOWN) own = fmaxf(own, tops_of_columns[w][c]);
             small |= own != 0 && own < least;
         }
         small = __syncthreads_or(small);
     }
     auto or_nan = [&](float scale) { return small ? __int_as_float(0x7fffffff) : scale; };
     half_t* target = row_at<half_t>(at.terms, b, h, first) + column;
-#pragma unroll
-    for (int i = 0; i < STEPS; ++i) {
+    UNROLL(i, STEPS) {
         const int token = first + DOWN * i;
         if (by_row && column == 0)  // the array holds whole tiles
             *row_at<float>(at.scale, b, h, token) = or_nan(scale_for(top_of[i]));

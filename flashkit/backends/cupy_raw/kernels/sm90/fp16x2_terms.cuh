@@ -33,10 +33,8 @@ DEVICE void load_rows(float (&x)[STEPS][4], const Tensor& tensor, int b, int h, 
                                            tensor.token) & 3) == 0;
     const float* source = row_at<const float>(tensor, b, h, first) + column;
     const long long step = DOWN * tensor.token;
-#pragma unroll
-    for (int i = 0; i < STEPS; ++i) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) x[i][c] = 0;
+    UNROLL(i, STEPS) {
+        UNROLL(c, 4) x[i][c] = 0;
         if (first + DOWN * i < count) {
             if (aligned) {
                 if (column < DIM) {
@@ -44,8 +42,7 @@ DEVICE void load_rows(float (&x)[STEPS][4], const Tensor& tensor, int b, int h, 
                     x[i][0] = four.x, x[i][1] = four.y, x[i][2] = four.z, x[i][3] = four.w;
                 }
             } else {
-#pragma unroll
-                for (int c = 0; c < 4; ++c)
+                UNROLL(c, 4)
                     if (column + c < DIM) x[i][c] = source[i * step + c];
             }
         }

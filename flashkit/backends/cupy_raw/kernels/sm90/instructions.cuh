@@ -237,8 +237,7 @@ DEVICE Box at_column(const Box& box, int column) { return {column, box.token, bo
 template <int PACK_GQA, int CHUNKS, int ROWS, int COLUMNS = 64>
 DEVICE void load_tile(unsigned target, const TensorMap& map, const Box& box, unsigned barrier, int column = 0,
                       int chunk = ROWS * CHUNK_ROW) {
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c)
+    UNROLL(c, CHUNKS)
         tma_load<PACK_GQA>(target + c * chunk, map, at_column(box, column + COLUMNS * c), barrier);
 }
 
@@ -280,12 +279,10 @@ DEVICE void wgmma_wait_loads_pass() {  // without a memory clobber: the compiler
 }
 // After a wait: the compiler may not read these registers before it.
 template <int N> DEVICE void fence_operand(float (&x)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i]));
+    UNROLL(i, N) asm volatile("" : "+f"(x[i]));
 }
 template <int N> DEVICE void fence_operand(unsigned (&x)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) asm volatile("" : "+r"(x[i]));
+    UNROLL(i, N) asm volatile("" : "+r"(x[i]));
 }
 
 // --- instructions of one warp ----------------------------------------------------------------------------------------
@@ -337,8 +334,7 @@ DEVICE void store_lines(const float (&x)[N], float factor, unsigned staged, int 
                          x[e] * factor, x[e + 1] * factor);
         }
         __syncwarp();
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        UNROLL(i, 4) {
             const int row = 4 * i + lane / 8;
             const unsigned source = staged + swizzled(row, lane % 8);
             const float2 low = load_floats(source), high = load_floats(source + 8);

@@ -128,8 +128,7 @@ struct Consumer {
             named_barrier_sync(WARPGROUP_BARRIER + wg, 128);
         }
         wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < BLOCK_K / 16; ++step)
+        UNROLL(step, BLOCK_K / 16)
             wgmma_rs<1>(acc.o, acc.p, 4 * step, v + along_columns(step), step > 0 ? 1 : acc.accumulate);
         wgmma_commit();
     }
@@ -304,14 +303,12 @@ struct Consumer {
                          acc.o, wg);
         } else if (block.rescales || terms.rescales()) {
             if (IS_FLOAT32 && !block.rescales) block.rescale[0] = block.rescale[1] = 1;
-#pragma unroll
-            for (int i = 0; i < O_REGS; ++i)
+            UNROLL(i, O_REGS)
                 acc.o[i] *= IS_FLOAT32 ? block.rescale[i / 2 % 2] * terms.change_factor : block.rescale[i / 2 % 2];
         }
         if constexpr (HAS_DROPOUT) dropout_tile(params, work_tile, s, k0);
         next_desc = wait_tile_desc(n + 1);  // its latency is hidden behind packing P
-#pragma unroll
-        for (int i = 0; i < P_REGS; ++i) acc.p[i] = pack(s[2 * i], s[2 * i + 1]);
+        UNROLL(i, P_REGS) acc.p[i] = pack(s[2 * i], s[2 * i + 1]);
         acc.pv_pending = acc.open = true, acc.accumulate = UNMASKED || !first_tile, first_tile = false;
         if (UNMASKED) return;
         if (HAS_LENGTHS) acc.valid_keys = seq_of(params, work_tile).n_k() - k0;

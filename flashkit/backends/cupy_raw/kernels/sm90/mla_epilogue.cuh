@@ -51,8 +51,7 @@ DEVICE void unit_nonfinite(const Params& p, const Unit& unit, unsigned wanted) {
         const bool has_sink = HAS_SINKS && p.num_splits == 1;
         const float sum = row_nonfinite<Elements>(p, at.b, of.h, of.row, first, end, has_sink, lane, first_column,
                                                   sums).sum;
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) {
+        UNROLL(i, OWN) {
             const int column = first_column + 32 * i;
             if (column < HEAD_DIM_V) store_element(p, unit, of.h, of.row, column, sums[i] / sum);
         }
@@ -67,8 +66,7 @@ DEVICE void mla_epilogue(const Params& p, const Unit& unit, const float (&m)[2],
     const bool is_split = p.num_splits > 1;
     const int t = threadIdx.x % 4, rows = (int)max_n_q(p) * PACK_GQA;
     unsigned nonfinite = 0;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    UNROLL(half, 2) {
         const int index = at.row0 + row_of_lane(half), row = index / PACK_GQA, h = at.h + index % PACK_GQA;
         const bool exists = index < rows;
         float top = m[half], sum = l[half], factor = 1;
@@ -76,18 +74,15 @@ DEVICE void mla_epilogue(const Params& p, const Unit& unit, const float (&m)[2],
         const bool empty = sum == 0;  // no key is visible
         factor = empty ? 0.0f : factor * reciprocal(sum);
         float zero = 0;  // NaN if an element is not finite
-#pragma unroll
-        for (int n = 0; n < HALF_COLUMNS / 8; ++n)
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
+        UNROLL(n, HALF_COLUMNS / 8)
+            UNROLL(c, 2) {
                 float& x = o[4 * n + 2 * half + c];
                 if (MAY_HIDE && WG * HALF_COLUMNS + 8 * n < HEAD_DIM_V) zero = fmaf(x, 0.0f, zero);
                 x = empty ? 0.0f : x * factor;
             }
         if (MAY_HIDE) {
             const unsigned found = __ballot_sync(~0u, zero != 0 && is_finite(sum) && exists && !empty);
-#pragma unroll
-            for (int r = 0; r < 8; ++r) nonfinite |= (found >> 4 * r & 15) != 0 ? 1u << (r + 8 * half) : 0u;
+            UNROLL(r, 8) nonfinite |= (found >> 4 * r & 15) != 0 ? 1u << (r + 8 * half) : 0u;
         }
         if (WG == 0 && exists && t == 0) {
             if (is_split) *row_at<float2>(p.lse_partial, unit.split * p.batch + at.b, h, row) = float2{top, sum};
@@ -95,8 +90,7 @@ DEVICE void mla_epilogue(const Params& p, const Unit& unit, const float (&m)[2],
         }
         if (is_split) {
             float* target = row_at<float>(p.o_partial, unit.split * p.batch + at.b, h, row);
-#pragma unroll
-            for (int n = 0; n < HALF_COLUMNS / 8; ++n) {
+            UNROLL(n, HALF_COLUMNS / 8) {
                 const int column = WG * HALF_COLUMNS + 8 * n;
                 if (exists && column < HEAD_DIM_V)
                     *reinterpret_cast<float2*>(target + column + 2 * t) =

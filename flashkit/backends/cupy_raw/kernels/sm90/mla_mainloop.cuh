@@ -27,8 +27,7 @@ constexpr float MAX_P_LOG2 = 8;
 // Where a warp has a great row reference: S of its rows times `factor`, which becomes 1.
 DEVICE void scale_below_great(float (&s)[S_REGS], int half, float row_ref, float& factor) {
     if (!__any_sync(~0u, is_great(row_ref))) return;
-#pragma unroll
-    for (int i = 0; i < S_REGS / 2; ++i) s[i / 2 * 4 + 2 * half + i % 2] *= factor;
+    UNROLL(i, S_REGS / 2) s[i / 2 * 4 + 2 * half + i % 2] *= factor;
     factor = 1;
 }
 
@@ -97,8 +96,7 @@ struct MlaConsumer {
             named_barrier_sync(OWN_WARPGROUP + WG, 128);
         }
         wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < BLOCK_K / 16; ++step) {
+        UNROLL(step, BLOCK_K / 16) {
             if constexpr (OWN) wgmma_rs<1>(o, p, 4 * step, v + along_columns(step), 1);
             else product<0, 1>(o, p_tile + along_rows(step, 64), v + along_columns(step), 1);
         }
@@ -117,26 +115,22 @@ struct MlaConsumer {
     __device__ __forceinline__ void rescale_rows(const float (&rescale)[2]) {
         if (!__any_sync(~0u, rescale[0] != 1 || rescale[1] != 1)) return;
         l[0] *= rescale[0], l[1] *= rescale[1];
-#pragma unroll
-        for (int i = 0; i < HALF_REGS; ++i) o[i] *= rescale[i / 2 % 2];
+        UNROLL(i, HALF_REGS) o[i] *= rescale[i / 2 % 2];
     }
 
     // S to P, in p; the factors on O and l.
     __device__ __forceinline__ void online_softmax(float (&rescale)[2], float (&sum)[2]) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        UNROLL(half, 2) {
             float top = HIDDEN, factor = scale_log2;
-#pragma unroll
-            for (int i = 0; i < S_REGS / 2; ++i) top = fmaxf(top, s[i / 2 * 4 + 2 * half + i % 2]);
-            top = across_lanes(top, [](float x, float y) { return fmaxf(x, y); }) * factor;
+            UNROLL(i, S_REGS / 2) top = fmaxf(top, s[i / 2 * 4 + 2 * half + i % 2]);
+            top = max_across_lanes(top) * factor;
             const float ref = top > m[half] + MAX_P_LOG2 ? top : m[half], shift = ref == HIDDEN ? 0.0f : ref;
             rescale[half] = ref == m[half] ? 1.0f : exp2_fast(m[half] - shift);
             m[half] = ref;
             scale_below_great(s, half, shift, factor);
             sum[half] = exp2_row(s, half, [=](float x) { return fmaf(x, factor, -shift); });
         }
-#pragma unroll
-        for (int i = 0; i < P_REGS; ++i) p[i] = pack(s[2 * i], s[2 * i + 1]);
+        UNROLL(i, P_REGS) p[i] = pack(s[2 * i], s[2 * i + 1]);
     }
 
     // P, m and the factors to the other warp group.
@@ -147,8 +141,7 @@ struct MlaConsumer {
         for (int i = 0; i < P_REGS; i += 4)
             stmatrix_x4<false>(base + AT_P + swizzled(row + lane % 16, i / 2 + lane / 16), p[i], p[i + 1], p[i + 2],
                                p[i + 3]);
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
+        UNROLL(half, 2)
             if (threadIdx.x % 4 == 0) {
                 store_float(row_slot(AT_ROW_REF, half), m[half]);
                 store_float(row_slot(AT_RESCALE, half), rescale[half]);
@@ -161,8 +154,7 @@ struct MlaConsumer {
     __device__ __forceinline__ void take_p() {
         named_barrier_sync(P_READY + 1 - WG, CONSUMERS);
         float rescale[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        UNROLL(half, 2) {
             m[half] = __int_as_float(load_word(row_slot(AT_ROW_REF, half)));
             rescale[half] = __int_as_float(load_word(row_slot(AT_RESCALE, half)));
         }
@@ -273,19 +265,16 @@ struct MlaConsumer {
             named_barrier_sync(BOTH_WARPGROUPS, CONSUMERS);  // Q is there
             n_k = (int)seq_info(params, unit.at.b).n_k;
             m[0] = m[1] = HIDDEN, l[0] = l[1] = 0;
-#pragma unroll
-            for (int i = 0; i < HALF_REGS; ++i) o[i] = 0;
+            UNROLL(i, HALF_REGS) o[i] = 0;
             mma_loop();
             const Unit done = unit;
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                l[half] = across_lanes(l[half], [](float x, float y) { return x + y; });
+            UNROLL(half, 2) {
+                l[half] = sum_across_lanes(l[half]);
                 if (threadIdx.x % 4 == 0) store_float(row_slot(AT_ROW_SUMS + WG * 256, half), l[half]);
             }
             named_barrier_sync(BOTH_WARPGROUPS, CONSUMERS);  // both sums are there, and no warp reads Q any more
             unit = begin_unit(number);
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
+            UNROLL(half, 2)
                 l[half] = __int_as_float(load_word(row_slot(AT_ROW_SUMS, half))) +
                           __int_as_float(load_word(row_slot(AT_ROW_SUMS + 256, half)));
             mla_epilogue<WG>(params, done, m, l, o);

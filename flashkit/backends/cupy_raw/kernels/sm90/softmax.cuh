@@ -25,22 +25,18 @@ DEVICE float softmax_scale_log2(const Params& p) {
 template <bool OF_P>
 DEVICE void mask_past_end(float (&s)[S_REGS], int keys) {
     const int left = keys - threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < S_REGS; ++i) s[i] = i / 4 * 8 + i % 2 < left ? s[i] : OF_P ? 0.0f : HIDDEN;
+    UNROLL(i, S_REGS) s[i] = i / 4 * 8 + i % 2 < left ? s[i] : OF_P ? 0.0f : HIDDEN;
 }
 
 // BY_DISTANCE: S times its scale, plus what is the same for all pairs of a distance.
 DEVICE void add_by_distance(const Params& p, const WorkTile& at, const SeqSlot& seq, float (&s)[S_REGS], int k0,
                             float scale) {
     const int own = at.row0 + row_of_lane(0), first = k0 + threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    UNROLL(half, 2) {
         const auto [h, row] = PACK_GQA > 1 ? clamped_row(seq.n_q(), at.h, own + 8 * half) : HeadRow{at.h, own};
         const float* added = by_distance(p.by_distance, seq, h) + (row - first) + (PACK_GQA > 1 ? 0 : 8 * half);
-#pragma unroll
-        for (int n = 0; n < BLOCK_K / 8; ++n)
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
+        UNROLL(n, BLOCK_K / 8)
+            UNROLL(c, 2) {
                 float& x = s[4 * n + 2 * half + c];
                 x = fmaf(x, scale, __ldg(added - (8 * n + c)));
             }
@@ -58,16 +54,13 @@ DEVICE void modify_in_range(const Params& p, const WorkTile& at, start offset, f
     constexpr bool CLAMPED = PARTIAL_TILE && READS_ARRAYS;
     if constexpr (BY_DISTANCE && !OF_P) add_by_distance(p, at, seq, s, k0, scale);
     if constexpr (BY_DISTANCE && !PARTIAL_TILE) return;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    UNROLL(half, 2) {
         const auto [h, row] = clamped_row(n_q, at.h, opaque(at.row0) + row_of_lane(half));
         const int first = k0 + threadIdx.x % 4 * 2;
         const start q = row + offset;
         const position k_first = (position)first, distance_first = (position)(q - first);
-#pragma unroll
-        for (int n = 0; n < BLOCK_K / 8; ++n)
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
+        UNROLL(n, BLOCK_K / 8)
+            UNROLL(c, 2) {
                 float& x = s[4 * n + 2 * half + c];
                 const int k = first + 8 * n + c, inside = CLAMPED ? clamped_index(k, n_k) : k;
                 const position step = (position)(8 * n + c);
@@ -91,8 +84,7 @@ DEVICE void modify_any_position(const Params& p, const WorkTile& at, long long o
     int k0) {
     const int n_k = (int)seq_info(p, at.b).n_k;
     float copy[S_REGS];  // in local memory, as its index is not constant
-#pragma unroll
-    for (int i = 0; i < S_REGS; ++i) copy[i] = s[i];
+    UNROLL(i, S_REGS) copy[i] = s[i];
 #pragma unroll 1
     for (int i = 0; i < S_REGS; ++i) {
         const auto [h, row] = clamped_row(p, at.b, at.h, opaque(at.row0) + row_of_lane(i / 2 % 2));
@@ -104,8 +96,7 @@ DEVICE void modify_any_position(const Params& p, const WorkTile& at, long long o
         if constexpr (HAS_MASK) x = full || visible(at.b, h, row, q, k, p) ? x : HIDDEN;
         copy[i] = key < n_k ? x : HIDDEN;
     }
-#pragma unroll
-    for (int i = 0; i < S_REGS; ++i) s[i] = copy[i];
+    UNROLL(i, S_REGS) s[i] = copy[i];
 }
 
 // Whether positions are in the range that POSITIONS' types hold exactly. A vote, so that the compiler knows it is
@@ -132,11 +123,9 @@ DEVICE bool modify_tile(const Params& p, const WorkTile& at, bool full, float (&
 }
 
 DEVICE void dropout_tile(const Params& p, const WorkTile& at, float (&s)[S_REGS], int k0) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    UNROLL(half, 2) {
         const int index = at.row0 + row_of_lane(half);
-#pragma unroll
-        for (int n = 0; n < BLOCK_K / 8; ++n)
+        UNROLL(n, BLOCK_K / 8)
             drop_pair(s[4 * n + 2 * half], s[4 * n + 2 * half + 1], p, at.b, at.h + index % PACK_GQA, index / PACK_GQA,
                       k0 + 8 * n + threadIdx.x % 4 * 2);
     }
@@ -164,10 +153,9 @@ DEVICE bool are_row_refs(const float (&m)[2]) { return fmaxf(fabsf(m[0]), fabsf(
 // A row reference from the first 16 columns of a tile. False where a row has none, all of these being masked.
 DEVICE bool guess_row_ref(const float (&s)[S_REGS], float (&m)[2], const float (&scale_log2)[2]) {
     if (!GUESSES_ROW_REF) return false;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    UNROLL(half, 2) {
         const float top = fmaxf(fmaxf(s[2 * half], s[2 * half + 1]), fmaxf(s[4 + 2 * half], s[4 + 2 * half + 1]));
-        m[half] = across_lanes(top, [](float x, float y) { return fmaxf(x, y); }) * scale_log2[half];
+        m[half] = max_across_lanes(top) * scale_log2[half];
         if (P_IS_FLOAT16) m[half] += HEADROOM;
     }
     return __all_sync(~0u, are_row_refs(m));
@@ -182,10 +170,8 @@ template <bool FINITE = false, typename F>
 DEVICE float exp2_row(float (&s)[S_REGS], int half, F exponent, RowStats& stats) {
     float total[2] = {0, 0}, weighted[2] = {0, 0};
     int top = 0;  // bits: positive floats are ordered as integers, of which one instruction compares three
-#pragma unroll
-    for (int n = 0; n < BLOCK_K / 8; ++n)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
+    UNROLL(n, BLOCK_K / 8)
+        UNROLL(c, 2) {
             float& x = s[4 * n + 2 * half + c];
             const float below = exponent(x);
             x = exp2_fast(below);
@@ -208,18 +194,15 @@ DEVICE float exp2_row(float (&s)[S_REGS], int half, F exponent) {
 // P.
 DEVICE void online_softmax(float (&s)[S_REGS], float (&m)[2], float (&sum)[2], float (&rescale)[2],
     const float (&scale_log2)[2], RowStats& stats) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    UNROLL(half, 2) {
         float top = m[half];
-#pragma unroll
-        for (int n = 0; n < BLOCK_K / 8; ++n)
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
+        UNROLL(n, BLOCK_K / 8)
+            UNROLL(c, 2) {
                 float& x = s[4 * n + 2 * half + c];
                 x *= scale_log2[half];
                 top = fmaxf(top, x);
             }
-        top = across_lanes(top, [](float x, float y) { return fmaxf(x, y); });
+        top = max_across_lanes(top);
         const float shift = top == HIDDEN ? 0.0f : top;  // so that -inf stays -inf
         rescale[half] = exp2_fast(m[half] - shift);
         m[half] = top;
@@ -231,12 +214,10 @@ DEVICE void online_softmax(float (&s)[S_REGS], float (&m)[2], float (&sum)[2], f
 // l becomes NaN, which the epilogue sees.
 DEVICE void online_softmax_below(float (&s)[S_REGS], float (&m)[2], float (&l)[2], float (&rescale)[2],
     const float (&scale_log2)[2], float max_p_log2, bool refuses_great) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    UNROLL(half, 2) {
         float top = HIDDEN;
-#pragma unroll
-        for (int i = 0; i < S_REGS / 2; ++i) top = fmaxf(top, s[i / 2 * 4 + 2 * half + i % 2]);
-        top = across_lanes(top, [](float x, float y) { return fmaxf(x, y); });
+        UNROLL(i, S_REGS / 2) top = fmaxf(top, s[i / 2 * 4 + 2 * half + i % 2]);
+        top = max_across_lanes(top);
         top = fmaxf(m[half], fmaf(top, scale_log2[half], -max_p_log2));
         const float shift = top == HIDDEN ? 0.0f : top;  // so that -inf stays -inf
         rescale[half] = exp2_fast(m[half] - shift);
@@ -250,8 +231,7 @@ DEVICE void online_softmax_below(float (&s)[S_REGS], float (&m)[2], float (&l)[2
 // HAS_STATS: they follow a row reference.
 DEVICE void rescale_stats(RowStats& stats, const float (&before)[2], const float (&m)[2], const float (&l)[2],
                            const float (&rescale)[2]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    UNROLL(half, 2) {
         stats.total[half] =
             l[half] == 0 ? 0.0f : rescale[half] * fmaf(before[half] - m[half], l[half], stats.total[half]);
         stats.top[half] *= rescale[half];
@@ -260,8 +240,7 @@ DEVICE void rescale_stats(RowStats& stats, const float (&before)[2], const float
 
 // Adds a tile's.
 DEVICE void add_stats(RowStats& stats, const RowStats& tile) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
+    UNROLL(half, 2)
         stats.total[half] += tile.total[half], stats.top[half] = fmaxf(stats.top[half], tile.top[half]);
 }
 
@@ -271,16 +250,14 @@ DEVICE bool speculative_softmax(float (&s)[S_REGS], const float (&m)[2], float (
                                 const float (&scale_log2)[2], RowStats& stats) {
     if constexpr (HEAD_DIM <= 64 && !HAS_STATS) {  // a lane's two rows take turns
         float total[2][2] = {};
-#pragma unroll
-        for (int i = 0; i < S_REGS; ++i) {
+        UNROLL(i, S_REGS) {
             const int half = i / 2 % 2;
             s[i] = exp2_fast(fmaf(s[i], scale_log2[half], -m[half]));
             total[half][i % 2] += s[i];
         }
         sum[0] = total[0][0] + total[0][1], sum[1] = total[1][0] + total[1][1];
     } else {
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
+        UNROLL(half, 2)
             sum[half] = exp2_row<FINITE>(s, half, [&](float x) { return fmaf(x, scale_log2[half], -m[half]); }, stats);
     }
     const bool is_finite = !HAS_STATS || !FINITE || stats.total[0] + stats.total[1] <= INFINITE;
@@ -293,15 +270,13 @@ DEVICE void recompute_qk(float (&s)[S_REGS], unsigned q, unsigned k) {
     const int lane = opaque(threadIdx.x % 32), row = opaque(threadIdx.x % 128 / 32) * 16 + lane % 16,
         key = lane / 16 * 8 + lane % 8;
     const float zero = __int_as_float(opaque(0));
-#pragma unroll
-    for (int i = 0; i < S_REGS; ++i) s[i] = zero;
+    UNROLL(i, S_REGS) s[i] = zero;
 #pragma unroll 1
     for (int step = 0; step < padded(HEAD_DIM) / 16; ++step) {
         const int chunk = step / 4, vec = step % 4 * 2;
         unsigned a[4];
         ldmatrix_x4(a, q + chunk * 64 * CHUNK_ROW + swizzled(row, vec + lane / 16));
-#pragma unroll
-        for (int n = 0; n < BLOCK_K / 16; ++n) {
+        UNROLL(n, BLOCK_K / 16) {
             unsigned b[4];
             ldmatrix_x4(b, k + (chunk * BLOCK_K + 16 * n) * CHUNK_ROW + swizzled(key, vec + lane / 8 % 2));
             mma_m16n8k16(s + 8 * n, a, b[0], b[1]);

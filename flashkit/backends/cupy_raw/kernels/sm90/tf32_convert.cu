@@ -54,18 +54,15 @@ DEVICE void maxima_of(const Conversion& all, int operand, int index) {
     const P at(from, index);
     float x[P::STEPS][4];
     load_rows<DIM, P::DOWN>(x, from.source, at.b, at.h, at.first, at.count, at.column);
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
+    UNROLL(c, 4) {
         unsigned top = 0;
-#pragma unroll
-        for (int i = 0; i < P::STEPS; ++i) top = max(top, __float_as_uint(x[i][c]) & 0x7fffffffu);
+        UNROLL(i, P::STEPS) top = max(top, __float_as_uint(x[i][c]) & 0x7fffffffu);
         tops[threadIdx.x / P::ACROSS][at.column + c] = top;
     }
     __syncthreads();
     for (int c = threadIdx.x; c < DIM; c += 32 * WARPS) {
         unsigned top = 0;
-#pragma unroll
-        for (int w = 0; w < WARPS * P::DOWN; ++w) top = max(top, tops[w][c]);
+        UNROLL(w, WARPS * P::DOWN) top = max(top, tops[w][c]);
         if (top != 0) atomicMax(all.maxima + (at.kv_head * 4 + operand) * MAX_DIM + c, top);
     }
 }
@@ -76,8 +73,7 @@ DEVICE void convert_rows(const Conversion& all, int operand, int index) {
     const Converted& from = all.of[operand];
     const P at(from, index);
     unsigned tops[4], top = 0;
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
+    UNROLL(c, 4) {
         const bool exists = at.column + c < DIM;
         tops[c] = exists ? all.maxima[(at.kv_head * 4 + operand) * MAX_DIM + at.column + c] : 0;
         top = max(top, tops[c]);
@@ -85,18 +81,15 @@ DEVICE void convert_rows(const Conversion& all, int operand, int index) {
     top = __reduce_max_sync(~0u, top);
     const float scale = scale_for(top), inverse = inverse_of(scale);
     bool is_wide = top >= 0x7f800000u;
-#pragma unroll
-    for (int c = 0; c < 4; ++c) is_wide |= tops[c] != 0 && __uint_as_float(tops[c]) * inverse < LEAST;
+    UNROLL(c, 4) is_wide |= tops[c] != 0 && __uint_as_float(tops[c]) * inverse < LEAST;
     if (at.tile == 0 && at.h % (int)from.group == 0 && threadIdx.x == 0)
         all.scales[at.kv_head * 4 + operand] = scale;
     float x[P::STEPS][4];
     load_rows<DIM, P::DOWN>(x, from.source, at.b, at.h, at.first, at.count, at.column);
     half_t* target = row_at<half_t>(from.target, at.b, at.h, at.first) + at.column;
-#pragma unroll
-    for (int i = 0; i < P::STEPS; ++i) {
+    UNROLL(i, P::STEPS) {
         float row = 0;
-#pragma unroll
-        for (int c = 0; c < 4; ++c) x[i][c] *= inverse, row = fmaxf(row, fabsf(x[i][c]));
+        UNROLL(c, 4) x[i][c] *= inverse, row = fmaxf(row, fabsf(x[i][c]));
 #pragma unroll
         for (int other = 1; other < P::ACROSS; other *= 2) row = fmaxf(row, __shfl_xor_sync(~0u, row, other));
         is_wide |= row != 0 && row < (operand == OF_DOUT ? LEAST_DOUT : LEAST);
