@@ -3,8 +3,6 @@
 The rules are in flashkit/reference ("At the edges") and hold for every backend; tests that say `backend` run on all.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import sys

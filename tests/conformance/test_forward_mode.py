@@ -2,8 +2,6 @@
 differences of finite steps, and what holds at the edges.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import cases

@@ -2,8 +2,6 @@
 definition, the definition against finite differences.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Calls that tests of the emulated device make, and what is expected of them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from functools import lru_cache

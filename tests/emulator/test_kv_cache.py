@@ -1,7 +1,5 @@
 """KVCache and rotary on arrays of a device: the expressions in place of the CPU's kernel."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

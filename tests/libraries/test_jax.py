@@ -1,7 +1,5 @@
 """flashkit.jax: the same bits as on NumPy arrays, under JAX's transformations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

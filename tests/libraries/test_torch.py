@@ -1,7 +1,5 @@
 """flashkit.torch: the same numbers as PyTorch's functions, derivatives included, eager and compiled."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import runpy

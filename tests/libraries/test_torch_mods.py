@@ -2,8 +2,6 @@
 and values stay live.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

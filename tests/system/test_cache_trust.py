@@ -1,7 +1,5 @@
 """Native code and settings that another user could have planted are neither loaded nor read."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What flashkit's threads do to the rest of the process."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

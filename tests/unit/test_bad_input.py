@@ -1,7 +1,5 @@
 """What does not fit is an error of the right type that names the argument, what came, and what would fit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """bf16 pairs on the CPU: micro-kernels against NumPy, AMX tiles emulated and as machine code."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Generated functions of the CPU backend: what a mask loads from arrays, and the bounds that classify its tiles."""
 
-from __future__ import annotations
-
 import tracemalloc
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Which backend runs a call: asked for, ranked by the profile, refused with a reason, brought by another package."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace

@@ -1,7 +1,5 @@
 """The order of transfers, on a transport that is as late as it may be. Ranks are threads of this process."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The IO model against the reference's counted traffic; which tiles are possible, and which come first."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

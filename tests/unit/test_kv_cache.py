@@ -1,7 +1,5 @@
 """KVCache against a list of arrays: random traces, sharing, windows, layers, and what it refuses."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from contextlib import suppress

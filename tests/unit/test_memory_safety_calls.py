@@ -2,8 +2,6 @@
 axes, integers that change between the check and the use, arrays of a modification that are exchanged.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Expressions, modifications, block masks and plans are pickled and copied, and malformed pickles are refused."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Plans: flashkit.plan(), and the plans that attention() caches."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import pickle

@@ -1,7 +1,5 @@
 """Arrays quantised to 8 bits: their numbers, and calls of attention that take them."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 from typing import Any
