@@ -1140,6 +1140,6 @@ def test_what_is_added_by_distance(case: str, dtype: str, generation: str, launc
     unit = 2.0 ** (-4 if kind == "clipped" else -6)  # sums that cancel
     for got, expected in zip(results(cupy, "cupy_raw"), results(np, "reference"), strict=True):
         assert np.abs(got - expected).max() <= np.abs(expected).max() * unit
-    read = [] if kind in ("slopes", "clipped") else ["fill_by_distance"]
-    passes = [*read, "sm90_forward", "fill_by_distance", "sm90_backward", "add_by_distance", *read, "sm90_backward"]
+    read = [] if kind in ("slopes", "clipped") else ["fill_distances"]
+    passes = [*read, "sm90_forward", "fill_distances", "sm90_backward", "add_distance_sums", *read, "sm90_backward"]
     assert [name for name in launched if "distance" in name or name.startswith("sm90_")][-len(passes) :] == passes

@@ -76,11 +76,11 @@ def affine_score(score: Expr) -> AffineScore | None:
     if straight is None or expr.uses(bias, _OUTSIDE):
         return None
     even = not any(expr.uses(part, expr.ROW, expr.Q) for part in (gain, rate))
-    diagonal = not expr.uses(by_distance(bias), expr.ROW, expr.Q, expr.K)
+    diagonal = not expr.uses(in_distance(bias), expr.ROW, expr.Q, expr.K)
     return AffineScore(gain, rate, bool(caps), bias, expr.uses(bias, expr.K), even, diagonal, straight)
 
 
-def adds_by_distance(score: Expr | None) -> bool:
+def adds_distance_bias(score: Expr | None) -> bool:
     """Whether a score modification adds what depends on q - k, the batch entry and the head alone."""
     gain, bias = (None if score is None else _linear(score)) or (_ZERO, _ZERO)
     return gain is _ONE and bias is not _ZERO and Read("", (), bias).of_distance() is not None
@@ -97,7 +97,7 @@ def of_head(graphs: Sequence[Expr]) -> tuple[list[Expr], list[Expr]]:
     return numbers, expr.substitute(graphs, lambda node: places.get(id(node), node))
 
 
-def by_distance(graph: Expr) -> Expr:
+def in_distance(graph: Expr) -> Expr:
     """The graph with one symbol for q - k."""
     distance = expr.symbol("distance")
     known = {expr.Q - expr.K: distance, expr.K - expr.Q: -distance}

@@ -166,13 +166,13 @@ POSITIONS = "any", "integers", "floats"
 """The results of `positions`, in the order of kernels/common/positions.cuh."""
 
 
-def forward_constants(spec: AttentionSpec, by_distance: bool = False) -> dict[str, int]:
+def forward_constants(spec: AttentionSpec, distance_bias: bool = False) -> dict[str, int]:
     """What Hopper's forward kernels in CUDA C++ know of scores and masks beyond the constants of every kernel, and what
     most of them do not have.
     """
     return {
         "ROW_SUM_BY_MMA": False, "FAST_MATH": True, "NUM_TERMS": 1, "FP8": False, "GETS_VT": False,
-        "BY_DISTANCE": by_distance,
+        "HAS_DISTANCE_BIAS": distance_bias,
         "READS_ARRAYS": any(slot.ndim is not None for slot in spec.slots),
         "FAR": NEAR if spec.score is not None else 2**30, "POSITIONS": POSITIONS.index(positions(spec)),
     }  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ...mods import codegen, expr
 from ...mods.expr import Expr
 from ...spec import AttentionSpec
-from ..cuda_common.affine_score import AffineScore, affine_score, by_distance, of_head
+from ..cuda_common.affine_score import AffineScore, affine_score, in_distance, of_head
 from ..cuda_common.modification import entries, shifts, slope_is_one, sums_of, way_of_adding
 
 _ELEMENTS = {
@@ -56,7 +56,7 @@ def text(spec: AttentionSpec) -> str:
     read = "{{" + ", ".join(f"{{{i}}}" for i in range(len(numbers))) + "}}"
     return "\n".join([
         *_value_sums(spec),
-        _template(spec, "fk_float modified_score", _SCORE, [by_distance(score)]),
+        _template(spec, "fk_float modified_score", _SCORE, [in_distance(score)]),
         f"constexpr bool {', '.join(f'{name} = {int(value)}' for name, value in facts.items())};",
         f"struct Head {{ {f'fk_float number[{len(numbers)}];' if numbers else ''} }};",
         _function(spec, "Head head_of", _HEAD, numbers, read),

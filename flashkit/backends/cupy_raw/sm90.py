@@ -23,7 +23,7 @@ from ..cuda_common.launch import TensorMap
 from ..cuda_common.memory import SmemLayout
 from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_tiles
 from ..cuda_common.sm90_launch import ForwardTile, LaunchGeometry, chunks, fitted, padded, work_enough
-from . import by_distance, sm90_backward, sm90_fp8, sm90_fp16x2, sm90_jvp, sm90_mla, sm90_tf32
+from . import distances, sm90_backward, sm90_fp8, sm90_fp16x2, sm90_jvp, sm90_mla, sm90_tf32
 from .sm80 import MIN_TF32X3_DIM
 from .sm90_fp16x2 import Fp16x2Conversion, num_terms
 from .sm90_wgmma import text as wgmma_functions
@@ -66,7 +66,7 @@ class Sm90Tile(ForwardTile):
 
 def reads_distances(spec: AttentionSpec) -> bool:
     """Whether the kernel reads what a score modification adds by distance. Affine ones need no memory."""
-    return spec.score is not None and affine_score(spec.score) is None and by_distance.reads(spec)
+    return spec.score is not None and affine_score(spec.score) is None and distances.reads(spec)
 
 
 def sums_rows_by_mma(spec: AttentionSpec, tile: ForwardTile) -> bool:
@@ -93,7 +93,7 @@ class Sm90Forward(sm90_launch.Forward):
             self.addressed = ("out",)
         super().__init__(generation, problem, choice, tables)
         self.conversion = Fp16x2Conversion(self, self.tile.block_k) if is_float32 else None
-        self.distances = by_distance.Distances(self) if reads_distances(self.spec) else None
+        self.distances = distances.Distances(self) if reads_distances(self.spec) else None
 
     def supports(self, arguments: Arguments) -> bool:
         # A score modification of longer sequences would compute positions in 64 bits, one pair at a time.

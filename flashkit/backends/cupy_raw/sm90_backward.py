@@ -30,7 +30,7 @@ from ..cuda_common.params import VALUES
 from ..cuda_common.sm90_bwd_launch import BackwardTile, LaunchGeometry, cluster_size
 from ..cuda_common.sm90_launch import chunks, padded
 from ..cuda_common.tensor_maps import Maps, layout_fits
-from . import by_distance
+from . import distances
 from .sm90_wgmma import text as wgmma_functions
 
 
@@ -122,7 +122,7 @@ def staged_bias(spec: AttentionSpec, tile: BackwardTile, device: Device) -> tupl
 def reads_distances(spec: AttentionSpec) -> bool:
     """Whether the kernel reads what a score modification adds by distance."""
     plain = not (spec.dropout or spec.dtype == "float32" or cluster_size(spec) > 1 or takes_affine_path(spec))
-    return plain and by_distance.reads(spec)
+    return plain and distances.reads(spec)
 
 
 def stores_ds(problem: Problem, bias: DenseBias | None) -> bool:
@@ -154,7 +154,7 @@ def source(
         **tile.constants(spec), "FUSED_PREPROCESS": fused_preprocess, "NUM_TERMS": 1, "VALUE_WARPS": 0,
         "BIAS_IS_BFLOAT16": False, "BIAS_OF_HEADS": False, "BIAS_OF_ENTRIES": False,
         "STORES_DS": stores, "ENTRIES_FIRST": entries_first,
-        "BY_DISTANCE": reads_distances(spec), "SUMS_BY_DISTANCE": sums_by_warps(spec) and sums_by_distance(spec),
+        "HAS_DISTANCE_BIAS": reads_distances(spec), "SUMS_BY_DISTANCE": sums_by_warps(spec) and sums_by_distance(spec),
     }  # fmt: skip
     if gives_registers(spec):
         constants |= {"CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40}
@@ -199,7 +199,7 @@ class Sm90Backward(sm90_bwd_launch.Backward):
             plain = partial(Sm90Backward, generation, problem, choice, tables, stages_bias=False)
             self.fallback = Fallback(plain, problem.spec, tables)
         is_read, has_sums = reads_distances(spec), sums_by_warps(spec) and sums_by_distance(spec)
-        self._distances = by_distance.Distances(self, is_read, has_sums) if is_read or has_sums else None
+        self._distances = distances.Distances(self, is_read, has_sums) if is_read or has_sums else None
 
     def source(self) -> tuple[dict[str, int], str]:
         constants, functions = source(

@@ -11,7 +11,7 @@ from ..cuda_common.arguments import ROW_TENSORS, Arguments
 from ..cuda_common.generation import Choice, Generation, Kind, TileTables
 from ..cuda_common.memory import SmemLayout
 from ..cuda_common.sm90_launch import ForwardTile, LaunchGeometry, chunks, padded
-from . import by_distance, sm80_jvp
+from . import distances, sm80_jvp
 from .sm90_wgmma import text as wgmma_functions
 
 
@@ -36,7 +36,7 @@ class Sm90JvpTile(ForwardTile):
         """Constants and generated functions of the kernel."""
         constants = {
             **self.common(spec, pack, spec.mask is not None or spec.kv_lengths),
-            **modification.forward_constants(spec, by_distance.reads(spec)),
+            **modification.forward_constants(spec, distances.reads(spec)),
         }  # fmt: skip
         return constants, wgmma_functions(spec.dtype, [self.block_k], [padded(spec.head_dim_v)])
 
@@ -56,7 +56,7 @@ class Sm90Jvp(sm90_launch.Forward):
         self.addressed = (*dict.fromkeys((*ROW_TENSORS, *self._tangents, "dout")),)
         super().__init__(generation, problem, choice, tables)
         self._nonfinite = sm80_jvp.NonfiniteFallback(self, tables)
-        self._distances = by_distance.Distances(self) if by_distance.reads(self.spec) else None
+        self._distances = distances.Distances(self) if distances.reads(self.spec) else None
 
     def boxes(self, arguments: Arguments) -> list[tuple[str, int, int, int]]:
         boxes = super().boxes(arguments)

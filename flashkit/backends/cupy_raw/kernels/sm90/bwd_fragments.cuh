@@ -47,23 +47,23 @@ DEVICE bool positions_are_near(const Params& p, long long offset) {
 
 // --- a bias ----------------------------------------------------------------------------------------------------------
 //
-// What a score modification adds: a dense bias, whose tile is in shared memory (BIAS_BYTES), or BY_DISTANCE.
+// What a score modification adds: a dense bias, whose tile is in shared memory (BIAS_BYTES), or HAS_DISTANCE_BIAS.
 
-constexpr bool HAS_BIAS = BIAS_BYTES > 0 || BY_DISTANCE;
+constexpr bool HAS_BIAS = BIAS_BYTES > 0 || HAS_DISTANCE_BIAS;
 
 // The bias of a lane's pairs: in 16 bits as pairs, in the order of a packed fragment; by distance, one of those with
 // the same one, which are as many keys on as rows.
 struct BiasFragment {
-    static constexpr int WORDS = BY_DISTANCE ? S_REGS / 2 + 2 : BIAS_BYTES == 4 ? S_REGS : S_REGS / 2;
+    static constexpr int WORDS = HAS_DISTANCE_BIAS ? S_REGS / 2 + 2 : BIAS_BYTES == 4 ? S_REGS : S_REGS / 2;
     unsigned address, words[WORDS];
-    const float* by_distance_of_lane;
+    const float* bias_of_lane;
 
     // stage: the address of the tile. In it a lane has rows and keys or, in 16 bits, the rows of matrices.
     __device__ __forceinline__ void load(const Params& p, const FragmentId& id, unsigned stage, int warp, int lane) {
-        if constexpr (BY_DISTANCE) {
+        if constexpr (HAS_DISTANCE_BIAS) {
             const FragmentCoord at = coord_of(p, id);
             const int distance = at.row0 + lane_row(0, 0) - at.k0 - row_of_lane(0);
-            by_distance_of_lane = by_distance(p.by_distance, at.seq, at.h) + distance;
+            bias_of_lane = distances(p.distance_bias, at.seq, at.h) + distance;
         }
         if constexpr (BIAS_BYTES > 0) {
             const int key = 64 * id.key_group + warp % 4 * 16, vec = key % BIAS_CHUNK * BIAS_BYTES / VEC_BYTES;
@@ -74,9 +74,9 @@ struct BiasFragment {
         load_again();
     }
     __device__ __forceinline__ void load_again() {
-        if constexpr (BY_DISTANCE) {
+        if constexpr (HAS_DISTANCE_BIAS) {
             UNROLL(i, WORDS)
-                words[i] = __float_as_uint(__ldg(by_distance_of_lane + 8 * (i / 2 - 1) + i % 2));
+                words[i] = __float_as_uint(__ldg(bias_of_lane + 8 * (i / 2 - 1) + i % 2));
         } else if constexpr (BIAS_BYTES == 2) {
             UNROLL(k, BLOCK_Q / 16) {
                 unsigned four[4];
@@ -92,7 +92,7 @@ struct BiasFragment {
         }
     }
     __device__ __forceinline__ float get(int n, int half, int c) const {
-        if constexpr (BY_DISTANCE) return __uint_as_float(words[2 * (n - half + 1) + c]);
+        if constexpr (HAS_DISTANCE_BIAS) return __uint_as_float(words[2 * (n - half + 1) + c]);
         if constexpr (BIAS_BYTES == 4) return __uint_as_float(words[(4 * n + 2 * half + c) % WORDS]);
         const unsigned pair = words[(2 * n + half) % WORDS];
         if constexpr (BIAS_IS_BFLOAT16) return __uint_as_float(c ? pair & 0xffff0000u : pair << 16);
@@ -179,7 +179,7 @@ struct RowDeltas {
     }
 };
 
-// SUMS_BY_DISTANCE: the sum and the moment of dS (common/by_distance.cuh) of a warp's pairs in each 64 rows of a tile,
+// SUMS_BY_DISTANCE: the sum and the moment of dS (common/distances.cuh) of a warp's pairs in each 64 rows of a tile,
 // in even and in odd lanes, for bwd_values.cuh.
 struct PairSums {
     static constexpr int TILES = SUMS_BY_DISTANCE ? BLOCK_Q / STRAIGHT : 0, BYTES = 2 * 4;  // of a warp

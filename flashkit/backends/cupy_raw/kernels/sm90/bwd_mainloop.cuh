@@ -140,7 +140,7 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
             UNROLL(i, EARLY_LSE) load_row_stats(early_lse[i], lse, i);
             if (AFFINE_PER_STEP) affine = affine_tile(p, id, warp, lane);
             bias.load(p, id, base + AT_BIAS + stage * BYTES_BIAS, warp, lane);
-            add_bias_early(affine, early_lse);
+            add_early_bias(affine, early_lse);
             pipe_dout.consumer_wait(n);
             wgmma_wait<0>();  // S, and dK of the step before
             fence_operand(s);

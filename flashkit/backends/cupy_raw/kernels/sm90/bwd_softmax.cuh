@@ -57,7 +57,7 @@ DEVICE float bias_minus_lse(const AffineTile& tile, float lse, int n, int half, 
 
 // AFFINE_AHEAD: the first log-sum-exps become bias - lse of half 0 before S is there.
 template <int EARLY>
-DEVICE void add_bias_early(const AffineTile& tile, float (&stats)[EARLY][2]) {
+DEVICE void add_early_bias(const AffineTile& tile, float (&stats)[EARLY][2]) {
 #pragma unroll
     for (int n = 0; AFFINE_AHEAD && n < EARLY; ++n)
         UNROLL(c, 2) stats[n][c] = bias_minus_lse(tile, stats[n][c], n, 0, c);

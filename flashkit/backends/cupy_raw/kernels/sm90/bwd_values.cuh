@@ -4,7 +4,7 @@
 //
 // STORES_DS: each pair has an element of its own, so that dS is the gradient, and leaves by TMA as it is.
 //
-// SUMS_BY_DISTANCE: they add dS to the sums of its distances (common/by_distance.cuh).
+// SUMS_BY_DISTANCE: they add dS to the sums of its distances (common/distances.cuh).
 #pragma once
 #include "sm90/bwd_fragments.cuh"
 #include "sm90/dq_accum.cuh"
@@ -104,11 +104,11 @@ DEVICE void value_sums_warp(const Params& p, const TensorMap& dbias_map, unsigne
             if constexpr (SUMS_BY_DISTANCE) {
                 const int distance = (desc >> 8) * BLOCK_Q - (key - VALUE_KEYS * part);
                 unsigned tile = base + AT_DS + n % 2 * BYTES_DS + group * BLOCK_Q * CHUNK_ROW;
-                float* sums = by_distance(p.ds_by_distance, seq, h) + distance;
+                float* sums = distances(p.distance_sums, seq, h) + distance;
                 int straight[BLOCK_Q / STRAIGHT];
 #pragma unroll
                 for (int i = 0; i < BLOCK_Q / STRAIGHT; ++i)
-                    straight[i] = uniform(__float_as_int(*is_straight(p.ds_by_distance, sums + i * STRAIGHT)));
+                    straight[i] = uniform(__float_as_int(*is_straight(p.distance_sums, sums + i * STRAIGHT)));
                 pipe_ds.consumer_wait(n);
 #pragma unroll
                 for (int i = 0; i < BLOCK_Q / STRAIGHT; ++i, sums += STRAIGHT, tile += STRAIGHT * CHUNK_ROW) {

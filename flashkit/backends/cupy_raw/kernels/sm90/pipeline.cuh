@@ -1,6 +1,6 @@
 // What producers, consumers and tile schedulers share: pipelines, the counter of work tiles, tiles of packed sequences.
 #pragma once
-#include "common/by_distance.cuh"
+#include "common/distances.cuh"
 #include "sm90/instructions.cuh"
 
 // A row or key past the end stands for the last one, so no array is read beyond its end. Its pair is masked anyway.
@@ -184,7 +184,7 @@ struct SeqSlot {
 DEVICE SeqSlot seq_of(const Params& p, int b, unsigned slot) { return {p, b, slot + 12}; }
 
 // Element [row - key] of the sequence.
-DEVICE float* by_distance(const Tensor& tensor, const SeqSlot& seq, int h) {
+DEVICE float* distances(const Tensor& tensor, const SeqSlot& seq, int h) {
     const int n_k = IS_PACKED ? seq.n_k() : (int)max_n_k(seq.p);
-    return by_distance(tensor, seq.b, h, seq.q_row(0) + seq.key_row(0), n_k);
+    return distances(tensor, seq.b, h, seq.q_row(0) + seq.key_row(0), n_k);
 }

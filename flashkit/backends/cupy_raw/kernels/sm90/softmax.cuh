@@ -28,13 +28,13 @@ DEVICE void mask_past_end(float (&s)[S_REGS], int keys) {
     UNROLL(i, S_REGS) s[i] = i / 4 * 8 + i % 2 < left ? s[i] : OF_P ? 0.0f : HIDDEN;
 }
 
-// BY_DISTANCE: S times its scale, plus what is the same for all pairs of a distance.
-DEVICE void add_by_distance(const Params& p, const WorkTile& at, const SeqSlot& seq, float (&s)[S_REGS], int k0,
+// HAS_DISTANCE_BIAS: S times its scale, plus what is the same for all pairs of a distance.
+DEVICE void add_distance_bias(const Params& p, const WorkTile& at, const SeqSlot& seq, float (&s)[S_REGS], int k0,
                             float scale) {
     const int own = at.row0 + row_of_lane(0), first = k0 + threadIdx.x % 4 * 2;
     UNROLL(half, 2) {
         const auto [h, row] = PACK_GQA > 1 ? clamped_row(seq.n_q(), at.h, own + 8 * half) : HeadRow{at.h, own};
-        const float* added = by_distance(p.by_distance, seq, h) + (row - first) + (PACK_GQA > 1 ? 0 : 8 * half);
+        const float* added = distances(p.distance_bias, seq, h) + (row - first) + (PACK_GQA > 1 ? 0 : 8 * half);
         UNROLL(n, BLOCK_K / 8)
             UNROLL(c, 2) {
                 float& x = s[4 * n + 2 * half + c];
@@ -52,8 +52,8 @@ DEVICE void modify_in_range(const Params& p, const WorkTile& at, start offset, f
     const SeqSlot seq = seq_of(p, at);
     const int n_q = seq.n_q(), n_k = PARTIAL_TILE ? seq.n_k() : 0;
     constexpr bool CLAMPED = PARTIAL_TILE && READS_ARRAYS;
-    if constexpr (BY_DISTANCE && !OF_P) add_by_distance(p, at, seq, s, k0, scale);
-    if constexpr (BY_DISTANCE && !PARTIAL_TILE) return;
+    if constexpr (HAS_DISTANCE_BIAS && !OF_P) add_distance_bias(p, at, seq, s, k0, scale);
+    if constexpr (HAS_DISTANCE_BIAS && !PARTIAL_TILE) return;
     UNROLL(half, 2) {
         const auto [h, row] = clamped_row(n_q, at.h, opaque(at.row0) + row_of_lane(half));
         const int first = k0 + threadIdx.x % 4 * 2;
@@ -66,7 +66,7 @@ DEVICE void modify_in_range(const Params& p, const WorkTile& at, start offset, f
                 const position step = (position)(8 * n + c);
                 const position k_of = CLAMPED ? (position)inside : k_first + step;
                 const position distance = CLAMPED ? (position)(q - inside) : distance_first - step;
-                if constexpr (HAS_SCORE && !BY_DISTANCE && !OF_P)
+                if constexpr (HAS_SCORE && !HAS_DISTANCE_BIAS && !OF_P)
                     x = modified_score<position>(x * scale, at.b, h, row, q, k_of, distance, p);
                 if constexpr (PARTIAL_TILE) {
                     const bool shown =

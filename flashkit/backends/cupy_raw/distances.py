@@ -1,4 +1,4 @@
-"""What score modifications add to all pairs of a distance, and sums of dS: kernels/common/by_distance.cuh."""
+"""What score modifications add to all pairs of a distance, and sums of dS: kernels/common/distances.cuh."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from ...mods import expr
 from ...spec import AttentionSpec
 from ..cuda_common import compiler
-from ..cuda_common.affine_score import adds_by_distance
+from ..cuda_common.affine_score import adds_distance_bias
 from ..cuda_common.arguments import Arguments
 from ..cuda_common.generation import Pass
 from ..cuda_common.launch import scratch
@@ -22,7 +22,7 @@ _STRAIGHT = 64  # elements for which there is one word before them: STRAIGHT
 
 def reads(spec: AttentionSpec) -> bool:
     """Whether what a score modification adds can be read by distance."""
-    return adds_by_distance(spec.score) and not (spec.packed and spec.paged)
+    return adds_distance_bias(spec.score) and not (spec.packed and spec.paged)
 
 
 class Distances:
@@ -35,12 +35,12 @@ class Distances:
         graphs = [spec.score, *(graph for read in spec.reads for graph in (read.slope, *read.indices))]
         self._of_entries = spec.packed or spec.kv_lengths or any(expr.uses(x, expr.B) for x in graphs if x is not None)
         constants = (
-            ("BY_DISTANCE", is_read), ("HAS_SUMS", has_sums), ("FILL_THREADS", _THREADS[0]),
+            ("HAS_DISTANCE_BIAS", is_read), ("HAS_SUMS", has_sums), ("FILL_THREADS", _THREADS[0]),
             ("OF_ENTRIES", self._of_entries),
         )  # fmt: skip
-        library = specialise.library("common/by_distance", spec, constants, compiler.target(device.capability))
+        library = specialise.library("common/distances", spec, constants, compiler.target(device.capability))
         of.libraries.append(library)
-        self._fill, self._add = (library.kernel(f"{does}_by_distance", device) for does in ("fill", "add"))
+        self._fill, self._add = (library.kernel(name, device) for name in ("fill_distances", "add_distance_sums"))
 
     def _heads(self, arguments: Arguments) -> int:
         """Those of each batch entry where these differ."""
@@ -60,9 +60,9 @@ class Distances:
         words_of_tiles = self.has_sums * (size // _STRAIGHT + 1)
         memory = scratch((words_of_tiles + size * (self.is_read + self.has_sums),), "float32")
         sums = memory.data.ptr + 4 * words_of_tiles
-        words[AT["ds_by_distance"] : AT["ds_by_distance"] + 4] = [sums, of_entry, of_head, 1]
+        words[AT["distance_sums"] : AT["distance_sums"] + 4] = [sums, of_entry, of_head, 1]
         added = sums + 4 * size * self.has_sums
-        words[AT["by_distance"] : AT["by_distance"] + 4] = [added, of_entry, of_head, 1]
+        words[AT["distance_bias"] : AT["distance_bias"] + 4] = [added, of_entry, of_head, 1]
         self._fill.launch(self._ctas(arguments), _THREADS[0], arguments, stream)
         return memory
 

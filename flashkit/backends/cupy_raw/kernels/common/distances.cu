@@ -1,6 +1,6 @@
-// The kernels before and behind those that read by_distance and add to ds_by_distance. A CTA has one of `parts` parts
+// Kernels before and behind those that read distance_bias and add to distance_sums. A CTA has one of `parts` parts
 // of a head's distances, in a batch entry, or in all where these share the distances.
-#include "common/by_distance.cuh"
+#include "common/distances.cuh"
 
 struct Share { long long b, h, part, parts; };
 DEVICE Share share_of_cta(const Params& p) {
@@ -30,20 +30,20 @@ DEVICE bool stand_for(const SharedTerms& terms, int tile, long long at, fk_float
     return terms.at[tile] == at && terms.at[tile + MOMENT_AT] == at && fabs(slope - expected) <= size * (fk_float)1e-6;
 }
 
-extern "C" __global__ void fill_by_distance(KERNEL_PARAMS) {
+extern "C" __global__ void fill_distances(KERNEL_PARAMS) {
     constexpr int STEP = FILL_THREADS - STRAIGHT;
     const auto [b, h, part, parts] = share_of_cta(p);
     const SeqInfo seq = seq_info(p, b);
     const bool exist = seq.n_q > 0 && seq.n_k > 0;
     const long long before = seq.row_offset + seq.key_offset, n_k = IS_PACKED ? seq.n_k : p.n_k;
     const long long least = -n_k - DISTANCE_ROOM, end = seq.n_q + DISTANCE_ROOM;
-    float* added = by_distance(p.by_distance, b, h, before, n_k);
-    float* sums = by_distance(p.ds_by_distance, b, h, before, n_k);
+    float* added = distances(p.distance_bias, b, h, before, n_k);
+    float* sums = distances(p.distance_sums, b, h, before, n_k);
     // From a multiple of STRAIGHT on; the pairs of a tile have distances on both sides of its first one.
     for (long long first = (least / STRAIGHT - 1) * STRAIGHT + part * STEP; first < end; first += parts * STEP) {
         const long long i = first + threadIdx.x, distance = distance_of(seq, i);
         const bool inside = i >= least && i < end;
-        if (BY_DISTANCE && inside)
+        if (HAS_DISTANCE_BIAS && inside)
             added[i] = exist ? modified_score<long long>(0, b, h, 0, distance, 0, distance, p) : 0;
         if constexpr (!HAS_SUMS) continue;
         __shared__ SharedTerms terms;
@@ -65,16 +65,16 @@ extern "C" __global__ void fill_by_distance(KERNEL_PARAMS) {
             __syncthreads();
         }
         if (inside && threadIdx.x % STRAIGHT == 0 && tile > 0)
-            *is_straight(p.ds_by_distance, sums + i) = terms.bends[tile] ? 0.0f : 1.0f;
+            *is_straight(p.distance_sums, sums + i) = terms.bends[tile] ? 0.0f : 1.0f;
     }
 }
 
 // A thread has distances that follow one another, as these often read the same value.
-extern "C" __global__ void add_by_distance(KERNEL_PARAMS) {
+extern "C" __global__ void add_distance_sums(KERNEL_PARAMS) {
     const auto [b, h, part, parts] = share_of_cta(p);
     const SeqInfo seq = seq_info(p, b);
     const long long n_k = IS_PACKED ? seq.n_k : p.n_k;
-    const float* ds = by_distance(p.ds_by_distance, b, h, seq.row_offset + seq.key_offset, n_k);
+    const float* ds = distances(p.distance_sums, b, h, seq.row_offset + seq.key_offset, n_k);
     ValueSums sums;
     sums.enter(b, h, p);
     const long long all = seq.n_q + n_k + 2 * DISTANCE_ROOM, threads = parts * blockDim.x;
