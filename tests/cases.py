@@ -257,7 +257,24 @@ def compiled(backend: str, dtype: str) -> None:
 
 
 def to_numpy(array: Any) -> np.ndarray:
-    return array if isinstance(array, np.ndarray) else array.get()
+    return array.get() if hasattr(array, "get") else np.asarray(array)
+
+
+def _pairs(found: Any, expected: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of arrays anywhere, or of lists and tuples of some."""
+    both = ([*map(to_numpy, x)] if isinstance(x, (list, tuple)) else [to_numpy(x)] for x in (found, expected))
+    return list(zip(*both, strict=True))
+
+
+def same(found: Any, expected: Any) -> None:
+    for x, y in _pairs(found, expected):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        np.testing.assert_array_equal(x, y)
+
+
+def near(found: Any, expected: Any, rtol: float = 1e-7, atol: float = 0.0) -> None:
+    for x, y in _pairs(found, expected):
+        np.testing.assert_allclose(x.astype(np.float64), y.astype(np.float64), rtol, atol)
 
 
 # --- building a call --------------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Fixtures for more than one test file."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os

@@ -1,7 +1,5 @@
 """The CUDA text of expressions as C++ for this machine: behind kernels/common/scalar.cuh as it is, in float64."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 import subprocess

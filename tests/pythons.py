@@ -6,8 +6,6 @@ FLASHKIT_TEST_ALL is set. A Python is looked for on the PATH, in pyenv and in uv
 left out.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os

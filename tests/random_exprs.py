@@ -9,8 +9,6 @@ another number.
 is computed from.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable

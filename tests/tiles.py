@@ -1,7 +1,5 @@
 """Devices that are not there, and the tile of a call on them by the rows of a shipped profile."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from flashkit.backends.cuda_common.backend import CudaBackend

@@ -1,7 +1,5 @@
 """The command: `python -m tests.attack --help`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import resource

@@ -3,8 +3,6 @@ are refused, calls that an exception stops anywhere, queries older than the last
 place of each.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 A finding is what a call did, the smallest choice that still does it, and the command that repeats that.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import selectors

@@ -1,7 +1,5 @@
 """One call: made, run, repeated, and compared with the definition. Returns what is wrong with it, in words."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager

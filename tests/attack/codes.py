@@ -1,7 +1,5 @@
 """Attention on 8-bit numbers, in any form of a call, against exact arithmetic on what they stand for."""
 
-from __future__ import annotations
-
 from functools import partial
 from random import Random
 from typing import Any

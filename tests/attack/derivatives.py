@@ -1,7 +1,5 @@
 """Tangents and statistics of a call, against the definition."""
 
-from __future__ import annotations
-
 from functools import partial
 from random import Random
 from typing import Any

@@ -8,8 +8,6 @@ Under compute-sanitizer every array is an allocation of the driver's instead, wi
 bounds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any

@@ -4,8 +4,6 @@ What kernels and generated functions are compiled for comes from a pool, which a
 calls compiles little. Everything else is drawn for each call.
 """
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any
 

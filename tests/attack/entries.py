@@ -1,7 +1,5 @@
 """Calls of the other public functions, made from a call of attention: what is wrong with them, in words."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from random import Random
 from typing import Any

@@ -3,8 +3,6 @@
 The truth is NumPy's int64 at every position of a small call. A graph follows from a seed and a number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial

@@ -2,8 +2,6 @@
 go on, no byte outside of an array may change, and what does not fit is an error of a known class.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ A rule in Python's integers says what fits. What fits has the bits of the same c
 error of a known class.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from random import Random
 from typing import Any, NamedTuple

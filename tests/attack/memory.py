@@ -5,8 +5,6 @@ argument blocks and scratch memory. An access past the guarded end of an array i
 after the array is gone. The rest of the block's pages holds a canary, and fresh memory holds NaN.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import re

@@ -1,7 +1,5 @@
 """The fuzzer finds what it is for: faults planted in a copy of the package, each by a bounded number of calls."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A child process that makes calls of a run and prints a line of JSON before and after each of them."""
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

@@ -5,8 +5,6 @@ What may vary, how a call is built and how near is near enough is in cases.py. A
 skipped with its own reason.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import sys

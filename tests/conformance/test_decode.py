@@ -1,7 +1,5 @@
 """Decoding on the CPU: attention of few queries against the definition."""
 
-from __future__ import annotations
-
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

@@ -3,8 +3,6 @@
 The rules are in flashkit/reference ("At the edges") and hold for every backend; tests that say `backend` run on all.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import sys
@@ -576,8 +574,7 @@ def test_inputs_are_not_changed(backend: str) -> None:
     q, k, v = qkv(2, 4, 40, 50, group=2)
     copies = [x.copy() for x in (q, k, v)]
     everything(q, k, v, causal=True, softcap=2.0, dropout_p=0.2, seed=1, sinks=np.zeros(4, np.float32))
-    for x, copy in zip((q, k, v), copies):
-        np.testing.assert_array_equal(x, copy)
+    cases.same((q, k, v), copies)
 
 
 def far_apart(path: Path, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...], start: int = 0) -> np.ndarray:
@@ -660,8 +657,7 @@ def test_deterministic_decoding_depends_on_its_sequence_alone(
     every = slice(0, 5)
     expected = of(every, "1", deterministic=True)
     for threads in ("2", "7"):
-        for got, want in zip(of(every, threads, deterministic=True), expected):
-            np.testing.assert_array_equal(got, want)
+        cases.same(of(every, threads, deterministic=True), expected)
         for b in (0, 1, 2, 4):
             for got, want in zip(of(slice(b, b + 1), threads, deterministic=True), expected):
                 np.testing.assert_array_equal(got[0], want[b])
@@ -710,8 +706,7 @@ def test_a_chunk_drops_what_the_whole_drops(backend: str) -> None:
     parts = [np.ascontiguousarray(x[:, head:, at]) for x, at in zip((q, k, v, dout), (rows, keys, keys, rows))]
     seed = dropout.ChunkSeed.at(5, 9, 12, head)
     out, vjp = attention_vjp(*parts[:3], dropout_p=0.4, seed=seed, backend=backend)
-    for x, y in zip((out, *vjp(parts[3])), expected, strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    cases.near((out, *vjp(parts[3])), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_without_a_seed_each_call_drops_others(backend: str) -> None:

@@ -1,7 +1,5 @@
 """Values that are the first columns of the keys, and `mla`, which has the two parts of a key."""
 
-from __future__ import annotations
-
 import dataclasses
 import tracemalloc
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ keys, ragged last tiles, rows without keys, splits of the keys, lengths, sinks, 
 Small, so that all of it runs with the tests that are not slow.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import cases

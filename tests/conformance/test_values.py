@@ -2,8 +2,6 @@
 definition, the definition against finite differences.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -193,8 +191,7 @@ def test_the_same_bits_on_any_number_of_threads(monkeypatch: pytest.MonkeyPatch)
         _, vjp = flashkit.attention_vjp(q, k, v, bias=wide, score_mod=table, deterministic=True, backend="cpu")
         found.append(vjp(np.ones((2, 8, 300, 24), np.float32), wrt=("bias", "score.table")))
     for other in found[1:]:
-        for one, two in zip(found[0], other, strict=True):
-            np.testing.assert_array_equal(one, two)
+        cases.same(found[0], other)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

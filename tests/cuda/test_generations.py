@@ -231,9 +231,7 @@ def test_tangents_whose_kernel_would_be_serialised_run_on_ampere_s(monkeypatch: 
 def test_a_row_that_is_no_tile_is_not_followed(fields: dict[str, Any], complaint: str) -> None:
     of, _, backward = fields.get("generation", "sm80").partition(" ")
     fields = {name: x for name, x in fields.items() if name != "generation"}
-    made, kind = (
-        (SM80, "Sm80Tile") if of == "sm80" else (SM90, "BackwardTile" if backward else "Sm90Tile")
-    )
+    made, kind = (SM80, "Sm80Tile") if of == "sm80" else (SM90, "BackwardTile" if backward else "Sm90Tile")
     options = {"options": {"warps": 4}} if of == "sm80" else {}
     row = TileRow(**{"block_q": 128, "block_k": 64 if of == "sm80" else 128, **options, **fields})
     errors.forget_warnings()

@@ -1,7 +1,5 @@
 """Calls that tests of the emulated device make, and what is expected of them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from functools import lru_cache
@@ -155,8 +153,7 @@ def check_arrays(
         out, vjp = flashkit.attention_vjp(*map(cupy.asarray, (q, k, v)), backend=backend, **given)
         right, right_vjp = flashkit.attention_vjp(*wide, backend="reference", **options)
         found, exact = (out, *vjp(cupy.asarray(dout))), (right, *right_vjp(dout.astype(np.float64)))
-    for got, each in zip(found, exact, strict=True):
-        np.testing.assert_allclose(got.get().astype(np.float64), each, atol=atol)
+    cases.near(found, exact, atol=atol)
 
 
 def normal(dtype: Any, *shapes: tuple[int, ...]) -> list[np.ndarray]:

@@ -1,7 +1,5 @@
 """The functions of the CUDA driver that flashkit calls. Each returns a status first; 0 is success."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Errors that the interpreter returns: their names there, numbered -1, -2, ..., and what they say."""
 
-from __future__ import annotations
-
 MESSAGES = {
     "OUTSIDE": "an address outside of any allocation",
     "MISALIGNED": "a misaligned address",

@@ -1,7 +1,5 @@
 """A real device in the place of the emulated one, for tests that both can run."""
 
-from __future__ import annotations
-
 import dataclasses
 from contextlib import AbstractContextManager
 from functools import cache

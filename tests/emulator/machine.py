@@ -1,7 +1,5 @@
 """The interpreter: the files of interpreter/ and a branch for each arithmetic operation, as one module, compiled."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """PTX mnemonics to the names that the interpreter has: qualifiers that change nothing in it are dropped."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 

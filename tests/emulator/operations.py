@@ -4,8 +4,6 @@ A register is read as the type that its name says: I, U: 32 bits; L, V: 64; S, H
 Predicates are V. d is the destination; a, b, c, e are the operands.
 """
 
-from __future__ import annotations
-
 import re
 
 VIEWS = {

@@ -5,8 +5,6 @@ its guard (0, or predicate register n as n + 1, negative where negated), the fir
 many there are, and two numbers of its own, such as the width of a load.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A part of the fuzzer's work on the emulated device: calls with fixed seeds."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

@@ -1,7 +1,5 @@
 """The kernels of examples/gpt: its whole model on the device against the one in NumPy, and replayed."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from typing import Any

@@ -89,8 +89,7 @@ def test_packed_calls_share_a_plan(q_offset: int | None, launched: list[str], mo
     for begins, right in zip(offsets, rights, strict=True):
         launched.clear()
         found = flashkit.attention(*on_device, cu_seqlens=tuple(map(cupy.asarray, begins)), **options)
-        for got, each in zip(found, right, strict=True):
-            np.testing.assert_allclose(got.get().astype(np.float64), each, atol=2.0**-8)
+        cases.near(found, right, atol=2.0**-8)
         monkeypatch.setattr("flashkit.api.prepare", None)  # the next call has a plan
     assert launched[0] == "derive_cu_seqlens" and len(launched) == 2
 
@@ -260,8 +259,7 @@ def test_repeated_pull_backs(
         with monkeypatch.context() as patch:
             patch.setattr(plans, "key_of", lambda *_: None)
             _, alone = flashkit.attention_vjp(q, k, v, backend=backend, **options)
-        for got, right in zip(found, alone(dout, dlse), strict=True):
-            np.testing.assert_array_equal(got.get(), right.get())
+        cases.same(found, alone(dout, dlse))
 
 
 def test_a_pull_back_of_unaligned_rows_after_others(launched: list[str]) -> None:
@@ -279,8 +277,7 @@ def test_a_pull_back_of_unaligned_rows_after_others(launched: list[str]) -> None
         found.append([x.get().astype(np.float64) for x in vjp(dout)])
         assert generations(launched) == {generation}
     for got in found[1:]:
-        for x, right in zip(got, found[0], strict=True):
-            np.testing.assert_allclose(x, right, atol=2.0**-5)
+        cases.near(got, found[0], atol=2.0**-5)
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------
@@ -312,8 +309,7 @@ def test_a_captured_call_replays(generation: str, choice: cases.Choice, device: 
                 x[...] = np.nan
             graph.launch()
             replayed = [x.get() for x in results]
-            for got, right in zip(replayed, compute(), strict=True):
-                np.testing.assert_allclose(got.astype(np.float64), right.get().astype(np.float64), atol=2.0**-5)
+            cases.near(replayed, compute(), atol=2.0**-5)
     assert generations(launched) == {generation}
     assert ("combine" in launched) == (generation == "sm80")
 
@@ -340,8 +336,7 @@ def test_a_captured_call_writes_to_out(device: Device) -> None:
         graph.launch()
         device.flush()
     right, vjp = flashkit.attention_vjp(call.q, call.k, call.v, backend="cupy_raw")
-    for got, each in zip((out, *results), (right, *vjp(call.dout)[1:]), strict=True):
-        np.testing.assert_array_equal(got.get(), each.get())
+    cases.same((out, *results), (right, *vjp(call.dout)[1:]))
 
 
 @pytest.mark.parametrize(
@@ -375,8 +370,7 @@ def test_tile_counters_serve_again(
         found.append([x.get().astype(np.float64) for x in (out, *vjp(call.dout))])
     for results in found:
         assert all(np.isfinite(x).all() for x in results)
-        for got, right in zip(results, found[0], strict=True):
-            np.testing.assert_allclose(got, right, rtol=0, atol=0 if in_order else 2.0**-7)
+        cases.near(results, found[0], rtol=0, atol=0 if in_order else 2.0**-7)
     assert generations(launched) == {generation}
 
 

@@ -314,8 +314,7 @@ def test_tokens_behind_the_last_sequence_have_no_slopes(device: Device) -> None:
     wide = (x.astype(np.float64) for x in (q, k, v))
     exact = flashkit.attention_vjp(*wide, alibi_slopes=slopes, sinks=sinks, backend="reference", **options)
     results = found[0], *found[1](cupy.asarray(dout))
-    for got, right in zip(results, (exact[0], *exact[1](dout.astype(np.float64))), strict=True):
-        np.testing.assert_allclose(got.get().astype(np.float64), right, atol=2.0**-6)
+    cases.near(results, (exact[0], *exact[1](dout.astype(np.float64))), atol=2.0**-6)
 
 
 @slow
@@ -597,8 +596,7 @@ def test_packed_queries_of_keys_in_pages(backend: str, generation: str) -> None:
     )
     wide, exists = (x.astype(np.float64) for x in (q, k, v)), np.clip(table, 0, pages - 1)
     exact = flashkit.attention(*wide, backend="reference", page_table=exists, return_lse=True, **options)
-    for got, each in zip(found, exact, strict=True):
-        np.testing.assert_allclose(got.get().astype(np.float64), each, atol=2.0**-8)
+    cases.near(found, exact, atol=2.0**-8)
 
 
 @slow
@@ -1009,7 +1007,9 @@ STAGED = {
         (2, 2, 100, 200), dim=128, heads_kv=1, stores=True, options={"causal": True, "q_offset": 37}
     ),
     "of each pair, lengths": Staged(
-        (2, 2, 140, 136), "float32", stores=True,
+        (2, 2, 140, 136),
+        "float32",
+        stores=True,
         options={"kv_lengths": [136, 40], "window": (70, 30), "q_offset": 0},
     ),
     "float16": Staged((2, 2, 128, 72), "float16", "float16", 64, stores=True),

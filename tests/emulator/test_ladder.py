@@ -1,7 +1,5 @@
 """The step of examples/ladder for tensor cores is attention, in float16."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from cases import near
 
 import flashkit
 from flashkit import dispatch
@@ -78,8 +79,7 @@ def test_a_plan_keeps_its_kernels() -> None:
     dispatch.forget()
     assert loaded() > 0
     np.testing.assert_allclose(planned(x, x, x).get(), right(7), atol=1e-5)
-    for again, before in zip(vjp(x), gradients, strict=True):
-        np.testing.assert_allclose(again.get(), before, atol=1e-5)
+    near(vjp(x), gradients, atol=1e-5)
 
 
 @pytest.mark.parametrize("way", ["attention", "plan", "vjp"])

@@ -1,7 +1,5 @@
 """TF32 gradients on Hopper on the emulated device: scales of heads, and when the fallback computes them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import cases

@@ -1,7 +1,5 @@
 """flashkit.dask: chunks of any axis make the result of one call."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from typing import Any

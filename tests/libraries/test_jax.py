@@ -1,11 +1,10 @@
 """flashkit.jax: the same bits as on NumPy arrays, under JAX's transformations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
+from cases import near, same
 
 import flashkit
 from flashkit import mods
@@ -81,9 +80,7 @@ def test_the_bits_of_numpy(name: str) -> None:
         return out, lse, *gradients, *dsinks.values()
 
     found = both(q, k, v, arrays)
-    for got, expected in zip(found, on_numpy(q, k, v, dout, dlse, **OPTIONS[name]), strict=True):
-        assert got.dtype == expected.dtype
-        np.testing.assert_array_equal(got, expected)
+    same(found, on_numpy(q, k, v, dout, dlse, **OPTIONS[name]))
     np.testing.assert_array_equal(attention(q, k, v, **OPTIONS[name]), found[0])  # not traced, without lse
 
 
@@ -101,8 +98,7 @@ def test_shapes_and_layouts(shape: tuple[int, ...], layout: str) -> None:
     call = lambda *x: attention(*x, layout=layout, causal=True, return_lse=True, **options)
     (out, lse), vjp = jax.vjp(call, q, k, v)
     expected = on_numpy(q, k, v, dout, np.zeros_like(lse), layout=layout, causal=True, **options)
-    for got, wanted in zip((out, lse, *vjp((dout, jnp.zeros_like(lse)))), expected, strict=True):
-        np.testing.assert_array_equal(got, wanted)
+    same((out, lse, *vjp((dout, jnp.zeros_like(lse)))), expected)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -285,8 +281,7 @@ def test_gradients_over_a_mesh(check_vma: bool) -> None:
 
     expected, *found = (jax.jit(jax.grad(function, (0, 1, 2, 3, 4)))(*arrays) for function in (plain, spread, whole))
     for gradients in found:
-        for got, wanted in zip(gradients, expected, strict=True):
-            np.testing.assert_allclose(got, wanted, atol=1e-5)
+        near(gradients, expected, atol=1e-5)
 
 
 def test_rematerialisation_and_scan() -> None:
@@ -339,8 +334,7 @@ def test_the_arguments_of_jax_nn(name: str) -> None:
         rows = np.arange(20) < options["query_seq_lengths"][:, None]
     np.testing.assert_allclose(found[0], expected[0], atol=2e-6)
     np.testing.assert_allclose(found[1][rows], expected[1][rows], atol=2e-6)
-    for got, wanted in zip(found[2], expected[2], strict=True):
-        np.testing.assert_allclose(got, wanted, atol=5e-6)
+    near(found[2], expected[2], atol=5e-6)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """flashkit.onnx: ONNX's own reference evaluator computes the same outputs of the operator."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

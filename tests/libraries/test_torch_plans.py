@@ -1,7 +1,5 @@
 """flashkit.torch finds the plan of a call, and only of such a call."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Iterator

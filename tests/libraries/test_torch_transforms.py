@@ -1,7 +1,5 @@
 """flashkit.torch under torch.func and torch.vmap: the derivatives of PyTorch's own function, or an error."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """flashkit.transformers: small random models give eager's logits, gradients and tokens."""
 
-from __future__ import annotations
-
 import copy
 from importlib.util import find_spec
 from typing import Any

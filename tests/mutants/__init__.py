@@ -11,8 +11,6 @@ The old code occurs exactly once in its place. tests/tools/test_mutants.py holds
 reading the code, not the tests.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Each job has a copy of the tree and caches of its own, so the checkout stays as 
 it, too: what fails anyway judges nothing, and takes no longer than a fault may.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

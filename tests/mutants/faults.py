@@ -1,7 +1,5 @@
 """The faults, by the tests that find them."""
 
-from __future__ import annotations
-
 from itertools import starmap
 
 from . import Fault

@@ -1,7 +1,5 @@
 """Kernels for tests of the caches: one of machine code that returns a number, and one of CUDA without a compiler."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """Native code and settings that another user could have planted are neither loaded nor read."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -220,9 +218,7 @@ def test_a_kernel_that_cannot_be_trusted_is_replaced(kernel: Path, monkeypatch: 
     ("when", "says"),
     [("before", "can be written by"), ("after", ""), pytest.param("by a link", "belongs to user", marks=as_root)],
 )
-def test_a_file_that_is_swapped_meanwhile(
-    kernel: Path, monkeypatch: pytest.MonkeyPatch, when: str, says: str
-) -> None:
+def test_a_file_that_is_swapped_meanwhile(kernel: Path, monkeypatch: pytest.MonkeyPatch, when: str, says: str) -> None:
     """It is opened once, not through a link, and what was opened is what is checked and loaded."""
     evil = kernel.with_name("evil")
     evil.write_bytes(content(kernel.name, returning(13)))

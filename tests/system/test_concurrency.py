@@ -1,7 +1,5 @@
 """Calls from several Python threads at once, after a fork, and on a chosen number of threads."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

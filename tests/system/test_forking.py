@@ -1,7 +1,5 @@
 """Locks across forks: a child finds them free, a fork does not wait long, and nothing waits for itself."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

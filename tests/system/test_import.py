@@ -1,7 +1,5 @@
 """What importing flashkit costs, and that a second process compiles nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

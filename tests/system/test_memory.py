@@ -1,7 +1,5 @@
 """Memory linear in the number of tokens: how much a long sequence takes at its peak, results included."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """macOS, Windows and containers: what only Linux has is not needed, and quotas count as processors."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Prebuilt kernels: found by their names, checked like cached ones, and the same code that a process would compile."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

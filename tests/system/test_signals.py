@@ -1,7 +1,5 @@
 """Signals during long calls and compilations: handlers run at once, and what they break off leaves nothing broken."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

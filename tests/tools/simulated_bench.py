@@ -1,7 +1,5 @@
 """What the tests of the benchmark and of its report share: cases, and results of simulated timings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Run a program on a real terminal of 80 columns."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Autotuning: the search on simulated machines, its log, the profiles it writes; and trials on this CPU."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence

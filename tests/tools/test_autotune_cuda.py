@@ -1,7 +1,5 @@
 """Autotuning on a CUDA device: candidates are verified, a profile is written and then used."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import cases

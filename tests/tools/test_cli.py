@@ -1,7 +1,5 @@
 """The command line: output for people and for scripts, exit statuses, bad input."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json

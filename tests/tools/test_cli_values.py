@@ -1,7 +1,5 @@
 """Every option of every command with values that do not fit: one error, exit status 1 or 2, no traceback."""
 
-from __future__ import annotations
-
 import json
 import os
 import tracemalloc

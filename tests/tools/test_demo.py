@@ -1,7 +1,5 @@
 """The demo: its encoder against Hugging Face transformers' for the same weights, its corpus, its command."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

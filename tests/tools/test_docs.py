@@ -5,8 +5,6 @@ right after one is what it must have printed. `python notest` (of another librar
 kernel) and `text example` do not run.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """The examples in public docstrings run, and every public name has the sections of numpydoc."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """The doctor: its report, and that a broken installation still gets one."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 command.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json

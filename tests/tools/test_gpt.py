@@ -1,7 +1,5 @@
 """examples/gpt: the derivative of the whole model, training that goes on to the same bits, and samples."""
 
-from __future__ import annotations
-
 import importlib
 import signal
 import sys

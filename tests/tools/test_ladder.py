@@ -1,7 +1,5 @@
 """examples/ladder: each step is attention, and moves what the text says."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Imports point one way and without circles, as docs/architecture.md draws them; TYPE_CHECKING imports included."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import graphlib

@@ -1,7 +1,5 @@
 """The faults of tests/mutants fit today's code, and their runner tells those that tests find from others."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The package that is released: what it says of itself, what is in it, and that it works where it is installed."""
 
-from __future__ import annotations
-
 import email
 import importlib.util
 import json

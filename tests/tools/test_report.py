@@ -1,7 +1,5 @@
 """The report: tables, goals and plots of stored results, and that what is stored agrees with the IO model."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The benchmark of sequences on a GPU, with NumPy in the place of CuPy: its cases, its checks, its tables."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tables and help on a terminal of 80 columns: no number is cut, and text is printed as it is written."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

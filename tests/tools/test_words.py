@@ -1,7 +1,5 @@
 """The field's words instead of the project's former ones, and lines that fit, in the package and in the documents."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

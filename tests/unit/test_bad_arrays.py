@@ -1,7 +1,5 @@
 """Every argument with every kind of array and value: the right result, or an error that names the argument."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Bad profiles never stop attention: it gives the right result with one warning, and the tools name file and defect."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

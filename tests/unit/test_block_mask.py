@@ -1,7 +1,5 @@
 """Block masks: every tile's state and every list against the mask taken pair by pair."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import math

@@ -1,7 +1,5 @@
 """Shared-prefix decoding: attention over pages that sequences share, with and without reading them once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

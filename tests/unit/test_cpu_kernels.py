@@ -1,7 +1,5 @@
 """Parts of the CPU backend, each alone: the edges of micro-kernels, every vector width, machine code, conversions."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Names of object files: whatever decides the machine code is part of them."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Dropout: the generator against its authors' known answers, and what a mask of dropped weights must be."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

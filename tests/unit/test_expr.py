@@ -1,7 +1,5 @@
 """Expression graphs: every rendering, the derivative and the bounds against what the expression means."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import math

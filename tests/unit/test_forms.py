@@ -3,8 +3,6 @@
 A hook that Python calls at each line of what checks arguments takes the thread's part.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 import warnings

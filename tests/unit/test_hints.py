@@ -1,7 +1,5 @@
 """What a newcomer writes by mistake is met with the argument that was meant, and silent misreadings with a warning."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """No text of a caller reaches generated code but names, numbers and operations that are known."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The IO model against the reference's counted traffic; which tiles are possible, and which come first."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,9 +34,7 @@ def counted(order: int, direction: str, spec: AttentionSpec, operands: Operands,
     else:
         operands.out, operands.lse = forward(spec, operands, block_q, block_k)
         dout = np.ones_like(operands.out)
-        reference.flash_attention_backward(
-            spec, operands, dout, None, block_q, block_k, traffic=traffic, order=order
-        )
+        reference.flash_attention_backward(spec, operands, dout, None, block_q, block_k, traffic=traffic, order=order)
     return traffic
 
 

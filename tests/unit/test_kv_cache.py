@@ -1,7 +1,5 @@
 """KVCache against a list of arrays: random traces, sharing, windows, layers, and what it refuses."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from contextlib import suppress
@@ -176,8 +174,7 @@ def test_packed_queries_of_equal_sequences_share_plans(each: int, monkeypatch: p
         out = np.empty_like(q)
         found = cache.attend(q, cu_seqlens=given, return_lse=True, causal=True, out=out)
         assert found[0] is out
-        for got, expected in zip(found, right, strict=True):
-            np.testing.assert_allclose(got, expected, atol=1e-5)
+        cases.near(found, right, atol=1e-5)
     monkeypatch.setattr(layers, "attention", planned)
     np.testing.assert_allclose(cache.attend(q, cu_seqlens=uneven, causal=True), other, atol=1e-5)
     for wrong in (offsets.astype(float), offsets > 0, [[0], [1, 2]], "x"):
@@ -542,8 +539,7 @@ def test_a_signal_leaves_the_cache_as_it_was(what: str, kind: str) -> None:
         if found[0] == before[0]:
             again = operation(cache)
             if what == "attend":
-                for x, y in zip(again, result, strict=True):
-                    np.testing.assert_allclose(x, y, atol=1e-5)
+                cases.near(again, result, atol=1e-5)
         assert contents(cache)[::2] == after[::2], at
     assert at > 10
 

@@ -2,8 +2,6 @@
 axes, integers that change between the check and the use, arrays of a modification that are exchanged.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable
@@ -13,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import same
 from operands import on_device
 
 import flashkit
@@ -268,8 +267,7 @@ def test_integers_that_change_after_the_call(n_q: int) -> None:
     out, vjp = attention_vjp(*call.qkv, **call.options)
     repeated, right = plan(*call.qkv, **call.options), vjp(call.dout)
     call.change()
-    for got, expected in zip(vjp(call.dout), right, strict=True):
-        np.testing.assert_array_equal(got, expected)
+    same(vjp(call.dout), right)
     np.testing.assert_array_equal(repeated(*call.qkv), out)
     with pytest.raises(ValueError, match="kv_lengths"):
         attention(*call.qkv, **call.options)
@@ -302,8 +300,7 @@ def test_integers_that_another_thread_changes_during_the_call(
         return original(*args)
 
     monkeypatch.setattr(module, name, interrupted)
-    for got, expected in zip(computed(), right, strict=True):
-        np.testing.assert_array_equal(got, expected)
+    same(computed(), right)
     assert call.integers["lengths"][0] == 217
 
 
@@ -338,8 +335,7 @@ def test_forms_that_change_after_the_call() -> None:
     right = vjp(dout)
     for array in given:
         array.resize(array.size // 2, 2, refcheck=False)  # of the same size: its memory stays
-    for got, expected in zip(vjp(dout), right, strict=True):
-        np.testing.assert_array_equal(got, expected)
+    same(vjp(dout), right)
 
 
 # --- kernels bound lengths --------------------------------------------------------------------------------------------
@@ -368,8 +364,7 @@ def test_kernels_bound_lengths(n_q: int, dtype: str) -> None:
 
     right = computed(k, v, np.empty_like(k), np.empty_like(v), [N_K, 0, N_K])
     got = computed(*apart, [N_K + 20, -(2**40), N_K + 30])  # type: ignore[call-arg, misc]
-    for x, expected in zip(got, right, strict=True):
-        np.testing.assert_array_equal(x, expected)
+    same(got, right)
     assert all(np.isnan(x[[0, 4]]).all() for x in room)
 
 

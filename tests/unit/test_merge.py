@@ -1,7 +1,5 @@
 """merge: parts of the keys combine to attention over all of them."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Modifications: the ready-made ones against their formulas pair by pair, combining, and what tracing accepts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

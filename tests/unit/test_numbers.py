@@ -2,8 +2,6 @@
 whatever their dtype and the order of their bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

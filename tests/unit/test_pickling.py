@@ -1,7 +1,5 @@
 """Expressions, modifications, block masks and plans are pickled and copied, and malformed pickles are refused."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable
@@ -9,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import same
 
 import flashkit
 from flashkit import mods
@@ -96,11 +95,6 @@ def test_found_tile_lists_are_not_pickled() -> None:
     mask.rows()
     assert len(pickle.dumps(mask)) == small
     assert "_rows" not in vars(copy.copy(mask))
-
-
-def same(a: Any, b: Any) -> None:
-    for x, y in zip(a if isinstance(a, tuple) else (a,), b if isinstance(b, tuple) else (b,), strict=True):
-        np.testing.assert_array_equal(x, y)
 
 
 PLANS: dict[str, dict[str, Any]] = {

@@ -1,7 +1,5 @@
 """Pictures of masks and of attention weights: in notebooks, and with matplotlib."""
 
-from __future__ import annotations
-
 import re
 import sys
 from xml.etree import ElementTree

@@ -1,7 +1,5 @@
 """Plans: flashkit.plan(), and the plans that attention() caches."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import pickle
@@ -14,6 +12,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from cases import near, same
 
 import flashkit
 from flashkit import attention, dispatch, mods, plan
@@ -53,12 +52,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "score_mod": mods.score(lambda s, b, h, q, k, *, t, i: s + t[i[q % 40]], t=np.ones(3), i=np.arange(40) % 3)
     },
 }  # fmt: skip
-
-
-def same(a: Any, b: Any) -> None:
-    for x, y in zip(a if isinstance(a, tuple) else (a,), b if isinstance(b, tuple) else (b,), strict=True):
-        assert (x.shape, x.dtype) == (y.shape, y.dtype)
-        np.testing.assert_array_equal(x, y)
 
 
 def full(*args: Any, **options: Any) -> Any:
@@ -119,8 +112,7 @@ def test_small_pull_backs_and_a_hidden_nan(dtype: str) -> None:
         for pull_back, given in (
             (vjp, (dout,)), (flashkit.api.vjp_of(q, k, v, wide, lse, **options), (dout, dlse)), (vjp, (dout, dlse))
         ):  # fmt: skip
-            for gradient, wanted in zip(pull_back(*given), exact(*given), strict=True):
-                np.testing.assert_allclose(gradient, wanted, atol=1e-5)
+            near(pull_back(*given), exact(*given), atol=1e-5)
 
 
 def test_pull_backs_of_other_lengths_do_not_meet() -> None:

@@ -3,8 +3,6 @@
 pyproject.toml bounds these packages by the newest versions that this file passed with.
 """
 
-from __future__ import annotations
-
 import ast
 import ctypes
 import re

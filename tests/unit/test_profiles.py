@@ -1,7 +1,5 @@
 """Device profiles: every shipped file, errors that name the place, lookup order, merging, and writing."""
 
-from __future__ import annotations
-
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor

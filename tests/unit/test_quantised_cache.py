@@ -1,7 +1,5 @@
 """Keys and values of 8 bits that decoding reads as they are: caches, and pools and arrays of an engine's own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

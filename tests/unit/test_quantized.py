@@ -1,7 +1,5 @@
 """Arrays quantised to 8 bits: their numbers, and calls of attention that take them."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 from typing import Any
@@ -10,6 +8,7 @@ import cases
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import same
 
 import flashkit
 from flashkit import Quantized, attention, attention_vjp, quantize, reference
@@ -27,12 +26,6 @@ def normal(*shape: int) -> np.ndarray:
 
 def tensors(n_q: int = 33, n_k: int = 47, dtype: Any = np.float32) -> list[np.ndarray]:
     return [normal(*shape).astype(dtype) for shape in ((2, 4, n_q, 16), (2, 2, n_k, 16), (2, 2, n_k, 12))]
-
-
-def same(a: Any, b: Any) -> None:
-    for x, y in zip(a if isinstance(a, tuple) else (a,), b if isinstance(b, tuple) else (b,), strict=True):
-        assert (x.shape, x.dtype) == (y.shape, y.dtype)
-        np.testing.assert_array_equal(x, y)
 
 
 # --- the numbers ------------------------------------------------------------------------------------------------------

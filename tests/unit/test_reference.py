@@ -1,7 +1,5 @@
 """The definition against finite differences and at its edges; both tiled orders against the definition."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

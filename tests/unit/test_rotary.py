@@ -1,7 +1,5 @@
 """Rotary embedding against its definition in float64, tables against those of transformers, and what it refuses."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

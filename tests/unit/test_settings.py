@@ -1,7 +1,5 @@
 """The environment variables: read when they are needed, checked in one place, described in the document."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Interleaved timing, on a simulated clock."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The probabilities of `flashkit.weights` are those by which attention multiplies the values."""
 
-from __future__ import annotations
-
 import tracemalloc
 from typing import Any
 

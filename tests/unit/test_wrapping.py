@@ -3,8 +3,6 @@
 The oracle is every operation computed on Python's integers and wrapped, pair by pair, without any bounds.
 """
 
-from __future__ import annotations
-
 import ast
 import ctypes
 import operator
