@@ -28,21 +28,18 @@ def takes(spec: AttentionSpec) -> bool:
     return spec.dtype == "float32" and spec.precision == "tf32" and plain
 
 
-class HeadStatistics:
-    """Memory of what the conversion finds: scales of each key/value head, and whether the fallback is needed.
-
-    It is kept until the fallback is enqueued.
+def head_statistics(arguments: Arguments, stream: int) -> tuple[Any, list[int]]:
+    """Memory of what the conversion finds, to be kept until the fallback is enqueued; addresses of the maxima and the
+    scales of each key/value head, and of the flag that says whether the fallback is needed.
     """
-
-    def __init__(self, arguments: Arguments, stream: int) -> None:
-        heads = arguments.batch * arguments.heads_kv
-        scales, maxima = 4 * 4 * heads, 4 * 4 * _MAX_DIM * heads
-        self._memory = scratch(_ALIGNED + maxima + scales, "int8")
-        self.fallback = int(self._memory.data.ptr)
-        self.maxima = self.fallback + _ALIGNED
-        self.scales = self.maxima + maxima
-        clear(self.fallback, _ALIGNED + maxima, stream)
-        arguments.set(head_scales=self.scales, fallback=self.fallback)
+    heads = arguments.batch * arguments.heads_kv
+    scales, maxima = 4 * 4 * heads, 4 * 4 * _MAX_DIM * heads
+    memory = scratch(_ALIGNED + maxima + scales, "int8")
+    flag = int(memory.data.ptr)
+    clear(flag, _ALIGNED + maxima, stream)
+    addresses = [flag + _ALIGNED, flag + _ALIGNED + maxima, flag]
+    arguments.set(head_scales=addresses[1], fallback=flag)
+    return memory, addresses
 
 
 class Tf32Conversion:
@@ -52,9 +49,9 @@ class Tf32Conversion:
         library = of.compiled("sm90/tf32_convert", {"NUM_TERMS": 1})
         self._kernels = [library.kernel(name, of.device) for name in ("tf32_maxima", "tf32_convert")]
 
-    def terms(self, arguments: Arguments, statistics: HeadStatistics, stream: int) -> tuple[list[Terms], Any]:
-        """Enqueue the conversion. Returns the float16 tensors and the memory that holds them, to be kept until all
-        kernels that read it are enqueued.
+    def terms(self, arguments: Arguments, statistics: list[int], stream: int) -> tuple[list[Terms], Any]:
+        """Enqueue the conversion; statistics: of `head_statistics`. Returns the float16 tensors and their memory, to be
+        kept until all kernels that read it are enqueued.
         """
         terms, block = [Terms.of(arguments, name) for name in _OPERANDS], list[int]()
         ends = list(accumulate(each.batch * each.heads * -(-each.tokens // _ROWS) for each in terms))
@@ -62,7 +59,7 @@ class Tf32Conversion:
         memory, _ = allocated(terms)
         for name, each in zip(_OPERANDS, terms):
             block += [*each.words(arguments, name), each.heads // arguments.heads_kv]
-        block += [*ends, statistics.maxima, statistics.scales, statistics.fallback]
+        block += [*ends, *statistics]
         for kernel in self._kernels:
             kernel.launch(ends[-1], _THREADS, KernelArguments(block), stream)
         return terms, memory
@@ -90,13 +87,13 @@ class Sm90Tf32Backward(Sm90Backward):
     def launch(
         self, arguments: Arguments, geometry: LaunchGeometry, stream: int, maps: Sequence[TensorMap] | None = None
     ) -> None:  # fmt: skip
-        statistics = HeadStatistics(arguments, stream)
+        held, statistics = head_statistics(arguments, stream)
         terms, memory = self.conversion.terms(arguments, statistics, stream)
         super().launch(arguments, geometry, stream, self.maps(terms))
         del memory  # for the fallback
         self.fallback.run(arguments, stream)
         arguments.set(fallback=0)
-        del statistics  # kept until the kernels that read it are enqueued
+        del held  # kept until the kernels that read it are enqueued
 
     def takes(self, arguments: Arguments) -> bool:
         """delta may be of any magnitude where the log-sum-exp has a gradient."""
