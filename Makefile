@@ -5,14 +5,16 @@
 # make pythons the README and the tests of modules on each other Python that is supported and installed
 # make fast    the quick tests of attention itself; none of a device, a library, the system or a tool
 # make matrix  conformance of the CPU backend with each vector width, from four threads at once
+# make mutants MODULE=flashkit/call/shape.py  which small changes of a module no test finds (cosmic-ray; hours)
 # make lint    ruff and mypy
 # make docs    the documentation site, in build/docs/html; fails on any warning
 # make wheel   a wheel with prebuilt kernels, in dist; takes six minutes
-# Settings: PYTHON (3.11 or newer), VENV, QUERY, DEMO_ARGS, QUESTION, GENERATE_ARGS, TRAIN_ARGS, PYTEST_ARGS, WHEEL, for example  make fast PYTEST_ARGS="-k profiles"
+# Settings: PYTHON (3.11 or newer), VENV, QUERY, DEMO_ARGS, QUESTION, GENERATE_ARGS, TRAIN_ARGS, PYTEST_ARGS, MODULE, WHEEL, for example  make fast PYTEST_ARGS="-k profiles"
 
 PYTHON ?= python3
 VENV   ?= .venv
 QUERY  ?= how can attention be computed without storing the score matrix?
+MODULE ?= flashkit/call/shape.py
 DEMO_ARGS   ?=
 QUESTION ?= What is the capital of France?
 GENERATE_ARGS ?=
@@ -26,11 +28,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo generate train test pythons fast matrix lint docs wheel clean help
+.PHONY: demo generate train test pythons fast matrix mutants lint docs wheel clean help
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n 's/^# //p' Makefile | head -11
+	@sed -n 's/^# //p' Makefile | head -12
 
 demo: $(VENV)/.stamp-demo
 	$(BIN)/flashkit demo $(DEMO_ARGS) "$(QUERY)"
@@ -57,6 +59,11 @@ matrix: $(VENV)/.stamp-test
 	  FLASHKIT_CPU_LANES=$$lanes FLASHKIT_TEST_THREADS=4 NUMBA_NUM_THREADS=2 \
 	  $(PYTEST) tests/conformance/test_conformance.py -k "cpu" $(PYTEST_ARGS); \
 	done
+
+# A session is build/mutants/MODULE.sqlite; a run that was interrupted continues.
+mutants: $(VENV)/.stamp-test
+	$(PIP) cosmic-ray
+	$(BIN)/python -m tests.mutants.automatic $(MODULE)
 
 lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .

@@ -28,8 +28,11 @@ DEVICE float bias_of_pair(unsigned pair, int c) {
     return widen(half_t{(unsigned short)(pair >> 16 * c)});
 }
 
-// Of a mask, whose elements are 0 or 1: bit 8 i + m is byte i of word m of those that ldmatrix gives a lane from the
-// first four matrices and the second ones. Matrices have pairs of bytes: lanes exchange bits where others need them.
+// Bit 7 of each byte says whether the byte is not 0; its other bits are anything.
+DEVICE unsigned nonzero_bytes(unsigned x) { return (x & 0x7f7f7f7fu) + 0x7f7f7f7fu | x; }
+
+// Of a mask: bit 8 i + m says whether byte i is not 0 in word m of those that ldmatrix gives a lane from the first four
+// matrices and the second ones. Matrices have pairs of bytes: lanes exchange bits where others need them.
 template <bool TRANSPOSED>
 DEVICE unsigned mask_bits(unsigned first, unsigned second) {
     unsigned bits = 0;
@@ -38,7 +41,7 @@ DEVICE unsigned mask_bits(unsigned first, unsigned second) {
         unsigned four[4];
         ldmatrix_x4<TRANSPOSED>(four, m == 0 ? first : second);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) bits |= (four[i] & 0x01010101u) << (m + i);
+        for (int i = 0; i < 4; ++i) bits |= (nonzero_bytes(four[i]) & 0x80808080u) >> (7 - m - i);
     }
     return bits;
 }

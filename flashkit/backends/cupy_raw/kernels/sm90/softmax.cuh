@@ -84,8 +84,10 @@ struct MaskFragment {
                 const unsigned keys = tile + i * BLOCK_Q * CHUNK_ROW + swizzled(row, lane / 8);
                 const unsigned bits = mask_bits<false>(keys, keys ^ 4 * VEC_BYTES);
 #pragma unroll
-                for (int odd = 0; odd < 2; ++odd)
-                    words[i][half][odd] = __shfl_sync(~0u, bits, lane / 4 * 4 + 2 * odd + lane % 4 / 2) >> lane % 2 * 16;
+                for (int odd = 0; odd < 2; ++odd) {
+                    const int from = lane / 4 * 4 + 2 * odd + lane % 4 / 2;
+                    words[i][half][odd] = __shfl_sync(~0u, bits, from) >> lane % 2 * 16;
+                }
             }
     }
     __device__ __forceinline__ bool shown(int n, int half, int c) const {
@@ -127,7 +129,8 @@ DEVICE void modify_in_range(const Params& p, const WorkTile& at, start offset, f
                     x = modified_score<position>(x * scale, at.b, h, row, q, k_of, distance, p);
                 if constexpr (PARTIAL_TILE) {
                     bool shown = k < n_k;
-                    if constexpr (MASK_TILES) shown = visible_where(dense.mask.shown(n, half, c), at.b, h, row, q, inside, p);
+                    if constexpr (MASK_TILES)
+                        shown = visible_where(dense.mask.shown(n, half, c), at.b, h, row, q, inside, p);
                     else if constexpr (HAS_MASK)
                         shown = visible(at.b, h, row, SHIFTS ? q - first : q, SHIFTS ? 8 * n + c : inside, p);
                     x = shown ? x : OF_P ? 0.0f : HIDDEN;
