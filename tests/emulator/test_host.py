@@ -15,7 +15,7 @@ import flashkit
 from flashkit import mods
 from flashkit.api import vjp_of
 from flashkit.backends.cuda_common import backend as cuda_backend
-from flashkit.backends.cuda_common import compiler, tensor_maps, verify
+from flashkit.backends.cuda_common import compiler, modification, tensor_maps, verify
 from flashkit.backends.cuda_common import device as devices
 from flashkit.backends.cuda_common.cu_seqlens import derive
 from flashkit.backends.cuda_common.memory import Workspace
@@ -418,7 +418,7 @@ class Computed:
     """A pass without kernels: it writes what the definition gives, changed by `change`, a function of each result."""
 
     tile = "its tile"
-    bias, values_in_keys = None, False
+    dense, values_in_keys = modification.NOT_DENSE, False
 
     def __init__(self, spec: AttentionSpec, direction: str, change: Any) -> None:
         self.spec, self.direction, self.change = spec, direction, change
