@@ -51,8 +51,7 @@ extern "C" __global__ void fill_distances(KERNEL_PARAMS) {
         if (inside) sums[i] = 0;
         __syncthreads();
         if (threadIdx.x % STRAIGHT == 0) terms.bends[tile] = !exist;
-#pragma unroll
-        for (int read = 0; read < ValueSums::READS; ++read) {
+        UNROLL(read, ValueSums::READS) {
             long long at = 0;
             fk_float slope = 0;
             if (exist) ValueSums::term<long long>(read, at, slope, 0, b, h, 0, distance, 0, p);

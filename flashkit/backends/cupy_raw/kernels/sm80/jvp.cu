@@ -42,10 +42,8 @@ DEVICE void modify_tile(const Params& p, const RowsOfLane& rows, int state, floa
     const float scale = (float)p.softmax_scale;
     const long long q_position = seq_info(p, rows.b).q_position;
     const bool edge = k0 + BLOCK_K > n_k;
-#pragma unroll
-    for (int n = 0; n < KEYS; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
+    UNROLL(n, KEYS)
+        UNROLL(e, 4) {
             const int row = rows.at(e / 2), k = k0 + key_of_lane(n) + e % 2;
             float& x = s[0][n][e];
             x *= scale;
@@ -68,20 +66,16 @@ DEVICE void modify_tile(const Params& p, const RowsOfLane& rows, int state, floa
 // Scores to P, dS to P dS, and all sums relative to the new row maximum.
 DEVICE void online_softmax(State& at, float (&s)[1][KEYS][4], float (&ds)[1][KEYS][4]) {
     float rescale[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    UNROLL(half, 2) {
         float top = at.m[half];
-#pragma unroll
-        for (int n = 0; n < KEYS; ++n) top = fmaxf(top, fmaxf(s[0][n][2 * half], s[0][n][2 * half + 1]));
+        UNROLL(n, KEYS) top = fmaxf(top, fmaxf(s[0][n][2 * half], s[0][n][2 * half + 1]));
         top = across_lanes(top, [](float x, float y) { return fmaxf(x, y); });
         const float shift = top == HIDDEN ? 0.0f : top;  // so that -inf stays -inf
         rescale[half] = exp2_fast(at.m[half] - shift);
         at.m[half] = top;
         float sum = 0, total = 0;
-#pragma unroll
-        for (int n = 0; n < KEYS; ++n)
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
+        UNROLL(n, KEYS)
+            UNROLL(c, 2) {
                 float& x = s[0][n][2 * half + c];
                 x = exp2_fast(x - shift);
                 sum += x;
@@ -95,25 +89,20 @@ DEVICE void online_softmax(State& at, float (&s)[1][KEYS][4], float (&ds)[1][KEY
         at.total[half] = fmaf(at.total[half], rescale[half], total);
     }
     if (__all_sync(~0u, rescale[0] == 1 && rescale[1] == 1)) return;
-#pragma unroll
-    for (int n = 0; n < COLUMNS; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) at.o[0][n][e] *= rescale[e / 2], at.d_o[0][n][e] *= rescale[e / 2];
+    UNROLL(n, COLUMNS)
+        UNROLL(e, 4) at.o[0][n][e] *= rescale[e / 2], at.d_o[0][n][e] *= rescale[e / 2];
 }
 
 DEVICE void drop_tile(const Params& p, const RowsOfLane& rows, float (&x)[1][KEYS][4], int k0) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-        for (int n = 0; n < KEYS; ++n)
+    UNROLL(half, 2)
+        UNROLL(n, KEYS)
             drop_pair(x[0][n][2 * half], x[0][n][2 * half + 1], p, rows.b, rows.h, rows.at(half), k0 + key_of_lane(n));
 }
 
 // Stores O, dO, the log-sum-exp and its tangent. Returns whether the tensor cores may have made NaN of a masked pair.
 DEVICE bool epilogue(const Params& p, const RowsOfLane& rows, State& at) {
     bool spoilt = false;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    UNROLL(half, 2) {
         const auto add = [](float x, float y) { return x + y; };
         const int row = rows.at(half);
         float top = at.m[half], sum = across_lanes(at.l[half], add), total = across_lanes(at.total[half], add);
@@ -123,10 +112,8 @@ DEVICE bool epilogue(const Params& p, const RowsOfLane& rows, State& at) {
         factor = empty ? 0.0f : factor / sum;
         total *= factor;
         float zero = 0;  // NaN if an element is not finite
-#pragma unroll
-        for (int n = 0; n < COLUMNS; ++n)
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
+        UNROLL(n, COLUMNS)
+            UNROLL(c, 2) {
                 float &x = at.o[0][n][2 * half + c], &dx = at.d_o[0][n][2 * half + c];
                 x *= factor;
                 dx = fmaf(dx, factor, -total * x);
@@ -140,8 +127,7 @@ DEVICE bool epilogue(const Params& p, const RowsOfLane& rows, State& at) {
         }
         storage* const out = q_row<storage>(p, p.out, rows.b, rows.h, row);
         storage* const d_out = q_row<storage>(p, p.dout, rows.b, rows.h, row);
-#pragma unroll
-        for (int n = 0; n < COLUMNS; ++n) {
+        UNROLL(n, COLUMNS) {
             store_pair<HEAD_DIM_V>(out, key_of_lane(n), at.o[0][n][2 * half], at.o[0][n][2 * half + 1]);
             store_pair<HEAD_DIM_V>(d_out, key_of_lane(n), at.d_o[0][n][2 * half], at.d_o[0][n][2 * half + 1]);
         }

@@ -105,11 +105,9 @@ struct MaskFragment {
     // stage: the address of the tile.
     __device__ __forceinline__ void load(unsigned stage, int key_group, int warp, int lane) {
         const unsigned address = stage + swizzled(lane, 4 * key_group + warp % 4);
-#pragma unroll
-        for (int i = 0; i < S_REGS / 32; ++i) {
+        UNROLL(i, S_REGS / 32) {
             const unsigned rows = address + 64 * i * CHUNK_ROW, bits = mask_bits<true>(rows, rows + 32 * CHUNK_ROW);
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
+            UNROLL(half, 2)
                 words[i][half] = __shfl_sync(~0u, bits, 16 * half + lane / 8 * 4 + lane % 4) >> lane / 4 % 2 * 8;
         }
     }

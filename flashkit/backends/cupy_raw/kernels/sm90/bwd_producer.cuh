@@ -14,8 +14,7 @@ DEVICE void clear_rows_where(unsigned tile, F cleared) {
 #pragma unroll 1
     for (int i = threadIdx.x % 32; i < ROWS * 8; i += 32)
         if (cleared(i / 8))
-#pragma unroll
-            for (int c = 0; c < TILE_CHUNKS; ++c) clear_vec(tile + (c * ROWS + i / 8) * CHUNK_ROW + i % 8 * VEC_BYTES);
+            UNROLL(c, TILE_CHUNKS) clear_vec(tile + (c * ROWS + i / 8) * CHUNK_ROW + i % 8 * VEC_BYTES);
 }
 
 // Of 16 bytes of elements: whether one is not finite. Its exponent is all ones, so one more overflows into the sign.
@@ -23,8 +22,7 @@ DEVICE bool any_nonfinite(const uint4& x) {
     constexpr unsigned ONES = STORAGE == BFLOAT16 ? 0x7f807f80u : 0x7c007c00u, ONE = ONES & -ONES & 0xffff;
     const unsigned words[4] = {x.x, x.y, x.z, x.w};
     unsigned signs = 0;
-#pragma unroll
-    for (int e = 0; e < 4; ++e) signs |= (words[e] & ONES) + (ONE | ONE << 16);
+    UNROLL(e, 4) signs |= (words[e] & ONES) + (ONE | ONE << 16);
     return signs & 0x80008000u;
 }
 
@@ -37,16 +35,13 @@ DEVICE void clear_nonfinite_keys(unsigned tile, int existing, unsigned bits) {
     for (int word = 0; word < NONFINITE_WORDS; ++word) {
         unsigned nonfinite = 0;  // of 32 keys; a lane reads 16 bytes of every fourth
         if constexpr (MAY_HIDE) {
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
+            UNROLL(i, 8) {
                 const int row = 32 * word + 4 * i + lane / 8;
                 bool found = false;
-#pragma unroll
-                for (int c = 0; c < TILE_CHUNKS; ++c)
+                UNROLL(c, TILE_CHUNKS)
                     found |= any_nonfinite(load_vec(tile + (c * CTA_KEYS + row) * CHUNK_ROW + lane % 8 * VEC_BYTES));
                 const unsigned ballot = __ballot_sync(~0u, found);
-#pragma unroll
-                for (int r = 0; r < 4; ++r) nonfinite |= (ballot >> 8 * r & 255) != 0 ? 1u << 4 * i + r : 0;
+                UNROLL(r, 4) nonfinite |= (ballot >> 8 * r & 255) != 0 ? 1u << 4 * i + r : 0;
             }
         }
         if (bits != 0 && lane == 0) store_word(bits + 4 * word, (int)nonfinite);

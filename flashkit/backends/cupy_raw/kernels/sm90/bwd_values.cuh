@@ -14,8 +14,7 @@ constexpr int VALUE_LANES = 16, VALUE_KEYS = WARPGROUP_KEYS / VALUE_LANES;  // o
 // Elements of dS as floats.
 template <int N>
 DEVICE void unpack(float (&x)[N], const unsigned* pairs) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
+    UNROLL(i, N) {
         const unsigned short element = (unsigned short)(pairs[i / 2] >> i % 2 * 16);
         x[i] = STORAGE == BFLOAT16 ? widen(bfloat16_t{element}) : widen(half_t{element});
     }
@@ -34,20 +33,17 @@ DEVICE void add_diagonals(float* sums, unsigned tile, int lane) {
 #pragma unroll 4
     for (int i = 0; i < STRAIGHT / 2; ++i) {
         if (i == lane) {
-#pragma unroll
-            for (int j = 0; j < 3; ++j) less[j] = x[j], x[j] = 0;
+            UNROLL(j, 3) less[j] = x[j], x[j] = 0;
         }
         const int pair = i - lane & 31;
-#pragma unroll
-        for (int row = 0; row < 2; ++row) {
+        UNROLL(row, 2) {
             const unsigned word = (unsigned)load_word(tile + swizzled(2 * i + row, pair / 4) + pair % 4 * 4);
             float ds[2];
             unpack(ds, &word);
             x[row + 1] += ds[0], x[row] += ds[1];
         }
     }
-#pragma unroll
-    for (int j = 0; j < 3; ++j) {
+    UNROLL(j, 3) {
         float* at = sums + 2 * lane + j - 1;
         if (x[j] != 0) add_float(at, x[j]);
         if (less[j] != 0) add_float(at - STRAIGHT, less[j]);
@@ -107,8 +103,7 @@ DEVICE void value_sums_warp(const Params& p, const TensorMap& dbias_map, unsigne
                 unsigned tile = base + AT_DS + n % 2 * BYTES_DS + group * BLOCK_Q * CHUNK_ROW;
                 float* sums = distances(p.distance_sums, seq, h) + distance;
                 int straight[BLOCK_Q / STRAIGHT];
-#pragma unroll
-                for (int i = 0; i < BLOCK_Q / STRAIGHT; ++i)
+                UNROLL(i, BLOCK_Q / STRAIGHT)
                     straight[i] = uniform(__float_as_int(*is_straight(p.distance_sums, sums + i * STRAIGHT)));
                 pipe_ds.consumer_wait(n);
 #pragma unroll
@@ -141,8 +136,7 @@ DEVICE void value_sums_warp(const Params& p, const TensorMap& dbias_map, unsigne
 #pragma unroll 1
                 for (int i = 0; i < rows; ++i, sums += to_row) {
                     load_ds(x, element(i));
-#pragma unroll
-                    for (int j = 0; j < VALUE_KEYS; ++j)
+                    UNROLL(j, VALUE_KEYS)
                         if (j < keys) add_float(sums + j * to_key, x[j]);
                 }
             }

@@ -40,8 +40,7 @@ DEVICE unsigned mask_bits(unsigned first, unsigned second) {
     for (int m = 0; m < 8; m += 4) {
         unsigned four[4];
         ldmatrix_x4<TRANSPOSED>(four, m == 0 ? first : second);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) bits |= (nonzero_bytes(four[i]) & 0x80808080u) >> (7 - m - i);
+        UNROLL(i, 4) bits |= (nonzero_bytes(four[i]) & 0x80808080u) >> (7 - m - i);
     }
     return bits;
 }

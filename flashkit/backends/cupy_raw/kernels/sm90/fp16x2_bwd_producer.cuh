@@ -54,8 +54,7 @@ DEVICE void issue_abt(float (&x)[BLOCK_COLUMNS / 2], unsigned a_at, unsigned b_a
     constexpr int STEPS = padded(DIM) / 16, LOW = 4 * chunks(DIM);  // in steps, to the low parts
     const unsigned long long a = descriptor(a_at), b = descriptor(b_at);
     auto terms = [&](unsigned long long a, unsigned long long b, bool first) {
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
+        UNROLL(step, STEPS) {
             if (first && step == 0) wgmma_zero_init<0, 0>(x, a, b);
             else product<0, 0>(x, a + along_rows(step, 64), b + along_rows(step, BLOCK_COLUMNS), 1);
         }
@@ -71,15 +70,12 @@ struct Fragment {
 
     // Packs w. `top` holds the lane's greatest magnitude of each row; `scale` gets what 1 stands for in the row.
     __device__ __forceinline__ void pack_rows(float (&w)[BLOCK_COLUMNS / 2], const float (&top)[2], float (&scale)[2]) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        UNROLL(half, 2) {
             scale[half] = scale_for(__float_as_uint(max_across_lanes(top[half])));
             const float inverse = inverse_of(scale[half]);
-#pragma unroll
-            for (int i = 0; i < BLOCK_COLUMNS / 4; ++i) w[i / 2 * 4 + 2 * half + i % 2] *= inverse;
+            UNROLL(i, BLOCK_COLUMNS / 4) w[i / 2 * 4 + 2 * half + i % 2] *= inverse;
         }
-#pragma unroll
-        for (int i = 0; i < BLOCK_COLUMNS / 4; ++i) to_terms(w[2 * i], w[2 * i + 1], high[i], low[i]);
+        UNROLL(i, BLOCK_COLUMNS / 4) to_terms(w[2 * i], w[2 * i + 1], high[i], low[i]);
     }
 };
 
@@ -90,8 +86,7 @@ DEVICE void issue_slice(float (&slice)[N], const Fragment& w, unsigned b_at) {
     constexpr int CHUNK = BLOCK_COLUMNS * CHUNK_ROW;
     const unsigned long long b = descriptor(b_at + FROM / 64 * CHUNK, CHUNK);
     auto terms = [&](const unsigned (&x)[BLOCK_COLUMNS / 4], unsigned long long b, bool first) {
-#pragma unroll
-        for (int step = 0; step < BLOCK_COLUMNS / 16; ++step)
+        UNROLL(step, BLOCK_COLUMNS / 16)
             wgmma_rs<1>(slice, x, 4 * step, b + along_columns(step), first && step == 0 ? 0 : 1);
     };
     wgmma_fence();
@@ -106,8 +101,7 @@ DEVICE void finish_slice(float (&slice)[N], Fragment& w, const float (&back)[2],
     wgmma_wait<0>();
     fence_operand(slice), fence_operand(w.high);
     if constexpr (NUM_TERMS == 2) fence_operand(w.low);
-#pragma unroll
-    for (int i = 0; i < N; ++i) sums[FROM / 2 + i] = fmaf(slice[i], back[i / 2 % 2], sums[FROM / 2 + i]);
+    UNROLL(i, N) sums[FROM / 2 + i] = fmaf(slice[i], back[i / 2 % 2], sums[FROM / 2 + i]);
 }
 
 // sums += W B, slice by slice; meanwhile() runs while the first is in flight.

@@ -53,16 +53,13 @@ DEVICE void transpose_tile(unsigned v, unsigned vt, int keys, int warp) {
         ldmatrix_x4<true>(r[unit % AHEAD], (from ^ block % 8 * VEC_BYTES) + block / 8 * CHUNK_BYTES +
                                                unit % STEPS * 32 * CHUNK_ROW);
     };
-#pragma unroll
-    for (int unit = 0; unit < AHEAD; ++unit)
+    UNROLL(unit, AHEAD)
         if (exists(unit)) load(unit);
-#pragma unroll
-    for (int unit = 0; unit < UNITS; ++unit) {
+    UNROLL(unit, UNITS) {
         if (!exists(unit)) break;
         const int step = unit % STEPS;
         unsigned words[4];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        UNROLL(half, 2) {
             const unsigned x = r[unit % AHEAD][2 * half], y = r[unit % AHEAD][2 * half + 1];
             words[2 * half] = __byte_perm(x, y, first), words[2 * half + 1] = __byte_perm(x, y, second);
             if (HAS_LENGTHS && keys < BLOCK_K) {

@@ -61,8 +61,7 @@ struct ConsumerFp8 : SumsFp8 {
         const unsigned long long k = descriptor(base + at_k(uniform(tiles_k % STAGES)));
         const unsigned long long from = descriptor(q_rows(base, number % Q_BUFFERS, wg));
         wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < up(HEAD_DIM, 32) / 32; ++step) {  // 32 columns: as many bytes as 16 of 16 bits
+        UNROLL(step, up(HEAD_DIM, 32) / 32) {  // 32 columns: as many bytes as 16 of 16 bits
             const unsigned long long to = advance(k, along_rows(step, BLOCK_K));
             if constexpr (Q_IN_REGISTERS) wgmma_rs(s, q, 4 * step, to, step > 0 ? 1 : 0);
             else if (step == 0) wgmma_zero_init(s, from, to);
@@ -75,8 +74,7 @@ struct ConsumerFp8 : SumsFp8 {
         const unsigned long long v = descriptor(at_vt(base, uniform(tiles_v % STAGES)));
         wait_v();
         wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < BLOCK_K / 32; ++step)
+        UNROLL(step, BLOCK_K / 32)
             wgmma_rs(o, codes, 4 * step, advance(v, along_rows(step, VT_LINES)), 1);
         wgmma_commit();
     }
@@ -102,20 +100,17 @@ struct ConsumerFp8 : SumsFp8 {
         const int head = at.h / GQA_GROUP;
         k_scale = SCALES_OF_HEADS ? Elements::key_scale(params, params.k_scale, at.b, head, 0) : 1.0f;
         v_scale = SCALES_OF_HEADS ? Elements::key_scale(params, params.v_scale, at.b, head, 0) : 1.0f;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        UNROLL(half, 2) {
             const auto [h, row] = clamped_row(params, at.b, at.h, at.row0 + row_of_lane(half));
             row_scale[half] = Elements::query_scale(params, at.b, h, row);
             if (IS_NARROW) combine_scales(half);
         }
         if constexpr (Q_IN_REGISTERS) {
             const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
-#pragma unroll
-            for (int step = 0; step < Q_REGS / 4; ++step) {
+            UNROLL(step, Q_REGS / 4) {
                 unsigned r[4];
                 ldmatrix_x4(r, q_rows(base, number % Q_BUFFERS, wg) + swizzled(row, 2 * step + lane / 16));
-#pragma unroll
-                for (int i = 0; i < 4; ++i) q[4 * step + i] = r[i];
+                UNROLL(i, 4) q[4 * step + i] = r[i];
             }
             __syncwarp();
             release_q();

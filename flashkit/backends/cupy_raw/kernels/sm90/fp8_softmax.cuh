@@ -74,8 +74,7 @@ DEVICE void load_key_scales(const Params& p, const WorkTile& at, int k0, unsigne
 // For each pair of a lane's columns f(column block, two numbers of the keys).
 template <typename F>
 DEVICE void for_columns(unsigned numbers, F f) {
-#pragma unroll
-    for (int n = 0; n < BLOCK_K / 8; ++n) f(n, load_floats(numbers + threadIdx.x % 4 * 8 + 32 * n));
+    UNROLL(n, BLOCK_K / 8) f(n, load_floats(numbers + threadIdx.x % 4 * 8 + 32 * n));
 }
 
 // --- weights ---------------------------------------------------------------------------------------------------------
@@ -129,16 +128,14 @@ struct SoftmaxFp8 {
                 s[4 * n] *= scale.x, s[4 * n + 1] *= scale.y, s[4 * n + 2] *= scale.x, s[4 * n + 3] *= scale.y;
             });
         if (HAS_SCORE) {
-#pragma unroll
-            for (int i = 0; i < S_REGS; ++i) s[i] *= factor[i / 2 % 2];
+            UNROLL(i, S_REGS) s[i] *= factor[i / 2 % 2];
             factor[0] = factor[1] = LOG2E;
         }
         if (HAS_SCORE || !full)
             modify_tile(params, read_work_tile(params, base, number, wg), full, s, k0, (float)params.softmax_scale);
         if constexpr (SCALES_OF_TOKENS) {
             for_columns(key_scales + SCALE_BYTES, [&](int n, float2 log2_v) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
+                UNROLL(i, 4)
                     s[4 * n + i] = fmaf(s[4 * n + i], factor[i / 2], i % 2 ? log2_v.y : log2_v.x);
             });
             factor[0] = factor[1] = 1;
@@ -170,8 +167,7 @@ struct SoftmaxFp8 {
         else if (LAZY == 0) grows = __any_sync(~0u, most[0] - limit > m[0] || most[1] - limit > m[1]);
         else grows = __any_sync(~0u, outgrows(0, most[0], top, limit) || outgrows(1, most[1], top, limit));
         if (__builtin_expect(grows, 0)) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
+            UNROLL(half, 2) {
                 const bool higher = most[half] - (LAZY == 0 ? limit : top) > m[half];
                 const float next = higher ? most[half] - top : m[half];
                 rescale[half] = exp2_fast(m[half] - next), m[half] = next;
@@ -190,11 +186,9 @@ struct SoftmaxFp8 {
     // Where m is great S is scaled and rounded before m is subtracted.
     __device__ __forceinline__ void scale_below_great() {
         if (__builtin_expect(exact_signs == 0, 1)) return;
-#pragma unroll
-        for (int i = 0; i < S_REGS; ++i) s[i] = __fadd_rn(__fmul_rn(s[i], factor[i / 2 % 2]), shift);
+        UNROLL(i, S_REGS) s[i] = __fadd_rn(__fmul_rn(s[i], factor[i / 2 % 2]), shift);
         factor[0] = factor[1] = 1, shift = 0;
-#pragma unroll
-        for (int half = 0; half < 2; ++half)  // A great score hides the scale of its value. The epilogue sees NaN.
+        UNROLL(half, 2)  // A great score hides the scale of its value. The epilogue sees NaN.
             if ((SCALES_OF_BLOCKS || SCALES_OF_TOKENS) && is_great(m[half]) && m[half] > NO_MAXIMUM)
                 l[half] = fk_special(0);
     }
@@ -207,10 +201,8 @@ struct SoftmaxFp8 {
         scale_below_great();
         const float add[2] = {shift - m[0], shift - m[1]};
         float sum[4] = {0, 0, 0, 0};
-#pragma unroll
-        for (int i = 0; i < CODE_REGS; ++i) {
-#pragma unroll
-            for (int c = 0; c < 4; ++c) {
+        UNROLL(i, CODE_REGS) {
+            UNROLL(c, 4) {
                 float& weight = of_code(i)[c / 2 * 4 + c % 2];
                 weight = exp2_fast(fmaf(weight, factor[i % 2], add[i % 2]));
                 if (!SCALES_OF_TOKENS && (SUMS_OF_FLOATS || !PACKS)) sum[i % 2 * 2 + c % 2] += weight;
@@ -219,8 +211,7 @@ struct SoftmaxFp8 {
         }
         if constexpr (SCALES_OF_TOKENS)
             for_columns(key_scales + 2 * SCALE_BYTES, [&](int n, float2 inverse) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) sum[i] = fmaf(s[4 * n + i], i % 2 ? inverse.y : inverse.x, sum[i]);
+                UNROLL(i, 4) sum[i] = fmaf(s[4 * n + i], i % 2 ? inverse.y : inverse.x, sum[i]);
             });
         add_float_sums(sum[0] + sum[1], sum[2] + sum[3]);
         unsigned seen = __float_as_uint((sum[0] + sum[1]) + (sum[2] + sum[3]));
@@ -236,12 +227,10 @@ struct SoftmaxFp8 {
         const float add[2] = {shift - m[0], shift - m[1]};
         unsigned greatest = exact_signs;
         float sum[2] = {0, 0};
-#pragma unroll
-        for (int i = 0; i < CODE_REGS; ++i) {
+        UNROLL(i, CODE_REGS) {
             const float* x = of_code(i);
             float weight[4];
-#pragma unroll
-            for (int c = 0; c < 4; ++c) weight[c] = exp2_fast(fmaf(x[c / 2 * 4 + c % 2], factor[i % 2], add[i % 2]));
+            UNROLL(c, 4) weight[c] = exp2_fast(fmaf(x[c / 2 * 4 + c % 2], factor[i % 2], add[i % 2]));
             codes[i] = pack_e4m3(weight[0], weight[1], weight[2], weight[3]);
             if (EXACT_LSE) sum[i % 2] += (weight[0] + weight[1]) + (weight[2] + weight[3]);
             greatest |= codes[i] + TO_SIGN;
@@ -258,7 +247,6 @@ struct SoftmaxFp8 {
         return pack_e4m3(x[0], x[1], x[4], x[5]);
     }
     __device__ __forceinline__ void pack_codes(unsigned (&codes)[CODE_REGS]) {
-#pragma unroll
-        for (int i = 0; i < CODE_REGS; ++i) codes[i] = code_word(i);
+        UNROLL(i, CODE_REGS) codes[i] = code_word(i);
     }
 };

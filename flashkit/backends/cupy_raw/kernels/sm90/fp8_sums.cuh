@@ -31,8 +31,7 @@ DEVICE float2 unpack_f16(unsigned x) {
 DEVICE void transpose_words(unsigned (&x)[4]) {
 #pragma unroll
     for (int step = 1; step < 4; step *= 2)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        UNROLL(i, 4) {
             if (i & step) continue;
             const bool odd = threadIdx.x & step;
             const unsigned other = __shfl_xor_sync(~0u, odd ? x[i] : x[i + step], step);
@@ -44,11 +43,9 @@ DEVICE void transpose_words(unsigned (&x)[4]) {
 // A lane's part of a row of O to global memory.
 DEVICE void store_output_row(const float (&o)[SUMS_REGS], int half, storage* row, bool exists) {
     const int lane = threadIdx.x % 4;
-#pragma unroll
-    for (int block = 0; block < COLUMNS / 32; ++block) {
+    UNROLL(block, COLUMNS / 32) {
         unsigned x[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] = pack(o[16 * block + 4 * i + 2 * half], o[16 * block + 4 * i + 2 * half + 1]);
+        UNROLL(i, 4) x[i] = pack(o[16 * block + 4 * i + 2 * half], o[16 * block + 4 * i + 2 * half + 1]);
         transpose_words(x);
         if (exists) reinterpret_cast<uint4*>(row + 32 * block)[lane] = {x[0], x[1], x[2], x[3]};
     }
@@ -64,8 +61,7 @@ DEVICE void epilogue_fp8(const Params& p, const WorkTile& at, const float (&m)[2
     const int n_q = seq_of(p, at).n_q();
     bool is_nonfinite = false;
     const auto add = [](float x, float y) { return x + y; };
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    UNROLL(half, 2) {
         const int index = at.row0 + row_of_lane(half), row = index / PACK_GQA, h = at.h + index % PACK_GQA;
         const bool exists = index < n_q * PACK_GQA;
         float top = m[half], sum = SUMS_BY_ONES ? l[half] : across_lanes(l[half], add), of_sink = 1;
@@ -79,10 +75,8 @@ DEVICE void epilogue_fp8(const Params& p, const WorkTile& at, const float (&m)[2
         if (exists && threadIdx.x % 4 == 0)
             *q_row<float>(p, p.lse, at.b, h, row) = empty ? HIDDEN : LN2 * (exact_top + log2_fast(exact_sum));
         float zero = 0 * sum;  // NaN if an element is not finite
-#pragma unroll
-        for (int n = 0; n < COLUMNS / 8; ++n)
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
+        UNROLL(n, COLUMNS / 8)
+            UNROLL(c, 2) {
                 float& x = o[4 * n + 2 * half + c];
                 x *= factor;
                 zero = fmaf(x, 0.0f, zero);
@@ -107,8 +101,7 @@ struct SumsFp8 : SoftmaxFp8 {
     using SoftmaxFp8::SoftmaxFp8;
 
     __device__ __forceinline__ void clear_sums() {
-#pragma unroll
-        for (int i = 0; i < SUMS_REGS; ++i) o[i] = 0;
+        UNROLL(i, SUMS_REGS) o[i] = 0;
         tiles = 0;
     }
     // A thread's vector i of the promoted part.
@@ -132,15 +125,12 @@ struct SumsFp8 : SoftmaxFp8 {
     // The same of wide heads: a vector has four numbers of each row.
     __device__ __forceinline__ void add_wide_promoted(const float (&m)[2]) {
         float by[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
+        UNROLL(half, 2)
             by[half] = exp2_fast(load_float(reference_slot(half)) - m[half] + PROMOTED_UNIT);
-#pragma unroll
-        for (int i = 0; i < PROMOTED_VECS; ++i) {
+        UNROLL(i, PROMOTED_VECS) {
             const uint4 x = PROMOTED_IN_SHARED ? load_vec(promoted_slot(i)) : *promoted_vec(i);
             const float2 pairs[4] = {unpack_f16(x.x), unpack_f16(x.y), unpack_f16(x.z), unpack_f16(x.w)};
-#pragma unroll
-            for (int c = 0; c < 4; ++c) {
+            UNROLL(c, 4) {
                 float* to = o + 8 * i + 2 * c;
                 to[0] = fmaf(pairs[c].x, by[c % 2], to[0]), to[1] = fmaf(pairs[c].y, by[c % 2], to[1]);
             }
@@ -148,17 +138,14 @@ struct SumsFp8 : SoftmaxFp8 {
     }
     __device__ __forceinline__ void store_wide_promoted() {
         constexpr float unit = 1.0f / (1 << (int)PROMOTED_UNIT);
-#pragma unroll
-        for (int i = 0; i < PROMOTED_VECS; ++i) {
+        UNROLL(i, PROMOTED_VECS) {
             unsigned x[4];
-#pragma unroll
-            for (int c = 0; c < 4; ++c) x[c] = pack_f16(o[8 * i + 2 * c] * unit, o[8 * i + 2 * c + 1] * unit);
+            UNROLL(c, 4) x[c] = pack_f16(o[8 * i + 2 * c] * unit, o[8 * i + 2 * c + 1] * unit);
             if (PROMOTED_IN_SHARED) store_words(promoted_slot(i), x[0], x[1], x[2], x[3]);
             else *promoted_vec(i) = {x[0], x[1], x[2], x[3]};
         }
         __syncwarp();  // all lanes have read the references
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
+        UNROLL(half, 2)
             if (threadIdx.x % 4 == 0) store_float(reference_slot(half), m[half]);
         __syncwarp();
     }
@@ -167,8 +154,7 @@ struct SumsFp8 : SoftmaxFp8 {
         if constexpr (!IS_NARROW) return add_wide_promoted(m);
         const float4 reference = load_promoted(PROMOTED_VECS - 1);
         const float by[2] = {exp2_fast(reference.x - m[0]), exp2_fast(reference.y - m[1])};
-#pragma unroll
-        for (int i = 0; i < PROMOTED_VECS - 1; ++i) {
+        UNROLL(i, PROMOTED_VECS - 1) {
             const float4 x = load_promoted(i);
             o[4 * i] = fmaf(x.x, by[0], o[4 * i]), o[4 * i + 1] = fmaf(x.y, by[0], o[4 * i + 1]);
             o[4 * i + 2] = fmaf(x.z, by[1], o[4 * i + 2]), o[4 * i + 3] = fmaf(x.w, by[1], o[4 * i + 3]);
@@ -177,8 +163,7 @@ struct SumsFp8 : SoftmaxFp8 {
     __device__ __forceinline__ void promote() {
         if (promoted) add_promoted(m);
         if constexpr (IS_NARROW) {
-#pragma unroll
-            for (int i = 0; i < PROMOTED_VECS - 1; ++i)
+            UNROLL(i, PROMOTED_VECS - 1)
                 store_promoted(i, o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
             store_promoted(PROMOTED_VECS - 1, m[0], m[1], 0, 0);
         } else {
@@ -196,8 +181,7 @@ struct SumsFp8 : SoftmaxFp8 {
                    adds = SUMS_BY_ONES && (tiles % SUM_TILES == 0 || changes);
         if (__builtin_expect(grows || adds || promotes, 0)) {
             __syncwarp();
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
+            UNROLL(half, 2) {
                 if (SUMS_BY_ONES) {
                     l[half] = fmaf(sum_by_ones(half), pending_inverse_v, l[half]);
                     o[(ONES + 2 * half) % SUMS_REGS] = o[(ONES + 2 * half + 1) % SUMS_REGS] = 0;
@@ -209,7 +193,6 @@ struct SumsFp8 : SoftmaxFp8 {
         }
     }
     __device__ __forceinline__ void rescale_o() {
-#pragma unroll
-        for (int i = 0; i < SUMS_REGS; ++i) o[i] *= rescale[i / 2 % 2];
+        UNROLL(i, SUMS_REGS) o[i] *= rescale[i / 2 % 2];
     }
 };

@@ -47,8 +47,7 @@ struct Consumer {
     // x = a b^T, plus x unless `starts`: rows of queries, rows of keys.
     __device__ __forceinline__ void issue_scores(float (&x)[S_REGS], unsigned long long a, unsigned long long b,
                                                  bool starts) const {
-#pragma unroll
-        for (int step = 0; step < padded(HEAD_DIM) / 16; ++step) {
+        UNROLL(step, padded(HEAD_DIM) / 16) {
             const unsigned long long a_step = a + along_rows(step, 64), b_step = b + along_rows(step, ROWS_K);
             if (starts && step == 0) wgmma_zero_init<0, 0>(x, a_step, b_step);
             else product<0, 0>(x, a_step, b_step, 1);
@@ -68,8 +67,7 @@ struct Consumer {
     __device__ __forceinline__ void issue_values(float (&x)[O_REGS], const unsigned (&weights)[P_REGS],
                                                  unsigned address) const {
         const unsigned long long v = descriptor(address, CHUNK_BYTES);
-#pragma unroll
-        for (int step = 0; step < BLOCK_K / 16; ++step) wgmma_rs<1>(x, weights, 4 * step, v + along_columns(step), 1);
+        UNROLL(step, BLOCK_K / 16) wgmma_rs<1>(x, weights, 4 * step, v + along_columns(step), 1);
     }
     // O += P V(n), dO += (P dS) V(n) + P dV(n). V of keys past the length must not matter: 0 * NaN.
     __device__ __forceinline__ void issue_pv(unsigned n, int valid_keys) {
@@ -98,8 +96,7 @@ struct Consumer {
         pipe_q.consumer_wait(++number);
         work_tile = read_work_tile(params, base, number, wg);
         m[0] = m[1] = HIDDEN, l[0] = l[1] = total[0] = total[1] = 0;
-#pragma unroll
-        for (int i = 0; i < O_REGS; ++i) o[i] = d_o[i] = 0;
+        UNROLL(i, O_REGS) o[i] = d_o[i] = 0;
     }
 
     // O, dO, the log-sum-exp and its tangent.
@@ -108,8 +105,7 @@ struct Consumer {
         const int n_q = seq_of(params, work_tile).n_q();
         bool spoilt = false;  // the tensor cores may have made NaN of a masked pair
         float lse[2], dlse[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        UNROLL(half, 2) {
             const auto add = [](float x, float y) { return x + y; };
             const int index = work_tile.row0 + row_of_lane(half);
             const bool exists = index < n_q * PACK_GQA;
@@ -119,10 +115,8 @@ struct Consumer {
             factor = empty ? 0.0f : factor / sum;
             lse[half] = empty ? HIDDEN : fmaf(top, LN2, logf(sum));
             dlse[half] = across_lanes(total[half], add) * scale * factor;
-#pragma unroll
-            for (int n = 0; n < COLUMNS / 8; ++n)
-#pragma unroll
-                for (int c = 0; c < 2; ++c) {
+            UNROLL(n, COLUMNS / 8)
+                UNROLL(c, 2) {
                     float &x = o[4 * n + 2 * half + c], &dx = d_o[4 * n + 2 * half + c];
                     x *= factor;
                     dx = fmaf(dx, factor, -dlse[half] * x);
@@ -136,8 +130,7 @@ struct Consumer {
         __syncwarp();
         mbarrier_arrive_once(out_ready(base, number % Q_BUFFERS, wg));
         if (MAY_HIDE && spoilt) *params.fallback = 1;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        UNROLL(half, 2) {
             const int index = work_tile.row0 + row_of_lane(half), h = work_tile.h + index % PACK_GQA;
             if (index >= n_q * PACK_GQA || threadIdx.x % 4 != 0) continue;
             *q_row<float>(params, params.lse, work_tile.b, h, index / PACK_GQA) = lse[half];
@@ -150,14 +143,11 @@ struct Consumer {
     // dS times the slope of the score modification at S.
     __device__ __forceinline__ void apply_slopes(int k0) {
         const SeqSlot seq = seq_of(params, work_tile);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        UNROLL(half, 2) {
             const auto [h, row] = clamped_row(seq.n_q(), work_tile.h, work_tile.row0 + row_of_lane(half));
             const long long q = row + seq.q_position();
-#pragma unroll
-            for (int n = 0; n < BLOCK_K / 8; ++n)
-#pragma unroll
-                for (int c = 0; c < 2; ++c) {
+            UNROLL(n, BLOCK_K / 8)
+                UNROLL(c, 2) {
                     const int i = 4 * n + 2 * half + c, key = k0 + 8 * n + threadIdx.x % 4 * 2 + c,
                               k = READS_ARRAYS ? clamped_index(key, seq.n_k()) : key;
                     ds[i] *= score_slope(s[i] * scale, work_tile.b, h, row, q, k, params);
@@ -170,16 +160,14 @@ struct Consumer {
         if constexpr (HAS_SCORE && SCORES_MOVE) apply_slopes(k0);
         modify_tile(params, work_tile, full, s, k0, scale);
         if (SCORES_MOVE && (HAS_SCORE || !full)) {
-#pragma unroll
-            for (int i = 0; i < S_REGS; ++i) ds[i] = s[i] == HIDDEN ? 0.0f : ds[i];
+            UNROLL(i, S_REGS) ds[i] = s[i] == HIDDEN ? 0.0f : ds[i];
         }
         float sum[2], d_sum[2] = {0, 0};
         RowStats unused;
         online_softmax(s, m, sum, rescale, {scale_log2, scale_log2}, unused);
 #pragma unroll
         for (int i = 0; SCORES_MOVE && i < S_REGS; ++i) ds[i] *= s[i], d_sum[i / 2 % 2] += ds[i], ds[i] *= scale;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        UNROLL(half, 2) {
             l[half] = fmaf(l[half], rescale[half], sum[half]);
             total[half] = fmaf(total[half], rescale[half], d_sum[half]);
         }
@@ -199,12 +187,10 @@ struct Consumer {
         pipe_k.consumer_release(n);
         float rescale[2];
         if (softmax(full, k0, rescale)) {
-#pragma unroll
-            for (int i = 0; i < O_REGS; ++i) o[i] *= rescale[i / 2 % 2], d_o[i] *= rescale[i / 2 % 2];
+            UNROLL(i, O_REGS) o[i] *= rescale[i / 2 % 2], d_o[i] *= rescale[i / 2 % 2];
         }
         next_desc = wait_tile_desc(n + 1);  // its latency is hidden behind packing P
-#pragma unroll
-        for (int i = 0; i < P_REGS; ++i) {
+        UNROLL(i, P_REGS) {
             p[i] = pack(s[2 * i], s[2 * i + 1]);
             if (SCORES_MOVE) p_ds[i] = pack(ds[2 * i], ds[2 * i + 1]);
         }

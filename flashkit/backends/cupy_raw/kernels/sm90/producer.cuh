@@ -147,8 +147,7 @@ DEVICE void scheduler_warp(const Params& p, unsigned base, WorkTileList* lists) 
             // A warp group without any visible key still gets one tile, as PARTIAL with every pair masked: rows without
             // keys need no code of their own.
             unsigned blind = 0;
-#pragma unroll
-            for (int wg = 0; wg < MMA_WARPGROUPS; ++wg) blind |= (seen >> 2 * wg & 3) == EMPTY ? PARTIAL << 2 * wg : 0;
+            UNROLL(wg, MMA_WARPGROUPS) blind |= (seen >> 2 * wg & 3) == EMPTY ? PARTIAL << 2 * wg : 0;
             if (leader) {
                 if (found == 0) to.list.entry[0] = (tiles - 1) << 8;  // tile 0
                 to.b = at.b, to.h = at.h, to.row0 = at.row0, to.last_tile = tiles - 1, to.ends = next >= tiles;
@@ -228,11 +227,9 @@ struct KvSource {
         constexpr int BOXES = BLOCK_K / BOX_ROWS;
         const int page = (int)existing_page(p, at.page), head = uniform(at.head);
         int rows[BOXES], pages[BOXES];
-#pragma unroll
-        for (int i = 0; i < BOXES; ++i) rows[i] = __shfl_sync(~0u, at.row, i), pages[i] = __shfl_sync(~0u, page, i);
+        UNROLL(i, BOXES) rows[i] = __shfl_sync(~0u, at.row, i), pages[i] = __shfl_sync(~0u, page, i);
         if (elect_one()) {
-#pragma unroll
-            for (int i = 0; i < BOXES; ++i) f(Box{0, rows[i], head, pages[i]}, i * BOX_ROWS);
+            UNROLL(i, BOXES) f(Box{0, rows[i], head, pages[i]}, i * BOX_ROWS);
         }
         __syncwarp();  // a lane that fell behind would wait for a phase of the pipeline that is over
     }

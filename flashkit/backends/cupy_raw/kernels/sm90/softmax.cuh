@@ -55,18 +55,15 @@ DEVICE void add_bias(float (&s)[S_REGS], unsigned tile, float scale) {
         if constexpr (BIAS_BYTES == 2) {
             unsigned pairs[4];
             ldmatrix_x4(pairs, address + swizzled(threadIdx.x % 128 / 32 * 16 + lane % 16, vec + lane / 16));
-#pragma unroll
-            for (int i = 0; i < 8; ++i) added[i] = bias_of_pair(pairs[i / 2], i % 2);
+            UNROLL(i, 8) added[i] = bias_of_pair(pairs[i / 2], i % 2);
         } else {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
+            UNROLL(i, 4) {
                 const int row = row_of_lane(i % 2), of_row = vec + i / 2 * 2 + lane % 4 / 2;
                 const float2 two = load_floats(address + swizzled(row, of_row) + lane % 2 * 8);
                 added[2 * i] = two.x, added[2 * i + 1] = two.y;
             }
         }
-#pragma unroll
-        for (int i = 0; i < 8; ++i) s[4 * n + i] = fmaf(s[4 * n + i], scale, added[i]);
+        UNROLL(i, 8) s[4 * n + i] = fmaf(s[4 * n + i], scale, added[i]);
     }
 }
 
@@ -76,15 +73,12 @@ struct MaskFragment {
 
     __device__ __forceinline__ void load(unsigned tile) {
         const int lane = threadIdx.x % 32;
-#pragma unroll
-        for (int i = 0; i < up(BLOCK_K, 128) / 128; ++i)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
+        UNROLL(i, up(BLOCK_K, 128) / 128)
+            UNROLL(half, 2) {
                 const int row = threadIdx.x % 128 / 32 * 16 + 8 * half + lane % 8;
                 const unsigned keys = tile + i * BLOCK_Q * CHUNK_ROW + swizzled(row, lane / 8);
                 const unsigned bits = mask_bits<false>(keys, keys ^ 4 * VEC_BYTES);
-#pragma unroll
-                for (int odd = 0; odd < 2; ++odd) {
+                UNROLL(odd, 2) {
                     const int from = lane / 4 * 4 + 2 * odd + lane % 4 / 2;
                     words[i][half][odd] = __shfl_sync(~0u, bits, from) >> lane % 2 * 16;
                 }
