@@ -826,8 +826,8 @@ def test_more_than_32_tiles_of_an_array_mask(backend: str) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "generation", "dtype", "hidden"),
-    [("cupy_raw", "sm90", "bool", 0), ("cupy_raw", "simt", "int8", -1), ("numba_cuda", "simt", "int8", -1),
-     pytest.param("cupy_raw", "sm80", "uint16", 0, marks=exhaustive)],
+    [("cupy_raw", "sm90", "bool", 0), ("cupy_raw", "simt", "int8", -1), ("cupy_raw", "simt", "int64", -1),
+     ("numba_cuda", "simt", "int8", -1), pytest.param("cupy_raw", "sm80", "uint16", 0, marks=exhaustive)],
 )  # fmt: skip
 def test_a_mask_of_pairs(backend: str, dtype: str, hidden: int) -> None:
     """A tile has more pairs than are read to bound them; some tiles show no pair, some all."""

@@ -77,9 +77,9 @@ def _function(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[
         stored = f"np.{_STORED.get(str(slot.dtype), str(slot.dtype))}"
         strides = [f"p.values[{place + 1 + axis}]" for axis in range(slot.ndim or 0)]
         if node.op != "load":
-            integers = np.iinfo(str(slot.dtype) if node.kind == "int" else np.uint8)
+            of = {"int": str(slot.dtype).replace("uint64", "int64"), "bool": "uint8"}[node.kind]  # uint64 wraps
             is_min = node.op == "load_min"
-            limit = integers.min if is_min else min(integers.max, 2**63 - 1)
+            limit = np.iinfo(of).min if is_min else np.iinfo(of).max
             least = f"{is_min}, I({limit}), {stored}, p.values[{place}]"
             extreme = f"extreme{len(strides)}({', '.join([least, *strides, *index])})"
             return f"({extreme} != 0)" if node.kind == "bool" else extreme

@@ -184,10 +184,10 @@ template <bool LEAST, typename T, int N>
 DEVICE long long fk_bound(const View<T, N>& a, const long long (&corner)[2 * N]) {
     long long elements = 1;
     for (int axis = 0; axis < N; ++axis) elements *= corner[2 * axis + 1] - corner[2 * axis] + 1;
-    if (elements <= MAX_BOX || sizeof(T) == 8) return fk_extreme<LEAST, 0>(a, a.data, corner);
-    constexpr bool IS_SIGNED = T(-1) < T(0);
-    constexpr long long SPAN = 1ll << (8 * sizeof(T) % 64 - IS_SIGNED);
-    return LEAST ? (IS_SIGNED ? -SPAN : 0) : SPAN - 1;
+    constexpr bool IS_SIGNED = T(-1) < T(0) || sizeof(T) == 8;  // numbers of 64 bits without a sign wrap
+    constexpr long long MOST = 0x7fffffffffffffffll >> (63 - 8 * (int)sizeof(T) + IS_SIGNED);
+    if (elements > MAX_BOX) return LEAST ? (IS_SIGNED ? -MOST - 1 : 0) : MOST;
+    return fk_extreme<LEAST, 0>(a, a.data, corner);
 }
 template <typename T, int N, typename... C> DEVICE long long fk_load_min(const View<T, N>& a, C... corners) {
     return fk_bound<true>(a, {corners...});
