@@ -255,7 +255,7 @@ def test_numba_cuda_text_classifies_and_wraps() -> None:
         scope = {
             "np": np, "F": np.float64, "I": lambda x: np.asarray(x).astype(np.int64)[()], "device": lambda f: f,
             "load": lambda _, array, at: array[at], "EMPTY": reference.EMPTY, "PARTIAL": reference.PARTIAL,
-            "FULL": reference.FULL, "LEAST_INTEGER": LEAST, "GREATEST_INTEGER": GREATEST,
+            "FULL": reference.FULL, "LEAST_INTEGER": LEAST, "GREATEST_INTEGER": GREATEST, "MAX_BOX": 1024,
             "minimum": np.minimum, "maximum": np.maximum,
         }  # fmt: skip
         exec(compile(ast.fix_missing_locations(Wide().visit(ast.parse(modify.text(spec)))), "mask", "exec"), scope)
