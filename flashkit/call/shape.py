@@ -60,6 +60,16 @@ class Shape:
         _, heads, n = three
         return (n,) if self.ndim == 2 else (*self.batch, heads, n)
 
+    def value_like(self, gradient: Any, shape: tuple[int, ...]) -> Any:
+        """The gradient by an array of a modification in its own shape, from which it may have been broadcast over batch
+        axes.
+        """
+        if gradient.size != math.prod(shape):
+            batch = (1,) * (len(self.batch) + 3 - len(shape)) + shape[:-3]
+            axes = tuple(i for i, n in enumerate(batch) if n == 1)
+            gradient = gradient.reshape((*self.batch, *gradient.shape[1:])).sum(axes)
+        return gradient.reshape(shape)
+
     def rows(self, values: Any) -> Any:
         """(B, H, N) numbers, one for each query, in the caller's shape."""
         return (

@@ -12,7 +12,18 @@ from . import interop
 from .torch_derivatives import SecondDerivative, Tangent
 from .torch_mods import NO_GRADIENT, Content, Mods, value_names
 from .torch_operators import backward_op, flat, forward_op, unpacked
-from .torch_passes import PLAIN, Scalars, Tensors, backward, forward, known_plan, results_of
+from .torch_passes import (
+    PLAIN,
+    Known,
+    Scalars,
+    Tensors,
+    backward,
+    backward_by,
+    forward,
+    forward_by,
+    known_plan,
+    results_of,
+)
 
 
 def is_watched() -> bool:
@@ -58,9 +69,11 @@ def call(
 ) -> tuple[Any, Any]:
     """out and lse without a gradient; lse is of no use without `with_lse`."""
     watched = is_watched()
-    known = None if watched else known_plan(with_lse, (q, k, v), tensors, options, mods)
-    if known is not None or (not watched and _is_plain((q, k, v, *tensors.values()))):
-        return forward(known, with_lse, q, k, v, tensors, options, _resolved(mods))
+    known = None if watched else known_plan(with_lse, q, k, v, tensors, options, mods)
+    if known is not None:
+        return forward_by(known, with_lse, q, k, v, _read_by(tensors, mods))
+    if not watched and _is_plain((q, k, v, *tensors.values())):
+        return forward(with_lse, q, k, v, tensors, options, _resolved(mods))
     if watched:
         _refuse_tangents((q, k, v, *tensors.values()))
     found: tuple[Any, Any] = forward_op(with_lse, q, k, v, *flat(tensors, options, *_content(mods)))
@@ -73,8 +86,9 @@ def recorded_call(
     """out and lse with a gradient."""
     result: tuple[Any, Any]
     if not is_watched():
-        captured = () if mods is None else mods.captured.values()  # autograd notices when they change before backward
-        result = _record(tuple(tensors), options, mods, q, k, v, *tensors.values(), *captured)
+        known = known_plan(True, q, k, v, tensors, options, mods)
+        # With captured tensors autograd notices when they change before backward.
+        result = _record(known, tuple(tensors), options, mods, q, k, v, *_read_by(tensors, mods))
         return result
     text, values = _content(mods)
     inputs = [q, k, v, *tensors.values(), *values]
@@ -84,21 +98,29 @@ def recorded_call(
         # Dynamo refuses a tensor that is passed twice.
         inputs = [x.view_as(x) if any(x is y for y in inputs[:i]) else x for i, x in enumerate(inputs)]
     function = Attention if torch.compiler.is_compiling() else AttentionWithTangents
-    result = function.apply(tuple(tensors), options, text, *inputs)
+    result = function.apply(None, tuple(tensors), options, text, *inputs)
     return result
 
 
+def _read_by(tensors: Tensors, mods: Any) -> list[Any]:
+    """The tensors of a call beside q, k and v."""
+    return [*tensors.values()] if mods is None else [*tensors.values(), *mods.captured.values()]
+
+
 class Attention(torch.autograd.Function):
-    """Inputs: names of tensors, options, modifications or their text or None, q, k, v, these tensors, and those of the
-    modifications.
+    """Inputs: the plan if it is known, names of tensors, options, modifications or their text or None, q, k, v, these
+    tensors, and those of the modifications.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(
-        names: tuple[str, ...], options: Scalars, mods: Mods | str | None, q: Any, k: Any, v: Any, *given: Any
-    ) -> Any:
+        known: Known | None, names: tuple[str, ...], options: Scalars, mods: Mods | str | None, q: Any, k: Any, v: Any,
+        *given: Any,
+    ) -> Any:  # fmt: skip
+        if known is not None:
+            return forward_by(known, True, q, k, v, given)
         if forward_ad._current_level >= 0:  # tangents are for `jvp`
             q, k, v, *given = (x.detach() for x in (q, k, v, *given))  # type: ignore[assignment]
         tensors, own = _unpacked(names, mods, given)
@@ -106,14 +128,14 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
-        ctx.names, ctx.options, ctx.mods, *arrays = inputs
+        ctx.known, ctx.names, ctx.options, ctx.mods, *arrays = inputs
         ctx.save_for_backward(*arrays, *output)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
         if dout is None and dlse is None:
-            return (None,) * (1 + len(ctx.saved_tensors))
+            return (None,) * (2 + len(ctx.saved_tensors))
         if not torch.is_grad_enabled():
             return _gradients(ctx, dout, dlse)
         with torch.no_grad():
@@ -123,7 +145,7 @@ class Attention(torch.autograd.Function):
         # create_graph=True
         known = [n for n, gradient in enumerate(gradients) if gradient is not None]
         q, k, v, *given, out, _ = ctx.saved_tensors
-        own = ("", "", "", "q", "k", "v", *ctx.names, *[""] * len(gradients))
+        own = ("", "", "", "", "q", "k", "v", *ctx.names, *[""] * len(gradients))
         dout = torch.zeros_like(out) if dout is None else dout
         marked = SecondDerivative.apply(
             _call_of(ctx, given), tuple(own[n] for n in known), *(gradients[n] for n in known), dout, dlse, q, k, v,
@@ -138,10 +160,12 @@ class AttentionWithTangents(Attention):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
         Attention.setup_context(ctx, inputs, output)
-        ctx.save_for_forward(*inputs[3:], *output)
+        ctx.save_for_forward(*inputs[4:], *output)
 
     @staticmethod
-    def jvp(ctx: Any, _names: Any, _options: Any, _mods: Any, dq: Any, dk: Any, dv: Any, *rest: Any) -> tuple[Any, Any]:
+    def jvp(
+        ctx: Any, _known: Any, _names: Any, _options: Any, _mods: Any, dq: Any, dk: Any, dv: Any, *rest: Any
+    ) -> tuple[Any, Any]:
         q, k, v, *given, _, _ = ctx.saved_tensors
         of_tensors = dict(zip(ctx.names, rest))
         dsinks = of_tensors.pop("sinks", None)
@@ -188,22 +212,31 @@ def _gradients(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     tensors, mods = _unpacked(ctx.names, ctx.mods, content)
     of_mods = value_names(mods[0]) if isinstance(mods, tuple) else () if mods is None else mods.captured
     given = dict(zip((*tensors, *of_mods), content, strict=True))
-    more = [name for name, needed in zip(given, ctx.needs_input_grad[6:], strict=True) if needed]
+    more = [name for name, needed in zip(given, ctx.needs_input_grad[7:], strict=True) if needed]
     if masked := [name.partition(".")[2] for name in more if name.startswith("mask.")]:
         raise NotImplementedError(NO_GRADIENT.format(masked[0]))  # now wrappers know
     dout = torch.zeros_like(out) if dout is None else dout
-    arguments, all_tensors = (dout, dlse, out, lse, more, q, k, v), (q, k, v, *results_of(dout, dlse, out, lse))
-    watched = is_watched()
-    known = None if watched else known_plan(len(all_tensors) - 3, all_tensors, tensors, options, mods)
-    if watched:
-        _refuse_tangents(all_tensors)
-    if known is not None or (not watched and _is_plain((*all_tensors, *content))):
-        dq, dk, dv, *gradients = backward(known, *arguments, tensors, options, _resolved(mods))
+    all_tensors = q, k, v, *results_of(dout, dlse, out, lse), *content
+    found = known = None
+    if not (watched := is_watched()):
+        known = ctx.known or known_plan(True, q, k, v, tensors, options, mods)
+        found = known and known.pull_back(more, all_tensors)
+    if found:
+        dq, dk, dv, *gradients = backward_by(found, dout, dlse, out, lse, q, k, v, content)
+    elif not watched and _is_plain(all_tensors):
+        dq, dk, dv, *gradients = backward(
+            known, dout, dlse, out, lse, more, q, k, v, tensors, options, _resolved(mods)
+        )  # fmt: skip
     else:
-        dq, dk, dv, numbers = backward_op(*arguments, *flat(tensors, options, *_content(mods)))
+        if watched:
+            _refuse_tangents(all_tensors)
+        dq, dk, dv, numbers = backward_op(
+            dout, dlse, out, lse, more, q, k, v, *flat(tensors, options, *_content(mods))
+        )  # fmt: skip
         gradients = unpacked(numbers, [given[name] for name in more])
-    found = dict(zip(more, gradients, strict=True))
-    return None, None, None, dq, dk, dv, *(found[n].to(x.dtype) if n in found else None for n, x in given.items())
+    by_name = dict(zip(more, gradients, strict=True))
+    others = (by_name[n].to(x.dtype) if n in by_name else None for n, x in given.items())
+    return None, None, None, None, dq, dk, dv, *others
 
 
 class OfRanks(torch.autograd.Function):

@@ -19,8 +19,10 @@ from .torch_passes import (
     Scalars,
     Tensors,
     backward,
+    backward_by,
     bhnd_in_bnhd_memory,
     forward,
+    forward_by,
     known_plan,
     results_of,
 )
@@ -63,8 +65,11 @@ def _forward_impl(with_lse: bool, q: Any, k: Any, v: Any, *rest: Any) -> tuple[A
     tensors, options, content = _given(rest)
     with torch.no_grad():  # below autograd; `requires_grad` says nothing here
         mods = _mods(content)
-        known = known_plan(with_lse, (q, k, v), tensors, options, mods)
-        out, lse = forward(known, with_lse, q, k, v, tensors, options, mods)
+        known = known_plan(with_lse, q, k, v, tensors, options, mods)
+        if known is None:
+            out, lse = forward(with_lse, q, k, v, tensors, options, mods)
+        else:
+            out, lse = forward_by(known, with_lse, q, k, v, (*tensors.values(), *content[1]))
     return out, q.new_empty(0, dtype=_lse_dtype(q)) if lse is None else lse
 
 
@@ -73,9 +78,13 @@ def _backward_impl(
 ) -> tuple[Any, ...]:
     tensors, options, content = _given(rest)
     with torch.no_grad():
-        mods, results = _mods(content), results_of(dout, dlse, out, lse)
-        known = known_plan(len(results), (q, k, v, *results), tensors, options, mods)
-        dq, dk, dv, *others = backward(known, dout, dlse, out, lse, more, q, k, v, tensors, options, mods)
+        mods, read = _mods(content), (*tensors.values(), *content[1])
+        known = known_plan(True, q, k, v, tensors, options, mods)
+        found = known and known.pull_back(more, (q, k, v, *results_of(dout, dlse, out, lse), *read))
+        if found:
+            dq, dk, dv, *others = backward_by(found, dout, dlse, out, lse, q, k, v, read)
+        else:
+            dq, dk, dv, *others = backward(known, dout, dlse, out, lse, more, q, k, v, tensors, options, mods)
     numbers = [x.reshape(-1).to(lse.dtype) for x in others]
     if len(numbers) != 1:
         numbers = [torch.cat(numbers) if numbers else lse.new_empty(0)]

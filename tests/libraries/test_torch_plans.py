@@ -40,15 +40,15 @@ def qkv(n: int = 21, dtype: Any = torch.float32) -> list[Any]:
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Backends of the calls that ran by a plan which was found."""
-    found, find = list[str](), torch_plans.find
+    found, find = list[str](), torch_plans.Layouts.find
 
     def spy(*given: Any) -> Any:
         known = find(*given)
         if known is not None:
-            found.append(known[0].backend)
+            found.append(known.planned.backend)
         return known
 
-    monkeypatch.setattr(torch_plans, "find", spy)
+    monkeypatch.setattr(torch_plans.Layouts, "find", spy)
     return found
 
 

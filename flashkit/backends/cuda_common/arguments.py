@@ -168,14 +168,6 @@ class Arguments(KernelArguments):
         for name, words in self.ordered.items():
             ordered_sums.total(words, gradients.values[name], self.log2_terms)
 
-    def for_backward(self, out: Any, gradients: Gradients) -> Arguments:
-        """A copy for a backward pass of such an output and gradients: copies may differ in their layouts."""
-        new = self.copy()
-        new._known = {}
-        new.tensors(out=out)
-        new.gradients(gradients)
-        return new
-
     def copy(self) -> Arguments:
         """A copy of the words, in which addresses may be changed."""
         new = object.__new__(Arguments)
