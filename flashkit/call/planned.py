@@ -327,11 +327,12 @@ class Planned:
 
     def _with(self, q: Any, k: Any, v: Any, out: Any, lse: Any, per_call: Sequence[Any]) -> Operands:
         """The operands of a call."""
-        operands = object.__new__(Operands)
-        vars(operands).update(vars(self._operands), q=q, k=k, v=v, out=out, lse=lse)
+        made = object.__new__(Operands)
+        made.__dict__ = given = vars(self._operands).copy()  # faster than `replace`
+        given["q"], given["k"], given["v"], given["out"], given["lse"] = q, k, v, out, lse
         if per_call:
-            operands.arrays = operands.arrays | dict(zip(self._per_call, per_call, strict=True))
-        return operands
+            given["arrays"] = given["arrays"] | dict(zip(self._per_call, per_call, strict=True))
+        return made
 
     def pull_back(
         self, run: BoundBackward, slots: Sequence[str], dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any,

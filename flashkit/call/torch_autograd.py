@@ -88,7 +88,7 @@ def recorded_call(
     if not is_watched():
         known = known_plan(True, q, k, v, tensors, options, mods)
         # With captured tensors autograd notices when they change before backward.
-        result = _record(known, tuple(tensors), options, mods, q, k, v, *_read_by(tensors, mods))
+        result = _record((known, tuple(tensors), options, mods), q, k, v, *_read_by(tensors, mods))
         return result
     text, values = _content(mods)
     inputs = [q, k, v, *tensors.values(), *values]
@@ -98,7 +98,7 @@ def recorded_call(
         # Dynamo refuses a tensor that is passed twice.
         inputs = [x.view_as(x) if any(x is y for y in inputs[:i]) else x for i, x in enumerate(inputs)]
     function = Attention if torch.compiler.is_compiling() else AttentionWithTangents
-    result = function.apply(None, tuple(tensors), options, text, *inputs)
+    result = function.apply((None, tuple(tensors), options, text), *inputs)
     return result
 
 
@@ -107,18 +107,22 @@ def _read_by(tensors: Tensors, mods: Any) -> list[Any]:
     return [*tensors.values()] if mods is None else [*tensors.values(), *mods.captured.values()]
 
 
+_Form = tuple[Known | None, tuple[str, ...], Scalars, Mods | str | None]
+"""A recorded call beside its tensors, whose inputs are costly one by one: the plan where it is known, names of tensors,
+options, modifications or their text.
+"""
+
+
 class Attention(torch.autograd.Function):
-    """Inputs: the plan if it is known, names of tensors, options, modifications or their text or None, q, k, v, these
-    tensors, and those of the modifications.
-    """
+    """Inputs: a `_Form`, q, k, v, the tensors of these names, and those of the modifications."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(
-        known: Known | None, names: tuple[str, ...], options: Scalars, mods: Mods | str | None, q: Any, k: Any, v: Any,
-        *given: Any,
-    ) -> Any:  # fmt: skip
+        form: _Form, q: Any, k: Any, v: Any, *given: Any
+    ) -> Any:
+        known, names, options, mods = form
         if known is not None:
             return forward_by(known, True, q, k, v, given)
         if forward_ad._current_level >= 0:  # tangents are for `jvp`
@@ -128,14 +132,14 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
-        ctx.known, ctx.names, ctx.options, ctx.mods, *arrays = inputs
-        ctx.save_for_backward(*arrays, *output)
+        ctx.form = inputs[0]
+        ctx.save_for_backward(*inputs[1:], *output)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
         if dout is None and dlse is None:
-            return (None,) * (2 + len(ctx.saved_tensors))
+            return (None,) * (len(ctx.saved_tensors) - 1)
         if not torch.is_grad_enabled():
             return _gradients(ctx, dout, dlse)
         with torch.no_grad():
@@ -145,7 +149,7 @@ class Attention(torch.autograd.Function):
         # create_graph=True
         known = [n for n, gradient in enumerate(gradients) if gradient is not None]
         q, k, v, *given, out, _ = ctx.saved_tensors
-        own = ("", "", "", "", "q", "k", "v", *ctx.names, *[""] * len(gradients))
+        own = ("", "q", "k", "v", *ctx.form[1], *[""] * len(gradients))
         dout = torch.zeros_like(out) if dout is None else dout
         marked = SecondDerivative.apply(
             _call_of(ctx, given), tuple(own[n] for n in known), *(gradients[n] for n in known), dout, dlse, q, k, v,
@@ -160,16 +164,15 @@ class AttentionWithTangents(Attention):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
         Attention.setup_context(ctx, inputs, output)
-        ctx.save_for_forward(*inputs[4:], *output)
+        ctx.save_for_forward(*inputs[1:], *output)
 
     @staticmethod
-    def jvp(
-        ctx: Any, _known: Any, _names: Any, _options: Any, _mods: Any, dq: Any, dk: Any, dv: Any, *rest: Any
-    ) -> tuple[Any, Any]:
+    def jvp(ctx: Any, _: Any, dq: Any, dk: Any, dv: Any, *rest: Any) -> tuple[Any, Any]:
         q, k, v, *given, _, _ = ctx.saved_tensors
-        of_tensors = dict(zip(ctx.names, rest))
+        names = ctx.form[1]
+        of_tensors = dict(zip(names, rest))
         dsinks = of_tensors.pop("sinks", None)
-        if any(x is not None for x in (*of_tensors.values(), *rest[len(ctx.names) :])):
+        if any(x is not None for x in (*of_tensors.values(), *rest[len(names) :])):
             raise NotImplementedError("attention has forward mode AD by q, k, v and sinks alone")
         result: tuple[Any, Any] = Tangent.apply(_call_of(ctx, given), q, k, v, dq, dk, dv, dsinks)
         return result
@@ -182,8 +185,9 @@ def _record(*inputs: Any) -> Any:
 
 def _call_of(ctx: Any, given: list[Any]) -> tuple[Tensors, Scalars, Mods | None]:
     """The arguments of a call beside q, k and v."""
-    tensors, mods = _unpacked(ctx.names, ctx.mods, tuple(given))
-    return tensors, ctx.options, _resolved(mods)
+    _, names, options, mods = ctx.form
+    tensors, own = _unpacked(names, mods, tuple(given))
+    return tensors, options, _resolved(own)
 
 
 def _content(mods: Mods | Content | None) -> tuple[str | None, tuple[Any, ...]]:
@@ -208,18 +212,18 @@ def _gradients(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     if forward_ad._current_level >= 0:  # tangents are for `SecondDerivative.jvp`
         q, k, v, out, lse, *rest = (x.detach() for x in (q, k, v, out, lse, *rest))
         dout, dlse = (None if x is None else x.detach() for x in (dout, dlse))
-    content, options = tuple(rest), ctx.options
-    tensors, mods = _unpacked(ctx.names, ctx.mods, content)
+    content, (known, names, options, own) = tuple(rest), ctx.form
+    tensors, mods = _unpacked(names, own, content)
     of_mods = value_names(mods[0]) if isinstance(mods, tuple) else () if mods is None else mods.captured
     given = dict(zip((*tensors, *of_mods), content, strict=True))
-    more = [name for name, needed in zip(given, ctx.needs_input_grad[7:], strict=True) if needed]
+    more = [name for name, needed in zip(given, ctx.needs_input_grad[4:], strict=True) if needed]
     if masked := [name.partition(".")[2] for name in more if name.startswith("mask.")]:
         raise NotImplementedError(NO_GRADIENT.format(masked[0]))  # now wrappers know
     dout = torch.zeros_like(out) if dout is None else dout
     all_tensors = q, k, v, *results_of(dout, dlse, out, lse), *content
-    found = known = None
+    found = None
     if not (watched := is_watched()):
-        known = ctx.known or known_plan(True, q, k, v, tensors, options, mods)
+        known = known or known_plan(True, q, k, v, tensors, options, mods)
         found = known and known.pull_back(more, all_tensors)
     if found:
         dq, dk, dv, *gradients = backward_by(found, dout, dlse, out, lse, q, k, v, content)
@@ -236,7 +240,7 @@ def _gradients(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
         gradients = unpacked(numbers, [given[name] for name in more])
     by_name = dict(zip(more, gradients, strict=True))
     others = (by_name[n].to(x.dtype) if n in by_name else None for n, x in given.items())
-    return None, None, None, None, dq, dk, dv, *others
+    return None, dq, dk, dv, *others
 
 
 class OfRanks(torch.autograd.Function):

@@ -39,7 +39,7 @@ class Layouts:
                 return None
         for fits, known in self._known:
             if fits(*tensors):
-                return known if _are_aligned(tensors) else None
+                return known if tensors[0].is_cuda or _are_aligned(tensors) else None
         return None
 
     def keep(self, tensors: tuple[Any, ...], known: Any) -> None:
@@ -69,7 +69,10 @@ def keep(name: Any, tensors: tuple[Any, ...], known: Any) -> None:
 
 def _are_aligned(tensors: tuple[Any, ...]) -> bool:
     """The memory of other libraries may begin anywhere. On a GPU it does not, and plans do not ask."""
-    return not tensors[0].is_cpu or not any(x.data_ptr() % x.element_size() for x in tensors)
+    beyond = 0
+    for tensor in tensors:
+        beyond |= tensor.data_ptr() % tensor.element_size()
+    return beyond == 0
 
 
 def _guard(tensors: tuple[Any, ...]) -> Callable[..., bool]:
