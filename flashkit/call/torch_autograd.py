@@ -12,18 +12,7 @@ from . import interop
 from .torch_derivatives import SecondDerivative, Tangent
 from .torch_mods import NO_GRADIENT, Content, Mods, value_names
 from .torch_operators import backward_op, flat, forward_op, unpacked
-from .torch_passes import (
-    PLAIN,
-    Known,
-    Scalars,
-    Tensors,
-    backward,
-    backward_by,
-    forward,
-    forward_by,
-    known_plan,
-    results_of,
-)
+from .torch_passes import PLAIN, Known, Scalars, Tensors, backward, forward, known_plan, read_by, results_of
 
 
 def is_watched() -> bool:
@@ -70,10 +59,8 @@ def call(
     """out and lse without a gradient; lse is of no use without `with_lse`."""
     watched = is_watched()
     known = None if watched else known_plan(with_lse, q, k, v, tensors, options, mods)
-    if known is not None:
-        return forward_by(known, with_lse, q, k, v, _read_by(tensors, mods))
-    if not watched and _is_plain((q, k, v, *tensors.values())):
-        return forward(with_lse, q, k, v, tensors, options, _resolved(mods))
+    if known is not None or (not watched and _is_plain((q, k, v, *tensors.values()))):
+        return forward(known, with_lse, q, k, v, tensors, options, _resolved(mods))
     if watched:
         _refuse_tangents((q, k, v, *tensors.values()))
     found: tuple[Any, Any] = forward_op(with_lse, q, k, v, *flat(tensors, options, *_content(mods)))
@@ -88,7 +75,7 @@ def recorded_call(
     if not is_watched():
         known = known_plan(True, q, k, v, tensors, options, mods)
         # With captured tensors autograd notices when they change before backward.
-        result = _record((known, tuple(tensors), options, mods), q, k, v, *_read_by(tensors, mods))
+        result = _record((known, tuple(tensors), options, mods), q, k, v, *read_by(tensors, mods))
         return result
     text, values = _content(mods)
     inputs = [q, k, v, *tensors.values(), *values]
@@ -100,11 +87,6 @@ def recorded_call(
     function = Attention if torch.compiler.is_compiling() else AttentionWithTangents
     result = function.apply((None, tuple(tensors), options, text), *inputs)
     return result
-
-
-def _read_by(tensors: Tensors, mods: Any) -> list[Any]:
-    """The tensors of a call beside q, k and v."""
-    return [*tensors.values()] if mods is None else [*tensors.values(), *mods.captured.values()]
 
 
 _Form = tuple[Known | None, tuple[str, ...], Scalars, Mods | str | None]
@@ -123,11 +105,11 @@ class Attention(torch.autograd.Function):
         form: _Form, q: Any, k: Any, v: Any, *given: Any
     ) -> Any:
         known, names, options, mods = form
-        if known is not None:
-            return forward_by(known, True, q, k, v, given)
         if forward_ad._current_level >= 0:  # tangents are for `jvp`
             q, k, v, *given = (x.detach() for x in (q, k, v, *given))  # type: ignore[assignment]
         tensors, own = _unpacked(names, mods, given)
+        if known is not None:
+            return forward(known, True, q, k, v, tensors, options, _resolved(own))
         return call(True, q, k, v, tensors, options, own)
 
     @staticmethod
@@ -220,23 +202,18 @@ def _gradients(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     if masked := [name.partition(".")[2] for name in more if name.startswith("mask.")]:
         raise NotImplementedError(NO_GRADIENT.format(masked[0]))  # now wrappers know
     dout = torch.zeros_like(out) if dout is None else dout
-    all_tensors = q, k, v, *results_of(dout, dlse, out, lse), *content
+    all_tensors = q, k, v, *results_of(dout, dlse, out, lse)
     found = None
     if not (watched := is_watched()):
         known = known or known_plan(True, q, k, v, tensors, options, mods)
-        found = known and known.pull_back(more, all_tensors)
-    if found:
-        dq, dk, dv, *gradients = backward_by(found, dout, dlse, out, lse, q, k, v, content)
-    elif not watched and _is_plain(all_tensors):
-        dq, dk, dv, *gradients = backward(
-            known, dout, dlse, out, lse, more, q, k, v, tensors, options, _resolved(mods)
-        )  # fmt: skip
+        found = known and known.pull_back(more, (*all_tensors, *read_by(tensors, mods)))
+    if watched:
+        _refuse_tangents(all_tensors)
+    arguments = dout, dlse, out, lse, more, q, k, v
+    if found or (not watched and _is_plain((*all_tensors, *content))):
+        dq, dk, dv, *gradients = backward(known, found, *arguments, tensors, options, _resolved(mods))
     else:
-        if watched:
-            _refuse_tangents(all_tensors)
-        dq, dk, dv, numbers = backward_op(
-            dout, dlse, out, lse, more, q, k, v, *flat(tensors, options, *_content(mods))
-        )  # fmt: skip
+        dq, dk, dv, numbers = backward_op(*arguments, *flat(tensors, options, *_content(mods)))
         gradients = unpacked(numbers, [given[name] for name in more])
     by_name = dict(zip(more, gradients, strict=True))
     others = (by_name[n].to(x.dtype) if n in by_name else None for n, x in given.items())

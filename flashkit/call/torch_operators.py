@@ -19,11 +19,10 @@ from .torch_passes import (
     Scalars,
     Tensors,
     backward,
-    backward_by,
     bhnd_in_bnhd_memory,
     forward,
-    forward_by,
     known_plan,
+    read_by,
     results_of,
 )
 
@@ -66,10 +65,7 @@ def _forward_impl(with_lse: bool, q: Any, k: Any, v: Any, *rest: Any) -> tuple[A
     with torch.no_grad():  # below autograd; `requires_grad` says nothing here
         mods = _mods(content)
         known = known_plan(with_lse, q, k, v, tensors, options, mods)
-        if known is None:
-            out, lse = forward(with_lse, q, k, v, tensors, options, mods)
-        else:
-            out, lse = forward_by(known, with_lse, q, k, v, (*tensors.values(), *content[1]))
+        out, lse = forward(known, with_lse, q, k, v, tensors, options, mods)
     return out, q.new_empty(0, dtype=_lse_dtype(q)) if lse is None else lse
 
 
@@ -78,13 +74,13 @@ def _backward_impl(
 ) -> tuple[Any, ...]:
     tensors, options, content = _given(rest)
     with torch.no_grad():
-        mods, read = _mods(content), (*tensors.values(), *content[1])
-        known = known_plan(True, q, k, v, tensors, options, mods)
-        found = known and known.pull_back(more, (q, k, v, *results_of(dout, dlse, out, lse), *read))
-        if found:
-            dq, dk, dv, *others = backward_by(found, dout, dlse, out, lse, q, k, v, read)
-        else:
-            dq, dk, dv, *others = backward(known, dout, dlse, out, lse, more, q, k, v, tensors, options, mods)
+        mods, inputs = _mods(content), (q, k, v)
+        known = known_plan(True, *inputs, tensors, options, mods)
+        given = *inputs, *results_of(dout, dlse, out, lse), *read_by(tensors, mods)
+        found = known and known.pull_back(more, given)
+        dq, dk, dv, *others = backward(
+            known, found, dout, dlse, out, lse, more, *inputs, tensors, options, mods
+        )  # fmt: skip
     numbers = [x.reshape(-1).to(lse.dtype) for x in others]
     if len(numbers) != 1:
         numbers = [torch.cat(numbers) if numbers else lse.new_empty(0)]

@@ -112,67 +112,62 @@ def known_plan(
     with_lse: bool, q: Any, k: Any, v: Any, tensors: Tensors, options: Scalars, mods: Any
 ) -> Known | None:  # fmt: skip
     """The plan of such a call; None if there is none yet."""
-    read = _read(tensors, mods)
     found: Known | None = None
-    if read is not None:
-        found = torch_plans.find(_name_of(with_lse, read, options, mods), (q, k, v, *read.values()))
+    if _has_form(tensors, mods):
+        found = torch_plans.find(_name_of(with_lse, tensors, options, mods), (q, k, v, *read_by(tensors, mods)))
     return found
 
 
-def _read(tensors: Tensors, mods: Any) -> Tensors | None:
-    """The tensors that a plan of such a call reads beside q, k and v; None where it depends on their contents."""
-    if not PAIRS.issuperset(tensors):
-        return None
-    if mods is None:
-        return tensors
-    return tensors | mods.captured if isinstance(mods, Mods) and mods.form is not None else None
+def read_by(tensors: Tensors, mods: Any) -> list[Any]:
+    """The tensors that a call reads beside q, k and v."""
+    return [*tensors.values()] if mods is None else [*tensors.values(), *mods.captured.values()]
 
 
-def _name_of(with_lse: bool, read: Tensors, options: Scalars, mods: Mods | None) -> Any:
-    return torch_plans.name_of(with_lse, read if mods is None else (*read, mods.form), options)
+def _has_form(tensors: Tensors, mods: Any) -> bool:
+    """Whether the plan of such a call does not depend on the contents of these tensors."""
+    return PAIRS.issuperset(tensors) and (mods is None or (isinstance(mods, Mods) and mods.form is not None))
 
 
-def forward_by(known: Known, with_lse: bool, q: Any, k: Any, v: Any, read: Iterable[Any]) -> tuple[Any, Any]:
-    """out, and lse or None, of a call that has this plan. read: the tensors that it reads beside q, k and v."""
-    with interop.TORCH.scope(q):
-        memory, own = View if q.is_cuda else interop.TORCH.memory, interop.TORCH.own
-        output = known.planned.run_on(memory(q), memory(k), memory(v), None, *map(memory, read))
-        out, lse = (own(output[0], q), own(output[1], q)) if with_lse else (own(output, q), None)
-    return out.transpose(1, 2) if known.transposed else out, lse
+def _name_of(with_lse: bool, tensors: Tensors, options: Scalars, mods: Mods | None) -> Any:
+    return torch_plans.name_of(with_lse, tensors if mods is None else (*tensors, mods.form), options)
 
 
 def forward(
-    with_lse: bool, q: Any, k: Any, v: Any, tensors: Tensors, options: Scalars, mods: Mods | None
+    known: Known | None, with_lse: bool, q: Any, k: Any, v: Any, tensors: Tensors, options: Scalars, mods: Mods | None
 ) -> tuple[Any, Any]:  # fmt: skip
-    """out, and lse or None, of a call whose plan is not known."""
-    qkv = q, k, v
-    keywords = keywords_of(tensors, options, mods)
-    transposed = bhnd_in_bnhd_memory(q, keywords.get("layout", "bhnd")) and "page_table" not in tensors
-    if transposed:
-        qkv = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        keywords["layout"] = "bnhd"
-    backend = keywords.pop("backend", None)
-    with Call("attention", *qkv, keywords) as call:
-        is_memory = type(call.q) in (View, np.ndarray)  # and no copy with what a tensor puts off computed
-        planned = plan_of(call, backend, with_lse)
-        output = call.to_caller(planned.run(call))
-        if is_memory and (shared := _shared(call, planned, tensors, mods)):
-            known, read = Known(shared[0], transposed, {}), shared[1]
-            torch_plans.keep(_name_of(with_lse, read, options, mods), (q, k, v, *read.values()), known)
-    out, lse = output if with_lse else (output, None)
+    """out, and lse or None. known: the plan of such calls."""
+    if known is not None:
+        transposed = known.transposed
+        with interop.TORCH.scope(q):
+            memory, own = View if q.is_cuda else interop.TORCH.memory, interop.TORCH.own
+            output = known.planned.run_on(*map(memory, (q, k, v)), None, *map(memory, read_by(tensors, mods)))
+            out, lse = (own(output[0], q), own(output[1], q)) if with_lse else (own(output, q), None)
+    else:
+        qkv, keywords = (q, k, v), keywords_of(tensors, options, mods)
+        transposed = bhnd_in_bnhd_memory(q, keywords.get("layout", "bhnd")) and "page_table" not in tensors
+        if transposed:
+            qkv = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            keywords["layout"] = "bnhd"
+        backend = keywords.pop("backend", None)
+        with Call("attention", *qkv, keywords) as call:
+            is_memory = type(call.q) in (View, np.ndarray)  # and no copy with what a tensor puts off computed
+            planned = plan_of(call, backend, with_lse)
+            output = call.to_caller(planned.run(call))
+            if is_memory and (shared := _shared(call, planned, tensors, mods)):
+                given = q, k, v, *read_by(tensors, mods)
+                torch_plans.keep(_name_of(with_lse, tensors, options, mods), given, Known(shared, transposed, {}))
+        out, lse = output if with_lse else (output, None)
     return out.transpose(1, 2) if transposed else out, lse
 
 
-def _shared(call: Call, planned: Any, tensors: Tensors, mods: Mods | None) -> tuple[Planned, Tensors] | None:
-    """The plan and the tensors that it reads beside q, k and v, if it serves any call of these layouts: it reads
-    addresses, and of these tensors alone.
-    """
-    read, (own, axis, lengths, offsets, *_) = _read(tensors, mods), call.per_call
-    if read is None or not (isinstance(planned, Planned) and planned.reads_addresses):
+def _shared(call: Call, planned: Any, tensors: Tensors, mods: Mods | None) -> Planned | None:
+    """The plan if it serves any call of these layouts: it reads addresses, and of q, k, v and these tensors alone."""
+    own, axis, lengths, offsets, *_ = call.per_call
+    if not (_has_form(tensors, mods) and isinstance(planned, Planned) and planned.reads_addresses):
         return None
-    if axis or lengths is not None or offsets or len(own) != len(read) or not _same_memory(read.values(), own):
-        return None
-    return planned, read
+    read = read_by(tensors, mods)
+    others = axis or lengths is not None or offsets or len(own) != len(read)
+    return None if others or not _same_memory(read, own) else planned
 
 
 def _same_memory(tensors: Iterable[Any], own: Iterable[Any]) -> bool:
@@ -184,35 +179,24 @@ def results_of(dout: Any, dlse: Any, out: Any, lse: Any) -> tuple[Any, ...]:
     return (out, lse, dout) if dlse is None else (out, lse, dout, dlse)
 
 
-def _rows(dout: Any, dlse: Any) -> tuple[Any, Any]:
-    """The same where a kernel can address them, or copies."""
-    return dout if dout.stride(-1) == 1 else dout.contiguous(), dlse if dlse is None else dlse.contiguous()
-
-
-def backward_by(
-    found: PullBack, dout: Any, dlse: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, read: Iterable[Any]
-) -> list[Any]:  # fmt: skip
-    """dq, dk, dv and the gradients by values, of a call that has this backward pass."""
-    planned, run, slots = found
-    dout, dlse = _rows(dout, dlse)
-    with interop.TORCH.scope(q):
-        memory, own = View if q.is_cuda else interop.TORCH.memory, interop.TORCH.own
-        given = dout, q, k, v, out, lse, *read
-        lent = None if dlse is None else memory(dlse)
-        dout, *rest = map(memory, given)
-        return [own(x, q) for x in planned.pull_back(run, slots, dout, lent, *rest)]
-
-
 def backward(
-    known: Known | None, dout: Any, dlse: Any, out: Any, lse: Any, more: Sequence[str], q: Any, k: Any, v: Any,
-    tensors: Tensors, options: Scalars, mods: Mods | None,
+    known: Known | None, found: PullBack | None, dout: Any, dlse: Any, out: Any, lse: Any, more: Sequence[str],
+    q: Any, k: Any, v: Any, tensors: Tensors, options: Scalars, mods: Mods | None,
 ) -> list[Any]:  # fmt: skip
     """dq, dk and dv, contiguous as (B, H, N, D), and the gradients by `more`, names as of `Vjp.__call__`.
 
-    known: the plan of the call, which learns this backward pass.
+    known: the plan of the call. found: this pass of it; None if `known` has yet to learn it.
     """
-    names, results = (*QKV, *more), results_of(dout, dlse, out, lse)
-    dout, dlse = _rows(dout, dlse)
+    results, own = results_of(dout, dlse, out, lse), interop.TORCH.own
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    dlse = dlse if dlse is None else dlse.contiguous()
+    if found is not None:
+        with interop.TORCH.scope(q):
+            memory = View if q.is_cuda else interop.TORCH.memory
+            lent = map(memory, (q, k, v, out, lse, *read_by(tensors, mods)))
+            towards = memory(dout), None if dlse is None else memory(dlse)
+            return [own(x, q) for x in found.planned.pull_back(found.run, found.slots, *towards, *lent)]
+    names = *QKV, *more
     keywords = keywords_of(tensors, options, mods)
     backend = keywords.pop("backend", None)
     with Call("attention", q, k, v, keywords) as call:
@@ -223,13 +207,12 @@ def backward(
         native = take(out=out, lse=lse, dout=dout, dlse=dlse)
         vjp: Any = Vjp(planned.recorded(call, native["out"], native["lse"], kept=True), call.options)
         vjp.check_names(names)
-        to = vjp.to_fill(native["dout"], native["dlse"], names)
-        vjp.backward(vjp.operands, to)
+        op, to = vjp.operands, vjp.to_fill(native["dout"], native["dlse"], names)
+        vjp.backward(op, to)
         if known is not None and is_memory and (shared := _shared(call, planned, tensors, mods)):
-            run, reads_addresses = vjp.backward.bound(vjp.operands, to)
-            own = vjp.operands.out, vjp.operands.lse, to.dout, to.dlse
-            if reads_addresses and _same_memory(results_of(dout, dlse, out, lse), own):
-                given, slots = (q, k, v, *results, *shared[1].values()), vjp.slots(names)
+            run, reads_addresses = vjp.backward.bound(op, to)
+            if reads_addresses and _same_memory((out, lse, dout), (op.out, op.lse, to.dout)):
+                given, slots = (q, k, v, *results, *read_by(tensors, mods)), vjp.slots(names)
                 layouts = known.backward.setdefault(_kind(more, given), torch_plans.Layouts())
-                layouts.keep(given, PullBack(shared[0], run, tuple([slots[name] for name in more])))
-        return [interop.TORCH.own(x, q) for x in vjp.returned(to, names)]
+                layouts.keep(given, PullBack(shared, run, tuple([slots[name] for name in more])))
+        return [own(x, q) for x in vjp.returned(to, names)]

@@ -123,7 +123,7 @@ def torch_on_the_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iter
 
         return wrapped
 
-    for name in ("backward", "backward_by", "known_plan"):
+    for name in ("backward", "known_plan"):
         monkeypatch.setattr(torch_autograd, name, tagging(getattr(torch_autograd, name)))
     monkeypatch.setattr(torch_passes.Known, "pull_back", tagging(torch_passes.Known.pull_back))
     yield

@@ -109,9 +109,9 @@ def test_vmap_is_a_loop(name: str) -> None:
 def test_a_batching_rule_calls_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     for module in (torch_autograd, torch_operators):
-        for name in ("forward", "forward_by", "backward", "backward_by"):
-            run, direction = getattr(torch_passes, name), name.removesuffix("_by")
-            monkeypatch.setattr(module, name, lambda *x, run=run, each=direction: calls.append(each) or run(*x))
+        for name in ("forward", "backward"):
+            run = getattr(torch_passes, name)
+            monkeypatch.setattr(module, name, lambda *x, run=run, name=name: calls.append(name) or run(*x))
     x = qkv()
     vmap(func.grad(weighted(ft.attention), (0, 1, 2)), (0, 0, None))(*x[:2], x[2][0])
     vmap(ft.attention)(*x)
