@@ -43,10 +43,9 @@ class Shape:
         """A (B, H, N, D) tensor in the caller's shape, as a view."""
         if self.layout == "bnhd":
             tensor = tensor.swapaxes(1, 2)
-        tail = tensor.shape[1:]
         if self.ndim == 2:
             return tensor[0, 0] if self.layout == "bhnd" else tensor[0, :, 0]
-        return tensor.reshape((*self.batch, *tail)) if self.ndim != 4 else tensor
+        return tensor.reshape((*self.batch, *tensor.shape[1:])) if self.ndim != 4 else tensor
 
     def sizes(self, four: tuple[int, int, int, int]) -> tuple[int, ...]:
         """The caller's shape of a (B, H, N, D) tensor of these sizes."""

@@ -149,8 +149,8 @@ def test_partial_results_of_splits_have_places_of_their_own(kept: list[Any], mon
     block, splits = Arguments(problem.spec, operands), 3
     memory = np.zeros(0, np.float32)
 
-    def scratch(size: int, dtype: str) -> Any:
-        memory.resize(size, refcheck=False)
+    def scratch(shape: tuple[int], dtype: str, empty: Any) -> Any:
+        memory.resize(shape, refcheck=False)
         return OnDevice(memory)
 
     monkeypatch.setattr(arguments, "scratch", scratch)

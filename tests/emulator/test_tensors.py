@@ -65,8 +65,8 @@ class Tensor(torch.Tensor):
 
 
 def allocate(shape: Any, strides: Any, dtype: Any) -> Any:
-    """Memory without values, as PyTorch gives it."""
-    made = on_device(torch.full(shape, torch.nan, dtype=dtype))
+    """Memory without values, as PyTorch gives it: bytes of -1 are NaN."""
+    made = on_device(torch.full(shape, torch.nan if dtype.is_floating_point else -1, dtype=dtype))
     assert made.stride() == strides
     return made
 

@@ -48,6 +48,7 @@ class Arguments(KernelArguments):
         self.shapes: dict[str, tuple[int, ...]] = {}  # of arrays of the modification
         self.stores_values = False  # kernels store gradients by values, in the dtype of the operands
         self.uploaded = False  # whether something was copied to the device
+        self.empty: Any = None  # f(shape, dtype) makes memory, where the call's arrays are not of CuPy's pool
         self.entries, self.heads, self.n_q, _ = operands.q.shape
         self.heads_kv, self.n_k = operands.k.shape[1:3]
         if spec.paged:
@@ -191,7 +192,7 @@ class Arguments(KernelArguments):
         columns, rows = self.spec.head_dim_v, self.heads * self.n_q
         numbers = splits * self.batch * rows
         o_size = -(-numbers * columns // 2) * 2  # pairs follow, the elements of lse_partial
-        memory = scratch(o_size + 2 * numbers, "float32")
+        memory = scratch((o_size + 2 * numbers,), "float32", empty=self.empty)
         o_at, lse_at, address = AT["o_partial"], AT["lse_partial"], memory.data.ptr
         self.words[o_at : o_at + 4] = [address, rows * columns, self.n_q * columns, columns]
         self.words[lse_at : lse_at + 4] = [address + 4 * o_size, rows, self.n_q, 1]

@@ -188,6 +188,7 @@ class CudaBackend:
             words = arguments.words
             words[q_at], words[k_at], words[v_at] = q.data.ptr, k.data.ptr, v.data.ptr
             words[out_at] = out.data.ptr
+            arguments.empty = getattr(q, "empty", None)  # of Views
             if lse is not None:
                 words[lse_at] = lse.data.ptr
             if arrays:
@@ -226,6 +227,7 @@ class CudaBackend:
             words = arguments.words
             for at, array in zip(_BACKWARD_AT, (op.q, op.k, op.v, op.out, op.lse, to.dout, to.dq, to.dk, to.dv)):
                 words[at] = array.data.ptr
+            arguments.empty = getattr(op.q, "empty", None)  # of Views
             if to.dlse is not None:
                 words[_DLSE] = to.dlse.data.ptr
             if to.dsinks is not None:
@@ -319,8 +321,7 @@ def _make_values(plan: CudaPlan, arguments: Arguments, gradients: Gradients, str
 
     arguments.stores_values, whole = getattr(plan.backward[0], "writes_values", _ADDS)(arguments)
     dtype = gradients.dq.dtype if arguments.stores_values else spec.lse_dtype
-    # Views of other libraries have memory of these.
-    empty = cupy.empty if spec.orders_sums else getattr(gradients.dq, "empty", cupy.empty)
+    empty = cupy.empty if spec.orders_sums else arguments.empty or cupy.empty
     for slot in spec.sums:
         gradients.values[slot.name] = made = empty(arguments.shapes.get(slot.name, ()), np.dtype(dtype))
         if not whole:
