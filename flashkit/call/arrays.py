@@ -129,9 +129,7 @@ _cupy_types = set[type]()  # types known to be arrays of CuPy
 
 
 def layout(array: Any) -> tuple[Any, ...]:
-    """Type, shape, strides, dtype, and whether elements are aligned (NumPy) or on which device they are (CuPy): what a
-    planned call depends on.
-    """
+    """Type, shape, strides, dtype, and alignment (NumPy) or device (CuPy): what a planned call depends on."""
     kind = type(array)
     if kind is View:
         return array.layout
@@ -218,9 +216,7 @@ def share_memory(a: Any, b: Any) -> bool:
 
 
 def _addresses(array: Any) -> np.ndarray:
-    """A NumPy array, never to be read, of the addresses and strides of an array's elements: CuPy decides whether arrays
-    share memory on the device, and waits for it.
-    """
+    """An array of NumPy, never read, with the array's addresses: CuPy would wait for the device to compare."""
     return array if isinstance(array, np.ndarray) else np.asarray(_Addresses(array))
 
 

@@ -29,9 +29,7 @@ def check_heads(whole: Whole, ranks: int) -> None:
 
 
 class Collected:
-    """The transfers of a rank; see `ring.RingAttention`. spreads_heads: by "heads", not by "gather". Gradients are
-    summed over the ranks in the order of ranks.
-    """
+    """The transfers of a rank, as of `ring.RingAttention`; gradients are summed in the order of ranks."""
 
     def __init__(
         self, whole: Whole, transport: Transport, order: str, q: Any, k: Any, v: Any, gradients: bool = False, *,

@@ -38,9 +38,7 @@ class Runs(NamedTuple):
         return Runs(self.indptr[first : last + 1] - low, self.start[low:high], self.stop[low:high])
 
     def expand(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tiles instead of runs: (indptr int64 (lines + 1,), tiles int32 (total,)). Line n holds
-        tiles[indptr[n]:indptr[n + 1]].
-        """
+        """Tiles instead of runs: line n holds tiles[indptr[n]:indptr[n + 1]]; indptr int64, tiles int32."""
         lengths = (self.stop - self.start).astype(np.int64)
         ends = np.concatenate([[0], np.cumsum(lengths)])
         tiles = np.arange(ends[-1]) + np.repeat(self.start - ends[:-1], lengths)

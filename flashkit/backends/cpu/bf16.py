@@ -26,9 +26,7 @@ class Method(NamedTuple):
 
 
 def select() -> Method:
-    """The method that the environment names, or else the best one, and the reason. ValueError if the environment names
-    none, UnsupportedError if this machine does not have the instructions.
-    """
+    """The method that the environment names, or the best, and why. ValueError or UnsupportedError if there is none."""
     wanted = settings.CPU_BF16.read()
     if wanted is None:
         return _best()

@@ -39,9 +39,7 @@ def source(kind: str, text: str) -> Source:
 
 
 def kernel_source(name: str, dtype: str, bf16_pairs: bool = False, kv_format: str = "") -> Source:
-    """Entries of kernels/<name>.py for a dtype; of "jvp", forward.py with tangents. bf16_pairs: bfloat16 operands are
-    multiplied in pairs, not widened. kv_format: of keys and values of 8 bits, which decoding reads.
-    """
+    """Entries of kernels/<name>.py; of "jvp", forward.py with tangents. kv_format: of 8-bit keys and values."""
     file = "forward" if name == "jvp" else name
     parts = ("common", "operands_bf16_pairs" if bf16_pairs else "operands", "kv_loader", file)
     kind, head = f"{name}_{dtype}" + (f"_{kv_format}" if kv_format else ""), f"JVP = {name == 'jvp'}\n"

@@ -243,9 +243,7 @@ def _included(source: Source) -> tuple[tuple[str, str], ...]:
 
 
 def _refuse_serialised(name: str, arch: str, log: str) -> None:
-    """SerialisedError if ptxas has serialised wgmma instructions. Another remark of that kind (C7519, an arrive that it
-    adds) costs nothing.
-    """
+    """SerialisedError if ptxas has serialised wgmma instructions. Its remark C7519, another arrive, costs nothing."""
     if serialised := re.findall(r".*\(C75\d\d\).*serialized.*", log):
         raise SerialisedError(f"{name} for {arch}: {serialised[0].strip()}")
 

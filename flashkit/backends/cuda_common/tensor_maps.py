@@ -29,9 +29,7 @@ def _extents(arguments: Arguments, name: str) -> tuple[int, int, int]:
 
 
 def strides_fit(arguments: Arguments, names: Sequence[str]) -> bool:
-    """Whether TMA can address tensors with these strides: multiples of 16 bytes, and positive. Addresses, which are
-    multiples of 16 bytes too, are not checked.
-    """
+    """Whether TMA takes these strides: positive multiples of 16 bytes. Addresses are not checked."""
     words = arguments.words
     for name in names:
         at = AT[name]
@@ -88,9 +86,7 @@ def maps_of(arguments: Arguments, name: str, dim: int, pack: int, rows: int) -> 
 def maps_of_pairs(
     arguments: Arguments, array: DenseArray, rows: int, dtype: str, strides: Sequence[int]
 ) -> Maps | None:  # fmt: skip
-    """The tensor maps of arrays of the shape of this one, for boxes of `rows` rows; None where TMA cannot address
-    them.
-    """
+    """The tensor maps of arrays of this shape, for boxes of `rows` rows; None where TMA cannot address them."""
     shape = arguments.shapes[array.slot.name]
     entries, heads = (1 if axis is None else shape[axis] for axis in (array.entry, array.head))
     entry, head = (0 if axis is None else strides[axis] for axis in (array.entry, array.head))
@@ -164,9 +160,7 @@ class TileCounters:
         return memory
 
     def next(self, stream: int) -> int:
-        """The address of a pair that no kernel in flight uses. A captured launch gets its own, as its graph may run at
-        any time.
-        """
+        """The address of a pair that no kernel in flight uses; a captured launch, which may run later, has its own."""
         if capturing(stream):
             return int(scratch((2,), "int32", zeros=True).data.ptr)
         return int(self._memory.data.ptr) + next(self._next) % self.COUNT * 8

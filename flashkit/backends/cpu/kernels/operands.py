@@ -75,9 +75,7 @@ def attend_at_once(args, count, q, q_panel, k, v_t, scores, m, l, o, o_panel):
 
 @njit(**options)
 def online_softmax(args, s_t, m, l, o_acc):
-    """S^T to P^T = e^(S^T - m). m follows the running maximum, and l and o_acc are rescaled with it, only when a score
-    exceeds m by a threshold: almost never after the first tiles.
-    """
+    """S^T to P^T = e^(S^T - m). m follows the maximum, and rescales l and o_acc, only beyond a threshold."""
     call_online_softmax(args[ONLINE_SOFTMAX], s_t, m, l, o_acc)
 
 

@@ -92,9 +92,7 @@ class Instructions:
 
 
 class Emulation:
-    """The same operations on memory: the state is the configuration followed by eight tiles of 1 KB. What raises #UD on
-    the CPU (shapes that do not match, a tile that is not configured) traps here too.
-    """
+    """The operations on memory: the configuration and eight tiles of 1 KB. What raises #UD on the CPU traps."""
 
     lasting = False
 
@@ -249,9 +247,7 @@ def _configure(tiles: Any, rows: ir.Value, columns: ir.Value, words: ir.Value) -
 
 
 def _region(module: ir.Module, tiles: Any, whole: bool) -> ir.Function:
-    """A product of tiles of one shape: function (state, a, a_row, b, b_row, c, c_row, tiles along m, n and k, rows,
-    columns, words, whether c is added to). whole: these three are 16, which tiles may be configured for already.
-    """
+    """A product of tiles of one shape, as a function of its own. whole: of 16 rows, columns and words."""
     name = f"amx_{'whole' if whole else 'region'}_{tiles.__name__}"
     if name in module.globals:
         return module.globals[name]

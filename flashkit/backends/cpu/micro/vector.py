@@ -122,9 +122,7 @@ def load_narrow(
 
 
 class Loop:
-    """`for index in range(start, stop, step)` with values carried in registers; use as `with Loop(...) as (index,
-    carried, advance)`.
-    """
+    """`with Loop(...) as (index, carried, advance)`: index from start to stop, values carried in registers."""
 
     def __init__(
         self,

@@ -99,9 +99,7 @@ def num_work_tiles(p):
 
 @device
 def work_tile(p, index):
-    """Work tile at place `index`. Under a mask: longest first, with L2 swizzle and LPT tail. Otherwise head after head,
-    the ragged tiles last.
-    """
+    """The work tile at `index`: under a mask longest first, with L2 swizzle and LPT tail, else head after head."""
     heads, rows, index = u32(p.heads), u32(p.n_q), u32(index)
     tiles, every = u32((rows + u32(BLOCK_Q - 1)) // u32(BLOCK_Q)), u32(heads * p.batch)
     if HAS_MASK:
