@@ -18,15 +18,6 @@ pages (pages, H, page, D) that a table names. The last DIM_PE columns of the key
 `address`: scratch memory for a tile that is not used where it lies.
 """
 
-import numpy as np
-from numba import njit
-
-from flashkit.backends.cpu.arguments import *
-from flashkit.backends.cpu.functions import options
-from flashkit.backends.cpu.micro_calls import *
-from flashkit.backends.cpu.seq_info import tokens
-from flashkit.backends.cpu.views import integer_at, matrix, prefetch, vector
-
 ONE = np.float64(1).view(np.int64)
 
 

@@ -2,15 +2,9 @@
 kernels'; operands_bf16_pairs.py takes its place where bfloat16 is multiplied in pairs.
 """
 
-from numba import njit
-
-from flashkit.backends.cpu.arguments import *
-from flashkit.backends.cpu.functions import options
-from flashkit.backends.cpu.micro_calls import *
-from flashkit.backends.cpu.tile_ops import nonfinite_gemm
-
 K_PACK = 1
 """Elements along the summed axis in one element of a packed operand."""
+
 
 @njit(**options)
 def begin_products(args):

@@ -5,13 +5,6 @@ A word holds two bfloat16 that follow each other along the summed axis. It passe
 counts.
 """
 
-from numba import njit
-
-from flashkit.backends.cpu.arguments import *
-from flashkit.backends.cpu.functions import options
-from flashkit.backends.cpu.micro_calls import *
-from flashkit.backends.cpu.views import matrix, tensor3, vector
-
 K_PACK = 2
 
 
