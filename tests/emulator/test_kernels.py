@@ -78,12 +78,14 @@ def ran(generation: str) -> str:
 
 
 @pytest.fixture(autouse=True)
-def forced(generation: str, ran: str, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def forced(
+    generation: str, ran: str, launched: list[str], device: Device, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """The generation is the only one that the backend may plan with, and the test has launched its kernels alone."""
     if generation:
         monkeypatch.setenv(cuda_backend.VARIABLE, generation)
     yield
-    assert not generation or generations(launched) == {ran}
+    assert not generation or getattr(device, "missed", "") or generations(launched) == {ran}
 
 
 @pytest.mark.one_in(1)
