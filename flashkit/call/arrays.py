@@ -90,11 +90,7 @@ def own_form(name: str, array: Any, kind: str | None = None) -> Any:
 
 
 def own_forms(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """Views of arrays of NumPy, what else is given as it is.
-
-    Another thread may set the shape of a caller's array at any time, between a check and the use of what was checked.
-    A view has a form of its own.
-    """
+    """Views of NumPy arrays, others as they are: another thread may set the shape of an array, not of a view."""
     if type(q) is type(k) is type(v) is np.ndarray:
         return q.view(), k.view(), v.view()
     return tuple([x.view() if isinstance(x, np.ndarray) else x for x in (q, k, v)])  # type: ignore[return-value]

@@ -221,11 +221,7 @@ def _mark_used(file: Path) -> None:
 
 @contextmanager
 def compile_lock(folder: str, name: str) -> Iterator[None]:
-    """Lock this name while the file is made, so that other processes wait and then find it.
-
-    Names share a fixed number of lock files: they would outnumber the kernels, and a lock file cannot be removed while
-    another process may wait for it.
-    """
+    """Lock this name while other processes would make it too. Names share few lock files, which cannot be removed."""
     lock: AbstractContextManager[None] = nullcontext()
     number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:2]) % _LOCKS
     with suppress(OSError):  # the directory cannot be used, so nothing is shared

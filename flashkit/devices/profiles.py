@@ -282,11 +282,7 @@ def for_device(kind: str) -> Profile:
 
 
 def by_name(name: str) -> Profile:
-    """The merged profile of the device that the file `name`.yaml describes, as `for_device` would give it there.
-
-    ValueError if no directory has such a file, ProfileError if it is malformed, UntrustedError if another user could
-    have written it.
-    """
+    """The merged profile as of the device of `name`.yaml. ValueError without this file; errors of `read`."""
     file = next((file for file in paths() if file.stem == name), None)
     if file is None:
         hint = suggest(name, tuple(f.stem for f in paths()))

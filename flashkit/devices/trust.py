@@ -30,11 +30,7 @@ class UntrustedError(OSError):
 
 
 def resolve(path: str | os.PathLike[str], make: bool = False) -> str:
-    """The absolute path of a file or directory without symbolic links. UntrustedError if another user could have
-    written it, OSError if a component does not exist or cannot be read.
-
-    make: create missing directories, for this user alone.
-    """
+    """The absolute real path. UntrustedError if others could have written it; OSError; make: create directories."""
     path = os.fspath(path)
     if not os.path.isabs(path):
         raise UntrustedError(f"path: expected an absolute path, got {path}")

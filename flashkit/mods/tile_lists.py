@@ -17,11 +17,7 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
 class Runs(NamedTuple):
-    """Runs of neighbouring tiles on lines (rows of tiles, or columns).
-
-    Line n holds the tiles start[m] <= t < stop[m] for indptr[n] <= m < indptr[n + 1]; its runs ascend and do not touch.
-    indptr: int64 (lines + 1,); start, stop: int32 (runs,).
-    """
+    """Tiles start[m] <= t < stop[m] of line n, for indptr[n] <= m < indptr[n + 1], ascending and apart."""
 
     indptr: np.ndarray
     start: np.ndarray

@@ -187,11 +187,7 @@ def _without_machine_code(library: Any) -> Iterator[None]:
 
 
 def _exports(ir: Any, target: Any, results: dict[str, Any]) -> Any:
-    """For each entry a C function of its name, of 64-bit integers, that calls Numba's function.
-
-    Arrays in kernels are views that own nothing, so reference counts are no-ops. Kernels do not raise; should one, its
-    results are invalid, and the process ends with a message.
-    """
+    """A C function for each entry. Views own nothing, so reference counts do nothing; a kernel that raises aborts."""
     module = ir.Module("exports")
     pointer, void = ir.IntType(8).as_pointer(), ir.VoidType()
     for name in ("NRT_incref", "NRT_decref"):

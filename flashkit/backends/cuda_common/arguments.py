@@ -36,11 +36,7 @@ def bits(value: float) -> int:
 
 
 class Arguments(KernelArguments):
-    """The argument block of one call. It keeps the arrays alive that its addresses point to.
-
-    Operands in host memory are copied to the device, and the copies replace them in `operands`, so that the backward
-    pass of the same call transfers nothing.
-    """
+    """The argument block of one call and what it points to. Arrays of the host are replaced by copies in `operands`."""
 
     def __init__(self, spec: AttentionSpec, operands: Operands) -> None:
         self.spec, self.alive, self.scale, self._blocks = spec, list[Any](), operands.scale, operands.blocks

@@ -138,11 +138,7 @@ def architectures() -> tuple[int, ...]:
 
 
 def target(capability: tuple[int, int]) -> str:
-    """The architecture to compile for: the device's own with its architecture-specific instructions (sm_90a), else the
-    newest of its major version that the compiler knows.
-
-    CompileError if the compiler is too old or too new for the device.
-    """
+    """sm_90a for the device's own, else the newest of its major version that NVRTC knows. CompileError without one."""
     major, minor = capability
     known = [arch for arch in architectures() if arch // 10 == major and arch % 10 <= minor]
     if not known:

@@ -124,11 +124,7 @@ class Generation:
 
 
 class Pass:
-    """One direction of a plan: its loaded kernels, and how they are launched. Calls whose arrays they do not take go to
-    a pass of an older generation.
-
-    spec: of the kernels, where it is not that of the problem.
-    """
+    """The kernels of one direction and their launch. Calls that they do not take go to an older generation's pass."""
 
     addressed: tuple[str, ...] = ()
     """Tensors whose addresses have to be multiples of 16 bytes."""

@@ -73,11 +73,7 @@ class Maps(dict[int, TensorMap]):
 
 
 def maps_of(arguments: Arguments, name: str, dim: int, pack: int, rows: int) -> Maps:
-    """The tensor maps of all tensors with the layout of this one, for boxes of `rows` rows of 128 bytes.
-
-    Their axes are (batch, head / pack, token, head % pack, dim), with `pack` query heads that share a key/value head
-    (pack-GQA); for pack 1 (batch, head, 1, token, dim).
-    """
+    """Maps (batch, head / pack, token, head % pack, dim) of tensors of this layout, in boxes of `rows` rows."""
     at, dtype = AT[name], dtype_of(arguments, name)
     entries, heads, tokens = _extents(arguments, name)
     return Maps(dtype, *arguments.words[at + 1 : at + 4], dim, pack, heads, tokens, entries, rows)

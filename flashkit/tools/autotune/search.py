@@ -66,11 +66,7 @@ class Outcome:
 
 @dataclass
 class Search:
-    """The search for one target.
-
-    deadline: on `clock`; nothing is started after it. rival_gflops: the best rate of other kernel generations on the
-    same problem.
-    """
+    """The search for one target, until `deadline`. rival_gflops: of other kernel generations on the same problem."""
 
     target: Target
     tuner: Tuner

@@ -38,11 +38,7 @@ _COLUMNS_AT, _ROWS_AT = 16, 48
 
 @cache
 def request_permission() -> str:
-    """Ask Linux for the use of the tile registers, once per process: "" or the reason for a refusal.
-
-    The kernel saves 8 KB more for each thread that uses them, so it grants them only on request
-    (Documentation/arch/x86/xstate.rst).
-    """
+    """Ask Linux for the use of the tile registers (xstate.rst), once per process: "" or why it refuses."""
     if not sys.platform.startswith("linux"):
         return f"AMX is supported only on Linux, and this is {sys.platform}"
     library = ctypes.CDLL(None, use_errno=True)
