@@ -65,7 +65,7 @@ class ArgumentBlock:
         spec = plan.problem.spec
         registers = plan.register_block(tile, plan.bf16_pairs)
         args[at.LANES], args[at.PANEL] = registers.lanes, registers.vectors * registers.lanes
-        args[at.LEFT_WORDS] = registers.lanes if plan.bf16_pairs in ("amx", "emulate") else 1  # as packing pads
+        args[at.LEFT_WORDS] = 1 if plan.bf16_pairs in ("", "avx512bf16") else registers.lanes  # as packing pads
         micro = addresses(registers)
         for name in micro.keys() - modify.TRANSPOSERS:
             args[getattr(at, name.upper())] = micro[name]

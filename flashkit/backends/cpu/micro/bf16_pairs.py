@@ -424,7 +424,7 @@ def kernels(method: str) -> dict[str, tuple[int, Callable[..., None]]]:
         if method == "avx512bf16":
             emit_gemm(*args, accumulate=accumulate, multiply=dot)
         else:
-            amx.emit_gemm(*args, accumulate=accumulate, emulated=method == "emulate")
+            amx.emit_gemm(*args, accumulate=accumulate, tiles=amx.TILES[method])
 
     def nothing(*_: Any) -> None:
         pass
