@@ -41,12 +41,7 @@ class Recorded(NamedTuple):
 
 
 class Backward:
-    """Fills gradients, given operands: a function for each choice of gradients and layouts of out, dout and dlse, made
-    on first use.
-
-    chosen: the backend of the forward pass and its plan. per_call: names of arrays that differ from call to call.
-    binds: whether the pass runs for many calls.
-    """
+    """Fills gradients by a function for each choice and layout of them, made on first use; binds: for many calls."""
 
     def __init__(
         self, chosen: tuple[Backend, Any], problem: Problem, forced: str | None, per_call: tuple[str, ...] = (),
