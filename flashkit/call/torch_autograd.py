@@ -101,9 +101,7 @@ class Attention(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        form: _Form, q: Any, k: Any, v: Any, *given: Any
-    ) -> Any:
+    def forward(form: _Form, q: Any, k: Any, v: Any, *given: Any) -> Any:
         known, names, options, mods = form
         if forward_ad._current_level >= 0:  # tangents are for `jvp`
             q, k, v, *given = (x.detach() for x in (q, k, v, *given))  # type: ignore[assignment]

@@ -129,7 +129,8 @@ def _has_form(tensors: Tensors, mods: Any) -> bool:
 
 
 def _name_of(with_lse: bool, tensors: Tensors, options: Scalars, mods: Mods | None) -> Any:
-    return torch_plans.name_of(with_lse, tensors if mods is None else (*tensors, mods.form), options)
+    names = tensors if mods is None else (*tensors, *mods.captured, mods.form)
+    return torch_plans.name_of(with_lse, names, options)
 
 
 def forward(
@@ -211,7 +212,8 @@ def backward(
         vjp.backward(op, to)
         if known is not None and is_memory and (shared := _shared(call, planned, tensors, mods)):
             run, reads_addresses = vjp.backward.bound(op, to)
-            if reads_addresses and _same_memory((out, lse, dout), (op.out, op.lse, to.dout)):
+            own_results = op.out, op.lse, to.dout, to.dlse
+            if reads_addresses and _same_memory(results_of(dout, dlse, out, lse), own_results):
                 given, slots = (q, k, v, *results, *read_by(tensors, mods)), vjp.slots(names)
                 layouts = known.backward.setdefault(_kind(more, given), torch_plans.Layouts())
                 layouts.keep(given, PullBack(shared, run, tuple([slots[name] for name in more])))
