@@ -194,13 +194,11 @@ def _gradients(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
         dout, dlse = (None if x is None else x.detach() for x in (dout, dlse))
     content, (known, names, options, own) = tuple(rest), ctx.form
     tensors, mods = _unpacked(names, own, content)
-    given, more = dict[str, Any](), list[str]()
-    if content:
-        of_mods = value_names(mods[0]) if isinstance(mods, tuple) else () if mods is None else mods.captured
-        given = dict(zip((*tensors, *of_mods), content, strict=True))
-        more = [name for name, needed in zip(given, ctx.needs_input_grad[4:], strict=True) if needed]
-        if masked := [name.partition(".")[2] for name in more if name.startswith("mask.")]:
-            raise NotImplementedError(NO_GRADIENT.format(masked[0]))  # now wrappers know
+    of_mods = value_names(mods[0]) if isinstance(mods, tuple) else () if mods is None else mods.captured
+    given = dict(zip((*tensors, *of_mods), content, strict=True))
+    more = [name for name, needed in zip(given, ctx.needs_input_grad[4:], strict=True) if needed]
+    if masked := [name.partition(".")[2] for name in more if name.startswith("mask.")]:
+        raise NotImplementedError(NO_GRADIENT.format(masked[0]))  # now wrappers know
     dout = torch.zeros_like(out) if dout is None else dout
     all_tensors, found = (q, k, v, *results_of(dout, dlse, out, lse)), None
     if watched := is_watched():
