@@ -90,9 +90,7 @@ def recorded_call(
 
 
 _Form = tuple[Known | None, tuple[str, ...], Scalars, Mods | str | None]
-"""A recorded call beside its tensors, whose inputs are costly one by one: the plan where it is known, names of tensors,
-options, modifications or their text.
-"""
+"""A recorded call beside its tensors, as one input: its plan if known, names of tensors, options, modifications."""
 
 
 class Attention(torch.autograd.Function):

@@ -87,13 +87,10 @@ class Known(NamedTuple):
     backward: dict[Any, torch_plans.Layouts]
     """The `PullBack`s of these calls."""
 
-    def pull_back(self, more: Sequence[str], given: tuple[Any, ...]) -> PullBack | None:
-        """The backward pass of such a call, if one was before. given: q, k, v, `results_of`, and what the plan reads
-        beside q, k and v.
-        """
+    def pull_back(self, more: Sequence[str], given: tuple[Any, ...]) -> Any:
+        """The `PullBack` of such a call; None if there is none yet. given: q, k, v, `results_of` and `read_by`."""
         layouts = self.backward.get(_kind(more, given))
-        found: PullBack | None = None if layouts is None else layouts.find(given)
-        return found
+        return layouts and layouts.find(given)
 
 
 class PullBack(NamedTuple):
@@ -108,14 +105,11 @@ def _kind(more: Sequence[str], given: tuple[Any, ...]) -> Any:
     return len(given), tuple(more), dispatch.state()
 
 
-def known_plan(
-    with_lse: bool, q: Any, k: Any, v: Any, tensors: Tensors, options: Scalars, mods: Any
-) -> Known | None:  # fmt: skip
-    """The plan of such a call; None if there is none yet."""
-    found: Known | None = None
-    if _has_form(tensors, mods):
-        found = torch_plans.find(_name_of(with_lse, tensors, options, mods), (q, k, v, *read_by(tensors, mods)))
-    return found
+def known_plan(with_lse: bool, q: Any, k: Any, v: Any, tensors: Tensors, options: Scalars, mods: Any) -> Any:
+    """The `Known` of such a call; None if there is none yet."""
+    if not _has_form(tensors, mods):
+        return None
+    return torch_plans.find(_name_of(with_lse, tensors, options, mods), (q, k, v, *read_by(tensors, mods)))
 
 
 def read_by(tensors: Tensors, mods: Any) -> list[Any]:

@@ -69,10 +69,7 @@ def keep(name: Any, tensors: tuple[Any, ...], known: Any) -> None:
 
 def _are_aligned(tensors: tuple[Any, ...]) -> bool:
     """The memory of other libraries may begin anywhere. On a GPU it does not, and plans do not ask."""
-    beyond = 0
-    for tensor in tensors:
-        beyond |= tensor.data_ptr() % tensor.element_size()
-    return beyond == 0
+    return not any(tensor.data_ptr() % tensor.element_size() for tensor in tensors)
 
 
 def _guard(tensors: tuple[Any, ...]) -> Callable[..., bool]:
