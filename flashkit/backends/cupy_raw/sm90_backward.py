@@ -42,7 +42,7 @@ def functions(spec: AttentionSpec, tile: BackwardTile) -> str:
     dim, dim_v, rows = padded(spec.head_dim), padded(spec.head_dim_v), tile.block_q
     dtype = "float16" if spec.dtype == "float32" else spec.dtype
     if cluster_size(spec) > 1:
-        return "#define CLUSTER_MAINLOOP\n" + wgmma_functions(dtype, [rows, dim], [dim_v])
+        return "#define CLUSTER_MAINLOOP\n" + wgmma_functions(dtype, [rows // 2, rows, dim], [dim_v])
     return wgmma_functions(dtype, [rows, rows if chunks(dim) == 2 else rows // 2], [dim, dim_v])
 
 

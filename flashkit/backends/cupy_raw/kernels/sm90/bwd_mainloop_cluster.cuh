@@ -25,6 +25,7 @@
 #include "sm90/dq_accum.cuh"
 
 constexpr int BYTES_DS_WARP = BYTES_DS / ROLE_WARPS;  // dS of a warp's 16 keys, which it sends to the peer
+constexpr bool DEFERS_DQ = !DETERMINISTIC;
 enum NamedBarrier { DS_CONSUMER_BARRIER = 1, DK_DQ_CONSUMER_BARRIER = 2 };
 
 DEVICE void ds_consumer(const Params& p, const TensorMap& dv_map, unsigned base, int rank) {
@@ -140,10 +141,23 @@ DEVICE void dk_dq_consumer(const Params& p, const TensorMap& dk_map, unsigned ba
     const bool expects_dsmem = warp == 0 && lane == 0;
     const unsigned peer_empty = mapa(pipe_dsmem.empty, 1 - rank);
     const unsigned own_ds = base + AT_DS, peer_ds = own_ds + BYTES_DS, peer_k_tile = base + AT_PEER_K;
-    float dk_acc[PADDED_DIM / 2], dq_acc[DQ_CHUNKS][BLOCK_Q / 2];
+    float dk_acc[PADDED_DIM / 2], dq_acc[larger(CHUNKS / 2, 1)][BLOCK_Q / 2], dq_half[BLOCK_Q / 4];
     unsigned n = 0;  // query tiles so far
+    int added = -1;  // the query tile whose dQ is still in registers, as an index among all
     if (expects_dsmem) mbarrier_arrive_expect_tx(pipe_dsmem.full, BYTES_DS);
 
+    auto add_dq = [&](int index, DqWrite write) {
+        if (DETERMINISTIC && write == SKIP) return;
+        auto add = [&](const auto& acc, int chunk, int first) {
+            float* to = dq_accum_at(p, index, chunk * BYTES_DQ_PART) + warp * (BYTES_DQ_WARP / 4) + lane * 4;
+            UNROLL(i, (int)(sizeof(acc) / 16)) {
+                if (DETERMINISTIC && write == STORE) store_float4(to + (first + i) * 128, acc + 4 * i);
+                else red_add_float4(to + (first + i) * 128, acc + 4 * i);
+            }
+        };
+        UNROLL(c, CHUNKS / 2) add(dq_acc[c], DQ_CHUNKS * rank + c, 0);
+        if constexpr (CHUNKS % 2) add(dq_half, CHUNKS / 2, rank * (BLOCK_Q / 16));
+    };
 #pragma unroll 1
     for (unsigned number = 0;; ++number) {
         pipe_k.consumer_wait(number);
@@ -151,35 +165,22 @@ DEVICE void dk_dq_consumer(const Params& p, const TensorMap& dk_map, unsigned ba
         if (uniform(load_word(slot)) == END) break;
         const WarpKeys keys(p, slot, CTA_KEYS * rank + 16 * warp);
         const unsigned own_k_tile = base + AT_K + number % KEY_BUFFERS * BYTES_K
-                                    + DQ_CHUNKS * rank * CTA_KEYS * CHUNK_ROW;
+                                    + CHUNKS / 2 * rank * CTA_KEYS * CHUNK_ROW;
 
         auto issue_dq = [&](unsigned k_tile, unsigned ds, auto zero_init) {
-            const unsigned long long b = descriptor(ds);
-            wgmma_fence();
-            UNROLL(c, DQ_CHUNKS) {
-                const unsigned long long a = descriptor(k_tile + c * CTA_KEYS * CHUNK_ROW);
-                if (zero_init.value) wgmma_zero_init<1, 1>(dq_acc[c], a, b);
-                else product<1, 1>(dq_acc[c], a, b, 1);
+            auto issue = [&](auto& acc, int chunk, unsigned rows) {
+                const unsigned long long a = descriptor(k_tile + chunk * CTA_KEYS * CHUNK_ROW), b = descriptor(rows);
+                if (zero_init.value) wgmma_zero_init<1, 1>(acc, a, b);
+                else product<1, 1>(acc, a, b, 1);
 #pragma unroll
                 for (int k = 1; k < CTA_KEYS / 16; ++k)
-                    product<1, 1>(dq_acc[c], a + along_columns(k), b + along_columns(k), 1);
-            }
+                    product<1, 1>(acc, a + along_columns(k), b + along_columns(k), 1);
+            };
+            wgmma_fence();
+            UNROLL(c, CHUNKS / 2) issue(dq_acc[c], CHUNKS % 2 * rank + c, ds);
+            if constexpr (CHUNKS % 2) issue(dq_half, CHUNKS / 2 * (1 - rank), ds + rank * CHUNK_ROW / 2);
             wgmma_commit();
         };
-        auto add_dq = [&](int index, DqWrite write) {
-            float* part = dq_accum_at(p, index, DQ_CHUNKS * rank * BYTES_DQ_PART);
-            float* accum = part + warp * (BYTES_DQ_WARP / 4) + lane * 4;
-            if (DETERMINISTIC && write == SKIP) return;
-            UNROLL(c, DQ_CHUNKS) {
-                if (CHUNKS % 2 && DQ_CHUNKS * rank + c >= CHUNKS) break;
-                float* to = accum + c * (BYTES_DQ_PART / 4);
-                UNROLL(i, BLOCK_Q / 8) {
-                    if (DETERMINISTIC && write == STORE) store_float4(to + i * 128, dq_acc[c] + 4 * i);
-                    else red_add_float4(to + i * 128, dq_acc[c] + 4 * i);
-                }
-            }
-        };
-
         // --- steps
         bool first = true, last;
 #pragma unroll 1
@@ -197,6 +198,7 @@ DEVICE void dk_dq_consumer(const Params& p, const TensorMap& dk_map, unsigned ba
                     product<0, 1>(dk_acc, a + along_rows(k, CTA_KEYS), b + along_columns(k), k > 0 || !first);
                 wgmma_commit();
             }
+            if (DEFERS_DQ && added >= 0) add_dq(added, ADD);
             issue_dq(own_k_tile, own_ds, Constant<true>{});
             wgmma_wait<1>();  // dK
             pipe_q.consumer_release(n, lane);
@@ -206,7 +208,8 @@ DEVICE void dk_dq_consumer(const Params& p, const TensorMap& dk_map, unsigned ba
             wgmma_wait<1>();  // dQ of the CTA's own keys
             pipe_ds.consumer_release(n, lane);
             wgmma_wait<0>();
-            UNROLL(c, DQ_CHUNKS) fence_operand(dq_acc[c]);
+            UNROLL(c, CHUNKS / 2) fence_operand(dq_acc[c]);
+            if constexpr (CHUNKS % 2) fence_operand(dq_half);
             if (expects_dsmem) mbarrier_arrive_expect_tx(pipe_dsmem.full, BYTES_DS);  // of the next query tile
             dsmem_arrive(peer_empty, lane);
             DqWrite write = ADD;
@@ -215,7 +218,8 @@ DEVICE void dk_dq_consumer(const Params& p, const TensorMap& dk_map, unsigned ba
                 write = (DqWrite)uniform(load_word(dq_slot(base, n)));
             }
             if (last) pipe_k.consumer_release(number, lane);
-            add_dq(index, write);
+            if (DEFERS_DQ) added = index;
+            else add_dq(index, write);
             if constexpr (DETERMINISTIC) {
                 __syncwarp();
                 mbarrier_arrive_once(dq_written(base, n), lane);
@@ -234,6 +238,7 @@ DEVICE void dk_dq_consumer(const Params& p, const TensorMap& dk_map, unsigned ba
         __syncwarp();
         pipe_peer_k.consumer_release(number, lane);
     }
+    if (DEFERS_DQ && added >= 0) add_dq(added, ADD);
     bulk_wait();
     __syncwarp();
     if (!DETERMINISTIC) mbarrier_arrive_once(base + AT_DQ_COMPLETE, lane);

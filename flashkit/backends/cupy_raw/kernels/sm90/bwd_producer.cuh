@@ -106,7 +106,7 @@ struct KvSource {
         if (elect_one()) {
             mbarrier_arrive_expect_tx(loaded, BYTES_PEER_K);
             load_tile<1, DQ_CHUNKS, CTA_KEYS>(base + AT_PEER_K, k_map, kv_box(p, at.b, at.head, from), loaded,
-                                              64 * DQ_CHUNKS * rank);
+                                              64 * (CHUNKS / 2) * rank);
         }
         if constexpr (CLEARS_KEYS) {
             mbarrier_wait(loaded, number & 1);
