@@ -1014,7 +1014,7 @@ STAGED = {
     ),
     "float16": Staged((2, 2, 128, 72), "float16", "float16", 64, stores=True),
     "bfloat16 beside float16": Staged((1, 1, 129, 72), "bfloat16", "float16", 48),
-    "float32, 128 columns": Staged((1, 2, 100, 72), "float32", dim=128, staged=False),
+    "float32, 128 columns": Staged((1, 2, 200, 264), "float32", dim=128),
     "a part of an array": Staged((2, 2, 100, 136), stores=True),
     "a part that begins at 2 bytes": Staged((2, 2, 100, 136), staged=False),
 }
@@ -1099,6 +1099,7 @@ MASKED = {
     "of heads, causal, 128 columns": Masked((1, 4, 100, 208), {"causal": True, "q_offset": 60}, 128, heads=(4, 2)),
     "of each pair": Masked((2, 2, 140, 144), {"window": (90, 20), "q_offset": 0}),
     "beside a bias": Masked((1, 1, 100, 144), bias=(1, 2, 100, 144)),
+    "beside a bias, 128 columns": Masked((1, 1, 200, 272), {"causal": True, "q_offset": 70}, 128, bias=(1, 2, 200, 272)),
     "packed heads": Masked((2, 1, 40, 144), heads=(4, 1)),
     "a part of an array": Masked((2, 2, 100, 144)),
     "a part that begins at 1 byte": Masked((2, 2, 100, 144), staged=False),

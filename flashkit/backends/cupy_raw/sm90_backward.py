@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -114,8 +115,9 @@ def staged_arrays(spec: AttentionSpec, tile: BackwardTile, device: Device) -> tu
     bias, mask = dense_bias(spec), dense_mask(spec)
     if spec.packed or spec.dropout or spec.dtype == "float32" or cluster_size(spec) > 1:
         return NOT_DENSE, tile
-    kinds = (tile.block_q, tile.key_buffers), (tile.block_q, 1), (64, tile.key_buffers), (64, 1)
-    tiles = [replace(tile, block_q=rows, key_buffers=buffers) for rows, buffers in kinds]
+    names = "dout_stages", "block_q", "key_buffers", "dense_stages"
+    kinds = itertools.product((tile.dout_stages, 1), (tile.block_q, 64), (tile.key_buffers, 1), (2, 1))
+    tiles = [replace(tile, **dict(zip(names, kind, strict=True))) for kind in kinds]
     dense, larger = staged(spec, Dense(bias if bias and bias.itemsize else None, mask), tiles, device)
     # Beside another score modification pairs read what masks them.
     return (dense, larger) if dense.bias or spec.score is None or reads_distances(spec) else (NOT_DENSE, tile)
