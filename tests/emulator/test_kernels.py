@@ -649,6 +649,16 @@ def test_wide_heads(backend: str) -> None:
 
 
 @slow
+@pytest.mark.parametrize("dims", [(192, 128), (256, 72), (64, 136)])
+@pytest.mark.parametrize("generation", ["sm90"])
+def test_chunks_of_dq_in_a_cluster(dims: tuple[int, int]) -> None:
+    """Added in any order, a query tile late: of three chunks, or of one, each CTA has half of the rows of one."""
+    dim, dim_v = dims
+    arrays = normal(np.float16, (1, 2, 150, dim), (1, 2, 200, dim), (1, 2, 200, dim_v), (1, 2, 150, dim_v))
+    check_arrays(*arrays, atol=2.0**-9)
+
+
+@slow
 @pytest.mark.parametrize(
     ("backend", "causal"),
     [("cupy_raw", "yes"), ("cupy_raw", "no"), pytest.param("numba_cuda", "yes", marks=exhaustive)],
