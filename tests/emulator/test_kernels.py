@@ -652,7 +652,7 @@ def test_wide_heads(backend: str) -> None:
 @pytest.mark.parametrize("dims", [(192, 128), (256, 72), (64, 136)])
 @pytest.mark.parametrize("generation", ["sm90"])
 def test_chunks_of_dq_in_a_cluster(dims: tuple[int, int]) -> None:
-    """Added in any order, a query tile late: of three chunks, or of one, each CTA has half of the rows of one."""
+    """Of three chunks, or of one, each CTA has half of the rows of one."""
     dim, dim_v = dims
     arrays = normal(np.float16, (1, 2, 150, dim), (1, 2, 200, dim), (1, 2, 200, dim_v), (1, 2, 150, dim_v))
     check_arrays(*arrays, atol=2.0**-9)
@@ -1109,7 +1109,9 @@ MASKED = {
     "of heads, causal, 128 columns": Masked((1, 4, 100, 208), {"causal": True, "q_offset": 60}, 128, heads=(4, 2)),
     "of each pair": Masked((2, 2, 140, 144), {"window": (90, 20), "q_offset": 0}),
     "beside a bias": Masked((1, 1, 100, 144), bias=(1, 2, 100, 144)),
-    "beside a bias, 128 columns": Masked((1, 1, 200, 272), {"causal": True, "q_offset": 70}, 128, bias=(1, 2, 200, 272)),
+    "beside a bias, 128 columns": Masked(
+        (1, 1, 200, 272), {"causal": True, "q_offset": 70}, 128, bias=(1, 2, 200, 272)
+    ),
     "packed heads": Masked((2, 1, 40, 144), heads=(4, 1)),
     "a part of an array": Masked((2, 2, 100, 144)),
     "a part that begins at 1 byte": Masked((2, 2, 100, 144), staged=False),

@@ -44,7 +44,7 @@ class BackwardTile(SmemTile):
     """A tile of the backward pass: query tiles of `block_q` rows, 64 or 128; work tiles of `block_k` keys, 128: 64 for
     each of two consumer warp groups or, in a cluster, for each of two CTAs. `stages`, `dout_stages` and `key_buffers`:
     how many tiles of Q, dO and K are in shared memory at once. `bias_bytes`, `mask_bytes`: of an element of a bias and
-    of a mask whose tiles are there too, or 0.
+    of a mask of which `dense_stages` tiles are there too, or 0.
     """
 
     block_q: int
@@ -52,9 +52,9 @@ class BackwardTile(SmemTile):
     stages: int = 2
     dout_stages: int = 2
     key_buffers: int = 2
-    dense_stages: int = 2
     bias_bytes: int = 0
     mask_bytes: int = 0
+    dense_stages: int = 2
 
     def __post_init__(self) -> None:
         if self.block_q not in (64, 128) or self.block_k != 128:
@@ -142,7 +142,8 @@ class BackwardTile(SmemTile):
         lists, capacity = self.query_tile_lists(spec)
         return {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "STAGES": self.stages, "DOUT_STAGES": self.dout_stages,
-            "DENSE_STAGES": self.dense_stages, "KEY_BUFFERS": self.key_buffers, "CLUSTER_SIZE": cluster_size(spec), "DETERMINISTIC": spec.deterministic,
+            "DENSE_STAGES": self.dense_stages, "KEY_BUFFERS": self.key_buffers, "CLUSTER_SIZE": cluster_size(spec),
+            "DETERMINISTIC": spec.deterministic,
             "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24, "WATCHDOG": WATCHDOG,
             "SMALL_SCORE": positions(spec) != "any", "FAST_MATH": True, "NUM_LISTS": lists, "LIST_CAPACITY": capacity,
             "LIST_BYTES": _list_bytes(capacity), **self.smem(spec).constants(),

@@ -5,7 +5,8 @@
 //     S^T, P^T, dP^T, dS^T  [64][64]   registers of the dS consumer; dS also in shared memory of both CTAs
 //     dV                    [64][..]   registers of the dS consumer
 //     dK                    [64][..]   registers of the dK/dQ consumer
-//     dQ^T                  half the columns, of both CTAs' keys: registers of the dK/dQ consumer
+//     dQ^T                  half the columns, of both CTAs' keys: registers of the dK/dQ consumer. Of an odd number of
+//                           chunks of 64 columns each CTA has half the rows of the middle one
 //
 // A single CTA would be limited by its traffic to the L2 cache, most of which is dQ in float32. So the CTAs exchange dS
 // in 16 bits and each adds half of the columns, once for all 128 keys.
@@ -25,7 +26,6 @@
 #include "sm90/dq_accum.cuh"
 
 constexpr int BYTES_DS_WARP = BYTES_DS / ROLE_WARPS;  // dS of a warp's 16 keys, which it sends to the peer
-constexpr bool DEFERS_DQ = !DETERMINISTIC;
 enum NamedBarrier { DS_CONSUMER_BARRIER = 1, DK_DQ_CONSUMER_BARRIER = 2 };
 
 DEVICE void ds_consumer(const Params& p, const TensorMap& dv_map, unsigned base, int rank) {
@@ -143,21 +143,8 @@ DEVICE void dk_dq_consumer(const Params& p, const TensorMap& dk_map, unsigned ba
     const unsigned own_ds = base + AT_DS, peer_ds = own_ds + BYTES_DS, peer_k_tile = base + AT_PEER_K;
     float dk_acc[PADDED_DIM / 2], dq_acc[larger(CHUNKS / 2, 1)][BLOCK_Q / 2], dq_half[BLOCK_Q / 4];
     unsigned n = 0;  // query tiles so far
-    int added = -1;  // the query tile whose dQ is still in registers, as an index among all
     if (expects_dsmem) mbarrier_arrive_expect_tx(pipe_dsmem.full, BYTES_DS);
 
-    auto add_dq = [&](int index, DqWrite write) {
-        if (DETERMINISTIC && write == SKIP) return;
-        auto add = [&](const auto& acc, int chunk, int first) {
-            float* to = dq_accum_at(p, index, chunk * BYTES_DQ_PART) + warp * (BYTES_DQ_WARP / 4) + lane * 4;
-            UNROLL(i, (int)(sizeof(acc) / 16)) {
-                if (DETERMINISTIC && write == STORE) store_float4(to + (first + i) * 128, acc + 4 * i);
-                else red_add_float4(to + (first + i) * 128, acc + 4 * i);
-            }
-        };
-        UNROLL(c, CHUNKS / 2) add(dq_acc[c], DQ_CHUNKS * rank + c, 0);
-        if constexpr (CHUNKS % 2) add(dq_half, CHUNKS / 2, rank * (BLOCK_Q / 16));
-    };
 #pragma unroll 1
     for (unsigned number = 0;; ++number) {
         pipe_k.consumer_wait(number);
@@ -181,6 +168,19 @@ DEVICE void dk_dq_consumer(const Params& p, const TensorMap& dk_map, unsigned ba
             if constexpr (CHUNKS % 2) issue(dq_half, CHUNKS / 2 * (1 - rank), ds + rank * CHUNK_ROW / 2);
             wgmma_commit();
         };
+        auto add_dq = [&](int index, DqWrite write) {
+            if (DETERMINISTIC && write == SKIP) return;
+            auto add = [&](const auto& acc, int chunk, int first) {
+                float* to = dq_accum_at(p, index, chunk * BYTES_DQ_PART) + warp * (BYTES_DQ_WARP / 4) + lane * 4;
+                UNROLL(i, (int)(sizeof(acc) / 16)) {
+                    if (DETERMINISTIC && write == STORE) store_float4(to + (first + i) * 128, acc + 4 * i);
+                    else red_add_float4(to + (first + i) * 128, acc + 4 * i);
+                }
+            };
+            UNROLL(c, CHUNKS / 2) add(dq_acc[c], DQ_CHUNKS * rank + c, 0);
+            if constexpr (CHUNKS % 2) add(dq_half, CHUNKS / 2, rank * (BLOCK_Q / 16));
+        };
+
         // --- steps
         bool first = true, last;
 #pragma unroll 1
@@ -198,7 +198,6 @@ DEVICE void dk_dq_consumer(const Params& p, const TensorMap& dk_map, unsigned ba
                     product<0, 1>(dk_acc, a + along_rows(k, CTA_KEYS), b + along_columns(k), k > 0 || !first);
                 wgmma_commit();
             }
-            if (DEFERS_DQ && added >= 0) add_dq(added, ADD);
             issue_dq(own_k_tile, own_ds, Constant<true>{});
             wgmma_wait<1>();  // dK
             pipe_q.consumer_release(n, lane);
@@ -218,8 +217,7 @@ DEVICE void dk_dq_consumer(const Params& p, const TensorMap& dk_map, unsigned ba
                 write = (DqWrite)uniform(load_word(dq_slot(base, n)));
             }
             if (last) pipe_k.consumer_release(number, lane);
-            if (DEFERS_DQ) added = index;
-            else add_dq(index, write);
+            add_dq(index, write);
             if constexpr (DETERMINISTIC) {
                 __syncwarp();
                 mbarrier_arrive_once(dq_written(base, n), lane);
@@ -238,7 +236,6 @@ DEVICE void dk_dq_consumer(const Params& p, const TensorMap& dk_map, unsigned ba
         __syncwarp();
         pipe_peer_k.consumer_release(number, lane);
     }
-    if (DEFERS_DQ && added >= 0) add_dq(added, ADD);
     bulk_wait();
     __syncwarp();
     if (!DETERMINISTIC) mbarrier_arrive_once(base + AT_DQ_COMPLETE, lane);
