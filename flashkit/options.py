@@ -283,10 +283,7 @@ def closed(function: F) -> F:
 
 
 def documented(*left_out: str) -> Callable[[F], F]:
-    """Give a function with **options their names in its signature and, for {options} in its docstring, their meanings.
-
-    left_out: options that the function does not take.
-    """
+    """Give a function with **options their names in its signature, and their meanings for {options}."""
     taken = [name for name in OPTIONS if name not in left_out]
 
     def document(function: F) -> F:

@@ -69,9 +69,7 @@ class Cascade:
     def attend(
         self, q: Any, pools: Pools, options: dict[str, Any], pages: PageTable, out: Any
     ) -> Any:  # fmt: skip
-        """The result of `Layer.attend`; None if these are not few queries at the end of sequences that share pages, or
-        if an option depends on positions.
-        """
+        """The result of `Layer.attend`; None unless few queries end sequences that share pages, in any position."""
         if self._unshared is pages.references or self._off or q.ndim != 4:
             return None
         if any(options[name] is not None for name in _BY_POSITION & options.keys()):

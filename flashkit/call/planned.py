@@ -160,9 +160,7 @@ class Planned:
         return f"<Planned: {self.problem.describe()}; {self.backend}, {self.tile}; returns {returned}{fp8}>"
 
     def __reduce__(self) -> Any:
-        """What was asked for, not compiled code. Loading it plans again, on the machine that loads it, with every check
-        of `flashkit.plan`.
-        """
+        """What was asked for, not compiled code: loading plans and checks it again, on the machine that loads it."""
         tensors = [(self.problem.array_kind, *rest) for _, *rest in self._layouts]
         return _unpickled, (tensors, self.request, self._asked, self._return_lse, self._fp8)
 
@@ -254,9 +252,7 @@ class Planned:
         self, q: Any, k: Any, v: Any, out: Any, lengths: Any, offset: Any = None, table: Any = None,
         scales: tuple[Any, ...] = (),
     ) -> Any:  # fmt: skip
-        """The call with other lengths, offsets and pages, or with the plan's where they are None; for arrays that are
-        known to be valid.
-        """
+        """The call of valid arrays with other lengths, offsets and pages, or with the plan's where they are None."""
         if not self._varies:
             raise TypeError(
                 "kv_lengths, q_offset, page_table: expected None for a plan without kv_lengths or with cu_seqlens"
@@ -314,9 +310,7 @@ class Planned:
         return self.recorded_on(call.q, call.k, call.v, out, lse, *call.per_call.arrays)
 
     def recorded_on(self, q: Any, k: Any, v: Any, out: Any, lse: Any, *per_call: Any) -> Recorded:
-        """What the backward pass of a call of `run_on` needs. The operands are views: the caller may set the shape of
-        an array object.
-        """
+        """What the backward pass of `run_on` needs; of views, since the caller may set the shape of an array."""
         shape = self._shape
         if out.shape != self._out or out.dtype != self._dtype or lse.dtype != self._lse[1]:
             raise ValueError(
@@ -407,9 +401,7 @@ class Once:
         return (out, shape.rows(operands.lse)) if self._return_lse else out
 
     def recorded(self, call: Call, out: Any, lse: Any, kept: bool = False) -> Recorded:
-        """What the backward pass of this call needs. kept: its results were kept by the caller, and `run` was not
-        called.
-        """
+        """What the backward pass needs. kept: its results were kept by the caller, and `run` was not called."""
         operands, shape = self.operands, self.shape
         if kept:
             operands.out, operands.lse = shape.to_four(out), lse.reshape(operands.lse.shape)
@@ -421,9 +413,7 @@ class Once:
 def plan_for(
     given: tuple[Any, Any, Any], options: dict[str, Any], backend: str | None, return_lse: bool, fp8: bool
 ) -> Planned:
-    """The plan of `flashkit.plan`, for arrays of NumPy or CuPy. It keeps what was asked for, of which its pickle is
-    made: functions as they are traced, and copies of what is read here alone.
-    """
+    """The plan of `flashkit.plan` for native arrays, with what was asked for, traced and copied, for its pickle."""
     request = {name: _kept(name, value) for name, value in options.items()}
     prepared = prepare(*given, **request)
     spec = prepared.problem.spec

@@ -15,10 +15,7 @@ HEADS_AND_TOKENS = {"bhnd": (-3, -2), "bnhd": (-2, -3)}
 
 
 class Shape:
-    """How the caller's arrays map to (B, H, N, D).
-
-    Axes before the last three are batch axes; missing axes have length 1.
-    """
+    """How the caller's arrays map to (B, H, N, D). Axes before the last three are batch axes; missing ones are 1."""
 
     def __init__(self, ndim: int, batch: tuple[int, ...], layout: str, paged: bool = False) -> None:
         self.ndim, self.batch, self.layout, self.paged = ndim, batch, layout, paged

@@ -14,11 +14,7 @@ import numpy as np
 
 
 class View:
-    """A tensor on a CUDA device as what a plan reads of an array of CuPy: layout and address. It keeps the tensor
-    alive.
-
-    To make an array of CuPy takes several times as long, so only a call that finds no plan makes them of its views.
-    """
+    """Layout and address of a tensor, as of an array of CuPy, which takes longer to make. It keeps the tensor alive."""
 
     __slots__ = "_layout", "ptr", "tensor"
 

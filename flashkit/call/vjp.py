@@ -37,11 +37,7 @@ class Recorded(NamedTuple):
 
 
 class Backward:
-    """Fills gradients, given operands: a function for each choice of `Gradients.values`, made on first use.
-
-    chosen: the backend of the forward pass and its plan. per_call: names of arrays that differ from call to call.
-    binds: whether the pass runs for many calls.
-    """
+    """Fills gradients by a function for each choice of `Gradients.values`, made on first use; binds: for many calls."""
 
     def __init__(
         self, chosen: tuple[Backend, Any], problem: Problem, forced: str | None, per_call: tuple[str, ...] = (),
@@ -182,9 +178,7 @@ class Vjp(Generic[A]):
         return names.get(name) or names.get(f"{prefix}.{graph_name(rest)}")
 
     def gradients(self, dout: Any, dlse: Any, wrt: tuple[str, ...], empty: Any = None) -> tuple[Any, ...]:
-        """The gradients of arrays as backends read them. empty: f(shape, dtype) makes an array; by default that of the
-        arrays' library.
-        """
+        """The gradients of native arrays. empty: f(shape, dtype) makes an array; the library's by default."""
         op, shape = self.operands, self.shape
         dtype = op.q.dtype
         dout = self._checked("dout", dout, shape.sizes(op.out.shape), dtype)
@@ -205,9 +199,7 @@ class Vjp(Generic[A]):
         return tuple([found[name] for name in wrt])
 
     def _as_given(self, name: str, slot: str, gradient: Any) -> Any:
-        """The gradient by a slot in the shape and dtype of the caller's array, which may have been broadcast over batch
-        axes.
-        """
+        """The gradient by a slot in the form of the caller's array, which batch axes may have been broadcast over."""
         own = self.operands.arrays.get(slot, gradient)
         shape, dtype = self._forms.get(name, (own.shape, own.dtype))
         if gradient.size != math.prod(shape):

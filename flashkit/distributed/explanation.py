@@ -18,7 +18,7 @@ from ..call.explanation import visible_pairs
 from ..devices import profiles
 from ..numeric import integer
 from ..options import Options
-from .heads import check_heads
+from .collected import check_heads
 from .passes import wide_of
 from .placement import ORDERS, along, ranges_of
 from .whole import Axes, Whole

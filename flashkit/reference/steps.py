@@ -86,10 +86,7 @@ def tile_gradients(
     head: Head, q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray,
     s: np.ndarray, p: np.ndarray, delta: np.ndarray, rows: slice, keys: slice,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
-    """What a tile adds to (dq, dk, dv). s: the scores before modification; p: P before dropout.
-
-    The softmax gives dS = P * (dP - rowsum(P * dP)), and rowsum(P * dP) = rowsum(dO * O) = delta.
-    """
+    """What a tile adds to (dq, dk, dv): dS = P * (dP - delta). s: scores before modification; p: P before dropout."""
     dp = drop(head, matmul(do, v.T), rows, keys)
     ds = p * (dp - delta[:, None])
     add_value_gradients(head, s, p, ds, rows, keys)

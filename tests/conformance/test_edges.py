@@ -124,9 +124,7 @@ AXES = {"a": 2, "b": 3, "h": 4, "hk": 2, "nq": 5, "nk": 7}
 
 
 def empty_calls(axes: str) -> Iterator[dict[str, int]]:
-    """Sizes of calls with one or two axes of length 0, "abhn": those that arrays have. Without keys' heads there are no
-    queries' heads.
-    """
+    """Sizes with one or two axes of length 0, "abhn"; without keys' heads there are no queries' heads."""
     names = [name for name in AXES if name[0] in axes]
     for zero in (*itertools.combinations(names, 1), *itertools.combinations(names, 2)):
         sizes = {name: 0 if name in zero or (name == "h" and "hk" in zero) else AXES[name] for name in names}

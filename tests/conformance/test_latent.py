@@ -38,6 +38,7 @@ DTYPES = [
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     name, _, method = request.param.partition(", ")
     if method:
+        pytest.importorskip("amx_emulation")
         monkeypatch.setenv("FLASHKIT_CPU_BF16", "emulate")
         dispatch.forget()
     yield name

@@ -76,9 +76,7 @@ def given(seed: int) -> dict[str, np.ndarray]:
 
 
 def test_arrays_that_come_anew(kept: list[Any]) -> None:
-    """Their addresses stand where those of the first ones did, nothing else differs from a call made for them alone,
-    and the first ones are not kept alive.
-    """
+    """Their addresses take the place of the first ones', which are not kept alive; nothing else differs."""
     arrays = given(0)
     problem, operands = operands_of(block_mask=BLOCKS, **arrays)
     names = plans.names_of(list(arrays.values()), operands)

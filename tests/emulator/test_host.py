@@ -221,9 +221,7 @@ GENERATIONS = [
 def test_repeated_pull_backs(
     backend: str, generation: str, device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bits of a call without a plan, for other arrays, strides of out and dout, and with and without dlse. For
-    layouts that were there before nothing is prepared, and all scratch memory is one allocation.
-    """
+    """The bits of a call without a plan, for other arrays, strides and dlse; known layouts prepare nothing."""
     import cupy
 
     monkeypatch.setenv(cuda_backend.VARIABLE, generation)

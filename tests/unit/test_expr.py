@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from flashkit.mods import codegen, expr
 from flashkit.mods.expr import FALSE, ROW, TRUE, Array, B, Expr, H, K, Q, S, const, param, where
-from flashkit.mods.ranges import RangeTable
 
 randoms = st.randoms(use_true_random=False)
 quick = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -312,45 +311,6 @@ def test_derivative_does_not_multiply_zero_by_infinity():
 
 
 # --- bounds -----------------------------------------------------------------------------------------------------------
-
-
-def check_bounds(r: Random, kind: str) -> None:
-    case = random_.MAKERS[kind](r, r.randint(1, 4))
-    tables = {name: RangeTable(a) if a.dtype.kind != "f" else a for name, a in random_.ARRAYS.items()}
-    offset = r.randint(-8, 8)
-    for _ in range(6):
-        row0, k0 = r.randint(0, 25), r.randint(0, 25)
-        row1, k1 = row0 + r.choice([0, 1, 3, 12]), k0 + r.choice([0, 1, 4, 11])
-        b, h = r.randint(0, 2), r.randint(0, 3)
-        row, k = np.ogrid[row0 : row1 + 1, k0 : k1 + 1]
-        inside = {"row": row, "q": row + offset, "k": k, "b": b, "h": h, "s": 0.0, **random_.PARAMS}
-        values = np.broadcast_to(evaluate(case.graph, inside), (row.size, k.size))
-        corners = {
-            "row0": row0,
-            "row1": row1,
-            "q0": row0 + offset,
-            "q1": row1 + offset,
-            "k0": k0,
-            "k1": k1,
-            "b": b,
-            "h": h,
-        }
-        env = {**corners, **random_.PARAMS, **tables}
-        if kind == "bool":
-            empty, full = (bool(codegen.evaluate(e, env)) for e in expr.classify(case.graph))
-            assert not (empty and values.any()), f"a visible pair would be skipped: {case.graph}"
-            assert not (full and not values.all()), f"a hidden pair would be shown: {case.graph}"
-        elif expr.bounds(case.graph) is not None:
-            low, high = (int(codegen.evaluate(e, env)) for e in expr.bounds(case.graph))
-            assert low <= values.min(), case.graph
-            assert values.max() <= high, case.graph
-
-
-@pytest.mark.parametrize("kind", ["int", "bool"])
-@settings(quick, max_examples=150)
-@given(r=randoms)
-def test_bounds_hold(kind, r):
-    check_bounds(r, kind)
 
 
 # Each position occurs once in these, so their bounds are not only true but the best there are.

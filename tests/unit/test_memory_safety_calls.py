@@ -60,9 +60,7 @@ def of_pairs(name: str, own: tuple[int, ...]) -> np.ndarray:
 @pytest.mark.parametrize("name", ["bias", "mask"])
 @pytest.mark.parametrize(("batch", "own"), SHAPES, ids=str)
 def test_several_batch_axes(batch: tuple[int, ...], own: tuple[int, ...], name: str) -> None:
-    """Each batch entry alone, by the reference, is the measure: for a first call and repeated ones, planned or not,
-    and for gradients.
-    """
+    """Each entry alone, by the reference, is the measure: of first and repeated calls, planned or not, and vjp."""
     plans.clear()
     wide, narrow = (*batch, HEADS, N_Q, D), (*batch, 2, N_K, D)
     q, k, v, dout = tensors(wide, narrow, narrow, wide)

@@ -112,9 +112,7 @@ class ValueSums:
     def place(
         self, words: np.ndarray, to: dict[str, Any], scale: float, block_k: int, splits: int
     ) -> dict[str, np.ndarray]:  # fmt: skip
-        """Make the sums of a call, in `to` where they are the gradients, and tell the generated function by these words
-        where they are. Returns the work tiles' own sums.
-        """
+        """Make the sums of a call, and say in these words where they are. Returns the work tiles' own sums."""
         (batch, heads_kv), parts = self._heads, {}
         places = [int(np.float64(scale).view(np.int64)), block_k, splits, self._spec.group, heads_kv]
         for name, shape in self._shapes.items():
@@ -131,9 +129,7 @@ class ValueSums:
 def bind_backward(
     plan: CpuPlan, operands: Operands, gradients: Gradients, per_call: Sequence[str] = ()
 ) -> BoundBackward:  # fmt: skip
-    """bwd_preprocess (delta), backward (dK, dV, dq_accum), bwd_postprocess (dQ), and the gradient of the sinks, with
-    all done that follows from the layouts of these tensors; out, dout and dlse may have others.
-    """
+    """All passes of backward with what follows from these layouts done; out, dout and dlse may have others."""
     block = ArgumentBlock(
         plan, operands, plan.backward_tile, plan.modify_backward, scores_whole=True, per_call=per_call
     )  # fmt: skip

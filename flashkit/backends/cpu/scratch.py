@@ -70,10 +70,7 @@ class BackwardLayout(NamedTuple):
 
 
 def backward_layout(block_q: int, block_k: int, d: int, dv: int, itemsize: int, k_pack: int) -> BackwardLayout:
-    """block_k is a multiple of the vector's lanes, so that rows of the score tiles are padded to whole vectors.
-
-    k_pack: 2 where operands are bf16 pairs, else 1.
-    """
+    """block_k: a multiple of the vector's lanes, as rows of scores are padded. k_pack: 2 for bf16 pairs, else 1."""
     v_t = _end(0, block_k * d, itemsize)
     k = _end(v_t, block_k * dv, itemsize)
     q = _end(k, block_k * max(d, dv), itemsize)

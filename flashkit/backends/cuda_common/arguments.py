@@ -36,11 +36,7 @@ def bits(value: float) -> int:
 
 
 class Arguments(KernelArguments):
-    """The argument block of one call. It keeps the arrays alive that its addresses point to.
-
-    Operands in host memory are copied to the device, and the copies replace them in `operands`, so that the backward
-    pass of the same call transfers nothing.
-    """
+    """The argument block of one call and what it points to. Arrays of the host are replaced by copies in `operands`."""
 
     def __init__(self, spec: AttentionSpec, operands: Operands) -> None:
         self.spec, self.alive, self.scale, self._blocks = spec, list[Any](), operands.scale, operands.blocks
@@ -99,17 +95,13 @@ class Arguments(KernelArguments):
             self.tensors(**dict(zip(SCALES, operands.scales, strict=True)))
 
     def known(self, key: Any, find: Callable[[Arguments], Any]) -> Any:
-        """The result of `find`, which depends on shapes and strides alone. It is cached by the key, for copies too:
-        they differ in addresses only.
-        """
+        """The result of `find`, which depends on shapes and strides alone: kept by the key, for copies too."""
         if key not in self._known:
             self._known[key] = find(self)
         return self._known[key]
 
     def q_tiles(self, block: int, pack: int = 1) -> int:
-        """Query tiles of a head: of each batch entry, or of all packed sequences (SeqTile in common/params.cuh). With
-        `pack` heads in a tile, of these together.
-        """
+        """Query tiles of a head, or of `pack` heads together: of a batch entry, or of all packed sequences."""
         return self.n_q // block + self.batch if self.spec.packed else -(-self.n_q * pack // block)
 
     def k_tiles(self, block: int) -> int:
@@ -129,10 +121,7 @@ class Arguments(KernelArguments):
 
     @property
     def positive_scale(self) -> bool:
-        """Whether -inf of a masked score stays -inf when it is multiplied by the scale.
-
-        Fast kernels mask before they apply the scale, so they need it.
-        """
+        """Whether -inf stays -inf when it is multiplied by the scale, as fast kernels do after they mask."""
         return self.scale > 1e-30
 
     def discard_lse(self, ordinal: int) -> None:
@@ -236,9 +225,7 @@ class Arguments(KernelArguments):
         return integers_address(self.address(array), array.dtype.itemsize)
 
     def release(self, name: str, operands: Operands) -> int:
-        """Stop keeping this array of a modification alive. The result is the index of its address, to be replaced. For
-        an array of `Operands.sequences`, for scales, statistics and tangents it is the index alone.
-        """
+        """The index of this array's address, to be replaced; an array of a modification is kept alive no longer."""
         if name in operands.sequences() or name in SCALES + MORE:
             return AT["q_offsets" if name == "q_offset" else name]
         self.alive = [each for each in self.alive if each is not operands.arrays[name]]

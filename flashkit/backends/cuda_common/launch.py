@@ -110,9 +110,7 @@ class _Unloaded:
 
 @contextmanager
 def listing() -> Iterator[list[tuple[compiler.Compilable, str]]]:
-    """The sources and architectures of the kernels of all plans that this thread makes in the block. They are neither
-    compiled nor loaded, so the plans need no device and cannot run.
-    """
+    """Sources and architectures of what this thread plans in the block, which is neither compiled nor loaded."""
     found: list[tuple[compiler.Compilable, str]] = []
     before = _listed.set(found)
     try:
@@ -230,9 +228,7 @@ class Uploads:
             self._event.record()
 
     def wait(self, stream: int) -> None:
-        """Before kernels on this stream, the current one. A graph cannot wait for what it has not captured: then the
-        host waits for these few bytes.
-        """
+        """Before kernels on this stream, the current one. A graph cannot wait for this: then the host does."""
         event = self._event
         if event is None or stream == self._stream:
             return

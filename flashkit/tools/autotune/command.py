@@ -31,10 +31,7 @@ MIN_TIME = 6.0
 
 
 class Outcomes(list[Outcome]):
-    """One for each target that was timed; a short run may have timed none, and have bandwidths and peaks to write.
-
-    written: whether every backend's profile was.
-    """
+    """One for each target that was timed. written: whether every backend's profile was, if only with peaks."""
 
     written = True
 
@@ -69,9 +66,7 @@ def autotune(
 
 
 def tuners(backend: str | None = None) -> list[Tuner]:
-    """The backend of this name, or by default those of DEFAULT_BACKENDS that are available. ValueError if the backend
-    is unknown or not available.
-    """
+    """The backend of this name, or those of DEFAULT_BACKENDS that are available. ValueError if it is not."""
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend: expected {', '.join(BACKENDS)}, got {backend!r}")
     reasons = {name: _unavailable(name) for name in (DEFAULT_BACKENDS if backend is None else (backend,))}
