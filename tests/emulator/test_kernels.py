@@ -1167,6 +1167,24 @@ def test_tiles_of_a_mask(case: str, generation: str, monkeypatch: pytest.MonkeyP
     assert forwards == [staged and "packed" not in case]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", ["sm90"])
+def test_tiles_of_a_mask_in_192_rows(generation: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 96 keys: the rest of a row of 128 bytes is of the next tile."""
+    tiles, launch = set(), sm90.Sm90Forward.launch
+
+    def launched(self: Any, *arguments: Any) -> None:
+        tiles.add((self.tile.block_q, self.tile.block_k, self.tile.mask_bytes))
+        launch(self, *arguments)
+
+    monkeypatch.setattr(sm90.Sm90Forward, "launch", launched)
+    monkeypatch.setattr(sm90.Sm90, "tile", lambda *_: sm90.Sm90Tile(192, 128, 3))
+    mask = np.random.default_rng(5).random((1, 1, 300, 304)) < 0.7
+    arrays = normal(ml_dtypes.bfloat16, (1, 2, 300, 64), (1, 2, 304, 64), (1, 2, 304, 64))
+    check_arrays(*arrays, atol=2.0**-6, on_device=True, mask=mask)
+    assert tiles == {(192, 96, 1)}
+
+
 def by_exact_distance(s: Any, b: Any, h: Any, q: Any, k: Any, *, table: Any, last: Any) -> Any:
     """A table that ends with the distances of the call."""
     return s + table[q - k + last, h]
