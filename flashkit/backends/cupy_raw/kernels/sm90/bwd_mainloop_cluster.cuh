@@ -169,16 +169,18 @@ DEVICE void dk_dq_consumer(const Params& p, const TensorMap& dk_map, unsigned ba
             wgmma_commit();
         };
         auto add_dq = [&](int index, DqWrite write) {
+            float* part = dq_accum_at(p, index, DQ_CHUNKS * rank * BYTES_DQ_PART);
+            float* accum = part + warp * (BYTES_DQ_WARP / 4) + lane * 4;
             if (DETERMINISTIC && write == SKIP) return;
-            auto add = [&](const auto& acc, int chunk, int first) {
-                float* to = dq_accum_at(p, index, chunk * BYTES_DQ_PART) + warp * (BYTES_DQ_WARP / 4) + lane * 4;
+            auto add = [&](const auto& acc, float* to) {
                 UNROLL(i, (int)(sizeof(acc) / 16)) {
-                    if (DETERMINISTIC && write == STORE) store_float4(to + (first + i) * 128, acc + 4 * i);
-                    else red_add_float4(to + (first + i) * 128, acc + 4 * i);
+                    if (DETERMINISTIC && write == STORE) store_float4(to + i * 128, acc + 4 * i);
+                    else red_add_float4(to + i * 128, acc + 4 * i);
                 }
             };
-            UNROLL(c, CHUNKS / 2) add(dq_acc[c], DQ_CHUNKS * rank + c, 0);
-            if constexpr (CHUNKS % 2) add(dq_half, CHUNKS / 2, rank * (BLOCK_Q / 16));
+            UNROLL(c, CHUNKS / 2) add(dq_acc[c], accum + c * (BYTES_DQ_PART / 4));
+            const int middle = CHUNKS / 2 - DQ_CHUNKS * rank;  // from the CTA's first part on; here rows are 8 a step
+            if constexpr (CHUNKS % 2) add(dq_half, accum + middle * (BYTES_DQ_PART / 4) + rank * (BLOCK_Q / 16) * 128);
         };
 
         // --- steps
