@@ -179,8 +179,8 @@ DEVICE void dk_dq_consumer(const Params& p, const TensorMap& dk_map, unsigned ba
                 }
             };
             UNROLL(c, CHUNKS / 2) add(dq_acc[c], accum + c * (BYTES_DQ_PART / 4));
-            const int middle = CHUNKS / 2 - DQ_CHUNKS * rank;  // from the CTA's first part on; here rows are 8 a step
-            if constexpr (CHUNKS % 2) add(dq_half, accum + middle * (BYTES_DQ_PART / 4) + rank * (BLOCK_Q / 16) * 128);
+            const int middle = CHUNKS / 2 - DQ_CHUNKS * rank;  // counted from the CTA's first whole part
+            if constexpr (CHUNKS % 2) add(dq_half, accum + middle * (BYTES_DQ_PART / 4) + rank * (BYTES_DQ_WARP / 8));
         };
 
         // --- steps
