@@ -26,7 +26,7 @@ from flashkit.reference import standard, standard_gradients
 from flashkit.spec import AttentionSpec
 
 from . import hardware
-from .calls import FEATURES, PLAIN, SIMT_FEATURES, build, check, check_forward, cupy, expected, generations
+from .calls import FEATURES, PLAIN, build, check, check_forward, cupy, expected, generations
 
 if TYPE_CHECKING:
     from .device import Device
@@ -139,8 +139,7 @@ def test_scales_that_are_not_positive(
     scale: str, backend: str, generation: str, older: str, launched: list[str]
 ) -> None:
     """They turn the maximum of a row into its minimum, and -inf of a masked pair or of one past the end into inf."""
-    choice = FEATURES if backend == "cupy_raw" else SIMT_FEATURES
-    check_forward({**choice, "sizes": "140x170", "batch": "2", "scale": scale}, backend)
+    check_forward({**FEATURES, "sizes": "140x170", "batch": "2", "scale": scale}, backend)
     if backend == "cupy_raw":
         check({**PLAIN, "sizes": "140x170", "scale": scale}, backend)
     assert generations(launched) == {older}

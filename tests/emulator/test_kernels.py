@@ -608,6 +608,16 @@ def test_wide_heads(backend: str) -> None:
 
 
 @slow
+@pytest.mark.parametrize("dims", [(192, 128), (256, 72), (64, 136)])
+@pytest.mark.parametrize("generation", ["sm90"])
+def test_chunks_of_dq_in_a_cluster(dims: tuple[int, int]) -> None:
+    """Of three chunks, or of one, each CTA has half of the rows of one."""
+    dim, dim_v = dims
+    arrays = normal(np.float16, (1, 2, 150, dim), (1, 2, 200, dim), (1, 2, 200, dim_v), (1, 2, 150, dim_v))
+    check_arrays(*arrays, atol=2.0**-9)
+
+
+@slow
 @pytest.mark.parametrize(
     ("backend", "causal"),
     [("cupy_raw", "yes"), ("cupy_raw", "no"), pytest.param("numba_cuda", "yes", marks=exhaustive)],
@@ -955,7 +965,7 @@ STAGED = {
     ),
     "float16": Staged((2, 2, 128, 72), "float16", "float16", 64, stores=True),
     "bfloat16 beside float16": Staged((1, 1, 129, 72), "bfloat16", "float16", 48),
-    "float32, 128 columns": Staged((1, 2, 100, 72), "float32", dim=128, staged=False),
+    "float32, 128 columns": Staged((1, 2, 200, 264), "float32", dim=128),
     "a part of an array": Staged((2, 2, 100, 136), stores=True),
     "a part that begins at 2 bytes": Staged((2, 2, 100, 136), staged=False),
 }
@@ -1036,6 +1046,9 @@ MASKED = {
     "of heads, causal, 128 columns": Masked((1, 4, 100, 208), {"causal": True, "q_offset": 60}, 128, heads=(4, 2)),
     "of each pair": Masked((2, 2, 140, 144), {"window": (90, 20), "q_offset": 0}),
     "beside a bias": Masked((1, 1, 100, 144), bias=(1, 2, 100, 144)),
+    "beside a bias, 128 columns": Masked(
+        (1, 1, 200, 272), {"causal": True, "q_offset": 70}, 128, bias=(1, 2, 200, 272)
+    ),
     "packed heads": Masked((2, 1, 40, 144), heads=(4, 1)),
     "a part of an array": Masked((2, 2, 100, 144)),
     "a part that begins at 1 byte": Masked((2, 2, 100, 144), staged=False),
@@ -1095,6 +1108,24 @@ def test_tiles_of_a_mask(case: str, generation: str, monkeypatch: pytest.MonkeyP
         assert np.abs(got - expected).max() <= np.abs(expected).max() * 2.0**-6
     assert staged == any(path == (True, True) for path in paths)
     assert forwards == [staged and "packed" not in case]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", ["sm90"])
+def test_tiles_of_a_mask_in_192_rows(generation: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 96 keys: the rest of a row of 128 bytes is of the next tile."""
+    tiles, launch = set(), sm90.Sm90Forward.launch
+
+    def launched(self: Any, *arguments: Any) -> None:
+        tiles.add((self.tile.block_q, self.tile.block_k, self.tile.mask_bytes))
+        launch(self, *arguments)
+
+    monkeypatch.setattr(sm90.Sm90Forward, "launch", launched)
+    monkeypatch.setattr(sm90.Sm90, "tile", lambda *_: sm90.Sm90Tile(192, 128, 3))
+    mask = np.random.default_rng(5).random((1, 1, 300, 304)) < 0.7
+    arrays = normal(ml_dtypes.bfloat16, (1, 2, 300, 64), (1, 2, 304, 64), (1, 2, 304, 64))
+    check_arrays(*arrays, atol=2.0**-6, on_device=True, mask=mask)
+    assert tiles == {(192, 96, 1)}
 
 
 def by_exact_distance(s: Any, b: Any, h: Any, q: Any, k: Any, *, table: Any, last: Any) -> Any:
