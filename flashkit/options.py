@@ -99,9 +99,7 @@ class Options(TypedDict, total=False):
         Role.PAIRS, theirs=("attn_mask", "attention_mask"), axes="pairs",
         flag=("--mask", "A Boolean mask for every pair."),
     )]  # fmt: skip
-    block_mask: Annotated[Any, Option(
-        "A flashkit.BlockMask for Nq queries and Nk keys.", Role.IDENTITY,
-    )]  # fmt: skip
+    block_mask: Annotated[Any, Option("A flashkit.BlockMask for Nq queries and Nk keys.", Role.IDENTITY)]
     score_mod: Annotated[Callable[..., Any] | Any, Option(
         "A function (s, b, h, q, k) -> s, or a flashkit.mods.Mod; see flashkit.mods.", Role.PER_CALL,
     )]  # fmt: skip

@@ -524,18 +524,10 @@ def features(choice: Choice, rng: np.random.Generator, batch: int, heads: int, n
         ).astype(np.float32)
     full = (batch, heads, n_q, n_k)
     shapes: dict[str, tuple[int, ...]] = {
-        "full": full,
-        "with -inf": full,
-        "(Nq, Nk)": (n_q, n_k),
-        "(Hq, 1, Nk)": (heads, 1, n_k),
-        "(B, 1, Nq, 1)": (batch, 1, n_q, 1),
-        "(B, 1, 1, Nk)": (batch, 1, 1, n_k),
-        "(Hq, Nq, 1)": (heads, n_q, 1),
-        "(Nk,)": (n_k,),
-        "()": (),
-        "float": (1, 1, n_q, n_k),
-        "float with -inf": (batch, 1, n_q, n_k),
-    }
+        "full": full, "with -inf": full, "(Nq, Nk)": (n_q, n_k), "(Hq, 1, Nk)": (heads, 1, n_k),
+        "(B, 1, Nq, 1)": (batch, 1, n_q, 1), "(B, 1, 1, Nk)": (batch, 1, 1, n_k), "(Hq, Nq, 1)": (heads, n_q, 1),
+        "(Nk,)": (n_k,), "()": (), "float": (1, 1, n_q, n_k), "float with -inf": (batch, 1, n_q, n_k),
+    }  # fmt: skip
     if choice["bias"] != "no":
         options["bias"] = _floats(rng, shapes[choice["bias"]], choice["dtype"], choice["bias"] == "with -inf")
     if choice["mask"].startswith("float"):

@@ -327,9 +327,7 @@ class Layer:
             return 0
         return each if cu_seqlens.tolist() == [*range(0, tokens + 1, each)] else 0
 
-    def _write(
-        self, name: str, x: Any, pool: Any, scale: Any, layout: str, step: Step, table: Table | None
-    ) -> None:  # fmt: skip
+    def _write(self, name: str, x: Any, pool: Any, scale: Any, layout: str, step: Step, table: Table | None) -> None:
         """Rows of an array, rotated if there is a table, into the slots of a pool (pages, H, page, D)."""
         x = self._four(name, x, pool, layout)
         if scale is None and isinstance(x, np.ndarray):

@@ -129,9 +129,7 @@ def _block(
     kept = wide.type(1)
     if op.dropout_p:
         index = np.arange(heads_kv * group).reshape((heads_kv, group, 1, 1))
-        keep = dropout.keep(
-            op.seed, op.dropout_p, b, index, row0 + np.arange(n_q)[:, None], k0 + np.arange(n_k)
-        )  # fmt: skip
+        keep = dropout.keep(op.seed, op.dropout_p, b, index, row0 + np.arange(n_q)[:, None], k0 + np.arange(n_k))
         kept = xp.asarray(keep / (1 - op.dropout_p), wide)
 
     def of_row(y: Any) -> Any:

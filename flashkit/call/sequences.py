@@ -208,9 +208,7 @@ def _on_device(shape: Shape, q: Any, n_k: int, cu_q: Any, keys: Any, table: Any 
     cu_q, keys = (x[:-1] if isinstance(x, np.ndarray) and table is None else x for x in (cu_q, keys))
     derived = derive(cu_q, len(q), keys, n_k, table is not None)
     cu = derived.q, None if table is not None else derived.k
-    return Sequences(
-        shape, len(cu_q) - 1, None, len(q), n_k, n_k, derived.lengths, cu, table, derived.positions
-    )  # fmt: skip
+    return Sequences(shape, len(cu_q) - 1, None, len(q), n_k, n_k, derived.lengths, cu, table, derived.positions)
 
 
 def _most(counts: Any, bound: int) -> int:

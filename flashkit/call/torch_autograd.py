@@ -67,9 +67,7 @@ def call(
     return found
 
 
-def recorded_call(
-    q: Any, k: Any, v: Any, tensors: Tensors, options: Scalars, mods: Mods | None
-) -> tuple[Any, Any]:
+def recorded_call(q: Any, k: Any, v: Any, tensors: Tensors, options: Scalars, mods: Mods | None) -> tuple[Any, Any]:
     """out and lse with a gradient."""
     result: tuple[Any, Any]
     if not is_watched():

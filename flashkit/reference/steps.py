@@ -96,9 +96,7 @@ def tile_gradients(
     return weighted_sum(ds, k), weighted_sum(ds.T, q), weighted_sum(drop(head, p, rows, keys).T, do)
 
 
-def add_value_gradients(
-    head: Head, s: np.ndarray, p: np.ndarray, ds: np.ndarray, rows: slice, keys: slice
-) -> None:  # fmt: skip
+def add_value_gradients(head: Head, s: np.ndarray, p: np.ndarray, ds: np.ndarray, rows: slice, keys: slice) -> None:
     """What a tile adds to the gradients by the values that the score modification reads."""
     values = head.values or {}
     for read in head.spec.reads if values else ():

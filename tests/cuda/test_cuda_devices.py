@@ -108,9 +108,7 @@ def test_pairs_of_features_on_hopper(row: int, generation: str, monkeypatch: pyt
 
 @pytest.mark.parametrize("fused", [False, True], ids=["preprocess", "fused preprocess"])
 @pytest.mark.parametrize("row", [i for i, row in enumerate(DESIGN) if row["dtype"] in ("float16", "bfloat16")])
-def test_pairs_of_features_in_any_order(
-    row: int, fused: bool, generation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pairs_of_features_in_any_order(row: int, fused: bool, generation: str, monkeypatch: Any) -> None:
     """dQ is accumulated in arbitrary order; rows are preprocessed before the kernel, or in it."""
     if (NAME, generation) != ("cupy_raw", "sm90"):
         pytest.skip("other kernels never accumulate dQ in order unasked")

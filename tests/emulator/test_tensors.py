@@ -17,6 +17,7 @@ from flashkit.backends.cuda_common.backend import VARIABLE  # noqa: E402
 from flashkit.call import interop, plans, torch_autograd, torch_passes, views  # noqa: E402
 from flashkit.call.planned import Planned  # noqa: E402
 
+from .calls import cupy  # noqa: E402
 from .device import BASE  # noqa: E402
 
 if TYPE_CHECKING:
@@ -216,8 +217,6 @@ def on_device_as_it_is(x: Any) -> Any:
 
 
 def test_the_callers_stream_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    import cupy
-
     given, streams, run = [on_device(x.detach()) for x in qkv()], [], Planned.run_on
     current = cupy.cuda.get_current_stream
     monkeypatch.setattr(Planned, "run_on", lambda *args: streams.append(current().ptr) or run(*args))
@@ -256,8 +255,6 @@ def test_functions_of_arrays_take_tensors() -> None:
 
 
 def test_a_view_is_as_an_array_of_cupy() -> None:
-    import cupy
-
     x = on_device(torch.randn(3, 4, 5)).transpose(0, 1)
     view, array = views.View(x), interop.native("x", x)
     assert type(array) is cupy.ndarray

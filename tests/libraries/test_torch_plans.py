@@ -53,19 +53,13 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 OTHERS: dict[str, Callable[[Any], Any]] = {
-    "dtype": lambda x: x.half(),
-    "size": lambda x: x[:, :, :20],
-    "axes": lambda x: x[0],
+    "dtype": lambda x: x.half(), "size": lambda x: x[:, :, :20], "axes": lambda x: x[0],
     "strides": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "stride of 0": lambda x: x[:, :1].expand(x.shape),
-    "negated": torch._neg_view,
-    "sparse": lambda x: x.to_sparse(),
-    "device": lambda x: x.to("meta"),
-    "class": lambda x: x.as_subclass(type("Subclass", (torch.Tensor,), {})),
-    "requires grad": lambda x: x.clone().requires_grad_(),
-    "no autograd": lambda x: torch.inference_mode()(x.clone)(),
+    "stride of 0": lambda x: x[:, :1].expand(x.shape), "negated": torch._neg_view, "sparse": lambda x: x.to_sparse(),
+    "device": lambda x: x.to("meta"), "class": lambda x: x.as_subclass(type("Subclass", (torch.Tensor,), {})),
+    "requires grad": lambda x: x.clone().requires_grad_(), "no autograd": lambda x: torch.inference_mode()(x.clone)(),
     "address": lambda x: moved_by_a_byte(x),
-}
+}  # fmt: skip
 
 
 def moved_by_a_byte(x: Any) -> Any:
@@ -304,8 +298,6 @@ def test_calls_with_biases_and_masks_find_their_plans(runs: list[str]) -> None:
         out = ft.attention(q, k, v, bias=bias, mask=mask)
         (gradient,) = torch.autograd.grad(out.square().sum(), bias)
         assert turn == 0 or runs == ["cpu"] * 2
-        right = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=bias.masked_fill(~mask, -torch.inf)
-        )  # fmt: skip
+        right = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias.masked_fill(~mask, -torch.inf))
         torch.testing.assert_close(out, right)
         torch.testing.assert_close(gradient, torch.autograd.grad(right.square().sum(), bias)[0])

@@ -275,9 +275,7 @@ def test_integers_that_change_after_the_call(n_q: int) -> None:
 
 @pytest.mark.parametrize("entry", [attention, attention_vjp, plan], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("place", ["before it is checked", "before it is run"])
-def test_integers_that_another_thread_changes_during_the_call(
-    entry: Any, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_integers_that_another_thread_changes_during_the_call(entry: Any, place: str, monkeypatch: Any) -> None:
     """What is checked is what is used. The other thread comes in at two places of the call."""
     call = Changing()
 

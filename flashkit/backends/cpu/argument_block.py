@@ -159,9 +159,7 @@ class ArgumentBlock:
             values[place] = address_of(kept[-1])
         return values, *kept
 
-    def _values(
-        self, plan: CpuPlan, operands: Operands, micro: dict[str, int], per_call: Sequence[str]
-    ) -> np.ndarray:  # fmt: skip
+    def _values(self, plan: CpuPlan, operands: Operands, micro: dict[str, int], per_call: Sequence[str]) -> np.ndarray:
         """Scalars and arrays of the modification, as modify._prelude reads them, then the transposing micro-kernels."""
         entries: list[int] = []
         for slot in plan.problem.spec.slots:

@@ -15,16 +15,7 @@ from ..base import Bound, BoundBackward
 from . import arguments as at
 from . import modify, scratch, scratch_pool, threads
 from .argument_block import ArgumentBlock, address_of, strides_of
-from .launch import (
-    Launch,
-    complete,
-    decode_launch,
-    flops_per_pair,
-    forward_launch,
-    padded_dims,
-    per_thread,
-    rounded,
-)
+from .launch import Launch, complete, decode_launch, flops_per_pair, forward_launch, padded_dims, per_thread, rounded
 from .plan import CpuPlan
 
 WORK_TILES_A_THREAD = 3

@@ -49,9 +49,7 @@ class CpuPlan:
     @cached_property
     def backward(self) -> Functions:
         """Entries "bwd_preprocess", "backward" and "bwd_postprocess"."""
-        return objects.kept(
-            specialise.kernel_source, "backward", self.problem.spec.dtype, bool(self.bf16_pairs)
-        )  # fmt: skip
+        return objects.kept(specialise.kernel_source, "backward", self.problem.spec.dtype, bool(self.bf16_pairs))
 
     @cached_property
     def classify(self) -> Functions:

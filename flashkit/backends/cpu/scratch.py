@@ -98,9 +98,7 @@ class DecodeLayout(NamedTuple):
     total: int
 
 
-def decode_layout(
-    rows: int, group: int, keys: int, d: int, itemsize: int, k_parts: int, stats: bool
-) -> DecodeLayout:  # fmt: skip
+def decode_layout(rows: int, group: int, keys: int, d: int, itemsize: int, k_parts: int, stats: bool) -> DecodeLayout:
     """d: words per query, padded to whole vectors. k_parts: arrays that hold the columns of the keys, 1 or 2."""
     scores = _end(0, rows * d, itemsize)
     pe_scores = _end(scores, rows * keys, itemsize)

@@ -179,9 +179,7 @@ class Sm80Forward(Pass):
         self.split &= not (spec.packed or spec.stats)
         self.split |= self.split_tiles > 0 or (self._halves and problem.n_k > LONG_KEYS)
         self.why += "; split along the keys" if self.split else ""
-        library = self.compiled(
-            "sm80/forward", tile.constants(spec, device, self.pack, self.split, self.split_tiles)
-        )
+        library = self.compiled("sm80/forward", tile.constants(spec, device, self.pack, self.split, self.split_tiles))
         self._kernel = library.kernel("sm80_forward", device, tile.shared_memory(spec))
         self._combine = library.kernel("combine", device)
         self._early_launch, self._threads = device.supports_pdl, 32 * tile.warps

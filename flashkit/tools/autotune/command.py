@@ -117,9 +117,8 @@ def _tune(
 
 
 def _search(
-    tuner: Tuner, targets: Sequence[Target], log: Log, effort: Effort, end: float,
-    clock: Callable[[], float],
-) -> Iterator[Outcome]:  # fmt: skip
+    tuner: Tuner, targets: Sequence[Target], log: Log, effort: Effort, end: float, clock: Callable[[], float]
+) -> Iterator[Outcome]:
     """Search target by target, each with an equal share of the time that is left, but no less than MIN_TIME."""
     tuner.begin(effort, targets)
     steps = 2 * effort.blocks + effort.shapes + 5
@@ -175,9 +174,8 @@ def _write(profile: dict[str, Any], output: Path | None) -> Path:
 
 
 def _report(
-    outcomes: Sequence[Outcome], targets: Sequence[Target], log: Log, path: Path | None, tuner: Tuner,
-    warning: str,
-) -> None:  # fmt: skip
+    outcomes: Sequence[Outcome], targets: Sequence[Target], log: Log, path: Path | None, tuner: Tuner, warning: str
+) -> None:
     """Print the measured peaks, a table of the outcomes, what is unfinished, and the paths that were written."""
     console = stdout()
     if log.peaks is not None:

@@ -20,9 +20,7 @@ from flashkit.backends.cpu.tile_ops import (
 )  # fmt: skip
 from flashkit.backends.cpu.tile_scheduler import next_kv_heads, next_kv_split, next_q_tile, stopped
 from flashkit.backends.cpu.tiling import next_group, next_run
-from flashkit.backends.cpu.views import (
-    atomic_arrive, double_from_bits, integer_at, matrix, prefetch, tensor3, vector,
-)  # fmt: skip
+from flashkit.backends.cpu.views import atomic_arrive, double_from_bits, integer_at, matrix, prefetch, tensor3, vector
 
 
 @njit(**options)

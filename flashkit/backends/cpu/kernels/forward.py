@@ -247,9 +247,7 @@ def forward_work_tile(args, seq, b, h, first, count, scratch, nonfinite):
         finite &= epilogue(args, seq, b, h, row0, columns, o_t, m[stats], l[stats], check)
         if JVP:
             do_t = accum_tile(scratch + at.o_acc + p * o_bytes + dv * panel_bytes, dv + 1, panel, panel_bytes)
-            finite &= epilogue_of_tangents(
-                args, seq, b, h, row0, columns, o_t, do_t[:dv], do_t[dv], l[stats], check
-            )  # fmt: skip
+            finite &= epilogue_of_tangents(args, seq, b, h, row0, columns, o_t, do_t[:dv], do_t[dv], l[stats], check)
     return finite
 
 
