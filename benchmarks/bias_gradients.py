@@ -34,9 +34,7 @@ CASES: dict[str, tuple[int, int, int, int, bool]] = {  # batch, heads, tokens, h
     "slopes": (4, 16, 2048, 64, True),
     "slopes, head dim 128": (1, 16, 4096, 128, True),
 }
-CPU_CASES = {
-    "dense": (1, 8, 1024, 64, False), "T5 table": (1, 8, 1024, 64, False), "slopes": (1, 8, 1024, 64, True),
-}  # fmt: skip
+CPU_CASES = {"dense": (1, 8, 1024, 64, False), "T5 table": (1, 8, 1024, 64, False), "slopes": (1, 8, 1024, 64, True)}
 BUCKETS = 32
 
 

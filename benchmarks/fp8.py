@@ -59,9 +59,7 @@ def ours(arrays: list[Any], causal: bool) -> Calls:
         "call": (arrays, {"precision": "fp8"}), "bf16": (arrays, {}),
     }  # fmt: skip
     options = {"causal": causal, "layout": "bnhd", "backend": "cupy_raw"}
-    return {
-        name: lambda x=x, more=more: flashkit.attention(*x, **options, **more) for name, (x, more) in given.items()
-    }  # fmt: skip
+    return {name: lambda x=x, more=more: flashkit.attention(*x, **options, **more) for name, (x, more) in given.items()}
 
 
 # --- peers ------------------------------------------------------------------------------------------------------------

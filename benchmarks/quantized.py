@@ -24,8 +24,7 @@ import flashkit
 from flashkit.call.quantized import LARGEST, PER
 
 TOKENS, HEADS = 4096, 2
-FORMS = {"plain": {}, "rotated": {"rotate": True}, "smooth": {"smooth": True},
-         "both": {"rotate": True, "smooth": True}}  # fmt: skip
+FORMS = {"plain": {}, "rotated": {"rotate": True}, "smooth": {"smooth": True}, "both": {"rotate": True, "smooth": True}}
 """Options of quantize: `smooth` for k alone, `rotate` for q and k, and with int8 for v as well."""
 
 

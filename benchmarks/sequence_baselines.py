@@ -191,9 +191,7 @@ def cudnn_handle() -> Any:
     return cudnn.create_handle()
 
 
-def cudnn_packed(
-    q: Any, k: Any, v: Any, dout: Any, direction: Any, causal: bool, offsets: Any, longest: int
-) -> Call:  # fmt: skip
+def cudnn_packed(q: Any, k: Any, v: Any, dout: Any, direction: Any, causal: bool, offsets: Any, longest: int) -> Call:
     """Packed sequences: padded tensors by their shape and strides, with the place of each sequence."""
     batch = len(offsets) - 1
     lengths = (offsets[1:] - offsets[:-1]).view(batch, 1, 1, 1)

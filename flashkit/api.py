@@ -49,9 +49,8 @@ def attention(
 ) -> tuple[A, Any]: ...  # fmt: skip
 @overload
 def attention(
-    q: A, k: Any, v: Any, *, return_lse: bool, out: Any = None, backend: str | None = None,
-    **options: Unpack[Options],
-) -> A | tuple[A, Any]: ...  # fmt: skip
+    q: A, k: Any, v: Any, *, return_lse: bool, out: Any = None, backend: str | None = None, **options: Unpack[Options]
+) -> A | tuple[A, Any]: ...
 @documented()
 def attention(
     q: Any = None, k: Any = None, v: Any = None, *more: Any, return_lse: bool = False,
@@ -222,9 +221,8 @@ def attention_vjp(
 ) -> tuple[tuple[A, Any], Vjp[A]]: ...  # fmt: skip
 @overload
 def attention_vjp(
-    q: A, k: Any, v: Any, *, return_lse: bool, out: Any = None, backend: str | None = None,
-    **options: Unpack[Options],
-) -> tuple[A | tuple[A, Any], Vjp[A]]: ...  # fmt: skip
+    q: A, k: Any, v: Any, *, return_lse: bool, out: Any = None, backend: str | None = None, **options: Unpack[Options]
+) -> tuple[A | tuple[A, Any], Vjp[A]]: ...
 @by_position
 def attention_vjp(
     q: Any, k: Any, v: Any, *, return_lse: bool = False, out: Any = None, backend: str | None = None,
@@ -411,9 +409,7 @@ def explain(
         call.require_arrays()
         quantised, why = call.quantised, ""
         if quantised is not None:
-            found = on_codes(
-                quantised, call.q, call.k, call.v, call.options, call.out, False, backend, call.described
-            )  # fmt: skip
+            found = on_codes(quantised, call.q, call.k, call.v, call.options, call.out, False, backend, call.described)
             if isinstance(found, Prepared):
                 return explain_problem(found.problem, found.operands, backend, measure)
             why = found

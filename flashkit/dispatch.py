@@ -173,15 +173,9 @@ def plan(problem: Problem, backend: str | None = None) -> tuple[Backend, Any]:
     """The backend for the problem and its plan, cached by spec and by size to the next power of two."""
     only = forced(backend)
     key = (
-        problem.spec,
-        problem.array_kind,
-        problem.batch.bit_length(),
-        problem.heads,
-        problem.n_q.bit_length(),
-        problem.n_k.bit_length(),
-        _device(problem.array_kind),
-        only,
-    )
+        problem.spec, problem.array_kind, problem.batch.bit_length(), problem.heads, problem.n_q.bit_length(),
+        problem.n_k.bit_length(), _device(problem.array_kind), only,
+    )  # fmt: skip
     with _plans_lock:
         known = _plans.get(key)
         if known is not None:

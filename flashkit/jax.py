@@ -301,9 +301,7 @@ _attend = jax.jit(_differentiable, static_argnums=(0, 1))
 
 
 def _call(kind: str, static: Static, arrays: Arrays, results: Arrays, extra: int = 0) -> Arrays:
-    """A callback in the program, which fills the results by a function of `_RUN`. It gets them as "to NAME", since they
-    have the names of tangents that are given. extra: axes that vmap has put before those of each array.
-    """
+    """A callback that fills the results by a function of `_RUN`, as "to NAME". extra: axes that vmap has put before."""
     places = {**arrays, **{f"to {name}": x for name, x in results.items()}}
     axes = {name: len(x.shape) - extra for name, x in places.items()}
 
@@ -363,10 +361,7 @@ def _on_device(cupy: Any, device: int, buffer: Any) -> Any:
 
 
 def _each(static: Static, axes: dict[str, int], arrays: Arrays, run: Callable[[Arrays], None]) -> None:
-    """Run on these arrays; if vmap has put axes before theirs, as further batch axes, or for each entry of those axes.
-
-    Arrays that are the same for all entries have axes of length 1 there.
-    """
+    """Run on these arrays, with vmap's axes as batch axes or entry by entry; length 1 where all have one array."""
     extra = next(x.ndim - axes[name] for name, x in arrays.items())
     lead = np.broadcast_shapes(*(x.shape[:extra] for x in arrays.values()))
     flat = not _numbers_entries(static) and not arrays.keys() & ("seed", *with_axes("heads"))

@@ -35,9 +35,7 @@ def number(name: str, value: Any) -> float:
 
 
 def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """An integer from `least` to `most`, of Python or of a library. TypeError if it is none, as True and False are,
-    ValueError if it is out of range. `name` is for the error.
-    """
+    """An integer from `least` to `most`, of any library. TypeError if it is none, as True is; ValueError beyond."""
     expected = f"an integer of {least} or more" if most is None else f"an integer from {least} to {most}"
     try:
         number = operator.index(value) if _is_real(value) else None

@@ -122,9 +122,7 @@ def attention(
     softcap = number("softcap", softcap)
 
     q = _heads_of("Q", Q, "q_num_heads", q_num_heads)
-    present_key, present_value = (
-        _heads_of(name, x, "kv_num_heads", kv_num_heads) for name, x in (("K", K), ("V", V))
-    )
+    present_key, present_value = (_heads_of(name, x, "kv_num_heads", kv_num_heads) for name, x in (("K", K), ("V", V)))
     offset: Any = 0
     if past_key is not None:
         present_key = _appended("past_key", past_key, present_key)

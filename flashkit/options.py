@@ -99,9 +99,7 @@ class Options(TypedDict, total=False):
         Role.PAIRS, theirs=("attn_mask", "attention_mask"), axes="pairs",
         flag=("--mask", "A Boolean mask for every pair."),
     )]  # fmt: skip
-    block_mask: Annotated[Any, Option(
-        "A flashkit.BlockMask for Nq queries and Nk keys.", Role.IDENTITY,
-    )]  # fmt: skip
+    block_mask: Annotated[Any, Option("A flashkit.BlockMask for Nq queries and Nk keys.", Role.IDENTITY)]
     score_mod: Annotated[Callable[..., Any] | Any, Option(
         "A function (s, b, h, q, k) -> s, or a flashkit.mods.Mod; see flashkit.mods.", Role.PER_CALL,
     )]  # fmt: skip
@@ -283,10 +281,7 @@ def closed(function: F) -> F:
 
 
 def documented(*left_out: str) -> Callable[[F], F]:
-    """Give a function with **options their names in its signature and, for {options} in its docstring, their meanings.
-
-    left_out: options that the function does not take.
-    """
+    """Give a function with **options their names in its signature, and their meanings for {options}."""
     taken = [name for name in OPTIONS if name not in left_out]
 
     def document(function: F) -> F:

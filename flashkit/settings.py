@@ -135,10 +135,10 @@ CPU_LANES = Setting(
     "FLASHKIT_CPU_LANES", "4, 8 or 16", _one_of("4", "8", "16"), "what the CPU has",
     "limit vectors to that many float32 lanes: profile, tiles and kernels are those of such a CPU",
 )  # fmt: skip
-BF16_METHODS = "amx", "avx512bf16", "widen", "emulate"
+BF16_METHODS = "amx", "avx512bf16", "widen"
 CPU_BF16 = Setting(
     "FLASHKIT_CPU_BF16", ", ".join(BF16_METHODS), _one_of(*BF16_METHODS), "the best of this machine",
-    "how the CPU backend multiplies bfloat16; `emulate` is for tests",
+    "how the CPU backend multiplies bfloat16",
 )  # fmt: skip
 CUDA_GENERATIONS = "sm90", "sm80", "simt"
 CUDA_GENERATION = Setting(

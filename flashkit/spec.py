@@ -24,9 +24,7 @@ MAX_HEAD_DIM = 1024
 
 
 class DType(NamedTuple):
-    """An input dtype: bytes of one element; the dtype of accumulators, the softmax and the log-sum-exp; the type of the
-    operands of CUDA's matrix instructions, in PTX.
-    """
+    """An input dtype: its bytes, that of accumulators and softmax, and PTX's type of matrix operands."""
 
     size: int
     accumulator: str
@@ -128,10 +126,7 @@ MAX_PAGE_RUN = 64
 
 @dataclass(frozen=True, eq=False)
 class AttentionSpec:
-    """What a kernel is compiled for. Calls with equal specs run the same code.
-
-    Graphs are interned, and specs compare them by identity: `==` of two graphs makes a third.
-    """
+    """What a kernel is compiled for: equal specs run the same code. Graphs are interned, and compared by identity."""
 
     dtype: str
     head_dim: int
@@ -246,9 +241,7 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """A spec and its sizes. Where sequences differ in length, n_q and n_k are those of the longest, or bounds of them,
-    and `tokens` counts all.
-    """
+    """A spec and its sizes; n_q and n_k are of the longest sequence, or bounds, and `tokens` counts all."""
 
     spec: AttentionSpec
     batch: int
@@ -434,9 +427,7 @@ class Operands:
         return {name: array for name, array in found.items() if array is not None}
 
     def array(self, slot: Slot) -> Any:
-        """The array of a slot, checked: a kernel compiled for the slot would read another dtype, or another number of
-        strides, out of bounds.
-        """
+        """The array of a slot, checked: a kernel would read another dtype or number of strides out of bounds."""
         array = self.arrays[slot.name]
         if len(array.strides) != slot.ndim or name_of(array.dtype) != slot.dtype:
             raise ValueError(

@@ -198,10 +198,7 @@ def mask(
 def _options_of(
     function: Callable[..., Any], local_size: int | None, start: int, kv_offset: int
 ) -> dict[str, Any] | None:
-    """A rule as options of attention(); None if it cannot be traced.
-
-    start: position of the first query on the axis of the keys.
-    """
+    """A rule as options of attention(), from position `start` on; None if it cannot be traced."""
     if function is masking_utils.causal_mask_function:
         return {"causal": True, "q_offset": start}
     if function is masking_utils.bidirectional_mask_function:

@@ -185,9 +185,7 @@ def backends() -> list[Any]:
 
 
 def skip_unless(backend: str, call: Call | None = None, problem: Problem | None = None) -> None:
-    """Skip the test, with the backend's own reason, where the backend is not available or does not support the call or
-    the problem.
-    """
+    """Skip the test, with the backend's reason, where it is not available or does not support the call."""
     import pytest
 
     found = dispatch.registry()[backend]
@@ -211,9 +209,7 @@ def arbitrary_dq_order(monkeypatch: Any) -> None:
 
 
 def fused_preprocess(monkeypatch: Any, sms: int = 0) -> None:
-    """Make Hopper's backward kernels preprocess all but the first head themselves, however short work tiles are. sms:
-    as if the device had so many, so that each CTA has many work tiles.
-    """
+    """Make Hopper's backward kernels preprocess all but the first head; sms: as if the device had so many."""
     from flashkit.backends.cuda_common import sm90_bwd_launch
 
     begin = sm90_bwd_launch.Backward.__init__
@@ -528,18 +524,10 @@ def features(choice: Choice, rng: np.random.Generator, batch: int, heads: int, n
         ).astype(np.float32)
     full = (batch, heads, n_q, n_k)
     shapes: dict[str, tuple[int, ...]] = {
-        "full": full,
-        "with -inf": full,
-        "(Nq, Nk)": (n_q, n_k),
-        "(Hq, 1, Nk)": (heads, 1, n_k),
-        "(B, 1, Nq, 1)": (batch, 1, n_q, 1),
-        "(B, 1, 1, Nk)": (batch, 1, 1, n_k),
-        "(Hq, Nq, 1)": (heads, n_q, 1),
-        "(Nk,)": (n_k,),
-        "()": (),
-        "float": (1, 1, n_q, n_k),
-        "float with -inf": (batch, 1, n_q, n_k),
-    }
+        "full": full, "with -inf": full, "(Nq, Nk)": (n_q, n_k), "(Hq, 1, Nk)": (heads, 1, n_k),
+        "(B, 1, Nq, 1)": (batch, 1, n_q, 1), "(B, 1, 1, Nk)": (batch, 1, 1, n_k), "(Hq, Nq, 1)": (heads, n_q, 1),
+        "(Nk,)": (n_k,), "()": (), "float": (1, 1, n_q, n_k), "float with -inf": (batch, 1, n_q, n_k),
+    }  # fmt: skip
     if choice["bias"] != "no":
         options["bias"] = _floats(rng, shapes[choice["bias"]], choice["dtype"], choice["bias"] == "with -inf")
     if choice["mask"].startswith("float"):
@@ -698,9 +686,7 @@ def computed(
 
 
 def definition(*tensors: Any, **options: Any) -> tuple[tuple[np.ndarray, np.ndarray], Callable[..., Any]]:
-    """(out, lse) of attention on NumPy's q, k and v by the definition, which evaluates a mask at every pair; and the
-    function of (dout, dlse) that gives the gradients.
-    """
+    """(out, lse) by the definition, which evaluates a mask at every pair, and the function that gives gradients."""
     problem, operands, _ = prepare(*tensors, **options)
     gradients = partial(reference.standard_gradients, problem.spec, operands)
     return reference.standard(problem.spec, operands), gradients
@@ -828,9 +814,7 @@ def magnitudes(spec: AttentionSpec, operands: Operands, dout: np.ndarray, dlse: 
 
 
 def rounded(head: reference.Head, s: np.ndarray) -> np.ndarray:
-    """How many units of q's dtype roundings within a score modification may change its result, between two passes whose
-    scores are rounded in other ways: the greatest difference between float32 and float64 at scores close by.
-    """
+    """Units of q's dtype by which roundings within a score modification may change its result between two passes."""
     if head.spec.score is None or head.spec.dtype == "float64":
         return np.zeros(s.shape)
     moved = np.zeros(s.shape)

@@ -62,9 +62,7 @@ PAGE = 5
 def paged(
     rng: np.random.Generator, lengths: np.ndarray, n_k: int, page: int = PAGE
 ) -> tuple[dict[str, Any], Callable[..., np.ndarray]]:
-    """The table of pages, and the function that puts (B, H, N, D) keys into a pool (pages, page, H, D) full of NaN.
-    Entries behind the last key are anything.
-    """
+    """The table of pages, and the function that puts keys into a pool (pages, page, H, D) full of NaN."""
     batch, width = len(lengths), -(-n_k // page) + 1
     numbers = rng.permutation(batch * width + 2)[: batch * width].reshape(batch, width)
     used = np.arange(width) * page < lengths[:, None]

@@ -145,9 +145,7 @@ def boolean(r: Random, depth: int, floats: bool = False) -> Case:
                 lambda: comparison(r, integer(r, 0), integer(r, 0)),
             ]
         )()
-    op = r.choice([
-        "compare", "compare", "compare", "and", "or", "xor", "not", "where", "load", "eq", "float",
-    ])  # fmt: skip
+    op = r.choice(["compare", "compare", "compare", "and", "or", "xor", "not", "where", "load", "eq", "float"])
     if op == "float" and floats:
         return comparison(r, exact(r, depth - 1), exact(r, depth - 1))
     if op in ("compare", "float"):
@@ -247,22 +245,14 @@ def environment(r: Random) -> Env:
     """Positions and a score, as plain Python numbers."""
     row = r.randint(0, 30)
     return {
-        "b": r.randint(0, 2),
-        "h": r.randint(0, 3),
-        "row": row,
-        "q": row + r.randint(-6, 6),
-        "k": r.randint(0, 30),
-        "s": r.uniform(-4, 4),
-        **PARAMS,
-    }
+        "b": r.randint(0, 2), "h": r.randint(0, 3), "row": row, "q": row + r.randint(-6, 6), "k": r.randint(0, 30),
+        "s": r.uniform(-4, 4), **PARAMS,
+    }  # fmt: skip
 
 
 MAKERS: dict[str, Callable[[Random, int], Case]] = {
-    "int": integer,
-    "bool": lambda r, d: boolean(r, d, floats=True),
-    "float": exact,
-    "smooth": smooth,
-}
+    "int": integer, "bool": lambda r, d: boolean(r, d, floats=True), "float": exact, "smooth": smooth,
+}  # fmt: skip
 
 
 # --- integers that wrap -----------------------------------------------------------------------------------------------

@@ -34,8 +34,7 @@ pictures = {
     "causal, ALiBi": weights(causal=True, alibi_slopes=np.array([0.25])),
     "causal, soft-capped at 1": weights(causal=True, softcap=1.0),
     "causal, a bias every 4 tokens": weights(
-        causal=True,
-        score_mod=mods.score(relative, table=2.0 * (np.arange(16) % 4 == 0)),
+        causal=True, score_mod=mods.score(relative, table=2.0 * (np.arange(16) % 4 == 0))
     ),
 }
 figure, axes = plt.subplots(2, 3, figsize=(8.4, 6), layout="constrained")

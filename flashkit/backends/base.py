@@ -11,10 +11,7 @@ from ..spec import AttentionSpec, Direction, Gradients, Operands, Problem, Verdi
 
 
 class Backend(Protocol):
-    """Computes attention on some kinds of arrays.
-
-    Plans are cached and shared by threads, so neither `forward` nor `backward` changes one.
-    """
+    """Computes attention on some kinds of arrays. Threads share plans, so that neither pass changes one."""
 
     name: str
     array_kinds: tuple[str, ...]  # "numpy", "cupy"
@@ -41,9 +38,7 @@ class Backend(Protocol):
         """Fill operands.out and operands.lse."""
 
     def backward(self, plan: Any, operands: Operands, gradients: Gradients) -> None:
-        """Fill gradients.dq, dk, dv and dsinks, and make gradients.values, given operands.out and operands.lse of the
-        forward pass.
-        """
+        """Fill dq, dk, dv and dsinks of the gradients, and make their values, given out and lse of the forward pass."""
 
 
 EXTRAS = {
@@ -84,9 +79,7 @@ class Optional(Backend, Protocol):
     takes_lengths: bool  # whether `per_call` may be ("kv_lengths", "q_offset"), and with pages "page_table" behind them
 
     def rate(self, problem: Problem, profile: Any, direction: Direction) -> float | None:
-        """The measured FLOP/s, or None, of a problem that `supports` has accepted: where that is not the rate of the
-        first row of its table of the profile that matches.
-        """
+        """The measured FLOP/s or None, where that is not the rate of the first matching row of its table."""
 
     def bind(self, plan: Any, operands: Operands, per_call: Sequence[str] = ()) -> Bound:
         """Do once what `forward(plan, operands)` does before it launches a kernel.
@@ -129,6 +122,6 @@ class Optional(Backend, Protocol):
         -------
         BoundBackward
             f(operands, gradients) computes what `backward` would. Their arrays have the dtypes and strides of those
-            here, but for out, dout and dlse, and all else in operands is the same. Of the first ones f keeps what
-            `bind` keeps. Threads may call it at the same time.
+            here, but their axes may be the caller's, as of `bind`; all else in operands is the same. Of the first ones
+            f keeps what `bind` keeps. Threads may call it at the same time.
         """

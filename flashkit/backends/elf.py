@@ -29,9 +29,7 @@ def alike(code: bytes, model: bytes) -> bool:
 
 
 def undefined(code: bytes) -> set[str]:
-    """Names of the functions and variables that an object refers to and does not define; of another format than 64-bit
-    little-endian ELF: none.
-    """
+    """Names that an object refers to and does not define; none if it is not 64-bit little-endian ELF."""
     if code[:6] != b"\x7fELF\x02\x01":
         return set()
     (start,) = struct.unpack_from("<Q", code, 40)

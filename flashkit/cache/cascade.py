@@ -66,12 +66,8 @@ class Cascade:
         self._prefixes_for: tuple[PageTable | None, int] = None, 0  # what prefixes are for: pages, and rows of a head
         self._unshared: Any = None  # references without shared pages, which most appends leave as they are
 
-    def attend(
-        self, q: Any, pools: Pools, options: dict[str, Any], pages: PageTable, out: Any
-    ) -> Any:  # fmt: skip
-        """The result of `Layer.attend`; None if these are not few queries at the end of sequences that share pages, or
-        if an option depends on positions.
-        """
+    def attend(self, q: Any, pools: Pools, options: dict[str, Any], pages: PageTable, out: Any) -> Any:
+        """The result of `Layer.attend`; None unless few queries end sequences that share pages, in any position."""
         if self._unshared is pages.references or self._off or q.ndim != 4:
             return None
         if any(options[name] is not None for name in _BY_POSITION & options.keys()):

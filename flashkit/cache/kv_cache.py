@@ -462,9 +462,7 @@ def _safe(array: Any) -> Any:
 
 
 def _pool_with_gaps(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An empty pool (layers, Hkv, pages, page, D) with a part of a page between the heads. Sequences of few tokens fill
-    the beginnings of their pages, which would otherwise lie at multiples of a power of two and share sets of a cache.
-    """
+    """An empty pool with part of a page between heads: pages at powers of two would share sets of a cache."""
     layers, heads, *_ = shape
     page = shape[-2] * shape[-1] * dtype.itemsize
     gap = round(GAP * page / LINE) * LINE

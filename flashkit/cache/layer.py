@@ -209,9 +209,7 @@ class Layer:
         return attention(q, k, v, page_table=steps.readable, kv_lengths=steps.on_call[0], out=out, **options)
 
     def _check_held(self, q: Any, pages: PageTable, options: dict[str, Any]) -> None:
-        """Check that the window has dropped no key that the oldest query of a sequence sees. `attention` refuses
-        invalid arguments.
-        """
+        """Check that the window has dropped no key of the oldest query of a sequence; the rest is `attention`'s."""
         q_offset, cu_seqlens = options.get("q_offset"), options.get("cu_seqlens")
         counts: Any = q.shape[1 if options.get("layout") == "bnhd" else 2] if q.ndim == 4 else 0
         if cu_seqlens is not None and q.ndim == 3:
@@ -329,9 +327,7 @@ class Layer:
             return 0
         return each if cu_seqlens.tolist() == [*range(0, tokens + 1, each)] else 0
 
-    def _write(
-        self, name: str, x: Any, pool: Any, scale: Any, layout: str, step: Step, table: Table | None
-    ) -> None:  # fmt: skip
+    def _write(self, name: str, x: Any, pool: Any, scale: Any, layout: str, step: Step, table: Table | None) -> None:
         """Rows of an array, rotated if there is a table, into the slots of a pool (pages, H, page, D)."""
         x = self._four(name, x, pool, layout)
         if scale is None and isinstance(x, np.ndarray):
@@ -348,9 +344,7 @@ class Layer:
 
 
 class Writer:
-    """Writes keys and values like k4 and v4 (B, H, N, D), whose axes may be others, into NumPy pools. v4: None where
-    keys hold the values.
-    """
+    """Writes keys and values like k4 and v4 (B, H, N, D) into NumPy pools. v4: None where keys hold the values."""
 
     def __init__(self, k4: Any, v4: Any, k_pool: Any, v_pool: Any) -> None:
         from ..backends.cpu.rotary import Write

@@ -31,10 +31,7 @@ MIN_COLUMNS = 8
 
 
 class Growth(NamedTuple):
-    """What an append makes of a table: one with room for the new tokens, the pages to copy before they are written, and
-    the table that holds while tokens are written: that of before the append, less pages behind the window if the append
-    needs these.
-    """
+    """What an append makes: the new table, pages to copy before, and the table that holds while tokens are written."""
 
     pages: PageTable
     copy: Copy
@@ -133,9 +130,7 @@ class PageTable(NamedTuple):
         return self._replace(lengths=lengths, longest=int(lengths.max()), spare=0)
 
     def _extended(self, counts: np.ndarray, held: np.ndarray, needed: np.ndarray, shared: np.ndarray) -> Growth:
-        """Pages for sequences with new tokens: those behind the window are released, shared last pages copied, new ones
-        taken. held, needed: pages of each sequence before and after.
-        """
+        """Pages for new tokens: some leave the window, shared last ones are copied. held, needed: before and after."""
         active = np.flatnonzero(counts)
         dropped = self._dropped(active, held)
         references = dropped.references.copy()

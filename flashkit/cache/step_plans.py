@@ -44,9 +44,7 @@ Pages = PageTable | Rest
 
 
 class Entry:
-    """A plan, and arrays that it reads: offsets of packed queries and lengths of their sequences, each with one more
-    for the rows behind them, and positions of first queries; None where it reads none.
-    """
+    """A plan and the arrays that it reads, packed ones with one more element; None for positions it does not read."""
 
     def __init__(self, planned: Planned, cu_seqlens: Any, lengths: Any, positions: Any) -> None:
         self.planned, self.cu_seqlens, self.lengths, self.positions = planned, cu_seqlens, lengths, positions
@@ -67,9 +65,7 @@ class StepPlans:
         self._keys = 0  # that plans are for now
 
     def find(self, q: Any, pools: Pools, options: dict[str, Any], pages: Pages) -> Planned | None:
-        """The plan for q (B, Hq, Nq, D), or by layout, or (T, Hq, D) with cu_seqlens on the host, and options of
-        `attention` but `out`; None where there is none.
-        """
+        """The plan for q (B, Hq, Nq, D), by layout, or (T, Hq, D) with cu_seqlens on the host; None without one."""
         offsets = queries = None
         if q.ndim == 4:
             queries = q.shape[1 if options.get("layout") == "bnhd" else 2]

@@ -63,24 +63,18 @@ class Steps:
 
     @property
     def on_call(self) -> tuple[Any, Any]:
-        """Lengths and table as calls take them, of the cache's library. On a device they stay the same arrays while the
-        table's width does, so that a captured CUDA graph follows them.
-        """
+        """Lengths and table of the cache's library; on a device the same arrays while the width stays, for graphs."""
         pages = self.state.pages
         return (pages.lengths, pages.table) if self._shown is None else self._show(pages)
 
     @property
     def readable(self) -> Any:
-        """The table with page 0 for pages that a window has dropped: attention wants a page for every key, visible or
-        not.
-        """
+        """The table with page 0 for those that a window has dropped: attention wants a page for every key."""
         table = self.on_call[1]
         return table if self.state.pages.left is None else self.xp.maximum(table, 0)
 
     def current(self, layer: int) -> Step | None:
-        """The open step that this layer has yet to write; None if it would open one. ValueError if it would, but
-        another layer has not written the last one.
-        """
+        """The open step that this layer has yet to write, or None. ValueError if another has not written the last."""
         missing = self.state.missing
         if missing and not missing >> layer & 1:
             raise ValueError(
@@ -89,9 +83,7 @@ class Steps:
         return self.state.step if missing else None
 
     def opened(self, counts: np.ndarray, table: Table | None) -> tuple[State, Copy]:
-        """The state with a step of counts (B,) new tokens that no layer has written, and the pages to copy before.
-        OutOfPagesError, or ValueError if the table of rotary angles is too short.
-        """
+        """The state with a step of counts (B,), and pages to copy before. OutOfPagesError; ValueError for the table."""
         state = self.state
         before = state.pages.lengths
         growth = state.pages.append(counts)

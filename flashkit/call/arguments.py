@@ -148,9 +148,7 @@ def masks_by_position(causal: Any, window: Any) -> list[Mod]:
 def _modifications(
     o: Any, kind: str, heads: int, seqs: Sequences, described: bool
 ) -> tuple[dict[str, Mod], list[Mod], list[Mod]]:
-    """The options that change scores, in their order and by name, those that hide pairs, and those of them whose
-    indices have to be proved in range.
-    """
+    """The options that change scores, by name; those that hide pairs; and those whose indices need a proof."""
     batch, layout = seqs.batch, o.layout
     scores: dict[str, Mod] = {}
     masks: list[Mod] = []

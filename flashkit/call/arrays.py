@@ -90,11 +90,7 @@ def own_form(name: str, array: Any, kind: str | None = None) -> Any:
 
 
 def own_forms(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """Views of arrays of NumPy, what else is given as it is.
-
-    Another thread may set the shape of a caller's array at any time, between a check and the use of what was checked.
-    A view has a form of its own.
-    """
+    """Views of NumPy arrays, others as they are: another thread may set the shape of an array, not of a view."""
     if type(q) is type(k) is type(v) is np.ndarray:
         return q.view(), k.view(), v.view()
     return tuple([x.view() if isinstance(x, np.ndarray) else x for x in (q, k, v)])  # type: ignore[return-value]
@@ -129,9 +125,7 @@ _cupy_types = set[type]()  # types known to be arrays of CuPy
 
 
 def layout(array: Any) -> tuple[Any, ...]:
-    """Type, shape, strides, dtype, and whether elements are aligned (NumPy) or on which device they are (CuPy): what a
-    planned call depends on.
-    """
+    """Type, shape, strides, dtype, and alignment (NumPy) or device (CuPy): what a planned call depends on."""
     kind = type(array)
     if kind is View:
         return array.layout
@@ -218,9 +212,7 @@ def share_memory(a: Any, b: Any) -> bool:
 
 
 def _addresses(array: Any) -> np.ndarray:
-    """A NumPy array, never to be read, of the addresses and strides of an array's elements: CuPy decides whether arrays
-    share memory on the device, and waits for it.
-    """
+    """An array of NumPy, never read, with the array's addresses: CuPy would wait for the device to compare."""
     return array if isinstance(array, np.ndarray) else np.asarray(_Addresses(array))
 
 

@@ -159,11 +159,7 @@ class Call:
 
 
 def frozen_offsets(cu_seqlens: Any) -> tuple[tuple[Any, ...], Any]:
-    """The contents of cu_seqlens as a part of a key, and the same numbers in memory of the key's own: the caller's
-    arrays may change at any time.
-
-    ((), cu_seqlens) where it is no NumPy array, or two, of integers, or a large one.
-    """
+    """The contents of cu_seqlens for a key, and copies; ((), cu_seqlens) unless it is of few integers of NumPy."""
     parts = cu_seqlens if type(cu_seqlens) is tuple and len(cu_seqlens) == 2 else (cu_seqlens,)
     for part in parts:
         if type(part) is not np.ndarray or part.dtype.kind not in "iu" or part.ndim != 1:

@@ -53,9 +53,7 @@ def check_out(out: Any, kind: str, dtype: str, wanted: tuple[int, ...]) -> None:
 
 
 def can_write(out: Any, *inputs: Any) -> bool:
-    """Whether a kernel may write to `out`: it is addressable, its elements do not overlap, and it shares no memory with
-    an input.
-    """
+    """Whether a kernel may write to `out`: addressable, without overlaps, and apart from the inputs."""
     if arrays.addressable(out) is not out or 0 in [s for s, n in zip(out.strides, out.shape, strict=True) if n > 1]:
         return False
     if out.ndim > 4 and not out.flags.c_contiguous:

@@ -47,9 +47,7 @@ def joined(masks: Sequence[Mod | None]) -> Mod | None:
 
 
 def hiding(seen: Mod) -> Callable[..., Any]:
-    """A function that says whether the mask hides all pairs of a chunk: bools. Its arguments b, h, row0, row1, q0, q1,
-    k0 and k1 are arrays of positions in the whole that broadcast.
-    """
+    """A function of positions in the whole that says whether the mask hides all pairs of a chunk."""
     values = {**seen.params, **tables(seen.arrays)}
     empty = expr.classify(seen.expr, expr.int32_arrays({name: a.dtype for name, a in seen.arrays.items()}))[0]
     return lambda **corners: codegen.evaluate(empty, {**corners, **values})

@@ -34,10 +34,7 @@ def _has_sequences(options: dict[str, Any]) -> bool:
 
 
 class Dequantised:
-    """The arrays of a call with quantised ones among them, in the computing dtype.
-
-    TypeError if q, k and v, or what they were quantised from, are not of one library and dtype that the call takes.
-    """
+    """The arrays of a call with quantised ones, dequantised. TypeError unless they are of one library and dtype."""
 
     def __init__(self, q: Any, k: Any, v: Any, options: dict[str, Any], fp8: bool, described: bool = False) -> None:
         self.fp8, self._described, self._named = fp8, described, {"q": q, "k": k, "v": v}
@@ -195,9 +192,7 @@ def on_codes(
     quantised: Dequantised, q: Any, k: Any, v: Any, options: dict[str, Any], out: Any, return_lse: bool,
     backend: str | None, described: bool = False,
 ) -> Prepared | str:  # fmt: skip
-    """The call on the codes of its arrays, for which `dispatch.plan` has a backend, or a sentence that says why they
-    are dequantised. It depends on the signatures of quantised arrays, and on nothing that the key of a plan has not.
-    """
+    """The call on codes, for which there is a backend, or why not; a function of signatures and the plan's key."""
     quantised.check()
     is_batch = options.get("cu_seqlens") is None and options.get("page_table") is None
     layout, tensors = options.get("layout", "bhnd") if is_batch else "bnhd", [q, k, v]
@@ -227,9 +222,7 @@ def on_codes(
 
 
 def _keys_and_values(tensors: list[Any], layout: str, fp8: bool) -> Memory | str:
-    """Numbers of 8 bits on the host. Scales are factors of scores and weights: they belong to tokens, or to more,
-    without a rotation or a mean.
-    """
+    """Numbers of 8 bits on the host: scales of tokens, or more, are factors of scores and weights."""
     q, k, v = tensors
     if isinstance(q, Quantized) or fp8:
         return "queries are quantised, and the CPU has kernels for quantised keys and values alone"
@@ -278,9 +271,7 @@ def transposed_of(v: Any, options: dict[str, Any]) -> Any:
 
 
 def _shared_by(tensors: Sequence[Any], layout: str, is_batch: bool) -> Literal["head", "block", "token"]:
-    """What shares a scale of k and v, as the kernel takes them: the finest of both. Of q rows may have scales of their
-    own beside heads of k and v, as blocks beside blocks.
-    """
+    """What shares a scale of k and v, as the kernel takes them: the finest of both; blocks of q need blocks."""
     levels = []
     for x in tensors:
         own = x.layout == layout and is_batch and x.ndim != 2

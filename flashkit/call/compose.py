@@ -20,9 +20,7 @@ from . import arrays
 def compose(
     scores: dict[str, Mod], masks: Sequence[Mod]
 ) -> tuple[Expr | None, Expr | None, tuple[Slot, ...], dict[str, Any], dict[str, Any], dict[str, str]]:
-    """One score graph, one mask graph, the slots that they read, the values of the slots: params, arrays; and the slots
-    of the scores by their `Operands.names`. scores: by the option that each comes from.
-    """
+    """Score and mask graph, their slots, values of these (params, arrays), and slots of scores by `Operands.names`."""
     if not scores and not masks:
         return None, None, (), {}, {}, {}
     score, mask, named = _compose_graphs(tuple(m.expr for m in scores.values()), tuple(m.expr for m in masks))
@@ -124,9 +122,7 @@ def _extremes(bounds: tuple[Expr, Expr], env: dict[str, Any]) -> tuple[int, int]
 
 
 def modified(spec: AttentionSpec, operands: Operands, b: int, s: Any) -> tuple[Any, Any]:
-    """The scores of a batch entry, modified, and which pairs are visible. s: (Hq, Nq, Nk), scale * q k^T, of NumPy or
-    CuPy; the operands are not packed, nor in pages.
-    """
+    """The scores (Hq, Nq, Nk) of a batch entry, modified, and which pairs are visible; neither packed nor paged."""
     xp: Any = arrays.namespace("numpy" if isinstance(s, np.ndarray) else "cupy")
     heads, n_q, n_k = s.shape
     row, keys = xp.arange(n_q)[:, None], xp.arange(n_k)

@@ -181,10 +181,7 @@ def _measured(problem: Problem, operands: Operands, backend: str | None) -> dict
         bound = partial(chosen.bind(plan, operands), *inputs, operands.out, operands.lse)
     dq, dk, dv = (np.empty(x.shape, x.dtype) for x in inputs)
     gradients = Gradients(np.ones_like(operands.out), None, dq, dk, dv)
-    calls = {
-        "forward": bound,
-        "backward": lambda: chosen.backward(plan, operands, gradients),
-    }
+    calls = {"forward": bound, "backward": lambda: chosen.backward(plan, operands, gradients)}
     taken = timing.interleaved(calls, rounds=MEASURED_ROUNDS, budget=MEASURED_SECONDS)
     return {direction: t.median for direction, t in taken.items()}
 

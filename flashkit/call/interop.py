@@ -24,9 +24,7 @@ _HERE: AbstractContextManager[None] = nullcontext()
 
 
 class Library:
-    """A library of arrays, with a name for messages. The base class is for what follows the array API standard and
-    DLPack.
-    """
+    """A library of arrays, named for messages; the base class is for the array API standard and DLPack."""
 
     name = "array API"
 
@@ -168,9 +166,7 @@ class _Handle:
 
 @contextmanager
 def _allocations_in_a_capture() -> Iterator[None]:
-    """Where CuPy's pool may grow while PyTorch captures: its captures forbid that unless a thread asks for it, and its
-    own pool grows so as well (CUDA driver API, cuThreadExchangeStreamCaptureMode).
-    """
+    """Where CuPy's pool may grow in PyTorch's captures, as its own does (cuThreadExchangeStreamCaptureMode)."""
     from cuda.bindings import driver
 
     exchange = driver.cuThreadExchangeStreamCaptureMode
@@ -304,9 +300,7 @@ HOST_INTEGERS = with_axes("entries", "memory")
 
 
 class Foreign:
-    """The adapter between the arrays of a library, that of q, and those of NumPy or CuPy, for one call. All other
-    arrays have to lie beside q. library: None where q is native itself, and all stays as it is.
-    """
+    """The adapter between arrays of q's library, all beside q, and native ones. library: None if q is native."""
 
     def __init__(self, library: Library | None, q: Any) -> None:
         self.library: Any = library
@@ -317,9 +311,7 @@ class Foreign:
         return _HERE if self.library is None else self.library.scope(self.q)
 
     def to_native(self, **given: Any) -> dict[str, Any]:
-        """Arguments with NumPy's or CuPy's arrays; numbers, lists, functions and None stay what they are. TypeError for
-        an array of another library, on another device, or that cannot be read in place.
-        """
+        """Arguments with native arrays, others as they are. TypeError for an array that cannot be read beside q."""
         if self.library is None:
             return given
         return {name: value if type(value) in PLAIN else self._native(name, value) for name, value in given.items()}
@@ -357,10 +349,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def takes_every_library(place: int, name: str) -> Callable[[F], F]:
-    """Let a function of NumPy's and CuPy's arrays take those of other libraries, and return arrays in kind.
-
-    place, name: of the argument whose library and device count.
-    """
+    """Let a native function take and return arrays of other libraries: of that of its argument `name` at `place`."""
 
     def decorate(function: F) -> F:
         @wraps(function)

@@ -116,17 +116,13 @@ def _checked(parts: Sequence[Any], layout: str) -> str:
         for name, array in ((f"out of part {number}", out), (f"lse of part {number}", lse)):
             kind = arrays.require(name, array, kind)
         if arrays.dtype_name(f"out of part {number}", out) != first[0].dtype.name:
-            raise TypeError(
-                f"out of part {number}: expected dtype {first[0].dtype} (part 0's), got {out.dtype}"
-            )
+            raise TypeError(f"out of part {number}: expected dtype {first[0].dtype} (part 0's), got {out.dtype}")
         if lse.dtype.name not in LSE_DTYPES:
             raise TypeError(f"lse of part {number}: expected dtype {' or '.join(LSE_DTYPES)}, got {lse.dtype}")
         if out.ndim < 2:
             raise ValueError(f"out of part {number}: expected shape (..., heads, queries, Dv), got {out.shape}")
         if out.shape != first[0].shape:
-            raise ValueError(
-                f"out of part {number}: expected shape {first[0].shape} (part 0's), got {out.shape}"
-            )
+            raise ValueError(f"out of part {number}: expected shape {first[0].shape} (part 0's), got {out.shape}")
         rows = out.shape[:-1]
         wanted = (*rows[:-2], rows[-1], rows[-2]) if layout == "bnhd" and len(rows) > 1 else rows
         if lse.shape != wanted:

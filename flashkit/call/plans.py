@@ -41,10 +41,7 @@ _ticks = count()
 
 
 def plan_of(call: Call, backend: str | None, return_lse: bool, recorded: bool = False) -> Planned | Once:
-    """The plan of a call, from the cache or made for it; `call.per_call` is what it has to be passed.
-
-    recorded: a backward pass follows, so lengths are those of the plan.
-    """
+    """The plan of a call, cached or made; it sets `call.per_call`. recorded: a backward pass follows."""
     if call.quantised is not None:
         if not recorded and (of_codes := _on_codes(call, backend, return_lse)) is not None:
             return of_codes
@@ -61,9 +58,7 @@ def plan_of(call: Call, backend: str | None, return_lse: bool, recorded: bool = 
 def plan_with(
     call: Call, backend: str | None, more: dict[str, Any], prepared: Callable[[], Prepared]
 ) -> Planned | Once:  # fmt: skip
-    """The plan of a call that reads or writes more arrays, which a `Planned` gets behind all else. more: these arrays
-    by the names of a kernel's tensors; None for those that each call makes itself.
-    """
+    """The plan of a call with more arrays, by name, behind all else; None for those that each call makes itself."""
     fixed = call.has_out or not call.offsets  # offsets on the host belong to the plan
     key = None if type(call.q) is np.ndarray else key_of(call, backend, True, recorded=fixed)
     if key is not None:
@@ -264,10 +259,7 @@ def _room(n_k: int) -> int:
 
 
 def names_of(given: Sequence[Any], operands: Operands) -> tuple[str, ...] | None:
-    """The names of these arrays among the operands' arrays.
-
-    None if one of them was copied or reshaped, or matches two: a kernel reads an array in the layout of the operand.
-    """
+    """Names of these arrays among the operands'; None if one was copied or reshaped, or matches two."""
     matches = [
         [
             name

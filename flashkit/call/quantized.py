@@ -320,10 +320,7 @@ Quantiser = Callable[[Any], Quantized]
 
 
 def one_pass(x: Any, layout: str, seed: int | None, transpose: bool) -> Quantiser | None:
-    """`quantize` per block to e4m3 by one launch, without checks, for arrays like x, or None where no kernel takes it.
-
-    For an array of this layout, on a multiple of 16 bytes, on the current device.
-    """
+    """`quantize` per block to e4m3 by one launch, for aligned arrays like x on this device; None without a kernel."""
     if arrays.kind_of(x) != "cupy" or x.ndim < 3 or not arrays.is_here(x):
         return None
     if not isinstance(layout, str) or layout not in LAYOUTS:
@@ -352,9 +349,7 @@ def one_pass(x: Any, layout: str, seed: int | None, transpose: bool) -> Quantise
 
 @lru_cache(maxsize=16)
 def _signs(d: int, seed: int) -> np.ndarray:
-    """Whether the rotation changes the sign of each column: by flashkit's own generator, as stored data outlives
-    NumPy's versions.
-    """
+    """Whether the rotation flips each column: by an own generator, as stored data outlives NumPy's versions."""
     return philox((np.arange(d), 0, 0, 0), seed)[0] & 1 != 0
 
 

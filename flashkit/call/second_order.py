@@ -34,9 +34,7 @@ def second_order(
     q: Any, k: Any, v: Any, tangents: dict[str, Any], dout: Any, dlse: Any = None, *, backend: str | None = None,
     **options: Any,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """The gradients by q, k and v of sum(dout * T[out]) + sum(dlse * T[lse]), where T[.] is the tangent along
-    `tangents`, "dq", "dk" and "dv". dlse: None for 0.
-    """
+    """The gradients by q, k, v of sum(dout * T[out]) + sum(dlse * T[lse]); T[.]: along `tangents`. dlse: None for 0."""
     if options.get("page_table") is not None:
         raise UnsupportedError("second derivatives do not take page_table: keys in pages have no gradients")
     with Call("second_order", q, k, v, options) as call:
@@ -131,9 +129,7 @@ def _block(
     kept = wide.type(1)
     if op.dropout_p:
         index = np.arange(heads_kv * group).reshape((heads_kv, group, 1, 1))
-        keep = dropout.keep(
-            op.seed, op.dropout_p, b, index, row0 + np.arange(n_q)[:, None], k0 + np.arange(n_k)
-        )  # fmt: skip
+        keep = dropout.keep(op.seed, op.dropout_p, b, index, row0 + np.arange(n_q)[:, None], k0 + np.arange(n_k))
         kept = xp.asarray(keep / (1 - op.dropout_p), wide)
 
     def of_row(y: Any) -> Any:

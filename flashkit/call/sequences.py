@@ -26,9 +26,7 @@ OFFSETS = "integers (sequences + 1,), from 0 up to the number of tokens,"
 
 @dataclass(slots=True)
 class Sequences:
-    """The sequences of a call and where they lie. A packed call has one more than the caller's: the queries behind
-    these, which see no key and so give 0.
-    """
+    """The sequences of a call; packed ones have one more: queries behind the caller's, which see no key."""
 
     shape: Shape
     batch: int  # the caller's sequences
@@ -76,9 +74,7 @@ class Sequences:
         return q_offset_range(self.offsets, self.has_offsets, self.batch, self.most_q, self.most_k)
 
     def offsets_for(self, kind: str, n_q: int, *graphs: Expr | None) -> Any:
-        """The offsets for modifications with these graphs, checked: for default ones on a device, which take two
-        launches, 0 where no graph reads them. n_q: of q.
-        """
+        """Checked offsets for these graphs; default ones on a device, two launches, are 0 where none reads them."""
         if self.pads:
             check_default_offset(self.lengths, n_q, graphs)
         if self.offsets is not None:
@@ -197,9 +193,7 @@ def disagreement(shapes: dict[str, tuple[int, ...]], layout: str) -> str:
 
 
 def _looks_exchanged(shapes: dict[str, tuple[int, ...]], layout: str) -> bool:
-    """Whether q and k have more heads than tokens, and so many heads, or tokens in such a ratio, as only exchanged axes
-    have: the heads of q and k would be equal, and q's tokens a multiple of k's, as heads of a group are.
-    """
+    """Whether heads and tokens of q and k have numbers, or a ratio, that only exchanged axes have."""
     (heads, tokens), (heads_k, tokens_k) = ([shapes[x][axis] for axis in HEADS_AND_TOKENS[layout]] for x in "qk")
     if heads <= tokens or heads_k <= tokens_k or 0 in (tokens, tokens_k):
         return False
@@ -214,9 +208,7 @@ def _on_device(shape: Shape, q: Any, n_k: int, cu_q: Any, keys: Any, table: Any 
     cu_q, keys = (x[:-1] if isinstance(x, np.ndarray) and table is None else x for x in (cu_q, keys))
     derived = derive(cu_q, len(q), keys, n_k, table is not None)
     cu = derived.q, None if table is not None else derived.k
-    return Sequences(
-        shape, len(cu_q) - 1, None, len(q), n_k, n_k, derived.lengths, cu, table, derived.positions
-    )  # fmt: skip
+    return Sequences(shape, len(cu_q) - 1, None, len(q), n_k, n_k, derived.lengths, cu, table, derived.positions)
 
 
 def _most(counts: Any, bound: int) -> int:
@@ -245,9 +237,7 @@ def _both(value: Any, kind: str, tokens_q: int, tokens_k: int) -> tuple[Any, Any
 
 
 def offsets_of(name: str, value: Any, kind: str, tokens: int, of: str) -> Any:
-    """Checked offsets, int64, a copy with the number of tokens behind the caller's; on a device, where they are not
-    read, those.
-    """
+    """Checked offsets, a copy with the number of tokens behind it; on a device those, which are not read."""
     offsets, on_device = integers_of(name, value, kind, OFFSETS)
     if offsets.ndim != 1 or not len(offsets):
         raise ValueError(f"{name}: expected {OFFSETS} got shape {offsets.shape}")
@@ -392,9 +382,7 @@ def kv_lengths_of(value: Any, kind: str, shape: Shape, batch: int, n_k: int, cop
 def q_offsets_of(
     value: Any, kind: str, shape: Shape, batch: int, lengths: Any, n_q: Any, n_k: int, copied: bool = True
 ) -> Any:
-    """Position of each batch entry's first query. On a device, offsets beyond the bounds are clamped, not errors.
-    n_q: queries of each entry, or of all.
-    """
+    """Position of each entry's first query, clamped on a device. n_q: queries of each entry, or of all."""
     if value is None:
         if isinstance(lengths, np.ndarray) and isinstance(n_q, int | np.ndarray):
             return lengths - n_q if copied else _spread(arrays.without_repeats(lengths) - n_q, batch, copied)

@@ -100,9 +100,7 @@ def key_weight(problem: Problem, operands: Operands, backend: str | None) -> Any
 
 
 def _gathered(xp: Any, operands: Operands, most: int) -> Any:
-    """The keys of each query head, (B, Hq, Nk, D); those in pages as many as the longest sequence has, for which
-    modifications have been checked.
-    """
+    """The keys of each query head, (B, Hq, Nk, D); in pages as many as the longest sequence has."""
     keys = operands.k
     if operands.page_table is not None:
         table = xp.clip(operands.page_table, 0, len(keys) - 1)
@@ -128,9 +126,7 @@ def _exchanged(xp: Any, operands: Operands, keys: Any) -> tuple[tuple[Any, Any],
 def _swapped(
     problem: Problem, operands: Operands, keys: Any, offsets: tuple[Any, Any] | None, lse: Any
 ) -> tuple[Problem, Operands]:
-    """The call in which keys ask and queries answer, with the negative lse of `operands` as a bias, which writes its
-    own to `lse`.
-    """
+    """The call in which keys ask and queries answer, biased by -lse of `operands`; it writes its own to `lse`."""
     spec, q, xp = problem.spec, operands.q, arrays.namespace(problem.array_kind)
     entries = problem.batch
     values = q[..., : min(_VALUE_COLUMNS, spec.head_dim)]

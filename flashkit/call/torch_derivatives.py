@@ -109,14 +109,9 @@ class SecondDerivative(torch.autograd.Function):
         if along and any(ctx.needs_input_grad[first + 2 :]):
             by_tensors = _second(ctx.call, q, k, v, direction, dout, dlse)
         return (
-            None,
-            None,
-            *[None] * len(ctx.names),
-            by_out,
-            by_lse if dlse is not None else None,
-            *by_tensors,
+            None, None, *[None] * len(ctx.names), by_out, by_lse if dlse is not None else None, *by_tensors,
             *[None] * ctx.others,
-        )
+        )  # fmt: skip
 
     @staticmethod
     def jvp(ctx: Any, *moved: Any) -> Any:

@@ -82,9 +82,8 @@ def _weights(call: Call, rows: Any, heads: Any) -> Any:
 
 @by_position
 def plot_weights(
-    q: Any, k: Any, *, rows: Any = None, heads: Any = None, batch: int = 0, figure: Any = None,
-    **given: Unpack[Options],
-) -> Any:  # fmt: skip
+    q: Any, k: Any, *, rows: Any = None, heads: Any = None, batch: int = 0, figure: Any = None, **given: Unpack[Options]
+) -> Any:
     """Draw the attention probabilities of some rows with matplotlib, one picture for each head.
 
     Parameters

@@ -122,9 +122,7 @@ def cpu_is_intel() -> bool:
 
 
 def cpu_count() -> int:
-    """Processors that this process may use: a container or taskset may grant fewer than the machine has. A quota of
-    time counts as that many, rounded up.
-    """
+    """Processors that this process may use, by affinity and by a quota of time, rounded up."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(count, math.ceil(cpu_quota() or count))
 

@@ -233,9 +233,7 @@ def amx_candidates(
 def candidates(
     dtype: str, head_dim: int, head_dim_v: int, direction: Direction = "forward", *, l1d: int, l2: int, lanes: int = 8
 ) -> list[CpuTile]:
-    """Tiles that fit a CPU with caches of these bytes and vector registers of `lanes` float32 numbers, ranked by the
-    cost; deterministic. ValueError if none fits.
-    """
+    """Tiles that fit caches of these bytes and vectors of `lanes` float32, the cheapest first. ValueError if none."""
     computing = 8 if dtype == "float64" else 4
     ranked = [
         (_cpu_cost(tile, direction, head_dim, head_dim_v, computing, l1d), tile)
@@ -260,9 +258,7 @@ def default_cpu(profile: Any, dtype: str, head_dim: int, head_dim_v: int, direct
 
 
 def cpu_tile(row: TileRow | None, model: CpuTile) -> tuple[CpuTile, str]:
-    """The tile of a profile's row, and the reason for it. The model's tile replaces what the row leaves open, and a row
-    that is no tile, with a warning.
-    """
+    """The tile of a profile's row, and why; the model's for what the row leaves open, or if it is no tile."""
     if row is None or row.block_q is None or row.block_k is None:
         return model, "no row of the profile applies; the model's choice"
     lanes, rows, vectors = row.lanes or model.lanes, row.rows or model.rows, row.vectors or model.vectors

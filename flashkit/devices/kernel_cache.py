@@ -90,10 +90,7 @@ def files_below(root: str | Path) -> Usage:
 
 
 def clear() -> Usage:
-    """Remove everything in the cache directory, but not the directory. Returns what was there.
-
-    UntrustedError if it may be a link of another user; nothing is removed then.
-    """
+    """Remove everything in the cache directory; returns what was there. UntrustedError if it may be another user's."""
     before = usage()
     with suppress(FileNotFoundError):
         for entry in trust.directory(path()).iterdir():
@@ -143,9 +140,7 @@ def prune(most: int) -> Usage:
 
 
 def problem() -> OSError | ValueError | None:
-    """Why kernels cannot be cached: an UntrustedError, a directory that cannot be written, or a FLASHKIT_CACHE_SIZE
-    that is no size; None if they can.
-    """
+    """Why kernels cannot be cached: a directory that cannot be used, or a wrong FLASHKIT_CACHE_SIZE; or None."""
     try:
         limit()
         for folder in FOLDERS:
@@ -189,10 +184,7 @@ def read(folder: str, name: str) -> bytes | None:
 
 
 def write(folder: str, name: str, content: bytes) -> None:
-    """Store it for all processes, or in the memory of this process if the directory cannot be used.
-
-    ValueError if FLASHKIT_CACHE_SIZE is no size.
-    """
+    """Store it for all processes, or in the memory of this one. ValueError if FLASHKIT_CACHE_SIZE is no size."""
     most = limit()
     try:
         try:
@@ -229,11 +221,7 @@ def _mark_used(file: Path) -> None:
 
 @contextmanager
 def compile_lock(folder: str, name: str) -> Iterator[None]:
-    """Lock this name while the file is made, so that other processes wait and then find it.
-
-    Names share a fixed number of lock files: they would outnumber the kernels, and a lock file cannot be removed while
-    another process may wait for it.
-    """
+    """Lock this name while other processes would make it too. Names share few lock files, which cannot be removed."""
     lock: AbstractContextManager[None] = nullcontext()
     number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:2]) % _LOCKS
     with suppress(OSError):  # the directory cannot be used, so nothing is shared

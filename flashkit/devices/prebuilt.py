@@ -29,9 +29,7 @@ def enabled() -> bool:
 
 
 def read(folder: str, name: str) -> bytes | None:
-    """The content of a file of a backend's folder; None if there is none, if FLASHKIT_PREBUILT is 0, or, with a
-    warning, if it is not trusted.
-    """
+    """The content of a file; None if there is none, FLASHKIT_PREBUILT is 0, or, with a warning, it is not trusted."""
     try:
         return trust.read_installed(PACKAGE, FOLDER, folder, *name.split("/")) if enabled() else None
     except trust.UntrustedError as error:

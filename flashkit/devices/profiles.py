@@ -111,10 +111,7 @@ def user_dir() -> Path:
 
 
 def directories() -> dict[str, Path]:
-    """The directories of profiles, in order: "FLASHKIT_PROFILE_DIR" (if set), "user", "shipped".
-
-    The first is left out if it is not an absolute path, the second without a home directory.
-    """
+    """The directories in order: "FLASHKIT_PROFILE_DIR" if it is absolute, "user" if there is a home, "shipped"."""
     folders = {}
     try:
         if override := settings.PROFILE_DIR.read():
@@ -156,9 +153,7 @@ def _trusted(file: Path) -> bool:
 
 
 def read(file: Path) -> Profile:
-    """The profile of one file in one of the directories, not merged. Errors of `load_file`; UntrustedError if another
-    user could have written it.
-    """
+    """The profile of one file, not merged. Errors of `load_file`; UntrustedError if others could have written it."""
     return load_file(file, trusted=_trusted(file))
 
 
@@ -222,9 +217,7 @@ def _rank(criteria: Device, device: Device) -> tuple[int, int] | None:
 
 
 def _contribution(profile: Profile) -> dict[str, Any]:
-    """The fields of a file that are merged: not its criteria, which the facts of the system replace, and not the
-    sources of whole sections, which do not hold for these facts.
-    """
+    """The fields that are merged: without criteria, and without sources of sections, which need not hold here."""
     fields = known_fields(profile)
     fields["device"] = {k: v for k, v in fields["device"].items() if k not in {"match", "features", "cores", "source"}}
     fields["memory"] = {k: v for k, v in fields["memory"].items() if k != "source"}
@@ -289,11 +282,7 @@ def for_device(kind: str) -> Profile:
 
 
 def by_name(name: str) -> Profile:
-    """The merged profile of the device that the file `name`.yaml describes, as `for_device` would give it there.
-
-    ValueError if no directory has such a file, ProfileError if it is malformed, UntrustedError if another user could
-    have written it.
-    """
+    """The merged profile as of the device of `name`.yaml. ValueError without this file; errors of `read`."""
     file = next((file for file in paths() if file.stem == name), None)
     if file is None:
         hint = suggest(name, tuple(f.stem for f in paths()))
@@ -315,10 +304,7 @@ def forget() -> None:
 
 
 def criteria(kind: str) -> dict[str, Any]:
-    """The `device:` section of a profile for exactly this machine's device. For `flashkit autotune`.
-
-    kind: "cpu" or "cuda". RuntimeError for "cuda" if CuPy finds no device.
-    """
+    """The `device:` section of a profile for this machine's "cpu" or "cuda" device. RuntimeError without one."""
     device = _system(kind).get("device")
     if device is None:
         raise RuntimeError(f"no {kind} device was found")

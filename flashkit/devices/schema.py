@@ -248,9 +248,7 @@ class Profile(Struct, frozen=True):
     provenance: dict[str, str] = field(default_factory=dict)
 
     def rows(self, table: str, **facts: Any) -> Iterator[TileRow]:
-        """The rows of `table` ("cpu.forward", "cupy_raw.backward", ...) for a call with these facts, in order: rows of
-        a higher layer first, within a file as they stand there.
-        """
+        """The rows of `table` ("cpu.forward", ..) for these facts: of higher layers first, as they stand in a file."""
         return (row for row in self.tiles.get(table, ()) if row.matches(facts))
 
     def tile(self, table: str, **facts: Any) -> TileRow | None:

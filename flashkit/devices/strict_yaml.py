@@ -48,10 +48,7 @@ class _Loader(_BaseLoader):  # type: ignore[misc]
 
 
 class Source:
-    """The data of a YAML text, made in one pass over the parser's events, and the line of every field.
-
-    Composing nodes would recurse in C, and an anchor could make them more than the text. Here both are refused first.
-    """
+    """The data of a YAML text, without anchors or recursion in C, by events, and the line of every field."""
 
     def __init__(self, text: str, file: str) -> None:
         self.file, self.events = file, 0

@@ -36,10 +36,7 @@ DECIDING_ROUNDS = 2
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call in each round, in order.
-
-    repeats: calls in each sample. dropped: the call was too slow and was timed in fewer rounds than the others.
-    """
+    """Seconds of one call in each round. repeats: calls in a sample. dropped: too slow for all rounds."""
 
     rounds: tuple[float, ...]
     repeats: int = 1
@@ -125,10 +122,7 @@ def interleaved(
 
 
 def until_idle(timeout: float = 0.5) -> None:
-    """Wait until no thread of this process runs, at most `timeout` seconds.
-
-    Idle threads of OpenBLAS and OpenMP spin for a while before they sleep, and take a core from the next call.
-    """
+    """Wait up to `timeout` seconds until no thread runs: idle ones of OpenBLAS and OpenMP spin for a while."""
     end = time.perf_counter() + timeout
     while time.perf_counter() < end:
         used = time.process_time()

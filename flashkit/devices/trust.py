@@ -30,11 +30,7 @@ class UntrustedError(OSError):
 
 
 def resolve(path: str | os.PathLike[str], make: bool = False) -> str:
-    """The absolute path of a file or directory without symbolic links. UntrustedError if another user could have
-    written it, OSError if a component does not exist or cannot be read.
-
-    make: create missing directories, for this user alone.
-    """
+    """The absolute real path. UntrustedError if others could have written it; OSError; make: create directories."""
     path = os.fspath(path)
     if not os.path.isabs(path):
         raise UntrustedError(f"path: expected an absolute path, got {path}")
@@ -81,10 +77,7 @@ def directory(path: str | os.PathLike[str], make: bool = False) -> Path:
 
 
 def of_user(kind: Literal["cache", "data"]) -> Path:
-    """The directory of this user's files of flashkit on this platform.
-
-    UntrustedError without a home directory: `~` would be relative to the working directory.
-    """
+    """The directory of this user's files of flashkit. UntrustedError without a home directory."""
     import platformdirs
 
     try:
@@ -167,9 +160,7 @@ def append(file: Path, content: bytes) -> None:
 
 @contextmanager
 def locked(file: Path) -> Iterator[None]:
-    """Hold the lock of this file. After a minute, or on a file system without locks, go on without it: the work is then
-    done twice.
-    """
+    """Hold the lock of this file; after a minute, or without locks, go on without it, and work is done twice."""
     from filelock import FileLock
 
     lock = FileLock(file, mode=0o600)
@@ -192,9 +183,7 @@ def _made(entry: str) -> os.stat_result:
 
 
 def _check(path: str, status: os.stat_result) -> bool:
-    """UntrustedError if others own the path or can write it. Returns whether it is a sticky directory that all users
-    can write.
-    """
+    """UntrustedError if others own or can write the path. Returns whether it is a sticky directory for all."""
     _check_owner(path, status)
     if not stat.S_ISDIR(status.st_mode) and not stat.S_ISREG(status.st_mode):
         raise UntrustedError(f"{path} is not a regular file")

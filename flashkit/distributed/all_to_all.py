@@ -42,9 +42,7 @@ class AllToAll:
         self._result = xp.empty(tuple(shape), dtype) if scatter else empty(sum(map(count, tokens)), self._rank)
 
     def collect(self, attempt: Attempt, own: Any) -> Callable[[], Any]:
-        """Start to collect, and return what waits for all tokens, of the rank's heads: memory of this object. own:
-        contiguous, unless heads are spread.
-        """
+        """Start to collect `own`, contiguous unless heads are spread; what is returned waits for all tokens."""
         for rank, message in self._leaving.items():
             attempt(_copy, self._of_heads(own, rank), message)
         pending = self._exchange(self._leaving or dict.fromkeys(self._others, own))
@@ -58,9 +56,7 @@ class AllToAll:
         return finish
 
     def scatter(self, attempt: Attempt, every: Any) -> Callable[[], Any]:
-        """Start to scatter, and return what waits for all heads of the rank's tokens, summed over the ranks that have a
-        head, in their order; memory of this object.
-        """
+        """Start to scatter; what is returned waits for the rank's tokens, summed in the order of ranks."""
         for rank, message in self._leaving.items():
             attempt(self._pack, every, rank, message)
         pending = self._exchange(self._leaving)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Unpack
 
 import numpy as np
@@ -18,16 +19,18 @@ from ..options import DEFAULTS, OPTIONS, Options, documented, unknown
 from .agreement import Header, check_sizes, compare, fingerprint
 from .all_to_all import AllToAll, finished
 from .cache import SpreadCache
+from .collected import Collected
 from .explanation import Prediction, predict
-from .gather import Gather
-from .heads import Heads
 from .passes import Attempt, sink_gradient
 from .placement import ORDERS, along, count, places, ranges_of
 from .ring import RingAttention
 from .transport import Mpi, Staged, Transport
 from .whole import Axes, Whole
 
-METHODS: dict[str, Any] = {"ring": RingAttention, "heads": Heads, "gather": Gather}
+METHODS: dict[str, Any] = {
+    "ring": RingAttention, "heads": partial(Collected, spreads_heads=True),
+    "gather": partial(Collected, spreads_heads=False),
+}  # fmt: skip
 
 
 class RankError(RuntimeError):

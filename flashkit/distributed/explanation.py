@@ -18,7 +18,7 @@ from ..call.explanation import visible_pairs
 from ..devices import profiles
 from ..numeric import integer
 from ..options import Options
-from .heads import check_heads
+from .collected import check_heads
 from .passes import wide_of
 from .placement import ORDERS, along, ranges_of
 from .whole import Axes, Whole
@@ -158,10 +158,7 @@ def predict(
         copied = {"forward": 2 * of_kv * ranks, "backward": (2 * of_kv + 5 * of_sums) * ranks + away * added(of_kv)}
     else:
         of_kv, of_sums = (n * max(1, ranks // whole.heads_kv) for n in (of_kv, of_sums))  # copies
-        exchanged = {
-            "forward": of_q + of_kv + of_out,
-            "backward": of_q + of_kv + 2 * of_out + of_dq + of_sums,
-        }
+        exchanged = {"forward": of_q + of_kv + of_out, "backward": of_q + of_kv + 2 * of_out + of_dq + of_sums}
         open_ = {name: n * away // ranks for name, n in exchanged.items()}
         exchanges = {"forward": 2, "backward": 2}
         copied = {name: 4 * n for name, n in exchanged.items()}  # into messages, and out of them

@@ -14,9 +14,7 @@ from .whole import OF_ROWS, Whole
 
 
 class Attempt:
-    """Runs steps until one fails. Transfers go on after that, so that no other rank waits, and the error is told when
-    the call ends.
-    """
+    """Runs steps until one fails; transfers go on, so that no rank waits, and the error is told at the end."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -37,9 +35,7 @@ def wide_of(dtype: Any) -> np.dtype:
 
 
 def add_scaled(total: Any, part: Any, a: Any = 1.0, b: Any = 1.0) -> None:
-    """total = a * total + b * part, in place and in the dtype of total. a, b: numbers, or arrays that broadcast. The
-    contents of part may be lost.
-    """
+    """total = a * total + b * part, in place. a, b: numbers, or arrays that broadcast. part may be overwritten."""
     if not isinstance(total, np.ndarray):
         return _kernel(part.dtype.name, total.dtype.name)(*_plain(part), a, b, total, total)
     part = part.astype(total.dtype, copy=False)

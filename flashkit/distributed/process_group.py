@@ -15,9 +15,7 @@ _numbers: defaultdict[str, Any] = defaultdict(itertools.count)
 
 
 class ProcessGroup:
-    """The transport of a group of torch.distributed. Time limits are those of the group and of its store. All ranks
-    make their transports of a group in the same order.
-    """
+    """The transport of a group of torch.distributed, with its time limits. All ranks make theirs in one order."""
 
     def __init__(self, group: Any) -> None:
         import torch

@@ -20,11 +20,7 @@ from .whole import Whole
 
 
 class RingAttention:
-    """The transfers of a rank. All memory that is sent or received is allocated here, before the first transfer.
-
-    k, v: the rank's keys and values, contiguous. gradients: whether the backward pass follows: memory for gradients in
-    place of results.
-    """
+    """The transfers of a rank, whose memory is allocated before the first. gradients: for the backward pass."""
 
     def __init__(
         self, whole: Whole, transport: Transport, order: str, q: Any, k: Any, v: Any, gradients: bool = False

@@ -52,9 +52,7 @@ class Done:
 
 
 class Mpi:
-    """Arrays of NumPy through MPI. The communicator of mpi4py is duplicated: messages of the caller's do not meet those
-    of flashkit. timeout: seconds that a transfer may take.
-    """
+    """Arrays of NumPy through a duplicate of mpi4py's communicator. timeout: seconds that a transfer may take."""
 
     def __init__(self, comm: Any, timeout: float) -> None:
         from mpi4py import MPI
@@ -99,9 +97,7 @@ class Mpi:
         return [pickle.loads(part.tobytes()) for part in np.split(every, np.cumsum(sizes)[:-1])]
 
     def _finish(self, requests: list[Any], what: str) -> None:
-        """Wait for the requests, at most for the time limit. It sleeps between looks: MPI's own wait would spin, and
-        take a core from another rank.
-        """
+        """Wait, at most for the time limit. It sleeps between looks: MPI's own wait would take a core."""
         if self._broken:
             raise RuntimeError(f"this Comm is no longer usable: {self._broken}")
         until, pause = time.monotonic() + self._timeout, 0.0

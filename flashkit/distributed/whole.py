@@ -51,9 +51,7 @@ NOT_TAKEN = {
 
 
 class Spans(NamedTuple):
-    """The part of each batch entry or packed sequence that a chunk has: where it begins in the sequence, and how many
-    tokens it has; int64 (B,).
-    """
+    """The part of each entry or sequence that a chunk has: its begin there, and its tokens; int64 (B,)."""
 
     first: np.ndarray
     counts: np.ndarray
@@ -61,9 +59,7 @@ class Spans(NamedTuple):
 
 
 class Whole:
-    """A call on all tokens, of a rank's native arrays and options; its bias and mask have the rows of the rank and all
-    keys. tokens: numbers of queries and of keys of all ranks.
-    """
+    """A call on all tokens, of a rank's arrays; its bias and mask have all keys. tokens: queries and keys in all."""
 
     def __init__(
         self, q: Any, k: Any, v: Any, options: dict[str, Any], tokens: tuple[int, int], backend: str | None
@@ -125,10 +121,7 @@ class Whole:
         return None if self._o.sinks is None else self.xp.asarray(self._o.sinks, self.lse_dtype)
 
     def chunk(self, rows: range, place: slice, keys: range) -> dict[str, Any] | None:
-        """The options of attention of these queries to these keys; None if no pair is visible.
-
-        place: of the rows among the rank's.
-        """
+        """The options of attention of these queries, at `place` of the rank's, to these keys; None if all is hidden."""
         o, step = self._o, rows.step
         of_q, of_k = self._spans(0, rows), self._spans(1, keys)
         q0, k0 = of_q.first + self._offsets, of_k.first

@@ -38,10 +38,7 @@ def load_text(node: Expr, operands: list[str], language: Language) -> str:
 
 
 def _bits_of_divisor(node: Expr) -> int | None:
-    """log2 of the divisor of // and % on integers, if it is a literal power of two.
-
-    Shifts and bit masks round towards minus infinity, as // and % do in Python, and compilers optimize them.
-    """
+    """log2 of the divisor of // and % on integers, if it is a power of two: shifts and masks round as these do."""
     if node.op not in ("floordiv", "mod") or node.kind != "int":
         return None
     divisor = node.args[1]
@@ -114,9 +111,7 @@ def render(
 
 @lru_cache(maxsize=512)
 def _numpy_function(expr: Expr) -> tuple[dict[str, Any], Callable[..., Any]]:
-    """The names that the expression needs values for, each with the kind of a scalar or False for an array; and the
-    function of these values, in this order, and of `_HELPERS`.
-    """
+    """The names that have values, each with a scalar's kind or False; and the function of these and `_HELPERS`."""
     kinds = {node.value: node.op in ("symbol", "param") and node.kind
              for node in walk([expr]) if node.op in ("symbol", "param") or node.op.startswith("load")}  # fmt: skip
     kinds = dict(sorted(kinds.items()))
@@ -140,9 +135,7 @@ _HELPERS = "F", "I", "load_min", "load_max"
 
 
 def evaluate(expr: Expr, env: Mapping[str, Any], dtype: Any = np.float64) -> Any:
-    """Compute the expression with NumPy, or with CuPy if values are its arrays. env: scalars, or arrays that broadcast,
-    by the names of symbols, params and arrays; KeyError if one is missing. dtype: of floats.
-    """
+    """Compute the expression with NumPy or CuPy. env: values by name; KeyError if one is missing. dtype: of floats."""
     kinds, function = _numpy_function(expr)
     missing = [name for name in kinds if name not in env]
     if missing:

@@ -185,9 +185,7 @@ class Mod:
 
 
 def _restored(kind: Any, graph: Any, params: Any, arrays: Any) -> Mod:
-    """The modification whose pickled form this is. TypeError or ValueError if it is none that tracing gives: kernels
-    read its values by what tracing guarantees.
-    """
+    """The modification of this pickled form. TypeError or ValueError if tracing does not give such ones."""
     if type(kind) is not str or kind not in SYMBOLS or type(graph) is not Expr:
         raise ValueError(f"no pickled modification: kind {shown(kind)} with a {type(graph).__name__} as its graph")
     check_traced(graph, kind)  # type: ignore[arg-type]

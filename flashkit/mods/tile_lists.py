@@ -17,11 +17,7 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
 class Runs(NamedTuple):
-    """Runs of neighbouring tiles on lines (rows of tiles, or columns).
-
-    Line n holds the tiles start[m] <= t < stop[m] for indptr[n] <= m < indptr[n + 1]; its runs ascend and do not touch.
-    indptr: int64 (lines + 1,); start, stop: int32 (runs,).
-    """
+    """Tiles start[m] <= t < stop[m] of line n, for indptr[n] <= m < indptr[n + 1], ascending and apart."""
 
     indptr: np.ndarray
     start: np.ndarray
@@ -38,9 +34,7 @@ class Runs(NamedTuple):
         return Runs(self.indptr[first : last + 1] - low, self.start[low:high], self.stop[low:high])
 
     def expand(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tiles instead of runs: (indptr int64 (lines + 1,), tiles int32 (total,)). Line n holds
-        tiles[indptr[n]:indptr[n + 1]].
-        """
+        """Tiles instead of runs: line n holds tiles[indptr[n]:indptr[n + 1]]; indptr int64, tiles int32."""
         lengths = (self.stop - self.start).astype(np.int64)
         ends = np.concatenate([[0], np.cumsum(lengths)])
         tiles = np.arange(ends[-1]) + np.repeat(self.start - ends[:-1], lengths)

@@ -48,9 +48,7 @@ def is_marked_pure(function: Any) -> bool:
 
 
 def as_array(name: str, value: Any, expected: str = "an array") -> np.ndarray:
-    """The value as a NumPy array; `expected` is for the error. TypeError if it is a masked array, whose mask a plain
-    array would drop, or its lists are of different lengths.
-    """
+    """The value as a NumPy array; TypeError with `expected` if it is masked, or of lists of different lengths."""
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{name}: expected a plain array, got a masked array; pass x.filled(...)")
     try:
@@ -60,9 +58,7 @@ def as_array(name: str, value: Any, expected: str = "an array") -> np.ndarray:
 
 
 def native_array(name: str, value: Any) -> Any:
-    """An array of NumPy or CuPy for an array of any library, or for what NumPy makes one of. TypeError if another
-    library's array cannot be read in place; see also `as_array`.
-    """
+    """An array of NumPy or CuPy for that of any library, or a list; TypeError if it cannot be read in place."""
     value = interop.native(name, value)
     return value if hasattr(value, "__cuda_array_interface__") else as_array(name, value)
 
@@ -90,10 +86,7 @@ def high_name(name: str) -> str:
 def trace_graph(
     function: Callable[..., Any], kind: ModKind, slots: Sequence[tuple[str, int | None, Kind, bool]]
 ) -> Expr:
-    """Call the function with symbols and check what it returns.
-
-    slots: name, number of axes (None: a scalar), kind, and whether a scalar lies beyond expr.MAX_PARAM.
-    """
+    """The checked graph of a function of symbols. slots: name, axes (None: a scalar), kind, beyond MAX_PARAM."""
     symbols = SYMBOLS[kind]
     named: dict[str, Expr | Array] = {}
     for name, ndim, of_value, wide in slots:
@@ -125,9 +118,7 @@ def trace_graph(
 
 
 def check_traced(graph: Expr, kind: ModKind) -> None:
-    """Check that a graph is one that `trace_graph` could have made. ValueError if it gives another kind, has symbols or
-    integers that no modification has, or uses one name in two ways.
-    """
+    """ValueError unless the graph is one that `trace_graph` could make, whose names have one use each."""
     if graph.kind != {"mask": "bool", "score": "float"}[kind]:
         raise ValueError(f"the graph of a {kind} mod gives {graph.kind}")
     named: dict[str, tuple[Any, ...]] = {}
@@ -149,9 +140,7 @@ trace_pure = lru_cache(maxsize=None)(trace_graph)
 
 @lru_cache(maxsize=1024)
 def values_of(graph: Expr) -> tuple[tuple[tuple[str, int | None, Kind], ...], frozenset[str]]:
-    """(name, number of axes or None for a scalar, kind) of each value that a graph names, and the names of the arrays
-    that indices are computed from.
-    """
+    """(name, axes or None for a scalar, kind) of each value, and names of arrays that indices are computed from."""
     nodes = [node for node in expr.walk([graph]) if node.op in ("param", "load")]
     traced = {node.value: (node.value, len(node.args) if node.op == "load" else None, node.kind) for node in nodes}
     within = (inner for node in nodes for inner in expr.walk(node.args))

@@ -143,10 +143,7 @@ EMPTY, PARTIAL, FULL = range(3)
 
 
 def tile_states(head: Head, block_q: int, block_k: int) -> np.ndarray:
-    """(tiles of rows, tiles of keys): EMPTY where no pair is visible, FULL where all are, else PARTIAL.
-
-    Bounds of the mask over each tile decide (`expr.classify`), without evaluating pairs. `standard` does not use it.
-    """
+    """EMPTY, FULL or PARTIAL by tile of rows and of keys, from bounds of the mask (`expr.classify`) alone."""
     row0, k0 = np.arange(0, head.n_q, block_q)[:, None], np.arange(0, head.n_k, block_k)
     if head.spec.mask is None or not (head.n_q and head.n_k):
         return np.full((row0.size, k0.size), FULL)

@@ -86,10 +86,7 @@ def tile_gradients(
     head: Head, q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray,
     s: np.ndarray, p: np.ndarray, delta: np.ndarray, rows: slice, keys: slice,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
-    """What a tile adds to (dq, dk, dv). s: the scores before modification; p: P before dropout.
-
-    The softmax gives dS = P * (dP - rowsum(P * dP)), and rowsum(P * dP) = rowsum(dO * O) = delta.
-    """
+    """What a tile adds to (dq, dk, dv): dS = P * (dP - delta). s: scores before modification; p: P before dropout."""
     dp = drop(head, matmul(do, v.T), rows, keys)
     ds = p * (dp - delta[:, None])
     add_value_gradients(head, s, p, ds, rows, keys)
@@ -99,9 +96,7 @@ def tile_gradients(
     return weighted_sum(ds, k), weighted_sum(ds.T, q), weighted_sum(drop(head, p, rows, keys).T, do)
 
 
-def add_value_gradients(
-    head: Head, s: np.ndarray, p: np.ndarray, ds: np.ndarray, rows: slice, keys: slice
-) -> None:  # fmt: skip
+def add_value_gradients(head: Head, s: np.ndarray, p: np.ndarray, ds: np.ndarray, rows: slice, keys: slice) -> None:
     """What a tile adds to the gradients by the values that the score modification reads."""
     values = head.values or {}
     for read in head.spec.reads if values else ():

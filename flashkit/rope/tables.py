@@ -172,9 +172,7 @@ def _llama3(dims: int, base: float, scaling: Scaling, n: int) -> Rates:
     factor, trained = scaling.take("factor"), scaling.take("original_max_position_embeddings")
     low, high = scaling.take("low_freq_factor"), scaling.take("high_freq_factor")
     if low >= high:
-        raise ValueError(
-            f"scaling['low_freq_factor']: expected less than high_freq_factor, {high}, got {low}"
-        )
+        raise ValueError(f"scaling['low_freq_factor']: expected less than high_freq_factor, {high}, got {low}")
     plain = _plain(dims, base)
     turns = trained * plain / (2 * math.pi)  # of each pair over the positions of the training
     kept = np.clip((turns - low) / (high - low), 0, 1)

@@ -19,10 +19,7 @@ _NAME = 14  # characters that a column of names keeps
 
 
 def stdout() -> Console:
-    """A console on stdout. If that is not a terminal, it is wide enough that a table is not cut.
-
-    Markup is off: text such as "cupy-cuda13x[ctk]" must be printed as it is.
-    """
+    """A console on stdout without markup, wide enough for a table if it is no terminal."""
     console = Console(highlight=False, markup=False)
     return console if console.is_terminal else Console(highlight=False, markup=False, width=200)
 
@@ -37,9 +34,7 @@ def progress(total: int, counted: ProgressColumn) -> Iterator[Callable[..., None
 
 
 def print_table(console: Console, names: Sequence[str], numbers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: columns of names, then those of numbers. Where it is wider than the console, names are folded;
-    where the numbers alone are, the columns beyond its width follow in a table below, with the names again.
-    """
+    """Print a table. Where it is too wide names are folded, and numbers that do not fit follow in a table below."""
     for part in _parts(console.width, len(names), numbers, rows):
         table = Table(box=None, padding=(0, _GAP, 0, 0))
         for name in names:

@@ -46,9 +46,7 @@ class Stop(BaseException):
 
 
 def stopped(call: Callable[[], Any], at: int) -> bool:
-    """Whether the call was stopped after so many events of the package's code: those of Python's profiler, where signal
-    handlers run too.
-    """
+    """Whether the call was stopped after so many events of Python's profiler, where signal handlers run too."""
     events = itertools.count()
 
     def profile(frame: Any, _: str, __: Any) -> None:

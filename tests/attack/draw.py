@@ -25,14 +25,9 @@ ROUTES = ("vjp", "attention", "plan")
 
 _BATCH = {"sequences": "batch", "data": "normal"}
 ENTRIES: dict[str, Choice] = {
-    "merge": _BATCH | {"block_mask": "no", "score_mod": "no", "mask_mod": "no", "dropout": "no"},
-    "weights": _BATCH,
-    "rotary": _BATCH,
-    "cache": _BATCH,
-    "pages": _BATCH,
-    "codes": {"data": "normal"},
-    "derivatives": {"data": "normal"},
-}
+    "merge": _BATCH | {"block_mask": "no", "score_mod": "no", "mask_mod": "no", "dropout": "no"}, "weights": _BATCH,
+    "rotary": _BATCH, "cache": _BATCH, "pages": _BATCH, "codes": {"data": "normal"}, "derivatives": {"data": "normal"},
+}  # fmt: skip
 """Public functions that are called instead of attention, and what they do not take; see entries.py."""
 
 ENTRIES_CUDA = ("codes", "derivatives")

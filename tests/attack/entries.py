@@ -96,9 +96,7 @@ def rotary(call: cases.Call, r: Random) -> Found:
 
 
 def pages(call: cases.Call, r: Random) -> Found:
-    """Attention over pools of pages whose arrays lie in memory in ways of their own: keys and values of 8 bits and
-    their scales, or the two parts of latent keys. Pages often follow each other, in memory and in the table.
-    """
+    """Attention over pools whose arrays lie in memory in ways of their own; pages often follow each other."""
     draw, page, latent = np.random.default_rng(r.randrange(10**6)), int(call.choice["page"]), r.random() < 0.4
     (heads, d), (heads_kv, dv) = call.plain["q"].shape[1::2], call.plain["v"].shape[1::2]
     batch, width, n_q = r.randint(1, 3), r.randint(1, max(1, 200 // page)), r.choice([1, 1, 2, 7, 8, 20])

@@ -201,9 +201,7 @@ def of_others(call: cases.Call, r: Random) -> list[Argument]:
 
 
 def interrupted(call: cases.Call, r: Random, run: Callable[[], Any]) -> list[str]:
-    """Calls during which handlers raise, once or several times in a row. The next call gives the same bits as before,
-    and memory that was freed meanwhile is guarded.
-    """
+    """Calls during which handlers raise, once or several times. The next call gives the same bits as before."""
     import signal
     import sys
     import threading

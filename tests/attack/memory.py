@@ -81,9 +81,7 @@ class Guard:
             _libc.munmap(first - PAGE, inner + 2 * PAGE)
 
     def give_back(self) -> None:
-        """Free what NumPy has freed since. NumPy may free an array while an exception is on its way, which Python code
-        may clear; so `_noting` is machine code.
-        """
+        """Free what NumPy has freed since, even while an exception is on its way: so `_noting` is machine code."""
         while count := self.freed[0]:
             self.freed[0] = count - 1
             self.free(self.freed[count])

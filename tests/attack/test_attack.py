@@ -103,9 +103,7 @@ def test_every_form_and_function_is_drawn() -> None:
 
 
 def test_a_lone_weight_may_be_off_by_the_rounding_of_its_log_sum_exp() -> None:
-    """The backward pass recomputes weights from float32's log-sum-exp, here about -100; the plain computation subtracts
-    the only score from itself.
-    """
+    """It is recomputed from float32's log-sum-exp, about -100; the plain computation subtracts the score itself."""
     call = cases.build(cases.with_(sizes="70x1", alibi="(Hq,)") | {"q_offset": "700"})
     exact, allowed = cases.expected(call, 1)
     assert exact.dv is not None

@@ -64,6 +64,8 @@ def main(task: dict[str, Any]) -> None:
     """Make the calls of a task: either `calls`, choices, or those numbered from `first` to `last` of a seed."""
     faulthandler.enable()
     backend, stack = task["backend"], ExitStack()
+    if os.environ.get("FLASHKIT_CPU_BF16") == "emulate":
+        import amx_emulation  # noqa: F401  (which brings the method)
     emulates = "FLASHKIT_TEST_EMULATED" in os.environ
     if emulates:
         import emulator

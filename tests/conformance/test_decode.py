@@ -58,19 +58,13 @@ def test_every_number_of_8_bits(block: RegisterBlock) -> None:
 # --- attention --------------------------------------------------------------------------------------------------------
 
 FACTORS = {
-    **{name: levels[:3] for name, levels in cases.FACTORS.items()},
-    "dtype": cases.FACTORS["dtype"],
-    "sizes": ("1x70", "1x9", "3x257", "7x131", "2x1500", "5x640"),
-    "heads": ("2:2", "4:2", "8:1"),
-    "dims": ("8", "1", "40", "64", "128", "192/128", "7/13"),
-    "storage": cases.FACTORS["storage"],
-    "bias": ("no", "full", "with -inf"),
-    "mask": ("no", "full", "float with -inf"),
-    "block_mask": ("no", "from_mod", "from_dense"),
-    "score_mod": ("no", "plain", "array by distance"),
-    "mask_mod": ("no", "plain", "array"),
-    "dlse": ("no",),
-}
+    **{name: levels[:3] for name, levels in cases.FACTORS.items()}, "dtype": cases.FACTORS["dtype"],
+    "sizes": ("1x70", "1x9", "3x257", "7x131", "2x1500", "5x640"), "heads": ("2:2", "4:2", "8:1"),
+    "dims": ("8", "1", "40", "64", "128", "192/128", "7/13"), "storage": cases.FACTORS["storage"],
+    "bias": ("no", "full", "with -inf"), "mask": ("no", "full", "float with -inf"),
+    "block_mask": ("no", "from_mod", "from_dense"), "score_mod": ("no", "plain", "array by distance"),
+    "mask_mod": ("no", "plain", "array"), "dlse": ("no",),
+}  # fmt: skip
 DESIGN = cases.pairwise(FACTORS, seed=5, tries=2)
 
 

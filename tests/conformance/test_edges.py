@@ -124,9 +124,7 @@ AXES = {"a": 2, "b": 3, "h": 4, "hk": 2, "nq": 5, "nk": 7}
 
 
 def empty_calls(axes: str) -> Iterator[dict[str, int]]:
-    """Sizes of calls with one or two axes of length 0, "abhn": those that arrays have. Without keys' heads there are no
-    queries' heads.
-    """
+    """Sizes with one or two axes of length 0, "abhn"; without keys' heads there are no queries' heads."""
     names = [name for name in AXES if name[0] in axes]
     for zero in (*itertools.combinations(names, 1), *itertools.combinations(names, 2)):
         sizes = {name: 0 if name in zero or (name == "h" and "hk" in zero) else AXES[name] for name in names}
@@ -181,14 +179,10 @@ def test_axes_of_length_one(backend: str, dtype: str) -> None:
     """One of everything: the result is v, the log-sum-exp the score."""
     q, k, v = qkv(1, 1, 1, 1, 1, 1, dtype=dtype)
     for options in (
-        {},
-        {"causal": True},
-        {"mask": np.ones((1, 1, 1, 1), bool)},
-        {"bias": np.zeros(1, np.float32)},
-        {"window": (0, 0)},
-        {"kv_lengths": [1]},
+        {}, {"causal": True}, {"mask": np.ones((1, 1, 1, 1), bool)}, {"bias": np.zeros(1, np.float32)},
+        {"window": (0, 0)}, {"kv_lengths": [1]},
         {"block_mask": flashkit.BlockMask.from_dense(np.ones((1, 1), bool), 1, 1)},
-    ):
+    ):  # fmt: skip
         got = everything(q, k, v, **options)
         np.testing.assert_array_equal(got["out"], v)
         np.testing.assert_allclose(
@@ -226,10 +220,7 @@ def test_one_row_of_a_tile_sees_other_keys(backend: str, row: int) -> None:
     q, k, v = qkv(1, 2, 128, 128)
     q_ids, kv_ids = np.zeros(128, int), np.arange(128) // 64
     q_ids[row] = 1
-    same(
-        everything(q, k, v, mask_mod=mods.document(q_ids, kv_ids)),
-        everything(q, k, v, mask=q_ids[:, None] == kv_ids),
-    )
+    same(everything(q, k, v, mask_mod=mods.document(q_ids, kv_ids)), everything(q, k, v, mask=q_ids[:, None] == kv_ids))
 
 
 def test_arguments_mean_their_formulas(backend: str) -> None:
@@ -619,11 +610,7 @@ def test_more_than_2_to_31_bytes_apart(backend: str, tmp_path: Path, axis: str, 
 
 # --- the same again ---------------------------------------------------------------------------------------------------
 
-REPEATED = {
-    "causal": {"causal": True},
-    "dropout": {"dropout_p": 0.3, "seed": 9},
-    "grouped, softcap": {"softcap": 5.0},
-}
+REPEATED = {"causal": {"causal": True}, "dropout": {"dropout_p": 0.3, "seed": 9}, "grouped, softcap": {"softcap": 5.0}}
 
 
 @pytest.mark.parametrize(("what", "n"), [("causal", 50), ("dropout", 600), ("grouped, softcap", 50)])
@@ -638,9 +625,7 @@ def test_the_same_bits_again(backend: str, what: str, n: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("paged", [False, True], ids=["dense", "pages"])
-def test_deterministic_decoding_depends_on_its_sequence_alone(
-    paged: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deterministic_decoding_depends_on_its_sequence_alone(paged: bool, dtype: str, monkeypatch: Any) -> None:
     """Neither on the number of threads, nor on how many others there are and how long they are."""
     q, k, v = qkv(5, 4, 2, 5000, 32, 32, group=2, dtype=dtype)
     lengths = np.array([5000, 700, 3000, 0, 1025])

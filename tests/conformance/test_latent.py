@@ -38,6 +38,7 @@ DTYPES = [
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     name, _, method = request.param.partition(", ")
     if method:
+        pytest.importorskip("amx_emulation")
         monkeypatch.setenv("FLASHKIT_CPU_BF16", "emulate")
         dispatch.forget()
     yield name
@@ -162,9 +163,7 @@ def test_parts_of_pages_in_a_row(gap: int, queries: int) -> None:
         apart[...] = pages[..., columns]
         parts = [pages[..., :16].copy(), pages[..., 16:].copy()]
         parts[i] = apart
-        out = flashkit.mla(
-            q[..., :16], q[..., 16:], *parts, scale=0.2, page_table=np.arange(8)[None], kv_lengths=[38]
-        )  # fmt: skip
+        out = flashkit.mla(q[..., :16], q[..., 16:], *parts, scale=0.2, page_table=np.arange(8)[None], kv_lengths=[38])
         k = pages.reshape(1, 1, 40, 24)[:, :, :38]
         np.testing.assert_allclose(out, flashkit.attention(q, k, k[..., :16], scale=0.2), rtol=1e-12, atol=1e-12)
 

@@ -36,14 +36,10 @@ def tensors(
 def everything(n_q: int, n_k: int) -> dict[str, Any]:
     rng = np.random.default_rng(4)
     return {
-        "softcap": 30.0,
-        "bias": rng.standard_normal((HEADS, n_q, n_k)).astype(np.float32),
-        "window": (n_k * 3 // 4, 5),
-        "kv_lengths": np.array([n_k - 30, n_k, 0]),
-        "sinks": (-1.0, 3.0, 0.5, 20.0),
-        "dropout_p": 0.3,
+        "softcap": 30.0, "bias": rng.standard_normal((HEADS, n_q, n_k)).astype(np.float32), "window": (n_k * 3 // 4, 5),
+        "kv_lengths": np.array([n_k - 30, n_k, 0]), "sinks": (-1.0, 3.0, 0.5, 20.0), "dropout_p": 0.3,
         "seed": 2**40 + 5,
-    }
+    }  # fmt: skip
 
 
 STEPS: dict[str, Any] = {

@@ -117,13 +117,10 @@ def test_biases_from_arrays_have_no_form() -> None:
 @pytest.mark.parametrize(
     ("name", "unit_slope", "per_head"),
     [
-        ("softcap", True, False),
-        ("alibi", True, True),
-        ("both", True, True),
-        ("affine", False, False),
+        ("softcap", True, False), ("alibi", True, True), ("both", True, True), ("affine", False, False),
         ("by row", False, False),
     ],
-)
+)  # fmt: skip
 def test_what_is_known_of_slopes_and_heads(name: str, unit_slope: bool, per_head: bool) -> None:
     known = _parts(FORMS[name])[1]
     assert known is not None

@@ -108,9 +108,7 @@ def test_pairs_of_features_on_hopper(row: int, generation: str, monkeypatch: pyt
 
 @pytest.mark.parametrize("fused", [False, True], ids=["preprocess", "fused preprocess"])
 @pytest.mark.parametrize("row", [i for i, row in enumerate(DESIGN) if row["dtype"] in ("float16", "bfloat16")])
-def test_pairs_of_features_in_any_order(
-    row: int, fused: bool, generation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pairs_of_features_in_any_order(row: int, fused: bool, generation: str, monkeypatch: Any) -> None:
     """dQ is accumulated in arbitrary order; rows are preprocessed before the kernel, or in it."""
     if (NAME, generation) != ("cupy_raw", "sm90"):
         pytest.skip("other kernels never accumulate dQ in order unasked")
@@ -319,9 +317,7 @@ def test_more_than_2_to_the_31_elements(generation: str) -> None:
 @pytest.mark.parametrize("dtype", FACTORS["dtype"])
 @pytest.mark.parametrize("d", [64, 128])
 def test_results_of_what_sees_nothing(d: int, dtype: str, generation: str) -> None:
-    """Exact zeros where a block of threads has no tile to go over, though it began to load operands; many blocks, so
-    that loading takes longer than finding that out.
-    """
+    """Exact zeros where a CTA has no tile, though it began to load; many CTAs, so that loading takes longer."""
     q, k, v, dout = tensors((4, 16, 1500, d), (4, 16, 2, d), (4, 16, 2, d), (4, 16, 1500, d), dtype=dtype)
     out = q.copy()
     out[:] = np.nan
@@ -363,9 +359,7 @@ def test_positions_beyond_32_bits(options: dict[str, Any], generation: str) -> N
 @pytest.mark.parametrize("dims", ["64", "128", "256", "128/64"])
 @pytest.mark.parametrize("cap", [1.0, 50.0, 60.0, 400.0, None], ids=lambda cap: f"cap {cap or 'of each row'}")
 def test_soft_capping_of_any_size(cap: float | None, dims: str, generation: str) -> None:
-    """Caps that bound weights and caps that do not; scores far below and at them; values that weights far above 1 would
-    make infinite; rows of one head and of several in a tile.
-    """
+    """Caps that bound weights or do not; scores far below and at them; values that weights above 1 make infinite."""
     d, d_v = map(int, (dims.split("/") * 2)[:2])
     of_row = mods.score(lambda s, b, h, q, k: flashkit.tanh(s / (30.0 + (q & 15))) * (30.0 + (q & 15)) - (q & 7) * 0.5)
     capped = {"softcap": cap} if cap else {"score_mod": of_row}

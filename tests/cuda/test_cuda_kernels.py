@@ -21,15 +21,7 @@ import pytest
 from tiles import MODELS, tables, tile_of
 
 from flashkit import BlockMask, errors, mods
-from flashkit.backends.cuda_common import (
-    compiler,
-    launch,
-    memory,
-    modification,
-    simt,
-    sm90_bwd_launch,
-    sm90_launch,
-)
+from flashkit.backends.cuda_common import compiler, launch, memory, modification, simt, sm90_bwd_launch, sm90_launch
 from flashkit.backends.cuda_common.backend import VARIABLE
 from flashkit.backends.cuda_common.device import Device
 from flashkit.backends.cuda_common.generation import Choice
@@ -150,9 +142,7 @@ def test_too_many_values_are_refused_with_a_sentence() -> None:
         ("(C7519) warpgroup.arrive is injected in around line 7 by compiler to allow use of registers in GMMA", False),
     ],
 )
-def test_only_serialised_products_are_refused(
-    remark: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+def test_only_serialised_products_are_refused(remark: str, refused: bool, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
     source = compiler.Source("tiny", 'extern "C" __global__ void tiny(float* x) { x[threadIdx.x] *= 2; }')
     code, log = source.compile("sm_80")

@@ -32,9 +32,7 @@ from flashkit.tools.autotune import cuda as tune_cuda
 HOPPER = MODELS["sm_90a"]
 SPEC = AttentionSpec("bfloat16", 64, 64)
 SM90, SM80 = CupyRawBackend.generations[:2]
-GRAPHS = {
-    "causal": mods.causal().expr, "softcap": mods.softcap(30.0).expr, "squared": expr.S * expr.S,
-}  # fmt: skip
+GRAPHS = {"causal": mods.causal().expr, "softcap": mods.softcap(30.0).expr, "squared": expr.S * expr.S}
 LONG, SHORT = (Problem(SPEC, 1, 8, n, 4096, "cupy") for n in (4096, 1))
 HEAD = "schema: 1\ndevice: {kind: cuda}\ntiles:\n  cupy_raw.forward:\n"
 
@@ -242,8 +240,7 @@ def test_a_row_that_is_no_tile_is_not_followed(fields: dict[str, Any], complaint
 def test_a_tile_that_fits_other_head_dims_is_left_without_a_warning() -> None:
     row = TileRow(128, 128, options={"warps": 4}, stages=2)
     wide = replace(LONG, spec=AttentionSpec("bfloat16", 256, 256))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert SM80.tile(wide, row, HOPPER, "forward") is None
 
 
@@ -269,8 +266,7 @@ def test_no_row_stops_a_plan(subject: backend.CudaBackend) -> None:
                     rng.choice(NUMBERS[1:]), rng.choice(NUMBERS[1:]), stages=rng.choice((None, 1, 2, 3, 32)),
                     options=options,
                 )  # fmt: skip
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
+                with warnings.catch_warnings(action="ignore"):
                     found = each.tile(problem, row, HOPPER, direction)
                 if found is None:
                     refused += 1
@@ -311,10 +307,8 @@ def test_what_fails_with_two_tiles_is_not_the_tile(monkeypatch: pytest.MonkeyPat
     fails = Fails("sm80")
     monkeypatch.setattr(CupyRawBackend, "generations", (fails,))
     profile = rows(*[("sm80", 10)] * 3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(CompileError, match="no compiler"):
-            _ = backend.CudaPlan(CupyRawBackend(), LONG, profile, HOPPER).forward
+    with warnings.catch_warnings(action="error"), pytest.raises(CompileError, match="no compiler"):
+        _ = backend.CudaPlan(CupyRawBackend(), LONG, profile, HOPPER).forward
     assert fails.tried == 2
 
 

@@ -47,9 +47,7 @@ KERNELS = sorted(
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_name_means_one_thing_in_a_kernel(name: str) -> None:
-    """Its files and the generated functions are one module, whose functions look names up when they are compiled: a
-    second meaning would be that of the first file's functions, too.
-    """
+    """Files and generated functions are one module: a second meaning would be that of the first file's functions."""
     generated = modify.text(spec_of(list(SCORES.values()), list(MASKS.values())))
     files = [(specialise.FOLDER / f"{part}.py").read_text() for part in ("common/scalar", *specialise.parts(name))]
     found = Counter(name for text in [generated, *files] for name in defined(text))

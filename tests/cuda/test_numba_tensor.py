@@ -109,10 +109,7 @@ def problem(**changes: object) -> Problem:
     return Problem(spec, **sizes)  # type: ignore[arg-type]
 
 
-REFUSALS = [
-    ({"d": 84}, "not whole 16 bytes"),
-    ({"d": 264}, "head dim 264 is over 256"),
-]
+REFUSALS = [({"d": 84}, "not whole 16 bytes"), ({"d": 264}, "head dim 264 is over 256")]
 
 
 def generation(name: str) -> Any:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 import cases
@@ -10,6 +11,15 @@ import numpy as np
 
 import flashkit
 from flashkit.call.arguments import prepare
+
+
+class _Current:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module("cupy"), name)
+
+
+cupy: Any = _Current()
+"""CuPy as it is at the time: while a test has the emulated device, the one of that."""
 
 FEATURES = cases.with_(
     dtype="float16", batch="3", heads="4:2", sizes="140x330", dims="64", storage="swapped", out="poisoned",
@@ -53,8 +63,6 @@ def build(choice: cases.Choice, data: str = "random") -> cases.Call:
     see them; or "cancelling", where two tiles of keys add much to a column of dQ that cancels, so that the order of the
     tiles shows in 16 bits.
     """
-    import cupy
-
     call = cases.build(choice, cupy)
     arrays = {name: call.plain[name].copy() for name in "qkv"}
     (batch, heads, n_q, dim), (heads_kv, n_k) = arrays["q"].shape, arrays["k"].shape[1:3]
@@ -131,24 +139,26 @@ def check_forward(choice: cases.Choice, backend: str, data: str = "random") -> N
     cases.assert_conforms(got, *expected(choice, data, gradients=False))
 
 
+def moved(x: Any) -> Any:
+    """With arrays on the device, those in tuples and the values of a dictionary, too."""
+    if isinstance(x, dict):
+        return {name: moved(each) for name, each in x.items()}
+    return tuple(map(moved, x)) if isinstance(x, tuple) else cupy.asarray(x) if isinstance(x, np.ndarray) else x
+
+
 def check_arrays(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray | None = None, *, atol: float,
-    backend: str = "cupy_raw", on_device: bool = False, **options: Any,
+    backend: str = "cupy_raw", on_device: bool = False, given: dict[str, Any] | None = None, **options: Any,
 ) -> None:  # fmt: skip
-    """The output, and by dout the gradients, are those of the reference in float64.
+    """Results, and by dout the gradients, are those of the reference in float64.
 
-    on_device: whether arrays among the options lie on the device, too.
+    on_device: whether arrays among the options lie on the device, too. given: what the device gets for options.
     """
-    import cupy
-
-    def moved(x: Any) -> Any:
-        return tuple(map(moved, x)) if isinstance(x, tuple) else cupy.asarray(x) if isinstance(x, np.ndarray) else x
-
-    given = {name: moved(x) for name, x in options.items()} if on_device else options
+    given = (moved(options) if on_device else options) | (given or {})
     wide = [x.astype(np.float64) for x in (q, k, v)]
     if dout is None:
-        found = (flashkit.attention(*map(cupy.asarray, (q, k, v)), backend=backend, **given),)
-        exact = (flashkit.attention(*wide, backend="reference", **options),)
+        found = flashkit.attention(*map(cupy.asarray, (q, k, v)), backend=backend, **given)
+        exact = flashkit.attention(*wide, backend="reference", **options)
     else:
         out, vjp = flashkit.attention_vjp(*map(cupy.asarray, (q, k, v)), backend=backend, **given)
         right, right_vjp = flashkit.attention_vjp(*wide, backend="reference", **options)

@@ -68,7 +68,7 @@ class Hardware:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.sms, self.launched = 3, list[str]()
+        self.sms, self.launched, self.missed = 3, list[str](), ""
         facts, enqueue = devices.of, launch.Kernel.launch
 
         def of(ordinal: int) -> devices.Device:
@@ -91,4 +91,5 @@ class Hardware:
         cupy.cuda.runtime.deviceSynchronize()
 
     def __getattr__(self, name: str) -> Any:
+        self.missed = name
         pytest.skip(f"a device has no {name}: the emulated one has")

@@ -101,9 +101,7 @@ from numba import njit
 
 @contextmanager
 def compiled_at_once(name: str) -> Iterator[None]:
-    """Optimized little, which takes half the time; and no function of the module `name` by itself before `run`, with
-    which all are.
-    """
+    """Optimized little, in half the time; no function of the module `name` before `run`, with which all are."""
 
     def is_part(library: Any) -> bool:
         return library.name != "run" and any(name in function.name for function in library.get_defined_functions())

@@ -93,9 +93,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Fault], None]]:
     "fault", [pytest.param(x, id=f"{x.backend}-{x.generation}-{x.name}", marks=x.marks) for x in FAULTS]
 )
 @pytest.mark.one_in(6)
-def test_a_fault_is_found(
-    fault: Fault, plant: Callable[[Fault], None], device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_is_found(fault: Fault, plant: Callable[[Fault], None], device: Device, monkeypatch: Any) -> None:
     monkeypatch.setattr(emulated_device, "PATIENCE", 5)
     plant(fault)
     for seed in range(SEEDS):

@@ -16,7 +16,7 @@ from flashkit.call.arguments import prepare
 from flashkit.reference import standard_jvp, statistics
 from flashkit.spec import Tangents
 
-from .calls import generations
+from .calls import cupy, generations
 
 if TYPE_CHECKING:
     from .device import Device
@@ -62,8 +62,6 @@ def forced(generation: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
 
 def call_of(name: str, dtype: str) -> tuple[list[np.ndarray], list[np.ndarray], dict[str, Any], list[Any], Any]:
     """q, k and v, as many tangents, and the options, of NumPy; the first six and the options on the device."""
-    import cupy
-
     rng, packed = np.random.default_rng(0), name == "packed"
     shapes = ((120, 4, 32), (170, 2, 32), (170, 2, 16)) if packed else ((1, 4, 70, 32), (1, 2, 90, 32), (1, 2, 90, 16))
     six = [rng.standard_normal(shape).astype(dtype) for shape in shapes * 2]
@@ -91,10 +89,7 @@ def test_statistics(backend: str, generation: str, dtype: str, name: str, device
         near(x, expected[statistic], "float32")  # scores and sums are float32
 
 
-@pytest.mark.parametrize(
-    ("backend", "generation", "dtype", "name"),
-    [x for x in KERNELS if x.values[0] == "cupy_raw"],
-)
+@pytest.mark.parametrize(("backend", "generation", "dtype", "name"), [x for x in KERNELS if x.values[0] == "cupy_raw"])
 def test_tangents(backend: str, generation: str, dtype: str, name: str, device: Device) -> None:
     tensors, tangents, options, own, on_device = call_of(name, dtype)
     (out, lse), (dout, dlse) = flashkit.attention_jvp(*own, return_lse=True, backend=backend, **on_device)
@@ -110,8 +105,6 @@ def test_tangents(backend: str, generation: str, dtype: str, name: str, device: 
 @pytest.mark.parametrize("generation", ["sm80"])
 def test_key_weights_of_packed_queries_over_pages(device: Device) -> None:
     """Keys ask and queries answer, of the sequences that the forward pass has put on the device."""
-    import cupy
-
     rng = np.random.default_rng(0)
     q, pool = (rng.standard_normal(shape).astype(np.float16) for shape in ((30, 2, 32), (6, 16, 2, 32)))
     options: dict[str, Any] = {"page_table": np.array([[4, 0], [2, 5]]), "kv_lengths": np.array([20, 32])}
@@ -151,8 +144,6 @@ def check_tangents(given: list[Any], own: list[Any], out: Any = None, **options:
 )
 def test_some_tangents_and_dims(which: str, dim: int, dim_v: int, device: Device) -> None:
     """Of sizes that no tile divides, with NaN behind the keys and in the array for the result."""
-    import cupy
-
     given, lengths = operands_of(70, 150, dim, dim_v, which), np.array([150, 33])
     own = [None if x is None else cupy.asarray(x) for x in given]
     for x in own[1:3] + own[4:]:
@@ -165,8 +156,6 @@ def test_some_tangents_and_dims(which: str, dim: int, dim_v: int, device: Device
 @HOPPER
 def test_nan_of_masked_keys(device: Device, launched: list[str]) -> None:
     """It does not show: kernels without tensor cores follow."""
-    import cupy
-
     given = operands_of(70, 150, 64, 64)
     own = [cupy.asarray(x) for x in given]
     for x in own[1:3] + own[4:]:
@@ -177,8 +166,6 @@ def test_nan_of_masked_keys(device: Device, launched: list[str]) -> None:
 
 @HOPPER
 def test_nan_of_a_visible_tangent(device: Device) -> None:
-    import cupy
-
     own = [cupy.asarray(x) for x in operands_of(70, 150, 64, 64)]
     own[3][0, 1, 3, 5] = np.nan
     out, dout = (cases.to_numpy(x) for x in flashkit.attention_jvp(*own, backend="cupy_raw"))
@@ -191,8 +178,6 @@ def test_nan_of_a_visible_tangent(device: Device) -> None:
 @HOPPER
 def test_strides_that_tma_does_not_take(device: Device, launched: list[str]) -> None:
     """Of a tangent alone."""
-    import cupy
-
     given = operands_of(70, 90, 64, 64)
     own = [cupy.asarray(x) for x in given]
     check_tangents(given, own)
@@ -206,8 +191,6 @@ def test_strides_that_tma_does_not_take(device: Device, launched: list[str]) -> 
 @HOPPER
 def test_a_tangent_whose_columns_lie_apart(device: Device) -> None:
     """Each call copies it."""
-    import cupy
-
     given = operands_of(70, 90, 64, 64)
     for _ in range(2):
         own = [cupy.asarray(x) for x in given]
@@ -219,12 +202,8 @@ def test_a_tangent_whose_columns_lie_apart(device: Device) -> None:
 
 @HOPPER
 @pytest.mark.parametrize("options", [{}, {"cu_seqlens": ([0, 60, 140], [0, 70, 180]), "causal": True}])
-def test_a_later_call_is_not_planned_again(
-    options: dict[str, Any], device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_later_call_is_not_planned_again(options: dict[str, Any], device: Device, monkeypatch: Any) -> None:
     """But where sequences have other lengths."""
-    import cupy
-
     given = operands_of(70, 90, 64, 64)
     if options:
         given = [x.transpose(0, 2, 1, 3).reshape(-1, x.shape[1], 64) for x in given]

@@ -27,6 +27,7 @@ from flashkit.call.quantized import transposed_values
 from flashkit.spec import Fp8
 
 from . import hardware
+from .calls import cupy, moved
 from .errors import EmulationError
 
 if TYPE_CHECKING:
@@ -67,8 +68,6 @@ def quantised(q: Any, k: Any, v: Any, per: Any, rotate: bool = False, **more: An
 
 
 def on_device(x: Quantized) -> Quantized:
-    import cupy
-
     transposed = None if x.transposed is None else cupy.asarray(x.transposed)
     return replace(x, data=cupy.asarray(x.data.view(np.uint8)), scale=cupy.asarray(x.scale), transposed=transposed)
 
@@ -104,14 +103,10 @@ def check(
     given: list[Quantized], launched: list[str], on: dict[str, Any] | None = None, atol: float = 2e-3, **options: Any
 ) -> None:
     """Output and log-sum-exp of a call; `on`: options on the device. atol: a tensor core rounds scores, too."""
-    import cupy
-
     exact, lse, rounded = exact_and_rounded(given, **options)
     out = cupy.asarray(np.full(exact.shape, np.nan).astype(given[0].dtype))
-    on = {name: cupy.asarray(x) if isinstance(x, np.ndarray) else x for name, x in (options | (on or {})).items()}
-    found, found_lse = flashkit.attention(
-        *map(on_device, given), out=out, return_lse=True, backend="cupy_raw", **on
-    )  # fmt: skip
+    on = moved(options | (on or {}))
+    found, found_lse = flashkit.attention(*map(on_device, given), out=out, return_lse=True, backend="cupy_raw", **on)
     assert found is out
     assert_close(out.get(), exact, rounded)
     same = found_lse.get() == lse
@@ -155,8 +150,6 @@ def test_calls_of_one_layout_share_a_plan(
 
 def test_addresses_that_the_copy_engine_cannot_read(device: Device, launched: list[str]) -> None:
     """A plan for a layout is not for such codes, which are copied."""
-    import cupy
-
     q, k, v = map(on_device, quantised(*inputs(1, "2:1", 70, 130, 64), "head"))
     moved = cupy.empty(k.data.size + 8, np.uint8)[8:].reshape(k.data.shape)
     moved[...] = k.data
@@ -167,8 +160,6 @@ def test_addresses_that_the_copy_engine_cannot_read(device: Device, launched: li
 
 @pytest.mark.parametrize(("n_q", "n_k"), [(0, 5), (5, 0), (0, 0)])
 def test_arrays_without_tokens(n_q: int, n_k: int, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    import cupy
-
     monkeypatch.delenv(cuda_backend.VARIABLE)  # another kernel's task
     q, k, v = (cupy.zeros((2, 2, n, 16), np.float16) for n in (n_q, n_k, n_k))
     for axes in (np.s_[:], np.s_[0], np.s_[None]):
@@ -208,10 +199,7 @@ def test_scales_of_tokens(device: Device, launched: list[str]) -> None:
         x.data.view(np.uint8)[x.data.view(np.uint8) == 0x7F] = 0
     options = {"kv_lengths": lengths, "sinks": sinks, "causal": True, "q_offset": lengths - 150}
     exact = exact_and_rounded(plain, **options)
-    import cupy
-
-    on = {name: cupy.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
-    out, lse = flashkit.attention(*map(on_device, given), return_lse=True, backend="cupy_raw", **on)
+    out, lse = flashkit.attention(*map(on_device, given), return_lse=True, backend="cupy_raw", **moved(options))
     assert out.dtype == dtype and launched == [KERNEL]
     assert_close(out.get(), exact[0], exact[2])
     np.testing.assert_allclose(lse.get(), exact[1], atol=2e-3)
@@ -265,9 +253,7 @@ def test_a_needle_and_small_weights(per: str, device: Device, launched: list[str
         pytest.param(sm90_fp8.Sm90Fp8Tile(128, 128, 2), 128, marks=slow),
     ],
 )
-def test_tiles(
-    tile: Any, dim: int, device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+def test_tiles(tile: Any, dim: int, device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Several for each CTA. The first warp group does not see keys in the middle, nor the second one the first."""
     monkeypatch.setattr(sm90.Sm90, "tile", lambda *_: tile)
 
@@ -291,8 +277,6 @@ def test_a_nan_stays_in_its_head(device: Device, launched: list[str]) -> None:
 
 def test_long_sums_are_promoted(device: Device, launched: list[str]) -> None:
     """A tensor core's accumulator of 14 bits would lose a part of each of 3,000 equal addends."""
-    import cupy
-
     device.sms = 1  # the rows fill it
     q, k, v = np.zeros((1, 1, 70, 64)), normal(1, 1, 3000, 64), np.ones((1, 1, 3000, 64))
     given = quantised(*(x.astype(ml_dtypes.bfloat16) for x in (q, k, v)), "head")
@@ -304,8 +288,6 @@ def test_long_sums_are_promoted(device: Device, launched: list[str]) -> None:
 @pytest.mark.parametrize("per", ["head", "block"])
 def test_blocks_and_the_log_sum_exp(per: str, device: Device, launched: list[str]) -> None:
     """Sizes of keys and values change from block to block. With and without the log-sum-exp outputs are the same."""
-    import cupy
-
     q, k, v = inputs(2, "2:1", 200, 1500, 64)
     sizes = np.repeat(2.0 ** np.array([0, -3, 2, 5, 0, 0, -6, 1, 3, 0, 0, 2]), 128)[:1500, None]
     k[...], v[...] = k / (1 + sizes), v * sizes
@@ -326,8 +308,6 @@ def test_other_scales_of_blocks(device: Device, launched: list[str]) -> None:
 
 def test_packed_sequences(device: Device, launched: list[str]) -> None:
     """One of them without queries; codes of the next sequence are NaN in none."""
-    import cupy
-
     q, k, v = (np.ascontiguousarray(x[0].swapaxes(0, 1)) for x in inputs(1, "4:2", 300, 300, 64))
     offsets = np.array([0, 130, 130, 201, 300])
     given = [flashkit.quantize(x, layout="bnhd") for x in (q, k, v)]
@@ -377,9 +357,7 @@ def test_a_weight_that_outgrows_the_first_tile(device: Device, launched: list[st
 @pytest.mark.parametrize(
     ("dim", "q_buffers"), [(64, 2), pytest.param(256, 2, marks=slow), pytest.param(256, 1, marks=slow)]
 )
-def test_promotion(
-    dim: int, q_buffers: int, device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+def test_promotion(dim: int, q_buffers: int, device: Device, launched: list[str], monkeypatch: Any) -> None:
     """Every four tiles here, with a maximum that grows meanwhile; no part of O is lost. Of wide heads the promoted part
     is in shared memory where there is one buffer of Q.
     """
@@ -455,8 +433,6 @@ def test_warps_of_a_group_keep_together(device: Device, monkeypatch: pytest.Monk
 
 def test_numbers_that_scales_cannot_carry(device: Device, launched: list[str]) -> None:
     """A masked NaN in V; rows of q with a negative scale, 0, or one whose products overflow; a value's scale of 0."""
-    import cupy
-
     given = quantised(*inputs(1, "2:1", 40, 70, 32), "token")
     q, _, v = given
     q.scale[0, 0, 5], q.scale[0, 0, 6], q.scale[0, 1, 30] = -q.scale[0, 0, 5], 0, 1e30  # of two warps
@@ -475,8 +451,6 @@ def test_numbers_that_scales_cannot_carry(device: Device, launched: list[str]) -
 
 def test_precision_fp8(device: Device, launched: list[str]) -> None:
     """It is attention on these arrays, of any strides, and later values do not change how weights are rounded."""
-    import cupy
-
     arrays = inputs(1, "2:2", 130, 140, 64)
     q, k, v = map(cupy.asarray, arrays)
     found = flashkit.attention(q, k, v, precision="fp8", backend="cupy_raw", causal=True)
@@ -497,7 +471,6 @@ def test_a_plan_quantises(layout: Any, device: Device, launched: list[str], plan
     """Each call's arrays with precision="fp8", those of a captured call whenever its graph runs; of any axes, and
     whatever their addresses are.
     """
-    import cupy
 
     def right() -> Any:
         given = quantised(q, k, v, "block", rotate=True, layout=layout)
@@ -533,8 +506,6 @@ def test_a_plan_quantises(layout: Any, device: Device, launched: list[str], plan
 
 
 def test_an_unknown_layout_is_named(device: Device) -> None:
-    import cupy
-
     x = cupy.asarray(normal(1, 2, 130, 64))
     for layout in ("other", ["bhnd"]):
         with pytest.raises(ValueError, match="layout: expected"):
@@ -558,8 +529,6 @@ REFUSED = [
 
 @pytest.mark.parametrize(("change", "options", "reason"), REFUSED, ids=[each[2] for each in REFUSED])
 def test_what_is_dequantised_and_why(change: Any, options: dict[str, Any], reason: str, device: Device) -> None:
-    import cupy
-
     arrays = [cupy.asarray(x) for x in inputs(1, "1:1", 80, 90, 32)]
     given = [x if isinstance(x, Quantized) else flashkit.quantize(x) for x in change(*arrays)]
     found = flashkit.explain(*given, **{"backend": "cupy_raw", **options})
@@ -569,8 +538,6 @@ def test_what_is_dequantised_and_why(change: Any, options: dict[str, Any], reaso
 
 def test_what_is_not_dequantised(device: Device, launched: list[str]) -> None:
     """`explain` computes nothing, and names the kernel's tile."""
-    import cupy
-
     x = cupy.broadcast_to(cupy.asarray(normal(1, 1, 1, 1)), (1, 4, 4096, 128))
     found = flashkit.explain(x, x, x, precision="fp8", backend="cupy_raw")
     assert "e4m3 with scales per block" in found.problem and "dequantised" not in found.problem
@@ -580,12 +547,8 @@ def test_what_is_not_dequantised(device: Device, launched: list[str]) -> None:
 
 @slow
 @pytest.mark.parametrize("wrong", [False, True])
-def test_a_fresh_kernel_is_checked(
-    wrong: bool, device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fresh_kernel_is_checked(wrong: bool, device: Device, launched: list[str], monkeypatch: Any) -> None:
     """Before its first use, as all kernels are."""
-    import cupy
-
     monkeypatch.setattr(verify, "check", CHECK)
     monkeypatch.setattr(compiler.Binary, "checked", False)
     monkeypatch.setattr(compiler.Binary, "mark_checked", lambda self: None)
@@ -610,8 +573,6 @@ def test_a_fresh_kernel_is_checked(
 )
 def test_quantised_in_one_pass(dim: int, layout: Any, rotate: bool, dtype: Any, device: Device) -> None:
     """By the kernel: the numbers of the host, and V^T as `transposed_values` makes it."""
-    import cupy
-
     x = normal(2, 3, 300, dim, dtype=np.float32)
     x[0, 1, 130], x[1, 2, :, 7] = 0, 5
     x[0, 2, 3, 5], x[0, 2, 4, 6] = np.nan, np.inf

@@ -26,7 +26,7 @@ from flashkit.reference import standard, standard_gradients
 from flashkit.spec import AttentionSpec
 
 from . import hardware
-from .calls import FEATURES, PLAIN, SIMT_FEATURES, build, check, check_forward, expected, generations
+from .calls import FEATURES, PLAIN, build, check, check_forward, cupy, expected, generations
 
 if TYPE_CHECKING:
     from .device import Device
@@ -49,8 +49,6 @@ def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("dtype", [np.int64, np.int32, np.int16, np.int8, np.uint64, np.uint32, np.uint16, np.uint8])
 def test_any_offsets_on_the_device(dtype: Any, device: Device) -> None:
     """They ascend afterwards, within the tokens, as kernels count on it; more of them than a CTA has threads, too."""
-    import cupy
-
     rng, info = np.random.default_rng(0), np.iinfo(dtype)
     low, high = max(info.min, -50), min(info.max, 1000)
     for batch in (0, 1, 255, 256, 600):
@@ -76,8 +74,6 @@ def test_any_offsets_on_the_device(dtype: Any, device: Device) -> None:
 @pytest.mark.parametrize("q_offset", [None, 3])
 def test_packed_calls_share_a_plan(q_offset: int | None, launched: list[str], monkeypatch: Any) -> None:
     """Whatever their offsets are, if these lie on the device: then a call is two launches."""
-    import cupy
-
     rng, options = np.random.default_rng(0), {"causal": True, "q_offset": q_offset, "return_lse": True}
     q, k, v = (rng.standard_normal((n, 2, 16)).astype(np.float16) for n in (100, 120, 120))
     wide, on_device = [x.astype(np.float64) for x in (q, k, v)], [*map(cupy.asarray, (q, k, v))]
@@ -103,8 +99,6 @@ CUPY_OFTEN = [pytest.param(*each, marks=[pytest.mark.exhaustive] * (each[0] == "
 
 def rows_on_8_bytes(x: np.ndarray, first: int) -> Any:
     """x on the device, in rows of 8 more elements, from element `first` of these on; or of 4 more."""
-    import cupy
-
     pitch = 4 if first == 0 else 8
     memory = cupy.asarray(np.full((*x.shape[:-1], x.shape[-1] + pitch), np.nan, x.dtype))
     view = memory[..., first : first + x.shape[-1]]
@@ -145,8 +139,7 @@ def test_scales_that_are_not_positive(
     scale: str, backend: str, generation: str, older: str, launched: list[str]
 ) -> None:
     """They turn the maximum of a row into its minimum, and -inf of a masked pair or of one past the end into inf."""
-    choice = FEATURES if backend == "cupy_raw" else SIMT_FEATURES
-    check_forward({**choice, "sizes": "140x170", "batch": "2", "scale": scale}, backend)
+    check_forward({**FEATURES, "sizes": "140x170", "batch": "2", "scale": scale}, backend)
     if backend == "cupy_raw":
         check({**PLAIN, "sizes": "140x170", "scale": scale}, backend)
     assert generations(launched) == {older}
@@ -168,12 +161,8 @@ def test_no_keys(backend: str, generation: str, older: str, launched: list[str])
 
 
 @pytest.mark.parametrize("generation", ["simt"])
-def test_other_streams_wait_for_what_a_plan_has_copied(
-    generation: str, device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_streams_wait_for_what_a_plan_has_copied(generation: str, device: Device, monkeypatch: Any) -> None:
     """Lengths on the host are copied once, on the stream of the plan."""
-    import cupy
-
     if isinstance(device, hardware.Hardware):
         pytest.skip("events of a real device do not say who waited for them")
     monkeypatch.setenv(cuda_backend.VARIABLE, generation)
@@ -221,11 +210,7 @@ GENERATIONS = [
 def test_repeated_pull_backs(
     backend: str, generation: str, device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bits of a call without a plan, for other arrays, strides of out and dout, and with and without dlse. For
-    layouts that were there before nothing is prepared, and all scratch memory is one allocation.
-    """
-    import cupy
-
+    """The bits of a call without a plan, for other arrays, strides and dlse; known layouts prepare nothing."""
     monkeypatch.setenv(cuda_backend.VARIABLE, generation)
     rng, made, allocate = np.random.default_rng(0), list[Any](), Workspace.allocate
 
@@ -264,8 +249,6 @@ def test_repeated_pull_backs(
 
 def test_a_pull_back_of_unaligned_rows_after_others(launched: list[str]) -> None:
     """The layout may be the same: whether the newest kernels take a call depends on its addresses, too."""
-    import cupy
-
     call = build({**PLAIN, "sizes": "70x130"})
     memory = cupy.empty(call.dout.size + 4, call.dout.dtype)
     _, vjp = flashkit.attention_vjp(call.q, call.k, call.v, backend="cupy_raw")
@@ -293,8 +276,6 @@ def test_a_captured_call_replays(generation: str, choice: cases.Choice, device: 
         out, vjp = flashkit.attention_vjp(call.q, call.k, call.v, backend="cupy_raw", **call.options)
         return [out, *(vjp(call.dout, call.dlse) if generation == "sm90" else [])]
 
-    import cupy
-
     with cupy.cuda.Stream(non_blocking=True) as stream:
         compute()  # compiles
         stream.begin_capture()
@@ -316,8 +297,6 @@ def test_a_captured_call_replays(generation: str, choice: cases.Choice, device: 
 
 def test_a_captured_call_writes_to_out(device: Device) -> None:
     """Whether it shares memory with what the gradient reads follows from addresses: nothing is read from the device."""
-    import cupy
-
     call = build({**PLAIN, "sizes": "70x70", "dims": "8", "heads": "1:1", "dtype": "float32"})
     out, results = cupy.empty_like(call.q), list[Any]()
     with cupy.cuda.Stream(non_blocking=True) as stream:
@@ -348,8 +327,6 @@ def test_a_captured_call_writes_to_out(device: Device) -> None:
 )  # fmt: skip
 def test_shared_memory_on_the_device(part: Any, shares: bool, device: Device) -> None:
     """By elements, as for NumPy arrays."""
-    import cupy
-
     x, nowhere = cupy.zeros((9, 3), "float16"), SimpleNamespace(ptr=0)
     assert not share_memory(x, SimpleNamespace(data=nowhere, shape=(0, 3), strides=(6, 2), dtype=x.dtype))
     assert share_memory(x[4:8:2], x[part]) is shares
@@ -358,9 +335,7 @@ def test_shared_memory_on_the_device(part: Any, shares: bool, device: Device) ->
 
 @pytest.mark.parametrize("backend", ["cupy_raw", pytest.param("numba_cuda", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("generation", ["sm90"])
-def test_tile_counters_serve_again(
-    backend: str, generation: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tile_counters_serve_again(backend: str, generation: str, launched: list[str], monkeypatch: Any) -> None:
     """A kernel leaves a pair of counters as the next one expects it."""
     monkeypatch.setattr(tensor_maps.TileCounters, "COUNT", 4)
     monkeypatch.setattr(tensor_maps, "_tile_counters", cache(lambda ordinal: tensor_maps.TileCounters()))
@@ -375,8 +350,6 @@ def test_tile_counters_serve_again(
 
 
 def test_a_captured_launch_has_a_tile_counter_of_its_own(device: Device) -> None:
-    import cupy
-
     from flashkit.backends.cuda_common.tensor_maps import TileCounters
 
     counters = TileCounters()
@@ -389,8 +362,6 @@ def test_a_captured_launch_has_a_tile_counter_of_its_own(device: Device) -> None
 
 
 def test_only_another_device_is_entered(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    import cupy
-
     x = cupy.asarray(np.ones(3, np.float32))
     for current, enters in ((0, False), (1, True)):
         monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda current=current: current)
@@ -398,8 +369,6 @@ def test_only_another_device_is_entered(device: Device, monkeypatch: pytest.Monk
 
 
 def test_a_numpy_array_in_a_captured_call_is_an_error(device: Device) -> None:
-    import cupy
-
     call = build({**PLAIN, "sizes": "70x70", "dims": "8", "heads": "1:1", "dtype": "float32"})
     document = mods.document(np.zeros(70, np.int32))
     with cupy.cuda.Stream(non_blocking=True) as stream:
@@ -426,8 +395,6 @@ class Computed:
         self.libraries = [self]
 
     def run(self, arguments: Any, stream: int) -> None:
-        import cupy
-
         problem = verify.sample_problem(self.spec)
         out, lse = standard(self.spec, problem)
         names = {"out": out, "lse": lse}
@@ -476,8 +443,6 @@ def test_a_wrong_element_of_fresh_kernels_is_an_error(
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_partial_results_merge_on_the_device(device: Device, dtype: str) -> None:
     """Into arrays of CuPy's kind, equal to NumPy's."""
-    import cupy
-
     rng = np.random.default_rng(0)
     q, k, v = rng.standard_normal((3, 2, 8, 16)).astype(dtype)
     parts = [
@@ -494,8 +459,6 @@ def test_partial_results_merge_on_the_device(device: Device, dtype: str) -> None
 
 def test_weights_of_arrays_on_the_device(device: Device) -> None:
     """Of CuPy's kind, equal to those of NumPy arrays, whatever lies on the device."""
-    import cupy
-
     rng = np.random.default_rng(0)
     q, k = rng.standard_normal((2, 2, 4, 9, 16), dtype=np.float32)
     options: dict[str, Any] = {
@@ -516,8 +479,6 @@ def test_weights_of_arrays_on_the_device(device: Device) -> None:
 @pytest.mark.parametrize("dtype", ["e4m3", "int8"])
 def test_quantised_arrays(device: Device, dtype: Any) -> None:
     """The numbers of the host, where e4m3 has the dtype of its codes."""
-    import cupy
-
     x = np.random.default_rng(0).standard_normal((1, 2, 20, 16)).astype("float16")
     x[0, 0, 3, 2], x[0, 0, 5, 2] = np.nan, 300
     for per in ("tensor", "head", "block", "token"):
@@ -535,8 +496,6 @@ def test_quantised_arrays(device: Device, dtype: Any) -> None:
 
 @pytest.mark.parametrize("generation", ["simt"])
 def test_attention_of_quantised_arrays(device: Device, generation: str) -> None:
-    import cupy
-
     x = np.random.default_rng(0).standard_normal((3, 1, 2, 20, 16)).astype("float16")
     q, k, v = map(cupy.asarray, x)
     k8 = flashkit.quantize(k, "e4m3", "block", rotate=True)

@@ -9,11 +9,11 @@ from operands import numbers
 
 import flashkit
 
+from .calls import cupy
+
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_is_that_of_numpy_arrays(device: Any, interleaved: bool) -> None:
-    import cupy
-
     x = numbers(2, 3, 5, 16)
     on_device = cupy.asarray(x)
     tables = flashkit.rotary_table(30, 12, like=on_device)
@@ -32,8 +32,6 @@ def test_rotary_is_that_of_numpy_arrays(device: Any, interleaved: bool) -> None:
 
 
 def test_a_cache_on_a_device_holds_what_one_on_the_host_does(device: Any) -> None:
-    import cupy
-
     steps = [
         ("append", [0, 5, 9, 9]), ("fork", 0, 2), ("append", None), ("trim", 1, 2), ("append", [0, 0, 3, 7]),
         ("keep", 2, [7, 9]),
@@ -67,8 +65,6 @@ def test_a_cache_on_a_device_holds_what_one_on_the_host_does(device: Any) -> Non
 @pytest.mark.slow
 def test_a_prefix_on_a_device_is_read_once(device: Any) -> None:
     """On request: two sequences that share 32 tokens, and one of its own."""
-    import cupy
-
     sizes: dict[str, Any] = {"pages": 20, "page": 8}
     results = []
     for xp, asked in ((np, False), (cupy, True)):
@@ -85,8 +81,6 @@ def test_a_prefix_on_a_device_is_read_once(device: Any) -> None:
 
 def test_a_planned_call_takes_lengths(device: Any) -> None:
     """Lengths on the host and on the device, where they are not read."""
-    import cupy
-
     q, k, v = numbers(2, 2, 1, 8), numbers(2, 1, 20, 8, seed=1), numbers(2, 1, 20, 8, seed=2)
     given = [cupy.asarray(x) for x in (q, k, v)]
     call = flashkit.plan(*given, kv_lengths=[20, 20], window=(6, 0), backend="cupy_raw")

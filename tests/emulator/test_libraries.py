@@ -16,6 +16,7 @@ from flashkit.backends.cuda_common import launch
 from flashkit.backends.cuda_common.backend import VARIABLE
 from flashkit.call import plans
 
+from .calls import cupy
 from .driver import DRIVER
 
 if TYPE_CHECKING:
@@ -39,8 +40,6 @@ def mask(i: int) -> Callable[..., Any]:
 
 
 def call(i: int) -> np.ndarray:
-    import cupy
-
     x = cupy.asarray(X)
     return flashkit.attention(x, x, x, mask_mod=mask(i), backend=CUPY).get()
 
@@ -68,8 +67,6 @@ def test_libraries_are_unloaded() -> None:
 
 
 def test_a_plan_keeps_its_kernels() -> None:
-    import cupy
-
     x = cupy.asarray(X)
     planned = flashkit.plan(x, x, x, mask_mod=mask(7), backend=CUPY)
     _, vjp = flashkit.attention_vjp(x, x, x, mask_mod=mask(7), backend=CUPY)
@@ -85,8 +82,6 @@ def test_a_plan_keeps_its_kernels() -> None:
 @pytest.mark.parametrize("way", ["attention", "plan", "vjp"])
 def test_kernels_of_a_captured_launch_stay(way: str) -> None:
     """A CUDA graph launches them later, when no plan uses them any more."""
-    import cupy
-
     before, x = loaded(), cupy.asarray(X)
     planned = flashkit.plan(x, x, x, mask_mod=mask(7), backend=CUPY) if way == "plan" else None
     with cupy.cuda.Stream(non_blocking=True) as stream:

@@ -18,6 +18,8 @@ from flashkit.backends.cupy_raw import sm80, sm90_mla
 from flashkit.call.arguments import prepare
 from flashkit.spec import AttentionSpec, Problem
 
+from .calls import cupy, moved
+
 if TYPE_CHECKING:
     from .device import Device
 
@@ -67,14 +69,10 @@ def assert_close(results: list[Any], right: list[tuple[np.ndarray, np.ndarray]])
 
 def call(q: np.ndarray, k: Any, dim_v: int, **options: Any) -> list[Any]:
     """Output, into memory that is NaN, and log-sum-exp on the device. k: there, or in host memory."""
-    import cupy
-
     k = cupy.asarray(k) if isinstance(k, np.ndarray) else k
-    on = {name: cupy.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
     out = cupy.asarray(np.full((*q.shape[:-1], dim_v), np.nan).astype(q.dtype))
-    found = flashkit.attention(
-        cupy.asarray(q), k, k[..., :dim_v], out=out, return_lse=True, backend="cupy_raw", **on
-    )  # fmt: skip
+    given, on = (cupy.asarray(q), k, k[..., :dim_v]), moved(options)
+    found = flashkit.attention(*given, out=out, return_lse=True, backend="cupy_raw", **on)
     assert found[0] is out
     return list(found)
 
@@ -120,8 +118,6 @@ def test_pages(
     device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Sequences of any length, also none. Fewer keys than there is room for: one split has none of them."""
-    import cupy
-
     splits(monkeypatch, count)
     lengths = np.array([200, 1, 0, 65])
     q, k = inputs(4, heads, n_q, 200, dims[0])
@@ -130,7 +126,7 @@ def test_pages(
         options["q_offset"] = np.maximum(lengths - n_q, -1)
     right = expected(q, k, dims[1], **options)
     pages, table = paged(k, lengths, page)
-    on = {name: cupy.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    on = moved(options)
     bnhd = cupy.asarray(np.ascontiguousarray(q.swapaxes(1, 2)))
     memory = cupy.asarray(pages)
     out, lse = flashkit.attention(
@@ -178,9 +174,7 @@ def test_a_row_maximum_that_grows(growth: int, device: Device, launched: list[st
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_equal_scores_of_any_size(
-    count: int, device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_scores_of_any_size(count: int, device: Device, launched: list[str], monkeypatch: Any) -> None:
     """Weights are equal, and a split has the weight of its keys. Values are no part of the scores."""
     splits(monkeypatch, count)
     (q, k), powers = inputs(1, "16:1", 1, 300, 576), np.repeat([-2, 1, 2, 4, 10, 26, 50, 52], 2)
@@ -271,12 +265,8 @@ def test_lists_of_many_tiles(device: Device, launched: list[str]) -> None:
         pytest.param("rows", marks=slow), pytest.param("packed", marks=exhaustive),
     ],
 )  # fmt: skip
-def test_calls_of_older_kernels(
-    how: str, device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+def test_calls_of_older_kernels(how: str, device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Values that are not the first columns of the keys, and arrays that the kernel does not take."""
-    import cupy
-
     monkeypatch.delenv(cuda_backend.VARIABLE)
     q, k = inputs(1, "2:1", 2, 20, 264)
     options: dict[str, Any] = {"scale": -0.1 if how == "scale" else 0.1}
@@ -299,8 +289,6 @@ def test_calls_of_older_kernels(
 
 def test_mla_on_the_device(device: Device, launched: list[str]) -> None:
     """The two parts of the keys, as views of one array and apart."""
-    import cupy
-
     q, k = inputs(2, "16:1", 1, 100, 576)
     right = expected(q, k, 512, scale=0.07, causal=True)
     keys = cupy.asarray(k[:, 0])
@@ -330,8 +318,6 @@ def test_sequences_that_differ_in_length(work_tiles: int, key_tiles: int, found:
 
 
 def test_what_is_refused(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    import cupy
-
     for dims, reason in (
         ((577, 64), "head dim 577 is over 576"), ((600, 512), "head dim 600 is over 576"),
         ((560, 520), "head dim 520 is over 512"), ((500, 64), "not a multiple of 16 bytes"),

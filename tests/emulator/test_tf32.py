@@ -11,6 +11,8 @@ from flashkit.backends.cuda_common import backend as cuda_backend
 from flashkit.backends.cuda_common.generation import Fallback
 from flashkit.call.arguments import prepare
 
+from .calls import cupy, moved
+
 exhaustive = pytest.mark.exhaustive
 
 FAST = ["tf32_maxima", "tf32_convert", "bwd_preprocess", "sm90_backward", "bwd_postprocess"]
@@ -33,11 +35,9 @@ def drawn(
 
 def gradients(arrays: dict[str, np.ndarray], **options: Any) -> list[np.ndarray]:
     """dq, dk and dv of the kernels."""
-    import cupy
-
     given = {name: cupy.asarray(x) for name, x in arrays.items()}
     dout, dlse = given.pop("dout"), given.pop("dlse", None)
-    options = {name: cupy.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    options = moved(options)
     _, vjp = flashkit.attention_vjp(
         *given.values(), precision="tf32", backend="cupy_raw", return_lse=dlse is not None, **options
     )

@@ -154,13 +154,9 @@ def loaded(chunks: int, loads: list[int], live: list[int], seen: list[int]) -> d
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"causal": True}, [0]),
-        ({"window": (5, 0)}, [0]),
-        ({"window": (5, 0), "q_offset": 35}, [3, 4]),
-        ({"mask_mod": mods.document(np.arange(80) // 20)}, [0, 1]),
-        ({"kv_lengths": 25}, [0, 1, 2]),
-        ({"block_mask": flashkit.BlockMask.from_dense(np.eye(1, 8, 6, dtype=bool), 10, 10)}, [6]),
-        ({}, list(range(8))),
+        ({"causal": True}, [0]), ({"window": (5, 0)}, [0]), ({"window": (5, 0), "q_offset": 35}, [3, 4]),
+        ({"mask_mod": mods.document(np.arange(80) // 20)}, [0, 1]), ({"kv_lengths": 25}, [0, 1, 2]),
+        ({"block_mask": flashkit.BlockMask.from_dense(np.eye(1, 8, 6, dtype=bool), 10, 10)}, [6]), ({}, list(range(8))),
     ],
     ids=str,
 )  # fmt: skip

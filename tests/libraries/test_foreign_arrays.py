@@ -60,9 +60,7 @@ def as_numpy(x: Any) -> np.ndarray:
     return x.array if isinstance(x, Standard) else interop.native("x", x)
 
 
-KINDS: dict[str, Callable[[np.ndarray], Any]] = {
-    "torch": torch_tensor, "jax": jax_array, "standard": standard_array,
-}  # fmt: skip
+KINDS: dict[str, Callable[[np.ndarray], Any]] = {"torch": torch_tensor, "jax": jax_array, "standard": standard_array}
 kinds = pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in KINDS.items()])
 
 

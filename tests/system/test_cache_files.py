@@ -37,8 +37,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def silent() -> Iterator[None]:
     """Any warning is an error."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         yield
 
 
@@ -105,8 +104,7 @@ def fill(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
 @pytest.mark.parametrize("when", ["mkdir", "mkstemp", "write", "close", "replace"])
 def test_kernels_are_used_where_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     source = Source()
-    with warnings.catch_warnings(record=True) as caught, monkeypatch.context() as patch:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught, monkeypatch.context() as patch:
         fill(patch, when)
         assert run() == run("another") == COMPILED
         made = compiler.binary(source, "sm_80")
@@ -140,8 +138,7 @@ def test_a_log_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         patch.setattr(os, "fdopen", lambda *args: FullFile(fdopen(*args), "write"))
         with pytest.warns(UserWarning, match="cannot be written.*No space"):
             log.add(peaks[1])
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             log.add(peaks[2])
         assert log.peaks == peaks[2]
     log.add(peaks[3])  # there is room again
@@ -205,9 +202,7 @@ def test_work_goes_on_without_a_lock(monkeypatch: pytest.MonkeyPatch, error: Exc
 # --- damaged files ----------------------------------------------------------------------------------------------------
 
 
-def test_a_file_that_another_process_makes_meanwhile_is_not_made_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_file_that_another_process_makes_meanwhile_is_not_made_again(monkeypatch: Any, tmp_path: Path) -> None:
     """A process that waited for the lock reads what the other has made."""
     assert run() == COMPILED
     file, lock = file_of(), kernel_cache.compile_lock

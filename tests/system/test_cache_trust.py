@@ -65,8 +65,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_kernel_of_this_user_is_loaded(kernel: Path) -> None:
     """Or the tests below would say nothing."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert run() == PLANTED
 
 
@@ -163,8 +162,7 @@ WAYS = [
 @contextmanager
 def one_warning(guilty: Path, kind: type[Warning] = UserWarning) -> Iterator[None]:
     """That names the component, and what to do."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         yield
     (said,) = (str(warning.message) for warning in caught if issubclass(warning.category, kind))
     assert f"{guilty} " in said, said
@@ -189,8 +187,7 @@ def test_a_planted_kernel_is_not_loaded(kernel: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("plant", [link(level, False) for level in range(3)] + [mode(2, 0o1777), mode(3, 0o1777)])
 def test_links_of_this_user_and_sticky_folders_are_fine(kernel: Path, plant: Plant) -> None:
     plant(kernel)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert run() == PLANTED
 
 
@@ -208,8 +205,7 @@ def test_a_kernel_that_cannot_be_trusted_is_replaced(kernel: Path, monkeypatch: 
     with pytest.warns(UserWarning, match="cannot be kept"):
         run()
     forget(monkeypatch)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert run() == COMPILED
     assert stat.S_IMODE(kernel.stat().st_mode) == 0o600
 
@@ -243,8 +239,7 @@ def test_a_file_that_is_swapped_meanwhile(kernel: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "open", swapping)
     if when == "after":
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             assert run() == PLANTED
     else:
         with pytest.warns(UserWarning, match=says):
@@ -337,8 +332,7 @@ def test_junk_is_compiled_again_and_does_not_crash(program: Callable[..., str], 
 
 CALL = """
     from test_cache_trust import *
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         assert run("one") == run("two") == compiler.binary(Source(), "sm_80").checked + 1
         profiles.for_device("cpu")
     print(len(caught), *(warning.message for warning in caught))
@@ -401,8 +395,7 @@ def test_a_cache_that_root_baked_is_read(monkeypatch: pytest.MonkeyPatch) -> Non
             entry.chmod(entry.stat().st_mode | (0o055 if entry.is_dir() else 0o044))
         forget(monkeypatch)
         with another_user():
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
+            with warnings.catch_warnings(action="error"):
                 assert run() == PLANTED
             with pytest.warns(UserWarning, match="cannot be kept") as caught:
                 assert [run("one"), run("two")] == [COMPILED, COMPILED]
@@ -415,9 +408,7 @@ def test_a_cache_that_root_baked_is_read(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("plant", [mode(2, 0o777), pytest.param(link(1, True), marks=as_root)])
-def test_clear_removes_nothing_that_may_not_be_ours(
-    tmp_path: Path, plant: Plant, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_clear_removes_nothing_that_may_not_be_ours(tmp_path: Path, plant: Plant, capsys: Any) -> None:
     precious = kernel_cache.path() / "precious"
     precious.parent.mkdir(parents=True)
     precious.touch()

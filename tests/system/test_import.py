@@ -67,9 +67,7 @@ FIRST_COMPILED = 160
 
 
 def test_import_is_quick_and_light(program: Callable[..., str], tmp_path: Path) -> None:
-    """Less than 0.15 s of a core that takes 0.1 s for the loop. The best of several, with bytecode, as every import but
-    the first has it.
-    """
+    """Less than 0.15 s of a core that takes 0.1 s for the loop: the best of several, with bytecode."""
     runs = [json.loads(program(IMPORT, PYTHONPYCACHEPREFIX=tmp_path)) for _ in range(4)]
     assert min(run["loops"] for run in runs) < 1.5
     for module in HEAVY:
@@ -83,9 +81,7 @@ PUBLIC = (
 
 
 def test_no_module_loads_a_compiler(program: Callable[..., str]) -> None:
-    """Nor does any module that the public functions are made of, before a call needs it. In one process: the first that
-    does is named.
-    """
+    """Nor does any module of public functions before a call needs it; the first that does is named."""
     text = f"""
         import importlib, sys
         for module in {PUBLIC}:
@@ -106,9 +102,7 @@ def test_nothing_is_written_before_the_first_call(program: Callable[..., str], t
 
 @pytest.mark.slow
 def test_the_second_process_compiles_nothing(program: Callable[..., str], tmp_path: Path) -> None:
-    """A first call compiles few functions. In a later process it takes 0.3 s of a core that takes 0.1 s for the loop;
-    here twice that, in loops, for cores differ and others may be at work.
-    """
+    """Few functions in a first call; later 0.3 s of a core that takes 0.1 s for the loop, here twice that."""
     first = json.loads(program(FORWARD, FLASHKIT_CACHE_DIR=tmp_path))
     assert first["files"]
     assert 0 < first["compiled"] < FIRST_COMPILED

@@ -141,9 +141,7 @@ WITH_AVX512 = sorted(target._V4)
         (sorted(target._V4 - {"avx512cd"}), 16, "host"),
     ],
 )  # fmt: skip
-def test_the_best_class_that_the_cpu_fulfils(
-    features: list[str], lanes: int, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_class_that_the_cpu_fulfils(features: list[str], lanes: int, expected: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(target, "initialised", lambda: "x86_64-unknown-linux-gnu")
     monkeypatch.setattr(binding, "get_host_cpu_features", lambda: binding.FeatureMap(dict.fromkeys(features, True)))
     found = target._target.__wrapped__("", lanes)
@@ -392,9 +390,7 @@ def test_prebuild_refuses_what_it_does_not_know(tmp_path: Path, monkeypatch: pyt
         prebuild.prebuild(tmp_path / "new", cpu=[], gpu=["sm_80"])
 
 
-def test_the_command_says_what_is_prebuilt(
-    package: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_what_is_prebuilt(package: Path, monkeypatch: Any, capsys: Any) -> None:
     def said() -> str:
         assert cli.run(["cache"]) == 0
         return capsys.readouterr().out

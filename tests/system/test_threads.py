@@ -63,9 +63,7 @@ def test_a_setting_allows_no_more_threads_than_numba_does(monkeypatch: pytest.Mo
 def test_backward_passes_have_work_tiles_to_balance_threads_by(
     heads: int, dtype: str, most: int | None, splits: int, calls_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three for each of two threads, in dq_accum of so many splits (0: dQ is summed in place), which may take `most`
-    bytes beyond what the threads need.
-    """
+    """Three for each of two threads, by splits (0: dQ is summed in place) that may take `most` bytes."""
     monkeypatch.setattr(threads, "count", lambda: 2)
     if most is not None:
         monkeypatch.setattr(passes, "DQ_BYTES_A_THREAD", most)

@@ -306,9 +306,7 @@ def test_autotune_writes_to_the_output_file(tmp_path: Path) -> None:
     assert not profiles.user_dir().exists()
 
 
-def test_autotune_writes_no_profile_that_it_does_not_trust(
-    capsys: pytest.CaptureFixture[str], load: list[float]
-) -> None:
+def test_autotune_writes_no_profile_that_it_does_not_trust(capsys: Any, load: list[float]) -> None:
     load[0] = 0.4
     machine = Machine(block_size)
     found = autotune(machine)
@@ -337,9 +335,7 @@ def test_an_interrupted_run_keeps_that_it_was_disturbed(load: list[float]) -> No
     assert not autotune(Machine(block_size)).written
 
 
-def test_the_command_says_that_no_profile_was_written(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], load: list[float]
-) -> None:
+def test_the_command_says_that_no_profile_was_written(monkeypatch: Any, capsys: Any, load: list[float]) -> None:
     monkeypatch.setattr(command, "tuners", lambda backend: [Simulated(Machine(block_size))])
     load[0] = 0.4
     assert cli.run(["autotune", "--quick"]) == 1

@@ -14,16 +14,7 @@ import pytest
 from simulated_bench import SMALL, fake_time, measured
 
 from flashkit.tools import cli
-from flashkit.tools.bench import (
-    baselines,
-    cases,
-    command,
-    environment,
-    measure,
-    memory,
-    results,
-    yardsticks,
-)
+from flashkit.tools.bench import baselines, cases, command, environment, measure, memory, results, yardsticks
 from flashkit.tools.bench.cases import Case
 from flashkit.tools.bench.contender import Entry
 from flashkit.tools.bench.results import Result
@@ -150,9 +141,7 @@ def test_memory_growth_is_the_allocated_memory() -> None:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_prints_a_table_and_appends_results(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_a_table_and_appends_results(monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
     real = measure.measure
     growth = lambda case, direction, name: 1 << 20
     monkeypatch.setattr(measure, "measure", lambda *a, **k: real(*a, **k, time=fake_time, growth=growth))
@@ -207,9 +196,7 @@ def test_unknown_names_and_missing_packages(
     ],
     ids=lambda value: " ".join(value) if isinstance(value[0], str) else "",
 )
-def test_sizes_keep_the_rest_of_a_suite(
-    words: list[str], expected: list[Case], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sizes_keep_the_rest_of_a_suite(words: list[str], expected: list[Case], monkeypatch: Any, capsys: Any) -> None:
     asked: list[Case] = []
     result = measured()
     monkeypatch.setattr(command, "run", lambda cases, names, **rest: asked.extend(cases) or iter([result]))

@@ -86,14 +86,9 @@ def test_explain_passes_its_options(run: Any, explained: dict[str, Any]) -> None
     assert (status, out) == (0, "the cpu backend, and why\n")
     shapes = {name: explained[name].shape for name in ("q", "k", "v", "alibi_slopes", "bias", "mask", "sinks")}
     assert shapes == {
-        "q": (2, 8, 1024, 64),
-        "k": (2, 2, 4096, 64),
-        "v": (2, 2, 4096, 32),
-        "alibi_slopes": (8,),
-        "bias": (2, 8, 1024, 4096),
-        "mask": (2, 8, 1024, 4096),
-        "sinks": (8,),
-    }
+        "q": (2, 8, 1024, 64), "k": (2, 2, 4096, 64), "v": (2, 2, 4096, 32), "alibi_slopes": (8,),
+        "bias": (2, 8, 1024, 4096), "mask": (2, 8, 1024, 4096), "sinks": (8,),
+    }  # fmt: skip
     assert explained["q"].dtype == "bfloat16"
     assert explained["mask"].dtype == bool
     plain = {"causal": True, "window": (512, None), "softcap": 30.0, "dropout_p": 0.1, "q_offset": 7, "backend": "cpu"}
@@ -215,9 +210,7 @@ def test_cache_prune(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("cache", "prune", "--to", "25K") == (0, "removed 1 files (1 kernels, 8 KiB)\n", "")
     monkeypatch.setenv("FLASHKIT_CACHE_SIZE", "16K")
     status, out, _ = run("cache", "prune", "--json")
-    assert (status, json.loads(out)) == (
-        0, {"path": str(kernel_cache.path()), "files": 1, "kernels": 1, "bytes": 8192},
-    )  # fmt: skip
+    assert (status, json.loads(out)) == (0, {"path": str(kernel_cache.path()), "files": 1, "kernels": 1, "bytes": 8192})
     assert {file.name for file in folder.iterdir()} == {"2.o", "3.o"}
     status, _, err = run("cache", "prune", "--to", "much")
     assert status == 2 and "--to: expected a number of bytes such as 500M or 2G, got 'much'" in err

@@ -20,44 +20,23 @@ from flashkit.tools.cli import examples
 Run = Callable[..., tuple[int, str, str]]
 
 NUMBERS = [
-    "",
-    " ",
-    *["x", "-1", "0", "1.5", "1e23", "nan", "inf", "-inf"],
-    "9" * 30,
-    "9" * 5000,
-    *["é", "٣", "²", "½", "1,2", "0x1"],
-    "\0",
-]
+    "", " ", *["x", "-1", "0", "1.5", "1e23", "nan", "inf", "-inf"], "9" * 30, "9" * 5000,
+    *["é", "٣", "²", "½", "1,2", "0x1"], "\0",
+]  # fmt: skip
 NAMES = ["", " ", "x", "-1", ",", "é", "no such", "CPU", "float32 ", "a" * 5000, "\udcff", "\n", "\0"]
 LISTS = [*NUMBERS, ",", ",,", "1,", ",1", "none", "1,none", "1,2,3,4,5", "1;2"]
 FILES = ["/proc/no/such/file", "/dev/null/x", "/", "é" * 300, "\0", "/etc/passwd/x"]
 
 OPTIONS: dict[str, list[str]] = {
-    "explain --shape": [*LISTS, "1,8,64,0", "1,8,64,1025", "9" * 18 + ",1,1,8"],
-    "explain --keys": NUMBERS,
-    "explain --kv-heads": NUMBERS,
-    "explain --value-dim": [*NUMBERS, "1025"],
-    "explain --dtype": NAMES,
-    "explain --array": NAMES,
-    "explain --layout": NAMES,
-    "explain --window": [*LISTS, "-1,0", "1e9,0"],
-    "explain --q-offset": [*NUMBERS, str(2**48 + 1), str(2**63), str(-(2**63) - 1)],
-    "explain --softcap": NUMBERS,
-    "explain --dropout": [*NUMBERS, "1", "1.0", "-0.1"],
-    "explain --backend": [*NAMES, "cupy_raw"],
-    "profile show": NAMES,
-    "profile validate": [*FILES, "no such file"],
-    "cache warm --dtype": [*NAMES, "float8"],
-    "cache warm --head-dim": [*NUMBERS, "1025"],
-    "bench --sizes": LISTS,
-    "bench --suite": NAMES,
-    "bench --baselines": NAMES,
-    "bench --device": [*NAMES, "tpu"],
-    "bench --output": FILES,
-    "autotune --dtype": NAMES,
-    "autotune --budget": NUMBERS,
-    "autotune --backend": [*NAMES, "reference"],
-    "autotune --output": FILES,
+    "explain --shape": [*LISTS, "1,8,64,0", "1,8,64,1025", "9" * 18 + ",1,1,8"], "explain --keys": NUMBERS,
+    "explain --kv-heads": NUMBERS, "explain --value-dim": [*NUMBERS, "1025"], "explain --dtype": NAMES,
+    "explain --array": NAMES, "explain --layout": NAMES, "explain --window": [*LISTS, "-1,0", "1e9,0"],
+    "explain --q-offset": [*NUMBERS, str(2**48 + 1), str(2**63), str(-(2**63) - 1)], "explain --softcap": NUMBERS,
+    "explain --dropout": [*NUMBERS, "1", "1.0", "-0.1"], "explain --backend": [*NAMES, "cupy_raw"],
+    "profile show": NAMES, "profile validate": [*FILES, "no such file"], "cache warm --dtype": [*NAMES, "float8"],
+    "cache warm --head-dim": [*NUMBERS, "1025"], "bench --sizes": LISTS, "bench --suite": NAMES,
+    "bench --baselines": NAMES, "bench --device": [*NAMES, "tpu"], "bench --output": FILES, "autotune --dtype": NAMES,
+    "autotune --budget": NUMBERS, "autotune --backend": [*NAMES, "reference"], "autotune --output": FILES,
 }  # fmt: skip
 
 FIT = {

@@ -139,9 +139,7 @@ def small_corpus(passages: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 @pytest.mark.usefixtures("encoder", "small_corpus")
-def test_passages_are_embedded_once(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, calls_of: Any
-) -> None:
+def test_passages_are_embedded_once(capsys: Any, monkeypatch: Any, tmp_path: Path, calls_of: Any) -> None:
     """The second answer reads the file of the first, unless it is of another corpus, or damaged."""
     search = importlib.import_module(f"{demo.__name__}.search")
     embedded = calls_of(search, "embed_corpus")

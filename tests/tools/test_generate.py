@@ -80,13 +80,9 @@ def test_greedy_tokens_are_those_of_transformers(theirs: Any, model: Any, tokeni
 @pytest.mark.exhaustive
 def test_text_becomes_the_tokens_of_transformers(theirs: Any, tokenizer: Any) -> None:
     for text in (
-        "",
-        "a",
-        " two  spaces",
-        "Größe, naïve café, 日本語 \N{PARTY POPPER}",
-        "1234 + 5.6e-7\n\n\tx_y(z)",
+        "", "a", " two  spaces", "Größe, naïve café, 日本語 \N{PARTY POPPER}", "1234 + 5.6e-7\n\n\tx_y(z)",
         "<|im_end|>",
-    ):
+    ):  # fmt: skip
         assert tokenizer.encode(text) == theirs.tokenizer.encode(text, add_special_tokens=False), text
         if "<" not in text:
             assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -161,9 +157,7 @@ class Letters:
         return bytes(tokens).decode("utf-8", "replace")
 
 
-def test_on_a_terminal_all_answers_grow_together(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_terminal_all_answers_grow_together(capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     answers = command.Answers(Letters(), ["first", "second"], silent=False)  # type: ignore[arg-type]
     answers.add(0, 65)
@@ -175,15 +169,10 @@ def test_on_a_terminal_all_answers_grow_together(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--seed", "-1"],
-        ["--seed", "x"],
-        ["--top-p", "2"],
-        ["--top-p", "nan"],
-        ["--device", "tpu"],
-        ["--max-tokens", "0"],
-        ["--temperature", "-1"],
+        ["--seed", "-1"], ["--seed", "x"], ["--top-p", "2"], ["--top-p", "nan"], ["--device", "tpu"],
+        ["--max-tokens", "0"], ["--temperature", "-1"],
     ],
-)
+)  # fmt: skip
 def test_arguments_out_of_range_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         command.main(["why?", *arguments])
@@ -191,9 +180,7 @@ def test_arguments_out_of_range_are_refused(arguments: list[str], capsys: pytest
 
 
 @pytest.mark.slow
-def test_a_prompt_beyond_the_context_is_an_error(
-    capsys: pytest.CaptureFixture[str], model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_beyond_the_context_is_an_error(capsys: Any, model: Any, tokenizer: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(command, "Llama", lambda *_: model)  # loaded already
     assert command.main(["word " * 9000]) == 1
     err = capsys.readouterr().err
@@ -225,9 +212,7 @@ def test_answers_are_printed_in_the_order_of_questions(capsys: pytest.CaptureFix
     assert capsys.readouterr().out == ""
 
 
-def test_the_command_says_what_is_missing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_command_says_what_is_missing(capsys: Any, monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert command.main([]) == 1
     err = capsys.readouterr().err
@@ -238,9 +223,7 @@ def test_the_command_says_what_is_missing(
 
 
 @pytest.mark.slow
-def test_json_has_answers_tokens_and_times(
-    capsys: pytest.CaptureFixture[str], model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_json_has_answers_tokens_and_times(capsys: Any, model: Any, tokenizer: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(command, "Llama", lambda *_: model)  # loaded already
     line = ["--json", "--max-tokens", "3", "--temperature", "0.7", "--seed", "1", "Hello?", "Why?"]
     assert command.main(line) == 0

@@ -72,9 +72,6 @@ def test_the_runner(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     said = [line.rpartition(" (")[0] or line for line in capfd.readouterr().out.splitlines() if line[:1].isupper()]
     name = "core: double:double:"
     assert sorted(said) == [
-        f"KILLED {name} 2 * x by test_double.py::test_two",
-        f"KILLED {name} return 2 * x + 0 by a crash",
-        f"NOT JUDGED {name} 2 * x",
-        f"NOT JUDGED {name} 2 * x",
-        f"SURVIVED {name} 2 * x",
-    ]
+        f"KILLED {name} 2 * x by test_double.py::test_two", f"KILLED {name} return 2 * x + 0 by a crash",
+        f"NOT JUDGED {name} 2 * x", f"NOT JUDGED {name} 2 * x", f"SURVIVED {name} 2 * x",
+    ]  # fmt: skip

@@ -53,9 +53,7 @@ def test_names_and_addresses() -> None:
     assert {"torch", "jax", "transformers", "plot", "demo", "cuda12", "cuda13"} <= set(found["optional-dependencies"])
 
 
-def test_each_python_of_the_classifiers_is_tested_or_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_python_of_the_classifiers_is_tested_or_named(monkeypatch: Any, capsys: Any) -> None:
     own = f"{sys.version_info[0]}.{sys.version_info[1]}"
     assert own in pythons.versions() and pythons.versions()[0] == project()["requires-python"].removeprefix(">=")
     tried = []

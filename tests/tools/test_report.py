@@ -64,11 +64,7 @@ def test_the_goals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("file", "content"),
-    [
-        (report.README, report.summary),
-        (report.TABLES, report.markdown),
-        (report.EXPERIMENTS, gpt_report.markdown),
-    ],
+    [(report.README, report.summary), (report.TABLES, report.markdown), (report.EXPERIMENTS, gpt_report.markdown)],
     ids=["README", "benchmarks", "experiments"],
 )
 def test_the_documents_have_the_tables_of_the_stored_results(file: Path, content: Callable[[], str]) -> None:

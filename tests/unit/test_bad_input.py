@@ -113,24 +113,17 @@ TABLE: Table = {
             (
                 {name: value, "kv_lengths": [NK, 3]},
                 (
-                    "q_offset: ",
-                    "kv_lengths has 3",
-                    "5 queries",
-                    name if name in ("causal", "window") else "functions of q",
-                    "pass 0",
-                    "kv_lengths - Nq",
+                    "q_offset: ", "kv_lengths has 3", "5 queries",
+                    name if name in ("causal", "window") else "functions of q", "pass 0", "kv_lengths - Nq",
                 ),
             )
             for name, value in {
-                "causal": True,
-                "window": (2, 2),
-                "alibi_slopes": np.ones(HQ, np.float32),
-                "mask_mod": mods.prefix_lm(2),
-                "score_mod": lambda s, b, h, q, k: s + (q == k),
+                "causal": True, "window": (2, 2), "alibi_slopes": np.ones(HQ, np.float32),
+                "mask_mod": mods.prefix_lm(2), "score_mod": lambda s, b, h, q, k: s + (q == k),
             }.items()
         ),
     ],
-}
+}  # fmt: skip
 
 
 def rows_of(table: Table) -> pytest.MarkDecorator:

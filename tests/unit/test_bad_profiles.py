@@ -101,16 +101,9 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
 NUMBERS = ("memory.l2", "memory.l3", "device.cores", "device.sms", "row.block_q", "row.block_k", "row.head_dim",
            "row.max_rows", "row.rows", "row.vectors", "row.stages", "rate.datasheet", "rate.measured")  # fmt: skip
 NONSENSE = [
-    *["0", "-1", "-.inf", ".nan", ".inf"],
-    "9" * 40,
-    "2.0e+300",
-    "many",
-    "[1, [2]]",
-    "{a: 1}",
-    "''",
-    "yes",
+    *["0", "-1", "-.inf", ".nan", ".inf"], "9" * 40, "2.0e+300", "many", "[1, [2]]", "{a: 1}", "''", "yes",
     "2026-01-01",
-]
+]  # fmt: skip
 RANDOM = random.Random(0).sample([*itertools.product(NUMBERS, NONSENSE)], 61)
 
 
@@ -164,8 +157,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def complaints(run: Callable[[], Any]) -> tuple[list[str], Any]:
     """Messages of the ProfileWarnings, and the result."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         result = run()
     return [str(each.message) for each in caught if issubclass(each.category, profiles.ProfileWarning)], result
 
@@ -174,9 +166,7 @@ class TestBadProfile:
     @pytest.mark.slow
     @pytest.mark.parametrize("name", BAD)
     @pytest.mark.one_in(8)
-    def test_attention_is_right_and_the_defect_is_named(
-        self, name: str, folder: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_attention_is_right_and_the_defect_is_named(self, name: str, folder: Path, capsys: Any) -> None:
         make, defect = BAD[name]
         make(folder / "bad.yaml")
         q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 40, 16), np.float32)

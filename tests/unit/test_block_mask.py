@@ -90,20 +90,12 @@ def never_wrong(states: np.ndarray, visible: np.ndarray, block_q: int, block_k: 
 
 # --- classification ---------------------------------------------------------------------------------------------------
 
-SIZES = [  # n_q, n_k, block_q, block_k, q_offset
-    (64, 64, 8, 8, None),
-    (64, 64, 16, 4, None),
-    (61, 45, 8, 16, None),
-    (45, 61, 16, 8, None),
-    (50, 50, 7, 5, 3),
-    (40, 70, 8, 8, 0),
-    (1, 64, 1, 16, None),
-    (1, 64, 64, 8, 20),
-    (33, 1, 4, 4, None),
-    (30, 30, 1, 1, -7),
-    (20, 20, 128, 128, None),
-    (30, 40, 8, 8, 45),
-]
+# n_q, n_k, block_q, block_k, q_offset
+SIZES = [
+    (64, 64, 8, 8, None), (64, 64, 16, 4, None), (61, 45, 8, 16, None), (45, 61, 16, 8, None), (50, 50, 7, 5, 3),
+    (40, 70, 8, 8, 0), (1, 64, 1, 16, None), (1, 64, 64, 8, 20), (33, 1, 4, 4, None), (30, 30, 1, 1, -7),
+    (20, 20, 128, 128, None), (30, 40, 8, 8, 45),
+]  # fmt: skip
 
 
 def ids(n: int) -> np.ndarray:
@@ -560,9 +552,7 @@ ERRORS: dict[type[Exception], dict[str, Callable[[], Any]]] = {
         "grid: expected dtype bool.*float64": lambda: BlockMask.from_dense(GRID * 1.0, 8, 8),
         "unsupported operand": lambda: CAUSAL & 3,
     },
-    IndexError: {
-        "h = 2 is beyond the 2": lambda: BlockMask.from_dense(np.ones((2, 8, 8), bool), 8, 8).rows(0, 2),
-    },
+    IndexError: {"h = 2 is beyond the 2": lambda: BlockMask.from_dense(np.ones((2, 8, 8), bool), 8, 8).rows(0, 2)},
 }
 
 

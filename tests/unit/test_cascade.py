@@ -15,9 +15,7 @@ PAGE, HEADS, DIM, VALUE_DIM = 4, 2, 16, 12
 
 
 def grown(asked: bool | None, dtype: str = "float32", held: str | None = None, **more: Any) -> Any:
-    """Seven sequences: 0, 2 and 5 share a prompt of 70 tokens, 1 and 4 one of 45, 3 is alone, 6 empty. held: the dtype
-    that holds them, if it is a wider one.
-    """
+    """Sequences 0, 2 and 5 share 70 tokens, 1 and 4 have 45, 3 is alone, 6 empty. held: the dtype in memory."""
     held = held or dtype
     cache = flashkit.KVCache(7, HEADS, DIM, VALUE_DIM, pages=120, page=PAGE, dtype=held, cascade=asked, **more)
     cache._layers[0].k_pages[:] = cache._layers[0].v_pages[:] = np.nan
@@ -167,9 +165,7 @@ PAYS = {"pays": (1044, 25, 1, 1), "few bytes": (1044, 24, 1, 1), "few tokens": (
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("what", PAYS)
 def test_where_it_pays(what: str, shared: bool, merged: list[Any]) -> None:
-    """24 of 25 sequences need not read 1,024 tokens of 512 bytes: 12 MiB. Pages have 64 tokens, and the last 16 tokens
-    are in none of a prefix.
-    """
+    """24 of 25 sequences need not read 1,024 tokens of 512 bytes, 12 MiB; the last 16 tokens are in no prefix."""
     tokens, sequences, heads, queries = PAYS[what]
     cache = flashkit.KVCache(sequences, 1, 64, pages=17 * (1 if shared else sequences))
     k = numbers(tokens * (1 if shared else sequences), 1, 64)

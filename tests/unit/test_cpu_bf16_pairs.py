@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+import amx_emulation  # noqa: F401  (which brings the method "emulate")
 import cases
 import ml_dtypes
 import numpy as np
@@ -49,9 +50,7 @@ def two_rows(block: RegisterBlock, s: np.ndarray, dp: np.ndarray, lse: list[floa
 @pytest.mark.parametrize("size", [8e3, 1e4, 1e6, 1.4e11, 3.4e38])
 @pytest.mark.parametrize(("method", "lanes"), [("emulate", 4), ("emulate", 16), NATIVE])
 def test_great_scores_are_subtracted_exactly(method: str, lanes: int, size: float, sign: int) -> None:
-    """The weight is 1 where the score is the row reference, whatever log2 e times it is rounded to. Beside it are
-    columns of small scores, and in the backward pass a row without keys.
-    """
+    """The weight of the row reference is 1, whatever log2 e times it is rounded to; small scores beside it."""
     top = np.float32(sign * size)
     below = np.nextafter(top, np.float32(-np.inf))
     s, dp = np.full((3, 16), top), np.ones((2, 16), np.float32)
@@ -178,7 +177,7 @@ def test_the_best_method_is_selected_with_its_reason(methods: pytest.MonkeyPatch
 def test_methods_without_their_instructions_are_refused(methods: pytest.MonkeyPatch) -> None:
     x = np.ones((1, 1, 4, 8), BF16)
     methods.setenv(bf16.VARIABLE, "fast")
-    with pytest.raises(ValueError, match="FLASHKIT_CPU_BF16: expected amx, avx512bf16, widen or emulate, got 'fast'"):
+    with pytest.raises(ValueError, match="FLASHKIT_CPU_BF16: expected amx, avx512bf16 or widen, got 'fast'"):
         flashkit.attention(x, x, x, backend="cpu")
     methods.setenv(bf16.VARIABLE, "amx")
     methods.setattr(host, "cpu_features", lambda: frozenset({"avx2"}))

@@ -50,9 +50,7 @@ def padded(rng: np.random.Generator, rows: int, columns: int, block: RegisterBlo
 
 
 def online_softmax(block: RegisterBlock, s: np.ndarray, columns: int, m: np.ndarray, l: np.ndarray, o: Any) -> None:
-    run(
-        block, "online_softmax", at(s), s.strides[0], len(s), columns, at(m), at(l), at(o), o.strides[0], len(o)
-    )  # fmt: skip
+    run(block, "online_softmax", at(s), s.strides[0], len(s), columns, at(m), at(l), at(o), o.strides[0], len(o))
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)

@@ -284,9 +284,7 @@ def test_a_last_resort_comes_after_all_others(fake: FakeBackend) -> None:
 
 
 def test_ranked_by_the_rates_in_the_profile(fake: FakeBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A measured row goes before a guess, for the problems that it is for, even a last resort's; its rate gives the
-    time.
-    """
+    """A measured row goes before a guess, even a last resort's, for its problems; its rate gives the time."""
     fake.last_resort = True
     row = "{{dtype: {}, head_dim: 8, block_q: 16, block_k: 16, why: measured here, measured: {{gflops: {}}}}}"
     (tmp_path / "mine.yaml").write_text(

@@ -15,9 +15,7 @@ from flashkit.distributed import Comm
 
 
 class Late:
-    """Arrays arrive when the receiver waits, as they are in the sender's memory by then; until that they hold NaN. So a
-    rank that reads or overwrites an array before it has waited gets wrong numbers.
-    """
+    """Arrays arrive, as they are in the sender's memory by then, when the receiver waits; until then they are NaN."""
 
     def __init__(self, rank: int, ranks: int, shared: dict[str, Any]) -> None:
         self.rank, self.ranks, self._shared = rank, ranks, shared

@@ -67,9 +67,7 @@ CALLS: dict[str, tuple[dict[str, tuple[int, ...]], Call]] = {
     ),
     "sinks": (
         OF_ATTENTION | {"sinks": (HEADS,), "slopes": (BATCH, HEADS)},
-        lambda x: flashkit.attention(
-            x["q"], x["k"], x["v"], sinks=x["sinks"], alibi_slopes=x["slopes"], backend="cpu"
-        ),
+        lambda x: flashkit.attention(x["q"], x["k"], x["v"], sinks=x["sinks"], alibi_slopes=x["slopes"], backend="cpu"),
     ),
     "gradients": (OF_ATTENTION | {"dout": (BATCH, HEADS, N_Q, D)}, gradients),
     "planned": (OF_ATTENTION, planned),
@@ -81,7 +79,8 @@ CALLS: dict[str, tuple[dict[str, tuple[int, ...]], Call]] = {
     ),
     "rotary": ({"x": (2, 4, 6, 8)}, lambda x: flashkit.rotary(x["x"])),
     "rotary by tables": (
-        {"x": (2, 4, 6, 8), "cos": (12, 4), "sin": (12, 4)}, lambda x: flashkit.rotary(x["x"], x["cos"], x["sin"]),
+        {"x": (2, 4, 6, 8), "cos": (12, 4), "sin": (12, 4)},
+        lambda x: flashkit.rotary(x["x"], x["cos"], x["sin"]),
     ),
     "mla": (
         {"q": (2, 4, 3, 8), "r": (2, 4, 3, 4), "c": (2, 9, 8), "e": (2, 9, 4)},
@@ -92,7 +91,7 @@ CALLS: dict[str, tuple[dict[str, tuple[int, ...]], Call]] = {
         OF_DECODING,
         lambda x: flashkit.attention(x["q"], *(flashkit.quantize(x[n], "int8", "token") for n in "kv"), backend="cpu"),
     ),
-}  # fmt: skip
+}
 
 
 def others(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -125,8 +124,7 @@ def at_moment(number: int, act: Callable[[], None]) -> Iterator[list[int]]:
 
 
 def reshape(array: np.ndarray, shape: tuple[int, ...]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         array.shape = shape
 
 

@@ -25,15 +25,12 @@ def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
-        ("attn_mask", "did you mean mask?"),
-        ("is_causal", "did you mean causal?"),
+        ("attn_mask", "did you mean mask?"), ("is_causal", "did you mean causal?"),
         ("key_padding_mask", "did you mean mask=~key_padding_mask[:, None, None, :]?"),
-        ("softmax_scale", "did you mean scale?"),
-        ("casual", "did you mean causal?"),
-        ("Layout", "did you mean layout?"),
-        ("zzz", "kv_lengths"),
+        ("softmax_scale", "did you mean scale?"), ("casual", "did you mean causal?"),
+        ("Layout", "did you mean layout?"), ("zzz", "kv_lengths"),
     ],
-)
+)  # fmt: skip
 def test_unknown_arguments_name_the_one_that_was_meant(entry: Any, name: str, meant: str) -> None:
     q = zeros(2, 2, 4, 8)
     with pytest.raises(TypeError, match="unexpected argument") as caught:
@@ -73,8 +70,7 @@ def test_errors_say_when_the_other_layout_fits() -> None:
     ],
 )
 def test_axes_that_look_exchanged(q: Any, k: Any, layout: Any, exchanged: bool) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         flashkit.explain(zeros(*q), zeros(*k), zeros(*k), layout=layout)
     assert [w.filename for w in caught] == [__file__] * exchanged  # the caller's line
     other = "bnhd" if layout == "bhnd" else "bhnd"
@@ -88,8 +84,7 @@ def test_a_mask_of_keys_where_pairs_are_meant() -> None:
     keys = np.ones((5, 7), bool)
     with pytest.warns(UserWarning, match=r"read as \(Nq, Nk\).*mask\[:, None, None, :\]"):
         attention(q, k, v, mask=keys)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         attention(q, k, v, mask=keys[:, None, None, :])
         attention(q, k, v, mask=keys[None, None])
         attention(q[:1], k[:1], v[:1], mask=keys)
@@ -165,8 +160,7 @@ def test_results_are_typed(tmp_path: Path) -> None:
 def test_a_warning_is_given_once_of_each_thing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(errors, "_said", set())
     said = ("a",), ("a",), ("b", "x"), ("c", "x"), ("c",)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for each in said:
             errors.warn_once(*each)
         errors.forget_warnings()

@@ -60,9 +60,7 @@ def of_pairs(name: str, own: tuple[int, ...]) -> np.ndarray:
 @pytest.mark.parametrize("name", ["bias", "mask"])
 @pytest.mark.parametrize(("batch", "own"), SHAPES, ids=str)
 def test_several_batch_axes(batch: tuple[int, ...], own: tuple[int, ...], name: str) -> None:
-    """Each batch entry alone, by the reference, is the measure: for a first call and repeated ones, planned or not,
-    and for gradients.
-    """
+    """Each entry alone, by the reference, is the measure: of first and repeated calls, planned or not, and vjp."""
     plans.clear()
     wide, narrow = (*batch, HEADS, N_Q, D), (*batch, 2, N_K, D)
     q, k, v, dout = tensors(wide, narrow, narrow, wide)
@@ -277,9 +275,7 @@ def test_integers_that_change_after_the_call(n_q: int) -> None:
 
 @pytest.mark.parametrize("entry", [attention, attention_vjp, plan], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("place", ["before it is checked", "before it is run"])
-def test_integers_that_another_thread_changes_during_the_call(
-    entry: Any, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_integers_that_another_thread_changes_during_the_call(entry: Any, place: str, monkeypatch: Any) -> None:
     """What is checked is what is used. The other thread comes in at two places of the call."""
     call = Changing()
 

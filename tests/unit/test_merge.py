@@ -80,8 +80,7 @@ def test_rows_without_keys(dtype: str) -> None:
     for x, rows in ((lse, slice(0, 2)), (other_lse, slice(1, 3))):
         x[:, rows] = -np.inf
     out[:, :2], other[:, 1:3] = np.nan, np.inf
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         merged, merged_lse = flashkit.merge((out, lse), (other, other_lse))
     np.testing.assert_array_equal(merged[:, 0], other[:, 0])  # one part sees keys
     np.testing.assert_array_equal(merged[:, 2], out[:, 2])

@@ -197,9 +197,7 @@ def test_what_is_no_integer(argument: str) -> None:
 
 @pytest.mark.parametrize("argument", ARRAYS)
 def test_arrays_of_integers(argument: str) -> None:
-    """Every dtype and order of bytes gives the same; what does not fit int64, or is negative there, is no other
-    number.
-    """
+    """Every dtype and order of bytes gives the same; what int64 does not hold, or is negative, is no number."""
     good, call = ARRAYS[argument]
     right = call(np.array(good))
     for dtype in DTYPES:

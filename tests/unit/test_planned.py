@@ -44,14 +44,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lengths": {"kv_lengths": [17, 33], "return_lse": True},
     "sinks": {"sinks": np.zeros(4, np.float32)},
     "dropout": {"dropout_p": 0.3, "seed": 7},
-    "functions": {
-        "score_mod": lambda s, b, h, q, k: s - 0.01 * abs(q - k),
-        "mask_mod": mods.prefix_lm(5),
-    },
+    "functions": {"score_mod": lambda s, b, h, q, k: s - 0.01 * abs(q - k), "mask_mod": mods.prefix_lm(5)},
     "table": {
         "score_mod": mods.score(lambda s, b, h, q, k, *, t, i: s + t[i[q % 40]], t=np.ones(3), i=np.arange(40) % 3)
     },
-}  # fmt: skip
+}
 
 
 def full(*args: Any, **options: Any) -> Any:
@@ -223,11 +220,8 @@ def test_out(kept: bool) -> None:
     read_only = np.empty_like(q)
     read_only.flags.writeable = False
     for wrong, error in (
-        (q[:1], ValueError),
-        (q.astype("f8"), TypeError),
-        (q.tolist(), TypeError),
-        (read_only, ValueError),
-    ):
+        (q[:1], ValueError), (q.astype("f8"), TypeError), (q.tolist(), TypeError), (read_only, ValueError),
+    ):  # fmt: skip
         with pytest.raises(error, match="out"):
             call(*given, out=wrong)
 

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -425,7 +426,18 @@ def test_concurrent_writers_lose_nothing(folders: dict[str, Path], cpu: Any) -> 
 # ---- what the machine reports --------------------------------------------------------------------------------------
 
 
-def test_linux_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def read_anew() -> Iterator[None]:
+    """Facts that are read once in a process."""
+    functions = (host._cpuinfo, host._all_features, host.cpu_name, host.cpu_caches)
+    for function in functions:
+        function.cache_clear()
+    yield
+    for function in functions:
+        function.cache_clear()
+
+
+def test_linux_facts(read_anew: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info = tmp_path / "cpuinfo"
     info.write_text("processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: fma avx2\n\nprocessor\t: 1\nflags\t: none\n")
     caches = tmp_path / "cache"
@@ -438,20 +450,13 @@ def test_linux_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (folder / "type").write_text(kind)
         (folder / "size").write_text(size + "\n")
     (caches / "index9").mkdir()  # unreadable: no files in it
-    functions = (host._cpuinfo, host._all_features, host.cpu_name, host.cpu_caches)
     monkeypatch.setattr(host, "CPUINFO", info)
     monkeypatch.setattr(host, "CPU_CACHE", caches)
     monkeypatch.setattr(host.sys, "platform", "linux")
     monkeypatch.setattr(host.platform, "machine", lambda: "x86_64")
-    for function in functions:
-        function.cache_clear()
-    try:
-        assert host.cpu_features() == {"fma", "avx2"}
-        assert host.cpu_name() == "Some CPU"
-        assert host.cpu_caches() == {"l1d": 48 << 10, "l2": 2 << 20, "l3": 1 << 20}
-    finally:
-        for function in functions:
-            function.cache_clear()
+    assert host.cpu_features() == {"fma", "avx2"}
+    assert host.cpu_name() == "Some CPU"
+    assert host.cpu_caches() == {"l1d": 48 << 10, "l2": 2 << 20, "l3": 1 << 20}
 
 
 def test_vectors_held_to_a_width(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -470,56 +475,37 @@ def test_vectors_held_to_a_width(monkeypatch: pytest.MonkeyPatch) -> None:
         host.cpu_features()
 
 
-def test_macos_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_macos_facts(read_anew: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {
-        "machdep.cpu.brand_string": "Apple M9",
-        "hw.optional.arm64": "1",
-        "hw.perflevel0.l1dcachesize": "131072",
-        "hw.l1dcachesize": "65536",
-        "hw.l2cachesize": "4194304",
-        "hw.l3cachesize": "0",
-    }
-    functions = (host._cpuinfo, host._all_features, host.cpu_name, host.cpu_caches)
+        "machdep.cpu.brand_string": "Apple M9", "hw.optional.arm64": "1", "hw.perflevel0.l1dcachesize": "131072",
+        "hw.l1dcachesize": "65536", "hw.l2cachesize": "4194304", "hw.l3cachesize": "0",
+    }  # fmt: skip
     monkeypatch.setattr(host, "CPUINFO", tmp_path / "none")
     monkeypatch.setattr(host, "CPU_CACHE", tmp_path / "none")
     monkeypatch.setattr(host, "_sysctl", answers.get)
     monkeypatch.setattr(host, "_llvm_features", set)
     monkeypatch.setattr(host.sys, "platform", "darwin")
     monkeypatch.setattr(host.platform, "machine", lambda: "arm64")
-    for function in functions:
-        function.cache_clear()
-    try:
-        assert host.cpu_features() == {"asimd"}
-        assert host.cpu_name() == "Apple M9"
-        assert host.cpu_caches() == {"l1d": 131072, "l2": 4194304}
-    finally:
-        for function in functions:
-            function.cache_clear()
+    assert host.cpu_features() == {"asimd"}
+    assert host.cpu_name() == "Apple M9"
+    assert host.cpu_caches() == {"l1d": 131072, "l2": 4194304}
 
 
 def test_cuda_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names as CuPy 14 has them, values as an H200 gives them."""
     attributes = {
-        "MultiProcessorCount": 132,
-        "MaxSharedMemoryPerBlockOptin": 232448,
-        "MaxSharedMemoryPerMultiprocessor": 233472,
-        "MaxRegistersPerMultiprocessor": 65536,
-        "L2CacheSize": 62914560,
-    }
+        "MultiProcessorCount": 132, "MaxSharedMemoryPerBlockOptin": 232448, "MaxSharedMemoryPerMultiprocessor": 233472,
+        "MaxRegistersPerMultiprocessor": 65536, "L2CacheSize": 62914560,
+    }  # fmt: skip
     properties = {"name": b"NVIDIA H200", "major": 9, "minor": 0}
     runtime = SimpleNamespace(getDeviceProperties=lambda index: properties)
     device = SimpleNamespace(id=0, attributes=attributes)
     cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, Device=lambda: device))
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     assert host.cuda_device() == {
-        "name": "NVIDIA H200",
-        "compute_capability": [9, 0],
-        "sms": 132,
-        "sram_per_block": 232448,
-        "sram_per_sm": 233472,
-        "registers_per_sm": 65536,
-        "l2": 62914560,
-    }
+        "name": "NVIDIA H200", "compute_capability": [9, 0], "sms": 132, "sram_per_block": 232448,
+        "sram_per_sm": 233472, "registers_per_sm": 65536, "l2": 62914560,
+    }  # fmt: skip
     monkeypatch.setitem(sys.modules, "cupy", None)  # not installed
     assert host.cuda_device() is None
 

@@ -347,9 +347,7 @@ def test_precision_fp8(dtype: Any) -> None:
 
 
 def test_precision_fp8_does_not_look_ahead() -> None:
-    """A row depends neither on the blocks of 128 keys behind its own nor on memory behind the lengths, whatever they
-    hold; in either layout, and in a plan.
-    """
+    """A row depends neither on later blocks of 128 keys nor on memory behind lengths, in each layout and plan."""
     q, k, v = tensors(300, 300, BF16)
     great, unknown = ([x.copy() for x in (k, v)] for _ in range(2))
     for x, y in zip(great, unknown, strict=True):

@@ -65,7 +65,7 @@ class ArgumentBlock:
         spec = plan.problem.spec
         registers = plan.register_block(tile, plan.bf16_pairs)
         args[at.LANES], args[at.PANEL] = registers.lanes, registers.vectors * registers.lanes
-        args[at.LEFT_WORDS] = registers.lanes if plan.bf16_pairs in ("amx", "emulate") else 1  # as packing pads
+        args[at.LEFT_WORDS] = 1 if plan.bf16_pairs in ("", "avx512bf16") else registers.lanes  # as packing pads
         micro = addresses(registers)
         for name in micro.keys() - modify.TRANSPOSERS:
             args[getattr(at, name.upper())] = micro[name]
@@ -159,12 +159,8 @@ class ArgumentBlock:
             values[place] = address_of(kept[-1])
         return values, *kept
 
-    def _values(
-        self, plan: CpuPlan, operands: Operands, micro: dict[str, int], per_call: Sequence[str]
-    ) -> np.ndarray:  # fmt: skip
-        """The modification's scalars and arrays in the order of the spec's slots (modify._prelude reads them), then the
-        addresses of the transposing micro-kernels.
-        """
+    def _values(self, plan: CpuPlan, operands: Operands, micro: dict[str, int], per_call: Sequence[str]) -> np.ndarray:
+        """Scalars and arrays of the modification, as modify._prelude reads them, then the transposing micro-kernels."""
         entries: list[int] = []
         for slot in plan.problem.spec.slots:
             if slot.ndim is None:
@@ -185,9 +181,7 @@ class ArgumentBlock:
 
 
 def _stored(array: np.ndarray, dtype: str) -> np.ndarray:
-    """The array in the dtype of this size that kernels read: as a view, or a copy in a wider one, in which there is
-    still one element along axes of stride 0.
-    """
+    """The array in the dtype that kernels read: a view, or a wider copy with one element along axes of stride 0."""
     if np.dtype(dtype).itemsize == array.itemsize:
         return array.view(dtype)
     once = tuple(slice(1) if stride == 0 else slice(None) for stride in array.strides)
@@ -200,9 +194,7 @@ def address_of(array: np.ndarray) -> int:
 
 
 def strides_of(array: np.ndarray) -> tuple[int, ...]:
-    """Strides of the batch, head and token axes, which a leading axis of splits may precede. The one batch entry of
-    packed sequences is that of each of them.
-    """
+    """Strides of the batch, head and token axes; an axis of splits may precede. A single batch entry has 0."""
     axes = slice(-4, -1) if array.ndim >= 4 else slice(None)
     batch, head, token = array.strides[axes]
     return 0 if array.shape[axes][0] == 1 else batch, head, token

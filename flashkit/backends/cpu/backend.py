@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 
 class CpuBackend:
-    """Attention on NumPy arrays; see kernels/forward.py, kernels/decode.py and kernels/backward.py.
-
-    Modules that need llvmlite are imported by the methods that need them: `available` runs where it is not installed.
-    """
+    """Attention on NumPy arrays. Its methods import llvmlite: `available` runs where that is not installed."""
 
     name = "cpu"
     array_kinds = ("numpy",)

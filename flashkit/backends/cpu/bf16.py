@@ -3,7 +3,6 @@
     amx           tile registers (micro/amx.py), where the CPU has them and Linux grants their use
     avx512bf16    dot products of bf16 pairs by vectors (micro/bf16_pairs.py), on AMD's CPUs
     widen         float32 products of operands that are widened when a tile is loaded, as for float16
-    emulate       the code for AMX with its tiles in memory: slow, for tests; only by request
 
 FLASHKIT_CPU_BF16 selects one by name.
 """
@@ -26,9 +25,7 @@ class Method(NamedTuple):
 
 
 def select() -> Method:
-    """The method that the environment names, or else the best one, and the reason. ValueError if the environment names
-    none, UnsupportedError if this machine does not have the instructions.
-    """
+    """The method that the environment names, or the best, and why. ValueError or UnsupportedError if there is none."""
     wanted = settings.CPU_BF16.read()
     if wanted is None:
         return _best()

@@ -77,9 +77,8 @@ def forward_launch(plan: CpuPlan, block: ArgumentBlock, thread_count: int) -> La
     if spec.jvp:  # two of all, and a row more of O
         d, dv, more = 2 * d, 2 * dv + 1, block_k * panel
     layout = scratch.forward_layout(
-        block_q // panel, panel, block_k, d, dv, size, int(args[at.TRANSPOSED_TILES]), gathered,
-        more,
-    )  # fmt: skip
+        block_q // panel, panel, block_k, d, dv, size, int(args[at.TRANSPOSED_TILES]), gathered, more
+    )
     args[at.BLOCK_Q], args[at.BLOCK_K] = block_q, block_k
     args[at.Q_TILES], args[at.WORK_TILES] = sizes.q_tiles(block_q)
     args[at.KERNEL] = plan.forward["forward"]

@@ -14,9 +14,7 @@ from numba.core import cgutils
 
 from .views import with_parameters
 
-_FIELDS = {
-    "rows": ("shape", 0), "columns": ("shape", 1), "row": ("strides", 0), "column": ("strides", 1)
-}  # fmt: skip
+_FIELDS = {"rows": ("shape", 0), "columns": ("shape", 1), "row": ("strides", 0), "column": ("strides", 1)}
 
 
 def _call(arguments: str, result: Any = types.void) -> Any:
@@ -84,7 +82,5 @@ call_gemv_pv = _call("p p.row v v.row o o.row rescale p.rows p.columns o.columns
 # Micro-kernels for bf16 pairs.
 call_round_bf16_pairs = _call("s s.row s.rows s.columns target target.row rows rows_row")
 call_online_softmax_bf16_pairs = _call("s s.row s.rows s.columns m l o o.row o.rows scale_log2")
-call_attend_bf16_pairs = _call(
-    "columns panel q q_panel k k.row v v.row s m l o o_panel k.rows words v.rows scale_log2"
-)  # fmt: skip
+call_attend_bf16_pairs = _call("columns panel q q_panel k k.row v v.row s m l o o_panel k.rows words v.rows scale_log2")
 call_softmax_backward_bf16_pairs = _call("s s.row s.rows s.columns dp lse delta scale rows rows_row")

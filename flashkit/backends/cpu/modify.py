@@ -101,9 +101,7 @@ def _results(spec: AttentionSpec) -> list[Expr]:
 
 
 def transposed_loads(spec: AttentionSpec) -> list[Expr]:
-    """Loads [..., row, key] of arrays. They are contiguous along the keys where a forward tile is contiguous along the
-    rows, so their tiles are transposed before the loop.
-    """
+    """Loads [..., row, key]: contiguous along keys, unlike forward tiles, so their tiles are transposed first."""
     return [node for node in expr.walk(_results(spec)) if node.op == "load" and _by_row_and_key(node.args)]
 
 
@@ -115,9 +113,7 @@ def _by_row_and_key(index: tuple[Expr, ...]) -> bool:
 
 
 def _tile_function(spec: AttentionSpec, keys_outside: bool, with_slope: bool) -> str:
-    """The text of `modify`: a tile with axes (keys, rows) where keys_outside holds, else (rows, keys). Where values are
-    differentiated by, scores before modification take the place of slopes.
-    """
+    """The text of `modify`, for axes (keys, rows) or (rows, keys). With sums by values, scores are kept for slopes."""
     wanted = _results(spec)
     if with_slope:
         wanted.append(expr.S if spec.sums else expr.derivative(wanted[0]))
@@ -183,10 +179,7 @@ def visit_ds(p_at, ds_at, slopes_at, row_stride, count, width, b, h, row0, q0, k
 
 
 def _visit_function(spec: AttentionSpec) -> str:
-    """The text of `visit_ds` where values are differentiated by: a function for each read, and one for the slope.
-
-    again: the non-finite fallback computes the tile for the second time.
-    """
+    """The text of `visit_ds` where values are differentiated by. again: the fallback computes the tile once more."""
     first = sum(map(entries, spec.slots)) + len(TRANSPOSERS)
     places, at = {}, first + VALUE_WORDS
     for slot in spec.sums:
@@ -342,9 +335,7 @@ def decode_source(spec: AttentionSpec) -> Source:
 
 
 def backward_source(spec: AttentionSpec) -> Source:
-    """`modify` for score tiles (rows, keys) and their slopes, and of `visit_ds` where a score modification
-    needs it.
-    """
+    """`modify` for score tiles (rows, keys) and their slopes, and `visit_ds` where scores are modified."""
     text = _head(spec.lse_dtype) + _tile_function(spec, keys_outside=False, with_slope=True) + "\n"
     if spec.score is not None:
         text += "\n\n" + (_visit_function(spec) if spec.sums else _VISIT_DS)
@@ -358,9 +349,7 @@ def jvp_source(spec: AttentionSpec) -> Source:
 
 
 def classify_source(spec: AttentionSpec) -> Source:
-    """`classify`. It computes with integers, and with float64 where these may overflow, so all dtypes share
-    it.
-    """
+    """`classify`, in integers, and in float64 where these may overflow: for all dtypes."""
     return specialise.source("classify", _head("float64") + _classify_function(spec) + "\n")
 
 

@@ -57,9 +57,7 @@ class Source(NamedTuple):
 
 
 class Functions(dict[str, int]):
-    """Addresses of the functions of a loaded object, by name. It owns the machine code, so whatever holds an address
-    holds this as well.
-    """
+    """Addresses of the functions of a loaded object, by name. It owns the machine code."""
 
     engine: Any
 
@@ -213,9 +211,7 @@ def _hash(name: str, compiled: Object) -> str:
 
 
 def _load(compiled: Object) -> Functions | None:
-    """None if it calls a function that this process does not have: LLVM would end the process. (Where objects are not
-    ELF, LLVM knows more names than it finds by `_address`.)
-    """
+    """None if it calls a function that this process does not have (known of ELF only): LLVM would end the process."""
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), target.machine(target.target()))
     if not all(map(_address, compiled.calls)):
         import numba.core.registry

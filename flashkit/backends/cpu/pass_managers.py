@@ -16,9 +16,7 @@ from llvmlite import binding
 
 @contextmanager
 def freed() -> Iterator[None]:
-    """Free the pass managers that are released in this block, and make one builder for equal options of a target
-    machine. One thread at a time may be in it.
-    """
+    """Free the pass managers released in this block, and share builders. One thread at a time may be in it."""
     base: Any = getattr(getattr(binding, "newpassmanagers", None), "NewPassManager", None)
     leaking = []
     if base is not None:

@@ -31,10 +31,7 @@ PREFETCH_DISTANCE = 8192
 
 
 def peak_flops(dtype: str, tile: CpuTile, threads: int, *, depth: int = 128, samples: int = 15) -> float:
-    """The FLOP/s of `gemm` in the tile's register block on all threads at once, operands in L1; the best sample counts.
-
-    dtype: that is computed in, "float64" or "float32". depth: length of the sums, a typical head dim.
-    """
+    """The best FLOP/s of `gemm` in the tile's register block on all threads, operands in L1. depth: of the sums."""
     block, kind = RegisterBlock.of(dtype, tile), np.dtype(dtype)
     width = block.vectors * block.lanes
     rows = max(1, round(SAMPLE * 1e11 / (2 * width * depth * block.rows))) * block.rows

@@ -49,9 +49,7 @@ class CpuPlan:
     @cached_property
     def backward(self) -> Functions:
         """Entries "bwd_preprocess", "backward" and "bwd_postprocess"."""
-        return objects.kept(
-            specialise.kernel_source, "backward", self.problem.spec.dtype, bool(self.bf16_pairs)
-        )  # fmt: skip
+        return objects.kept(specialise.kernel_source, "backward", self.problem.spec.dtype, bool(self.bf16_pairs))
 
     @cached_property
     def classify(self) -> Functions:
@@ -120,9 +118,7 @@ def make_plan(problem: Problem, profile: Any) -> CpuPlan:
 
 
 def decodes(problem: Problem) -> bool:
-    """Whether there are so few queries that the time is that of reading keys and values. Problems that share a plan,
-    those of one power of two, get one answer.
-    """
+    """Whether reading keys and values takes the time. Problems of one power of two, which share a plan, agree."""
     enough = problem.n_k >= DECODE_MIN_KEYS or problem.spec.paged  # pages have no backward pass
     return problem.n_q < DECODE_QUERIES and enough and not (problem.spec.packed or problem.spec.jvp)
 
@@ -130,9 +126,7 @@ def decodes(problem: Problem) -> bool:
 def choose_tile(
     problem: Problem, profile: Any, direction: Direction, *, amx: bool = False
 ) -> tuple[CpuTile, TileRow | None, str]:
-    """The tile of the profile's row for the spec, or the model's choice, the row, and the reason. amx: rows for AMX go
-    first.
-    """
+    """The tile of the profile's row, or the model's; the row; and the reason. amx: rows for AMX go first."""
     from ...devices import io_model
 
     spec, facts = problem.spec, problem.facts

@@ -70,10 +70,7 @@ class BackwardLayout(NamedTuple):
 
 
 def backward_layout(block_q: int, block_k: int, d: int, dv: int, itemsize: int, k_pack: int) -> BackwardLayout:
-    """block_k is a multiple of the vector's lanes, so that rows of the score tiles are padded to whole vectors.
-
-    k_pack: 2 where operands are bf16 pairs, else 1.
-    """
+    """block_k: a multiple of the vector's lanes, as rows of scores are padded. k_pack: 2 for bf16 pairs, else 1."""
     v_t = _end(0, block_k * d, itemsize)
     k = _end(v_t, block_k * dv, itemsize)
     q = _end(k, block_k * max(d, dv), itemsize)
@@ -101,9 +98,7 @@ class DecodeLayout(NamedTuple):
     total: int
 
 
-def decode_layout(
-    rows: int, group: int, keys: int, d: int, itemsize: int, k_parts: int, stats: bool
-) -> DecodeLayout:  # fmt: skip
+def decode_layout(rows: int, group: int, keys: int, d: int, itemsize: int, k_parts: int, stats: bool) -> DecodeLayout:
     """d: words per query, padded to whole vectors. k_parts: arrays that hold the columns of the keys, 1 or 2."""
     scores = _end(0, rows * d, itemsize)
     pe_scores = _end(scores, rows * keys, itemsize)

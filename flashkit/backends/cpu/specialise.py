@@ -39,9 +39,7 @@ def source(kind: str, text: str) -> Source:
 
 
 def kernel_source(name: str, dtype: str, bf16_pairs: bool = False, kv_format: str = "") -> Source:
-    """Entries of kernels/<name>.py for a dtype; of "jvp", forward.py with tangents. bf16_pairs: bfloat16 operands are
-    multiplied in pairs, not widened. kv_format: of keys and values of 8 bits, which decoding reads.
-    """
+    """Entries of kernels/<name>.py; of "jvp", forward.py with tangents. kv_format: of 8-bit keys and values."""
     file = "forward" if name == "jvp" else name
     parts = ("common", "operands_bf16_pairs" if bf16_pairs else "operands", "kv_loader", file)
     kind, head = f"{name}_{dtype}" + (f"_{kv_format}" if kv_format else ""), f"JVP = {name == 'jvp'}\n"
@@ -189,11 +187,7 @@ def _without_machine_code(library: Any) -> Iterator[None]:
 
 
 def _exports(ir: Any, target: Any, results: dict[str, Any]) -> Any:
-    """For each entry a C function of its name, of 64-bit integers, that calls Numba's function.
-
-    Arrays in kernels are views that own nothing, so reference counts are no-ops. Kernels do not raise; should one, its
-    results are invalid, and the process ends with a message.
-    """
+    """A C function for each entry. Views own nothing, so reference counts do nothing; a kernel that raises aborts."""
     module = ir.Module("exports")
     pointer, void = ir.IntType(8).as_pointer(), ir.VoidType()
     for name in ("NRT_incref", "NRT_decref"):

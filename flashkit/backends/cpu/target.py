@@ -51,10 +51,7 @@ CLASSES = (
 order AMD's are 5 % slower where another thread shares the core.
 """
 
-INSTRUCTIONS = {
-    "avx512bf16": frozenset({"avx512bf16"}),
-    "amx": frozenset({"avx512bf16", "amx-tile", "amx-bf16"}),
-}  # fmt: skip
+INSTRUCTIONS = {"avx512bf16": frozenset({"avx512bf16"}), "amx": frozenset({"avx512bf16", "amx-tile", "amx-bf16"})}
 """LLVM's features for a way to multiply bfloat16 (bf16.py), which finds out whether this CPU has them."""
 
 

@@ -79,9 +79,7 @@ def is_long(flops: float, threads: int) -> bool:
 
 
 def interruptible(launch: Callable[[int], None]) -> None:
-    """Call `launch`, which runs kernels and owns all memory that they use, with a value for STOP. A signal handler that
-    raises stops them.
-    """
+    """Call `launch`, which owns all memory of its kernels, with a value for STOP. A handler that raises stops them."""
     stop = np.zeros(1, np.int64)
     interrupt.run_off_main_thread(lambda: launch(stop.__array_interface__["data"][0]), partial(stop.fill, 1))
 

@@ -47,21 +47,14 @@ def transpose(micro_kernel: int, source: Any, target: Any) -> None:
 
 @njit(**options)
 def modify(args: Any, seq: SeqInfo, state: int, tile: Any, extra: int, b: int, h: int, row0: int, k0: int) -> None:
-    """Apply the score modification and the mask to a tile in place; masked pairs become -inf.
-
-    extra: address of scratch memory for transposed arrays (forward) or for d score / d s (backward).
-    """
+    """Modify and mask a tile in place; masked pairs become -inf. extra: memory for transposed arrays or slopes."""
     if args[at.MODIFY] != 0 and (state == at.PARTIAL or args[at.HAS_SCORE] != 0):
         call_modify(args[at.MODIFY], tile, extra, b, h, row0, row0 + seq.first_position, k0, args[at.VALUES])
 
 
 @njit(**options)
 def visit_ds(args: Any, seq: SeqInfo, p: Any, ds: Any, slopes: int, b: int, h: int, row0: int, k0: int) -> None:
-    """The hook at which dS of a tile is complete: the generated function applies the chain rule of the score
-    modification, dS *= d score / d s, and sums gradients by its values.
-
-    slopes: what `modify` stored, slopes, or where there are such sums, scores.
-    """
+    """Where dS of a tile is complete: the chain rule, and gradients by values. slopes: what `modify` stored."""
     if args[at.VISIT_DS] != 0:
         q0, values = row0 + seq.first_position, args[at.VALUES]
         call_visit_ds(args[at.VISIT_DS], p, ds, slopes, b, h, row0, q0, k0, values, args[at.NONFINITE])
@@ -79,10 +72,7 @@ def _philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
 
 @njit(**options)
 def dropout(args: Any, tile: Any, keys_first: bool, b: int, h: int, row0: int, k0: int) -> None:
-    """Multiply kept pairs by 1 / (1 - p) and set dropped ones to 0, whatever they hold.
-
-    The tile's axes are (keys, rows) where keys_first holds, else (rows, keys).
-    """
+    """Multiply kept pairs by 1 / (1 - p), set dropped ones to 0. keys_first: the tile's axes are (keys, rows)."""
     seed, limit = np.uint64(args[at.SEED]), np.uint64(args[at.DROPOUT_THRESHOLD])
     key0, key1 = seed & LOW32, seed >> SHIFT32
     factor = tile.dtype.type(double_from_bits(args[at.DROPOUT_SCALE]))

@@ -31,9 +31,7 @@ class WorkTile(NamedTuple):
 
 
 class KvWorkTile(NamedTuple):
-    """A split of the keys of a key/value head, or all keys of several heads where they are few. Heads of all batch
-    entries are numbered one after another.
-    """
+    """A split of the keys of a key/value head, or several heads of few keys, numbered over all batch entries."""
 
     number: int
     valid: bool  # as above
@@ -69,9 +67,7 @@ def sequence_of(args: Any, tile: int) -> Any:
 
 @njit(**options)
 def next_q_tile(args: Any) -> WorkTile:
-    """A query tile: every head's last rows first. Under a causal mask they see the most keys, so this is the
-    longest-processing-time-first (LPT) order.
-    """
+    """A query tile: every head's last rows, which see the most keys under a causal mask, come first (LPT)."""
     packed = args[at.CU_SEQLENS_Q] != 0
     heads = args[at.HEADS] if packed else args[at.BATCH] * args[at.HEADS]
     while True:

@@ -56,9 +56,7 @@ def next_group(
 def next_run(
     args: Any, seq: SeqInfo, b: int, h: int, first: int, last: int, start: int, stop: int, n: int, along_keys: bool
 ) -> Any:
-    """The longest run of strips from `start` on that have one state, inside a PARTIAL tile that ends at `stop`: (its
-    end, the state). `n`, `first`, `last`: as in next_group.
-    """
+    """The longest run of strips of one state from `start` on, in a PARTIAL tile until `stop`: (its end, the state)."""
     if args[MAX_GROUP] == 1:  # classifying a strip of this mask costs as much as computing it
         return stop, tile_state(args, seq, b, h, first, last, start, stop, along_keys)
     strips = (stop + STRIP - 1) // STRIP

@@ -87,9 +87,7 @@ def adds_distance_bias(score: Expr | None) -> bool:
 
 
 def of_head(graphs: Sequence[Expr]) -> tuple[list[Expr], list[Expr]]:
-    """Loads from arrays that are constant over a head, such as a slope of ALiBi, so that a kernel reads them once.
-    Returns these loads, and the graphs with head.number[i] in place of load i.
-    """
+    """Loads that are constant over a head, which a kernel reads once, and the graphs with head.number[i] for load i."""
     positions = [expr.S, expr.ROW, expr.Q, expr.K, expr.K0, expr.K1]
     loads = [node for node in expr.walk(graphs) if node.op == "load" and node.kind == "float"]
     numbers = [node for node in loads if not expr.uses(node, *positions)]

@@ -36,11 +36,7 @@ def bits(value: float) -> int:
 
 
 class Arguments(KernelArguments):
-    """The argument block of one call. It keeps the arrays alive that its addresses point to.
-
-    Operands in host memory are copied to the device, and the copies replace them in `operands`, so that the backward
-    pass of the same call transfers nothing.
-    """
+    """The argument block of one call and what it points to. Arrays of the host are replaced by copies in `operands`."""
 
     def __init__(self, spec: AttentionSpec, operands: Operands) -> None:
         self.spec, self.alive, self.scale, self._blocks = spec, list[Any](), operands.scale, operands.blocks
@@ -48,6 +44,7 @@ class Arguments(KernelArguments):
         self.shapes: dict[str, tuple[int, ...]] = {}  # of arrays of the modification
         self.stores_values = False  # kernels store gradients by values, in the dtype of the operands
         self.uploaded = False  # whether something was copied to the device
+        self.empty: Any = None  # f(shape, dtype) makes memory, where the call's arrays are not of CuPy's pool
         self.entries, self.heads, self.n_q, _ = operands.q.shape
         self.heads_kv, self.n_k = operands.k.shape[1:3]
         if spec.paged:
@@ -99,17 +96,13 @@ class Arguments(KernelArguments):
             self.tensors(**dict(zip(SCALES, operands.scales, strict=True)))
 
     def known(self, key: Any, find: Callable[[Arguments], Any]) -> Any:
-        """The result of `find`, which depends on shapes and strides alone. It is cached by the key, for copies too:
-        they differ in addresses only.
-        """
+        """The result of `find`, which depends on shapes and strides alone: kept by the key, for copies too."""
         if key not in self._known:
             self._known[key] = find(self)
         return self._known[key]
 
     def q_tiles(self, block: int, pack: int = 1) -> int:
-        """Query tiles of a head: of each batch entry, or of all packed sequences (SeqTile in common/params.cuh). With
-        `pack` heads in a tile, of these together.
-        """
+        """Query tiles of a head, or of `pack` heads together: of a batch entry, or of all packed sequences."""
         return self.n_q // block + self.batch if self.spec.packed else -(-self.n_q * pack // block)
 
     def k_tiles(self, block: int) -> int:
@@ -129,10 +122,7 @@ class Arguments(KernelArguments):
 
     @property
     def positive_scale(self) -> bool:
-        """Whether -inf of a masked score stays -inf when it is multiplied by the scale.
-
-        Fast kernels mask before they apply the scale, so they need it.
-        """
+        """Whether -inf stays -inf when it is multiplied by the scale, as fast kernels do after they mask."""
         return self.scale > 1e-30
 
     def discard_lse(self, ordinal: int) -> None:
@@ -168,14 +158,6 @@ class Arguments(KernelArguments):
         for name, words in self.ordered.items():
             ordered_sums.total(words, gradients.values[name], self.log2_terms)
 
-    def for_backward(self, out: Any, gradients: Gradients) -> Arguments:
-        """A copy for a backward pass of such an output and gradients: copies may differ in their layouts."""
-        new = self.copy()
-        new._known = {}
-        new.tensors(out=out)
-        new.gradients(gradients)
-        return new
-
     def copy(self) -> Arguments:
         """A copy of the words, in which addresses may be changed."""
         new = object.__new__(Arguments)
@@ -199,7 +181,7 @@ class Arguments(KernelArguments):
         columns, rows = self.spec.head_dim_v, self.heads * self.n_q
         numbers = splits * self.batch * rows
         o_size = -(-numbers * columns // 2) * 2  # pairs follow, the elements of lse_partial
-        memory = scratch(o_size + 2 * numbers, "float32")
+        memory = scratch((o_size + 2 * numbers,), "float32", empty=self.empty)
         o_at, lse_at, address = AT["o_partial"], AT["lse_partial"], memory.data.ptr
         self.words[o_at : o_at + 4] = [address, rows * columns, self.n_q * columns, columns]
         self.words[lse_at : lse_at + 4] = [address + 4 * o_size, rows, self.n_q, 1]
@@ -236,9 +218,7 @@ class Arguments(KernelArguments):
         return integers_address(self.address(array), array.dtype.itemsize)
 
     def release(self, name: str, operands: Operands) -> int:
-        """Stop keeping this array of a modification alive. The result is the index of its address, to be replaced. For
-        an array of `Operands.sequences`, for scales, statistics and tangents it is the index alone.
-        """
+        """The index of this array's address, to be replaced; an array of a modification is kept alive no longer."""
         if name in operands.sequences() or name in SCALES + MORE:
             return AT["q_offsets" if name == "q_offset" else name]
         self.alive = [each for each in self.alive if each is not operands.arrays[name]]

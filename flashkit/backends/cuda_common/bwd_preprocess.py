@@ -21,9 +21,7 @@ class BwdPreprocess:
         self._rows_per_cta = _THREADS // (32 if row_vecs > 16 else 16 if row_vecs > 8 else 8)
 
     def place(self, arguments: Arguments, workspace: Workspace, multiple: int = 1) -> int:
-        """Make room for `bwd_lse` and `delta` (of Params), in each head for a multiple of so many rows. Returns the
-        CTAs to run with.
-        """
+        """Room for `bwd_lse` and `delta`, in each head for a multiple of so many rows. Returns the CTAs to run with."""
         rows = arguments.q_tiles(multiple) * multiple
         workspace.words(row_block=multiple)
         for name in ("bwd_lse", "delta"):

@@ -138,11 +138,7 @@ def architectures() -> tuple[int, ...]:
 
 
 def target(capability: tuple[int, int]) -> str:
-    """The architecture to compile for: the device's own with its architecture-specific instructions (sm_90a), else the
-    newest of its major version that the compiler knows.
-
-    CompileError if the compiler is too old or too new for the device.
-    """
+    """sm_90a for the device's own, else the newest of its major version that NVRTC knows. CompileError without one."""
     major, minor = capability
     known = [arch for arch in architectures() if arch // 10 == major and arch % 10 <= minor]
     if not known:
@@ -243,9 +239,7 @@ def _included(source: Source) -> tuple[tuple[str, str], ...]:
 
 
 def _refuse_serialised(name: str, arch: str, log: str) -> None:
-    """SerialisedError if ptxas has serialised wgmma instructions. Another remark of that kind (C7519, an arrive that it
-    adds) costs nothing.
-    """
+    """SerialisedError if ptxas has serialised wgmma instructions. Its remark C7519, another arrive, costs nothing."""
     if serialised := re.findall(r".*\(C75\d\d\).*serialized.*", log):
         raise SerialisedError(f"{name} for {arch}: {serialised[0].strip()}")
 

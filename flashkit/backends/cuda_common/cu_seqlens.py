@@ -13,9 +13,7 @@ _THREADS = 256  # of a CTA, as in cu_seqlens.cu
 
 
 class CuSeqlens(NamedTuple):
-    """int64 arrays on the device. The caller's sequences are followed by one more: the queries behind them, which have
-    no keys.
-    """
+    """int64 on the device; the last sequence is the queries behind the caller's, which have no keys."""
 
     q: Any  # (B + 2,) where each sequence begins in the rows of q
     k: Any  # likewise in those of k; of no use where the lengths of the keys were given

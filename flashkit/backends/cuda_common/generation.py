@@ -31,9 +31,7 @@ class Kernels(Protocol):
     """Compiles kernels in the language of a backend. Names, constants and arguments are the same in all languages."""
 
     def __call__(self, name: str, spec: AttentionSpec, constants: tuple[tuple[str, int], ...], arch: str, /) -> Library:
-        """The kernels of kernels/<name> for a spec, compiled (or cached) and loaded. `constants`: those that the file
-        needs besides the ones of the spec. CUDA C++ takes generated functions, too.
-        """
+        """The kernels of kernels/<name> for a spec, loaded. `constants`: beyond those of the spec."""
 
 
 class Choice(NamedTuple):
@@ -126,11 +124,7 @@ class Generation:
 
 
 class Pass:
-    """One direction of a plan: its loaded kernels, and how they are launched. Calls whose arrays they do not take go to
-    a pass of an older generation.
-
-    spec: of the kernels, where it is not that of the problem.
-    """
+    """The kernels of one direction and their launch. Calls that they do not take go to an older generation's pass."""
 
     addressed: tuple[str, ...] = ()
     """Tensors whose addresses have to be multiples of 16 bytes."""
@@ -159,9 +153,7 @@ class Pass:
         return library
 
     def geometry(self, arguments: Arguments) -> Any:
-        """What launches derive from shapes and strides, a tuple whose first field is 0 where there is nothing to
-        compute; None where the kernels do not support these.
-        """
+        """What launches derive from shapes and strides, first 0 if there is nothing to do; None if not supported."""
         raise NotImplementedError
 
     def takes(self, arguments: Arguments) -> bool:
@@ -199,9 +191,7 @@ class Fallback:
 
 @dataclass(frozen=True)
 class TileTables:
-    """A profile's rows for one direction of a backend's passes on a device: those of the tables `<backend>.<direction>`
-    and then of `cuda.<direction>`, which all backends share.
-    """
+    """A profile's rows for a backend and direction on a device: of `<backend>.<direction>`, then `cuda.<direction>`."""
 
     backend: str
     profile: Profile

@@ -110,9 +110,7 @@ class _Unloaded:
 
 @contextmanager
 def listing() -> Iterator[list[tuple[compiler.Compilable, str]]]:
-    """The sources and architectures of the kernels of all plans that this thread makes in the block. They are neither
-    compiled nor loaded, so the plans need no device and cannot run.
-    """
+    """Sources and architectures of what this thread plans in the block, which is neither compiled nor loaded."""
     found: list[tuple[compiler.Compilable, str]] = []
     before = _listed.set(found)
     try:
@@ -230,9 +228,7 @@ class Uploads:
             self._event.record()
 
     def wait(self, stream: int) -> None:
-        """Before kernels on this stream, the current one. A graph cannot wait for what it has not captured: then the
-        host waits for these few bytes.
-        """
+        """Before kernels on this stream, the current one. A graph cannot wait for this: then the host does."""
         event = self._event
         if event is None or stream == self._stream:
             return
@@ -244,10 +240,11 @@ class Uploads:
             _cupy().cuda.get_current_stream().wait_event(event)
 
 
-def scratch(shape: Any, dtype: Any, zeros: bool = False) -> Any:
-    """Memory for intermediate results of kernels, from CuPy's pool, uninitialised or zero. See `keep`."""
-    cupy = _cupy()
-    memory = cupy.zeros(shape, dtype) if zeros else cupy.ndarray(shape, dtype)
+def scratch(shape: Any, dtype: Any, zeros: bool = False, empty: Any = None) -> Any:
+    """Memory for intermediate results of kernels, uninitialised or zero. See `keep`. empty: f(shape, dtype) makes it;
+    by default it is from CuPy's pool.
+    """
+    memory = _cupy().zeros(shape, dtype) if zeros else (empty or _cupy().ndarray)(shape, dtype)
     keep(stream(), memory)
     return memory
 

@@ -106,9 +106,7 @@ class Workspace:
         self._words += [(AT[name], value) for name, value in words.items()]
 
     def memory(self, name: str, size: int, zeros: bool = False) -> None:
-        """Bytes that a pointer of `Params` refers to. Those of the first part of zeros, and of all parts that are added
-        after it, are 0 at each launch.
-        """
+        """Bytes that a pointer of `Params` refers to. From the first part of zeros on, all are 0 at each launch."""
         offset = -(-(self.bytes + _GAP) // _ALIGNMENT) * _ALIGNMENT
         self.parts[name] = offset, size
         if zeros and self._zeros is None:
@@ -119,9 +117,7 @@ class Workspace:
     def tensor(
         self, name: str, itemsize: int, tokens: int, elements: int = 1, zeros: bool = False, entries_first: bool = False
     ) -> None:
-        """A tensor (B, Hq, tokens, elements), C-contiguous; packed sequences share one batch entry. entries_first: in
-        the order (Hq, B, tokens, elements).
-        """
+        """A tensor (B, Hq, tokens, elements), or with entries_first (Hq, B, ..); packed sequences share an entry."""
         heads, row = self._heads, tokens * elements
         self.memory(name, itemsize * self._batch * heads * row, zeros)
         strides = (0 if self._packed else heads * row), row, elements
@@ -131,7 +127,7 @@ class Workspace:
 
     def allocate(self, arguments: Arguments, stream: int) -> Any:
         """Set the words. Returns the memory, to be kept until the kernels that read it are enqueued."""
-        held = launch.scratch(self.bytes, "int8")
+        held = launch.scratch((self.bytes,), "int8", empty=arguments.empty)
         words, address = arguments.words, held.data.ptr
         for at, offset in self._addresses:
             words[at] = address + offset
@@ -159,9 +155,7 @@ def bytes_of_keys(arguments: Arguments) -> int:
 
 
 def bytes_of_queries(arguments: Arguments, itemsize: int = 0) -> int:
-    """Bytes of Q, dO and the dQ accumulator of the query heads of a key/value head. itemsize: of what is read of Q and
-    dO, where that is not the dtype.
-    """
+    """Bytes of Q, dO and dq_accum of a key/value head's queries. itemsize: of Q and dO, if not that of the dtype."""
     spec = arguments.spec
     row = (spec.head_dim + spec.head_dim_v) * (itemsize or ITEMSIZE[spec.dtype]) + 4 * spec.head_dim
     return max(arguments.n_q, 1) * spec.group * row

@@ -29,17 +29,13 @@ def entries(slot: Slot) -> int:
 
 
 def values_of(spec: AttentionSpec) -> int:
-    """Entries that all values of the spec take; behind them are those of `spec.sums`, and last, where these are
-    ordered, log2 of the terms of each, or -1 while the greatest term is sought.
-    """
+    """Entries of all values: of slots, of `spec.sums`, and log2 of the terms (-1 seeks the greatest) if ordered."""
     of_sums = sum(entries(slot) for _, slot in sums_of(spec).values())
     return sum(map(entries, spec.slots)) + of_sums + spec.orders_sums
 
 
 def sums_of(spec: AttentionSpec) -> dict[str, tuple[int, Slot]]:
-    """For each of `spec.sums` its index among Params::values, where the address and the strides of its sums are, and
-    the slot as an array.
-    """
+    """For each of `spec.sums` the index of its address and strides among Params::values, and the slot as an array."""
     found, at = {}, sum(map(entries, spec.slots))
     for slot in spec.sums:
         slot = slot._replace(ndim=slot.ndim or 0, dtype=spec.lse_dtype)
@@ -59,9 +55,7 @@ def slope_is_one(spec: AttentionSpec) -> bool:
 
 
 def way_of_adding(read: Read) -> str:
-    """How kernels add the terms of a read: "EachPair", where most pairs have elements of their own, "OfHead", where all
-    pairs of a head have one, or "Run" of neighbours that often have the same.
-    """
+    """How kernels add terms: "EachPair" has an own element, "OfHead" one of a head, "Run" of neighbours that share."""
     symbols = {node for index in read.indices for node in expr.walk([index]) if node.op == "symbol"}
     if not symbols & {expr.ROW, expr.Q, expr.K}:
         return "OfHead"
@@ -172,9 +166,7 @@ def is_of_blocks(spec: AttentionSpec) -> bool:
 
 
 def shifts(mask: Expr) -> bool:
-    """Whether the mask is known to be the same for (q + n, k + n) as for (q, k): it compares q with k, or depends on
-    their distance.
-    """
+    """Whether the mask is known to be the same for (q + n, k + n) as for (q, k)."""
     moved: dict[Expr, int] = {}  # how much a node changes per n
     overflowing = expr.reaches([mask])[1]
     for node in expr.walk([mask]):
@@ -203,9 +195,7 @@ POSITIONS = "any", "integers", "floats"
 
 
 def forward_constants(spec: AttentionSpec, distance_bias: bool = False, dense: Dense = NOT_DENSE) -> dict[str, int]:
-    """What Hopper's forward kernels in CUDA C++ know of scores and masks beyond the constants of every kernel, and what
-    most of them do not have.
-    """
+    """What Hopper's forward kernels in CUDA C++ know of scores and masks beyond the constants of every kernel."""
     return {
         "ROW_SUM_BY_MMA": False, "FAST_MATH": True, "NUM_TERMS": 1, "FP8": False, "GETS_VT": False,
         "HAS_DISTANCE_BIAS": distance_bias, **dense.constants(),
@@ -215,9 +205,7 @@ def forward_constants(spec: AttentionSpec, distance_bias: bool = False, dense: D
 
 
 def positions(spec: AttentionSpec) -> str:
-    """The type for the integers of the score modification where positions are below NEAR: "floats", which hold them
-    exactly, "integers" of 32 bits, or "any" where intermediate values may overflow both.
-    """
+    """For integers of scores at positions below NEAR: exact "floats", "integers" of 32 bits, or "any" that overflow."""
     if spec.score is None:
         return "integers"
     greatest: dict[Expr, float] = {}

@@ -28,10 +28,7 @@ class Readers:
         self._global, self._shared = (library.kernel(name, device) for name in ("read_global", "read_shared"))
 
     def memory(self, size: int, repeats: int = 1) -> tuple[Callable[[], None], float]:
-        """A call that reads `size` bytes of device memory `repeats` times, and its bytes.
-
-        L2 serves the reads after the first if the bytes fit there.
-        """
+        """A call that reads `size` bytes of device memory `repeats` times, from L2 if they fit there, and its bytes."""
         import cupy
 
         array, checksum = cupy.zeros(size // 4, cupy.uint32), cupy.zeros(1, cupy.uint32)
@@ -59,9 +56,7 @@ class Readers:
 
 
 def product(dtype: Any, size: int = PRODUCT) -> tuple[Callable[[], None], float]:
-    """A matrix product by cuBLAS, and its FLOPs. The numbers are random: constant ones draw less power and run at a
-    higher clock.
-    """
+    """A matrix product by cuBLAS, and its FLOPs: of random numbers, as constant ones draw less power."""
     import cupy
 
     rng = cupy.random.default_rng(0)

@@ -26,11 +26,7 @@ class LaunchGeometry(NamedTuple):
 
 
 class MmaBackward(Pass):
-    """Preprocess; then all gradients, a CTA per key tile, which add to dq_accum; then postprocess.
-
-    The tile has block_q, block_k, warps and shared_memory; columns: of a row of dq_accum. ordered: they add in one
-    order.
-    """
+    """Preprocess; all gradients, a CTA per key tile, which add to dq_accum, in one order if `ordered`; postprocess."""
 
     ordered = True
 

@@ -44,7 +44,7 @@ class BackwardTile(SmemTile):
     """A tile of the backward pass: query tiles of `block_q` rows, 64 or 128; work tiles of `block_k` keys, 128: 64 for
     each of two consumer warp groups or, in a cluster, for each of two CTAs. `stages`, `dout_stages` and `key_buffers`:
     how many tiles of Q, dO and K are in shared memory at once. `bias_bytes`, `mask_bytes`: of an element of a bias and
-    of a mask whose tiles are there too, or 0.
+    of a mask of which `dense_stages` tiles are there too, or 0.
     """
 
     block_q: int
@@ -54,6 +54,7 @@ class BackwardTile(SmemTile):
     key_buffers: int = 2
     bias_bytes: int = 0
     mask_bytes: int = 0
+    dense_stages: int = 2
 
     def __post_init__(self) -> None:
         if self.block_q not in (64, 128) or self.block_k != 128:
@@ -89,13 +90,14 @@ class BackwardTile(SmemTile):
         smem.add("DOUT", self.dout_stages * self.block_q * row * chunks_v)
         smem.add("DS", 2 * self.block_q * keys * 2)
         smem.add("DQ", 0 if cluster > 1 else self.dq_accum_bytes(spec))
-        add_dense_tiles(smem, self, self.block_q, keys)
+        add_dense_tiles(smem, self, self.dense_stages, self.block_q, keys)
         smem.add("LSE", self.stages * self.block_q * 4)
         smem.add("DELTA", self.dout_stages * self.block_q * 4)
         pair_sums = self.block_q * (16 if chunks_q + chunks_v == 2 else 2)  # PairSums
         smem.add("PAIR_SUMS", pair_sums if sums_by_distance(spec) and cluster == 1 else 0, align=8)
         smem.add("Q_PIPE", 2 * barrier * self.stages)
         smem.add("DOUT_PIPE", 2 * barrier * self.dout_stages)
+        smem.add("DENSE_PIPE", 2 * barrier * self.dense_stages if self.bias_bytes + self.mask_bytes else 0)
         smem.add("K_PIPE", 2 * barrier * self.key_buffers)
         smem.add("V_PIPE", 2 * barrier)
         smem.add("DS_PIPE", 2 * barrier * 2)
@@ -140,7 +142,8 @@ class BackwardTile(SmemTile):
         lists, capacity = self.query_tile_lists(spec)
         return {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "STAGES": self.stages, "DOUT_STAGES": self.dout_stages,
-            "KEY_BUFFERS": self.key_buffers, "CLUSTER_SIZE": cluster_size(spec), "DETERMINISTIC": spec.deterministic,
+            "DENSE_STAGES": self.dense_stages, "KEY_BUFFERS": self.key_buffers, "CLUSTER_SIZE": cluster_size(spec),
+            "DETERMINISTIC": spec.deterministic,
             "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24, "WATCHDOG": WATCHDOG,
             "SMALL_SCORE": positions(spec) != "any", "FAST_MATH": True, "NUM_LISTS": lists, "LIST_CAPACITY": capacity,
             "LIST_BYTES": _list_bytes(capacity), **self.smem(spec).constants(),

@@ -92,7 +92,7 @@ class ForwardTile(SmemTile):
         smem.add("K", 128 * self.stages * self.block_k * q * (1 + ("k" in tangents)))
         smem.add("V", 128 * self.stages * self.block_k * v * (1 + ("v" in tangents)))
         smem.add("ONES", 128 * self.block_k * ones)
-        add_dense_tiles(smem, self, self.block_q, self.block_k)
+        add_dense_tiles(smem, self, self.stages, self.block_q, self.block_k)
         smem.add("Q_PIPE", barriers * self.q_buffers)
         smem.add("K_PIPE", barriers * self.stages)
         smem.add("V_PIPE", barriers * self.stages)
@@ -130,10 +130,10 @@ class ForwardTile(SmemTile):
         }  # fmt: skip
 
 
-def add_dense_tiles(smem: SmemLayout, tile: Any, rows: int, keys: int) -> None:
-    """A stage each of tiles of the arrays that the tile has room for: kernels/sm90/dense_tiles.cuh."""
+def add_dense_tiles(smem: SmemLayout, tile: Any, stages: int, rows: int, keys: int) -> None:
+    """Stages of tiles of the arrays that the tile has room for: kernels/sm90/dense_tiles.cuh."""
     for name, itemsize in ("BIAS", tile.bias_bytes), ("MASK", tile.mask_bytes):
-        smem.add(name, tile.stages * rows * 128 * -(-keys * itemsize // 128))
+        smem.add(name, stages * rows * 128 * -(-keys * itemsize // 128))
 
 
 def staged(spec: AttentionSpec, dense: Dense, tiles: Sequence[Any], device: Device) -> tuple[Dense, Any]:

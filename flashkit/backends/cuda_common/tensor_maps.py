@@ -29,9 +29,7 @@ def _extents(arguments: Arguments, name: str) -> tuple[int, int, int]:
 
 
 def strides_fit(arguments: Arguments, names: Sequence[str]) -> bool:
-    """Whether TMA can address tensors with these strides: multiples of 16 bytes, and positive. Addresses, which are
-    multiples of 16 bytes too, are not checked.
-    """
+    """Whether TMA takes these strides: positive multiples of 16 bytes. Addresses are not checked."""
     words = arguments.words
     for name in names:
         at = AT[name]
@@ -75,11 +73,7 @@ class Maps(dict[int, TensorMap]):
 
 
 def maps_of(arguments: Arguments, name: str, dim: int, pack: int, rows: int) -> Maps:
-    """The tensor maps of all tensors with the layout of this one, for boxes of `rows` rows of 128 bytes.
-
-    Their axes are (batch, head / pack, token, head % pack, dim), with `pack` query heads that share a key/value head
-    (pack-GQA); for pack 1 (batch, head, 1, token, dim).
-    """
+    """Maps (batch, head / pack, token, head % pack, dim) of tensors of this layout, in boxes of `rows` rows."""
     at, dtype = AT[name], dtype_of(arguments, name)
     entries, heads, tokens = _extents(arguments, name)
     return Maps(dtype, *arguments.words[at + 1 : at + 4], dim, pack, heads, tokens, entries, rows)
@@ -88,9 +82,7 @@ def maps_of(arguments: Arguments, name: str, dim: int, pack: int, rows: int) -> 
 def maps_of_pairs(
     arguments: Arguments, array: DenseArray, rows: int, dtype: str, strides: Sequence[int]
 ) -> Maps | None:  # fmt: skip
-    """The tensor maps of arrays of the shape of this one, for boxes of `rows` rows; None where TMA cannot address
-    them.
-    """
+    """The tensor maps of arrays of this shape, for boxes of `rows` rows; None where TMA cannot address them."""
     shape = arguments.shapes[array.slot.name]
     entries, heads = (1 if axis is None else shape[axis] for axis in (array.entry, array.head))
     entry, head = (0 if axis is None else strides[axis] for axis in (array.entry, array.head))
@@ -164,9 +156,7 @@ class TileCounters:
         return memory
 
     def next(self, stream: int) -> int:
-        """The address of a pair that no kernel in flight uses. A captured launch gets its own, as its graph may run at
-        any time.
-        """
+        """The address of a pair that no kernel in flight uses; a captured launch, which may run later, has its own."""
         if capturing(stream):
             return int(scratch((2,), "int32", zeros=True).data.ptr)
         return int(self._memory.data.ptr) + next(self._next) % self.COUNT * 8

@@ -73,10 +73,7 @@ def check(compiled: Any, spec: AttentionSpec, device: Device, direction: Directi
 
 
 def sample_problem(spec: AttentionSpec, values_in_keys: bool = False) -> Operands:
-    """NumPy operands of a small problem. Arrays of a modification have the same value everywhere.
-
-    values_in_keys: v is a view of k.
-    """
+    """NumPy operands of a small problem, modified by equal values. values_in_keys: v is a view of k."""
     rng = np.random.default_rng(0)
     dtype = dtype_of(spec.dtype)
 

@@ -26,9 +26,7 @@ def reads(spec: AttentionSpec) -> bool:
 
 
 class Distances:
-    """The memory of a call, and the kernels that fill it and, where there are sums, add these to the gradients. Their
-    spec is the problem's: that a pass adds dQ in order does not order sums.
-    """
+    """The memory of a call, and kernels that fill it and add its sums to the gradients, for the problem's own spec."""
 
     def __init__(self, of: Pass, is_read: bool = True, has_sums: bool = False) -> None:
         self.is_read, self.has_sums, spec, device = is_read, has_sums, of.problem.spec, of.device

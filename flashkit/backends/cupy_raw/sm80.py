@@ -57,9 +57,7 @@ def _score_constants(spec: AttentionSpec) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Sm80Tile(SmemTile):
-    """A tile of the forward pass, the warps that share it, the stages of K and V in shared memory, and the waves of
-    CTAs that split-KV makes.
-    """
+    """A tile of the forward pass: its warps, stages of K and V, and waves of CTAs that split-KV makes."""
 
     block_q: int
     block_k: int
@@ -139,9 +137,7 @@ class Sm80Tile(SmemTile):
 
 
 def launch_combine(kernel: Kernel, arguments: Arguments, stream: int, early: bool) -> None:
-    """Enqueue kernels/sm80/combine.cuh: one CTA or several for each row, with as many groups of threads as make few
-    rounds.
-    """
+    """Enqueue kernels/sm80/combine.cuh, with as many groups of threads for each row as make few rounds."""
     rows, dim_v = arguments.batch * arguments.heads * arguments.n_q, arguments.spec.head_dim_v
     columns = 4 if dim_v % 4 == 0 and dim_v > 64 else 2 if dim_v % 2 == 0 else 1  # COMBINE_VEC
     lanes = padded(-(-dim_v // columns), 32)
@@ -183,9 +179,7 @@ class Sm80Forward(Pass):
         self.split &= not (spec.packed or spec.stats)
         self.split |= self.split_tiles > 0 or (self._halves and problem.n_k > LONG_KEYS)
         self.why += "; split along the keys" if self.split else ""
-        library = self.compiled(
-            "sm80/forward", tile.constants(spec, device, self.pack, self.split, self.split_tiles)
-        )
+        library = self.compiled("sm80/forward", tile.constants(spec, device, self.pack, self.split, self.split_tiles))
         self._kernel = library.kernel("sm80_forward", device, tile.shared_memory(spec))
         self._combine = library.kernel("combine", device)
         self._early_launch, self._threads = device.supports_pdl, 32 * tile.warps

@@ -56,9 +56,7 @@ def supports(spec: AttentionSpec) -> Verdict:
 
 
 class NonfiniteFallback:
-    """Where a mask may hide what is not finite, kernels on CUDA cores follow those on tensor cores. They end at once
-    unless these have met it.
-    """
+    """Kernels on CUDA cores after those on tensor cores, which end at once unless these met what is not finite."""
 
     def __init__(self, of: Pass, tables: TileTables) -> None:
         spec, simt = of.spec, of.generation.below[-1]

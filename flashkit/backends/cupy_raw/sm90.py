@@ -97,10 +97,12 @@ def staged_arrays(problem: Problem, tile: Sm90Tile, device: Device) -> tuple[Den
     if spec.packed or spec.paged or spec.dtype == "float32" or Sm90Forward.packed(problem) > 1:
         return NOT_DENSE, tile
     bias, mask = modification.dense_bias(spec), modification.dense_mask(spec)
-    few_first = mask is not None and spec.score is None and chunks(max(spec.head_dim, spec.head_dim_v)) == 1  # faster
-    keys_of_tile = sorted({tile.block_k, min(tile.block_k, 64)}, reverse=not few_first)
-    kinds = itertools.product(keys_of_tile, range(tile.q_buffers, 0, -1))
-    tiles = [replace(tile, block_k=keys, q_buffers=buffers) for keys, buffers in kinds]
+    keys, stages = tile.block_k, tile.stages
+    if mask is not None and tile.block_q == 192:
+        keys, stages = 96, 2  # bits of more keys would spill
+    kinds = (keys, stages), (keys, 2 if mask is not None else stages), (min(keys, 64), stages)
+    of_keys = [replace(tile, block_k=keys, stages=stages) for keys, stages in kinds]
+    tiles = [replace(each, q_buffers=n) for each in of_keys for n in range(tile.q_buffers, 0, -1)]
     return staged(spec, Dense(bias if bias and bias.itemsize else None, mask), tiles, device)
 
 

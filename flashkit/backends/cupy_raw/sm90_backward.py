@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,7 +43,7 @@ def functions(spec: AttentionSpec, tile: BackwardTile) -> str:
     dim, dim_v, rows = padded(spec.head_dim), padded(spec.head_dim_v), tile.block_q
     dtype = "float16" if spec.dtype == "float32" else spec.dtype
     if cluster_size(spec) > 1:
-        return "#define CLUSTER_MAINLOOP\n" + wgmma_functions(dtype, [rows, dim], [dim_v])
+        return "#define CLUSTER_MAINLOOP\n" + wgmma_functions(dtype, [rows // 2, rows, dim], [dim_v])
     return wgmma_functions(dtype, [rows, rows if chunks(dim) == 2 else rows // 2], [dim, dim_v])
 
 
@@ -114,8 +115,9 @@ def staged_arrays(spec: AttentionSpec, tile: BackwardTile, device: Device) -> tu
     bias, mask = dense_bias(spec), dense_mask(spec)
     if spec.packed or spec.dropout or spec.dtype == "float32" or cluster_size(spec) > 1:
         return NOT_DENSE, tile
-    kinds = (tile.block_q, tile.key_buffers), (tile.block_q, 1), (64, tile.key_buffers), (64, 1)
-    tiles = [replace(tile, block_q=rows, key_buffers=buffers) for rows, buffers in kinds]
+    names = "dout_stages", "block_q", "key_buffers", "dense_stages"
+    kinds = itertools.product((tile.dout_stages, 1), (tile.block_q, 64), (tile.key_buffers, 1), (2, 1))
+    tiles = [replace(tile, **dict(zip(names, kind, strict=True))) for kind in kinds]
     dense, larger = staged(spec, Dense(bias if bias and bias.itemsize else None, mask), tiles, device)
     # Beside another score modification pairs read what masks them.
     return (dense, larger) if dense.bias or spec.score is None or reads_distances(spec) else (NOT_DENSE, tile)

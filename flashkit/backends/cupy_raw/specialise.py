@@ -14,9 +14,7 @@ FOLDER = Path(__file__).parent / "kernels"
 
 
 def source(name: str, spec: AttentionSpec, constants: Mapping[str, int], functions: str = "") -> compiler.Source:
-    """The text of kernels/<name>.cu for a spec. `constants`: what the file needs beyond the constants of the spec.
-    `functions`: text that precedes the file.
-    """
+    """The text of kernels/<name>.cu for a spec, after `functions`. `constants`: beyond those of the spec."""
     numbers = {
         "HEAD_DIM": spec.head_dim, "HEAD_DIM_V": spec.head_dim_v, "GQA_GROUP": spec.group,
         "MASK_READS_ARRAYS": modification.looks_at_ranges(spec), "HAS_SCORE": spec.score is not None,

@@ -70,9 +70,7 @@ def machine_code(name: str, texts: Sequence[str], arch: str) -> tuple[bytes, str
 
 @contextmanager
 def _files() -> Iterator[tuple[Path, Path, tuple[int, ...]]]:
-    """Two files for ptxas and the descriptors that it inherits. They are in memory where the system has such files: a
-    full disk does not matter then, and a process that is killed leaves nothing behind.
-    """
+    """Two files and their descriptors, in memory where possible: a full disk or a killed process does not matter."""
     with ExitStack() as stack:
         if hasattr(os, "memfd_create"):
             descriptors = tuple(os.memfd_create(name) for name in ("flashkit-ptx", "flashkit-cubin"))

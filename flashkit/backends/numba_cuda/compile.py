@@ -37,9 +37,7 @@ _compiling = threading.local()
 
 
 def kernel(threads: int, blocks: int = 1, maps: Sequence[str] = ()) -> Callable[[Any], Any]:
-    """Mark a function of Params as a kernel: threads of a CTA, CTAs that fit on an SM by their registers (the second
-    launch bound), and names of tensor maps, which are further parameters of 128 bytes by value.
-    """
+    """Mark a kernel of Params: threads of a CTA, CTAs for an SM's registers, and names of tensor maps, by value."""
 
     def mark(function: Any) -> Any:
         function.kernel = (threads, blocks), tuple(maps)

@@ -117,9 +117,7 @@ _thread = instruction("mov.u32 $0, %tid.x;", types.int32)
 
 @device
 def thread_here() -> Any:
-    """Thread index. The volatile read keeps the compiler from hoisting values of it out of all loops, which takes
-    registers.
-    """
+    """Thread index, by a volatile read: otherwise values of it are hoisted out of loops and take registers."""
     return np.int64(_thread()) & np.int64(1023)
 
 

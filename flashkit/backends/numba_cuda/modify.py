@@ -41,9 +41,7 @@ def text(spec: AttentionSpec) -> str:
 
 
 def _value_sums(spec: AttentionSpec) -> str:
-    """`add_values` and `flush_values`: gradients by values of the modification. A thread sums terms of neighbouring
-    pairs for the same element before it adds them to memory; `last` and `sums` hold address and sum for each read.
-    """
+    """`add_values` and `flush_values`: a thread sums neighbours' terms of one element before it adds them to memory."""
     places, functions, adding = sums_of(spec), [], []
     for n, read in enumerate(spec.reads):
         at, slot = places[read.name]
@@ -108,9 +106,7 @@ def _places(spec: AttentionSpec) -> dict[str, tuple[Slot, int]]:
 
 
 def _extreme(axes: int) -> str:
-    """Minimum or maximum within a box of inclusive corners (flashkit.mods.expr.bounds), one loop per axis; of a box of
-    over MAX_BOX elements `limit`, that of their type (see cupy_raw/kernels/common/scalar.cuh).
-    """
+    """Minimum or maximum within a box of inclusive corners, a loop per axis; `limit` of a box over MAX_BOX elements."""
     strides = ", ".join(f"stride{axis}" for axis in range(axes))
     corners = ", ".join(f"first{axis}, last{axis}" for axis in range(axes))
     offset = " + ".join(f"i{axis} * stride{axis}" for axis in range(axes))

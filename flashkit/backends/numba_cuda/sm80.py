@@ -26,9 +26,7 @@ def row_bytes(dim: int, spec: AttentionSpec) -> int:
 
 @dataclass(frozen=True)
 class Tile(SmemTile):
-    """A tile of the forward pass: query rows, 16 or 32 for each of four warps; keys; stages of K and V in shared
-    memory.
-    """
+    """A tile of the forward pass: 16 or 32 query rows for each of four warps, keys, and stages of K and V."""
 
     block_q: int
     block_k: int
@@ -91,9 +89,7 @@ class Forward(Pass):
 
 @dataclass(frozen=True)
 class BackwardTile(SmemTile):
-    """A tile of the backward pass and its warps, each of which has 32 rows of every product:
-    kernels/sm80/bwd_layout.py.
-    """
+    """A tile of the backward pass and its warps, each with 32 rows of every product: kernels/sm80/bwd_layout.py."""
 
     block_q: int
     block_k: int

@@ -135,9 +135,7 @@ def to_int(x: Any) -> Expr:
 def _function(
     name: str, summary: str, given: str, result: str, compute: _Unary | None = None, kind: str = "A float"
 ) -> _Unary:
-    """A function of one operand; by default of the operation of this name. given, result: of the example in its
-    docstring.
-    """
+    """A function of one operand; by default of the operation of this name. given, result: in its docstring."""
     of = compute or (lambda x: floating(name, x))
 
     def function(x: Any) -> Expr:

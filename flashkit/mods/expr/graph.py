@@ -74,9 +74,7 @@ KINDS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 def _check(op: Any, args: Any, value: Any, kind: Any) -> None:
-    """Refuse a node that would bring other text than names, numbers and operations into generated code, or an operation
-    on operands that it is not for.
-    """
+    """Refuse a node with other text than names, numbers and operations, or with operands of a wrong kind."""
     kinds = tuple(arg.kind if type(arg) is Expr else None for arg in args) if type(args) is tuple else (None,)
     if type(op) is not str or kind not in _TYPES:
         fits = False
@@ -289,9 +287,7 @@ _FOLD: dict[str, Callable[..., Any]] = {
 
 
 def _fold(op: str, args: tuple[Expr, ...], kind: Kind) -> Expr:
-    """Make the node, or its value where all operands are literals. Floats are not folded: they keep the kernel's
-    rounding.
-    """
+    """Make the node, or its value where all operands are literal integers; floats keep the kernel's rounding."""
     try:
         return _folded(Expr(op, args, None, kind))
     except ZeroDivisionError:
@@ -442,9 +438,7 @@ def walk(roots: Iterable[Expr]) -> list[Expr]:
 
 
 def from_rows(rows: Any) -> Expr:
-    """The graph whose pickled form this is; its nodes are interned again. ValueError if a row is no node of an
-    expression, or names an operand that does not come before it.
-    """
+    """The graph of this pickled form, interned again. ValueError if a row is no node, or comes before an operand."""
     nodes: list[Expr] = []
     for row in rows:
         if type(row) is not tuple or len(row) != 4 or type(row[1]) is not tuple:

@@ -154,10 +154,7 @@ def _load_bounds(node: Expr, ranges: list[tuple[End, End]], int32_arrays: frozen
 
 @lru_cache(maxsize=512)
 def classify(mask: Expr, int32_arrays: frozenset[str] = frozenset()) -> tuple[Expr, Expr]:
-    """(empty, full): bool expressions over a tile's corners that prove that no pair, or every pair, is visible.
-
-    int32_arrays: as in `reaches`. Without it the analysis proves less, but never anything wrong.
-    """
+    """(empty, full): expressions of a tile's corners that prove that no pair, or every pair, is visible."""
     sure, possible = bounds(mask, int32_arrays)  # type: ignore[misc]
     return ~possible, sure
 

@@ -93,9 +93,7 @@ OPS: dict[str, Op] = {
 
 @lru_cache(maxsize=512)
 def derivative(expr: Expr, by: Expr = S) -> Expr:
-    """d expr / d by as a graph; by: the score, or a value that the graph reads, a float. At a kink (abs, min, max,
-    where) it is the derivative of the side that is taken.
-    """
+    """d expr / d by, a float, as a graph. At a kink (abs, min, max, where) it is that of the side taken."""
     zero, d = const(0.0), {}
     for node in walk([expr]):
         rule = OPS[node.op].derivative if node.op in OPS else None

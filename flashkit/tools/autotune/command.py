@@ -31,10 +31,7 @@ MIN_TIME = 6.0
 
 
 class Outcomes(list[Outcome]):
-    """One for each target that was timed; a short run may have timed none, and have bandwidths and peaks to write.
-
-    written: whether every backend's profile was.
-    """
+    """One for each target that was timed. written: whether every backend's profile was, if only with peaks."""
 
     written = True
 
@@ -69,9 +66,7 @@ def autotune(
 
 
 def tuners(backend: str | None = None) -> list[Tuner]:
-    """The backend of this name, or by default those of DEFAULT_BACKENDS that are available. ValueError if the backend
-    is unknown or not available.
-    """
+    """The backend of this name, or those of DEFAULT_BACKENDS that are available. ValueError if it is not."""
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend: expected {', '.join(BACKENDS)}, got {backend!r}")
     reasons = {name: _unavailable(name) for name in (DEFAULT_BACKENDS if backend is None else (backend,))}
@@ -122,9 +117,8 @@ def _tune(
 
 
 def _search(
-    tuner: Tuner, targets: Sequence[Target], log: Log, effort: Effort, end: float,
-    clock: Callable[[], float],
-) -> Iterator[Outcome]:  # fmt: skip
+    tuner: Tuner, targets: Sequence[Target], log: Log, effort: Effort, end: float, clock: Callable[[], float]
+) -> Iterator[Outcome]:
     """Search target by target, each with an equal share of the time that is left, but no less than MIN_TIME."""
     tuner.begin(effort, targets)
     steps = 2 * effort.blocks + effort.shapes + 5
@@ -180,9 +174,8 @@ def _write(profile: dict[str, Any], output: Path | None) -> Path:
 
 
 def _report(
-    outcomes: Sequence[Outcome], targets: Sequence[Target], log: Log, path: Path | None, tuner: Tuner,
-    warning: str,
-) -> None:  # fmt: skip
+    outcomes: Sequence[Outcome], targets: Sequence[Target], log: Log, path: Path | None, tuner: Tuner, warning: str
+) -> None:
     """Print the measured peaks, a table of the outcomes, what is unfinished, and the paths that were written."""
     console = stdout()
     if log.peaks is not None:

@@ -91,9 +91,7 @@ class CudaTuner(Tuner):
         return QUICK if quick else FULL
 
     def targets(self, effort: Effort, dtypes: Sequence[str] | None) -> list[Target]:
-        """A target for each generation that supports the problem, the newest first: the search gives up an older one
-        that is far slower.
-        """
+        """A target for each generation that supports the problem, the newest first, as far slower ones are given up."""
         dense = effort.targets(dtypes)
         full = (target for target in dense if target.direction == "forward" and not target.causal)
         targets = []

@@ -17,9 +17,7 @@ SIZE = 1 << 27
 
 
 def interconnect() -> tuple[float, Path | None]:
-    """Measure it, in 1e9 bytes/s, on all ranks, and write it into the user's profile on rank 0: with a device for each
-    rank that of the devices, else that of the CPU. Every rank calls it.
-    """
+    """Measure 1e9 bytes/s on all ranks, which call it, and write them to the user's profile on rank 0."""
     from mpi4py import MPI
 
     comm, kind = Comm(MPI.COMM_WORLD), "cpu"

@@ -16,10 +16,7 @@ T = TypeVar("T")
 
 
 class Trial(msgspec.Struct, Generic[T], frozen=True, tag="trial"):
-    """One tile on one target. The numbers of a trial that was not timed are None.
-
-    seconds: the median. ratio, high: of the time to that of the tile in use, median and 80 % quantile over the rounds.
-    """
+    """One tile on one target, None where it was not timed. ratio, high: of the time to that of the tile in use."""
 
     target: str
     stage: Stage

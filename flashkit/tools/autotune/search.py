@@ -66,11 +66,7 @@ class Outcome:
 
 @dataclass
 class Search:
-    """The search for one target.
-
-    deadline: on `clock`; nothing is started after it. rival_gflops: the best rate of other kernel generations on the
-    same problem.
-    """
+    """The search for one target, until `deadline`. rival_gflops: of other kernel generations on the same problem."""
 
     target: Target
     tuner: Tuner
@@ -167,10 +163,7 @@ class Search:
         return sorted((t for t in timed if (t.stage == "final") == (stage == "final")), key=lambda t: t.ratio or 0.0)
 
     def leader(self, shape: Hashable = None) -> Any:
-        """The fastest tile so far, of all shapes or of one, without the final stage.
-
-        The final stage does not count, because a finished search must find the same leaders when it runs again.
-        """
+        """The fastest tile so far, of a shape or of all; without the final stage, so that a repeated search agrees."""
         timed = (t.tile for t in self.timed() if shape in (None, t.tile.shape))
         return next(timed, self.before)
 

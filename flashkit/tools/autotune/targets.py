@@ -38,9 +38,7 @@ class Tile(Protocol):
 
 @dataclass(frozen=True)
 class Target:
-    """What a row of a tile table is for: a dtype, head dims from min_head_dim to head_dim, masks or not, or decoding
-    (`few` queries), and a kernel generation.
-    """
+    """What a row is for: dtype, head dims, masks or decoding (`few` queries), and a kernel generation."""
 
     direction: Direction
     dtype: str
@@ -62,10 +60,7 @@ class Target:
         return self.direction, self.dtype, str(self.head_dim), kind
 
     def row_conditions(self, in_use: TileRow | None, tokens: int) -> dict[str, Any]:
-        """The conditions of a row for the target: its own and those of the row in use, whose tile the new one replaces.
-        On a GPU shorter sequences than a quarter of the `tokens` timed, and calls that do not fill the device, are left
-        to other rows.
-        """
+        """The conditions of the target and of the row in use. On a GPU short sequences and small calls are left out."""
         found: dict[str, Any] = dict(in_use.conditions) if in_use else {}
         least = {"min_head_dim": self.min_head_dim}
         if self.generation and not self.few:

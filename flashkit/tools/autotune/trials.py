@@ -32,10 +32,7 @@ maximum of a few errors varies. A wrong tile is off by thousands of times that e
 
 
 class Task:
-    """A target's problem with its arrays, on any device, and its expected results.
-
-    plan: of the backend, where its runner uses one. Of heads that share no keys the first and the last are verified.
-    """
+    """A target's problem, arrays, and expected results, of the first and last heads that share no keys."""
 
     plan: Any = None
 

@@ -101,9 +101,7 @@ def _with_flex(case: Case, arrays: Sequence[Any], direction: Direction, threads:
 
 
 def _with_pallas(case: Case, arrays: Sequence[Any], direction: Direction, threads: int) -> Entry | None:
-    """JAX's attention for Hopper, written in Pallas, with the fastest of its own benchmark's tiles. It supports float16
-    alone and applies no scale, so the queries are scaled beforehand.
-    """
+    """JAX's attention for Hopper in Pallas, by the fastest tile. It takes float16 and no scale: queries are scaled."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # otherwise it takes most of the memory
     import jax
     from jax.experimental.pallas.ops.gpu.attention_mgpu import TuningConfig, attention
@@ -134,9 +132,7 @@ _pallas_best: dict[tuple[int, bool], int] = {}
 
 
 def _pallas_tile(case: Case, attend: Callable[[int], Callable[[], Any]]) -> int:
-    """Keys of the fastest tile, measured in the first case with this head dim and mask. Raises ValueError if no tile
-    runs.
-    """
+    """Keys of the fastest tile, measured once for a head dim and mask. ValueError if no tile runs."""
     import cupy
 
     kind = case.head_dim, case.causal

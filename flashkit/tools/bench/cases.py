@@ -161,16 +161,14 @@ SUITES: dict[str, list[Case]] = {
     "float16": _grid("float16", LENGTHS[:2]),
     "float64": _grid("float64", LENGTHS[:2]),
     "masks": [Case(8192, causal=True, window=512), Case(8192, kept=0.25)],
-    "decode": [
-        Case(1, 128, heads=32, heads_kv=8, n_k=32768, dtype=dtype) for dtype in ("float32", "bfloat16")
-    ],
+    "decode": [Case(1, 128, heads=32, heads_kv=8, n_k=32768, dtype=dtype) for dtype in ("float32", "bfloat16")],
     "small": [Case(n) for n in (16, 64, 128)],
     "shapes": [
         Case(n, d, dtype=dtype, causal=causal)
         for dtype in ("float32", "bfloat16")
         for n, d, causal in ((777, 64, False), (1536, 96, False), (3000, 128, True), (384, 80, False), (384, 80, True))
     ],
-}  # fmt: skip
+}
 """The suites on a CPU, by name."""
 
 QUICK = [case for case in SUITES["float32"] if case.n_q <= 2048 and case.head_dim == 64]

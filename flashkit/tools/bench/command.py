@@ -74,9 +74,7 @@ def main(
 
 
 def show(console: Console, results: Sequence[Result], baselines: Sequence[str]) -> None:
-    """Print a row for each result: median time with its 20 and 80 % quantiles, GFLOP/s, the speed-up over each
-    baseline, the share of each yardstick's rate, and peak memory of flashkit and of NumPy.
-    """
+    """Print a row for each result: time with quantiles, GFLOP/s, speed-ups, shares of yardsticks, and memory."""
     rows = []
     for r in results:
         t = r.timings["flashkit"]

@@ -45,9 +45,7 @@ def with_flashkit(case: Case, arrays: Sequence[Any], direction: Direction, threa
 
 
 def in_numpy(case: Case, x: Any) -> np.ndarray:
-    """A result in NumPy. Of one on a device the heads of the first key/value head of the first batch entry: whole
-    results have gigabytes.
-    """
+    """A result in NumPy; of one on a device, which may have gigabytes, the first heads of the first entry."""
     if isinstance(x, np.ndarray):
         return x
     return np.asarray(x[:1, : case.group if x.shape[1] == case.heads else 1].get())

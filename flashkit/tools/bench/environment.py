@@ -29,9 +29,7 @@ def now() -> str:
 
 
 def versions(*distributions: str) -> dict[str, str]:
-    """Versions of Python, flashkit and the packages that a CPU result depends on, and of these other distributions as
-    far as they are installed.
-    """
+    """Versions of what a CPU result depends on, and of these other distributions that are installed."""
     from ... import __version__
 
     by_package = {"python": platform.python_version(), "flashkit": __version__}
@@ -145,10 +143,7 @@ def _clock_mhz() -> float | None:
 
 
 class BackgroundLoad:
-    """The share of all cores' time, 0 to 1, that other processes take during the `with` block, as `share`.
-
-    None if the system does not report it (on anything but Linux). Spinning idle threads of this process do not count.
-    """
+    """The share of all cores' time, 0 to 1, that others take in the block, as `share`; None but on Linux."""
 
     share: float | None = None
 

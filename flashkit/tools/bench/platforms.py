@@ -18,11 +18,7 @@ from .yardsticks import yardsticks
 
 @dataclass(frozen=True)
 class Platform:
-    """What differs between the CPU and a CUDA device.
-
-    synchronize: waits for asynchronous calls. is_cpu: the load of other processes and idle threads matter, and the
-    process's memory is measured.
-    """
+    """The CPU or a CUDA device. is_cpu: load, idle threads and memory matter. synchronize: waits for calls."""
 
     suites: Mapping[str, Sequence[Case]]
     quick: Sequence[Case]

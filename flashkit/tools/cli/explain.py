@@ -102,9 +102,7 @@ def explain(
         raise fail("no backend can compute this call; the reasons are above")
 
 
-def _broad_shapes(
-    q: tuple[int, ...], k: tuple[int, ...], layout: str
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _broad_shapes(q: tuple[int, ...], k: tuple[int, ...], layout: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shapes of numbers for each head, and for each pair."""
     head_axis, row_axis = HEADS_AND_TOKENS[layout]
     heads = q[head_axis] if len(q) > 2 else 1

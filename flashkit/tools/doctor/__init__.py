@@ -37,9 +37,7 @@ PROBES: dict[str, Callable[[], Any]] = {
 
 
 def report(*topics: str) -> Report:
-    """Examine the installation: plain data by topic, a name of PROBES; by default all of them, and "missing". A probe
-    that fails gives {"error": "..."}; this function never raises.
-    """
+    """The report by topic of PROBES, by default all and "missing"; {"error": ..} of one that fails. Never raises."""
     found: Report = {name: _guarded(probe) for name, probe in PROBES.items() if not topics or name in topics}
     if not topics:
         found["missing"] = _guarded(lambda: missing.missing(found))

@@ -11,19 +11,6 @@ text.
     dQ        dq_accum [split][B][H][N_Q][D]   one accumulator per split, added in a fixed order by bwd_postprocess
 """
 
-import numpy as np
-from numba import njit, types
-
-from flashkit.backends.cpu.arguments import *
-from flashkit.backends.cpu.functions import entry, options
-from flashkit.backends.cpu.micro_calls import *
-from flashkit.backends.cpu.scratch import backward_layout
-from flashkit.backends.cpu.seq_info import seq_info
-from flashkit.backends.cpu.tile_ops import dropout, modify, scale_tile, visit_ds
-from flashkit.backends.cpu.tile_scheduler import next_kv_split, next_q_tile, stopped
-from flashkit.backends.cpu.tiling import next_group, next_run
-from flashkit.backends.cpu.views import vector
-
 
 @njit(**options)
 def dq_accum_at(args, seq, split, b, h, row):

@@ -1,5 +1,5 @@
 """Views in a kernel's dtypes: tiles in scratch memory, rows of the tensors. specialise.py puts this text before the
-kernels' own.
+kernels' own, and its imports serve all of them.
 
 Names that no import brings come from the head that specialise.py writes before all texts: STORAGE and STORAGE_SIZE (the
 dtype of the operands), ACCUM and ACCUM_SIZE (of the accumulators), IN_PLACE (whether they are the same), widen, narrow;
@@ -8,12 +8,19 @@ KV_STORAGE, KV_SIZE and widen_kv of keys and values, SCALED (whether these have 
 """
 
 import numpy as np
-from numba import njit
+from numba import njit, types
 
 from flashkit.backends.cpu.arguments import *
-from flashkit.backends.cpu.functions import options
-from flashkit.backends.cpu.seq_info import row_stats, tokens
-from flashkit.backends.cpu.views import matrix, vector
+from flashkit.backends.cpu.functions import entry, options
+from flashkit.backends.cpu.micro_calls import *
+from flashkit.backends.cpu.scratch import backward_layout, decode_layout, forward_layout, partial_layout
+from flashkit.backends.cpu.seq_info import row_stats, seq_info, tokens
+from flashkit.backends.cpu.tile_ops import (
+    dropout, entropy_sum, modify, moved, nonfinite_gemm, row_statistics, scale_tile, visit_ds,
+)  # fmt: skip
+from flashkit.backends.cpu.tile_scheduler import next_kv_heads, next_kv_split, next_q_tile, stopped
+from flashkit.backends.cpu.tiling import next_group, next_run
+from flashkit.backends.cpu.views import atomic_arrive, double_from_bits, integer_at, matrix, prefetch, tensor3, vector
 
 
 @njit(**options)

@@ -13,19 +13,6 @@ on which thread computed what. specialise.py puts common.py, the operands and th
     states, ends [group]     state of the current tiles for each query head, and where it ends
 """
 
-import numpy as np
-from numba import njit, types
-
-from flashkit.backends.cpu.arguments import *
-from flashkit.backends.cpu.functions import entry, options
-from flashkit.backends.cpu.micro_calls import *
-from flashkit.backends.cpu.scratch import decode_layout, partial_layout
-from flashkit.backends.cpu.seq_info import seq_info
-from flashkit.backends.cpu.tile_ops import dropout, entropy_sum, modify, moved, row_statistics
-from flashkit.backends.cpu.tile_scheduler import next_kv_heads, stopped
-from flashkit.backends.cpu.tiling import next_group
-from flashkit.backends.cpu.views import atomic_arrive, vector
-
 
 @njit(**options)
 def words(args, width):

@@ -17,19 +17,6 @@ E[dS]. A tangent whose address is 0 is 0.
     dO^T  [DV + 1][PANEL]        behind O^T of each panel: sums of P dS V + P dV, and of P dS
 """
 
-import numpy as np
-from numba import njit, types
-
-from flashkit.backends.cpu.arguments import *
-from flashkit.backends.cpu.functions import entry, options
-from flashkit.backends.cpu.micro_calls import *
-from flashkit.backends.cpu.scratch import forward_layout
-from flashkit.backends.cpu.seq_info import seq_info
-from flashkit.backends.cpu.tile_ops import dropout, modify, row_statistics, scale_tile, visit_ds
-from flashkit.backends.cpu.tile_scheduler import next_q_tile, stopped
-from flashkit.backends.cpu.tiling import next_group, next_run
-from flashkit.backends.cpu.views import double_from_bits, vector
-
 
 @njit(**options)
 def load_q(args, q, q_t):
@@ -260,9 +247,7 @@ def forward_work_tile(args, seq, b, h, first, count, scratch, nonfinite):
         finite &= epilogue(args, seq, b, h, row0, columns, o_t, m[stats], l[stats], check)
         if JVP:
             do_t = accum_tile(scratch + at.o_acc + p * o_bytes + dv * panel_bytes, dv + 1, panel, panel_bytes)
-            finite &= epilogue_of_tangents(
-                args, seq, b, h, row0, columns, o_t, do_t[:dv], do_t[dv], l[stats], check
-            )  # fmt: skip
+            finite &= epilogue_of_tangents(args, seq, b, h, row0, columns, o_t, do_t[:dv], do_t[dv], l[stats], check)
     return finite
 
 

@@ -18,15 +18,6 @@ pages (pages, H, page, D) that a table names. The last DIM_PE columns of the key
 `address`: scratch memory for a tile that is not used where it lies.
 """
 
-import numpy as np
-from numba import njit
-
-from flashkit.backends.cpu.arguments import *
-from flashkit.backends.cpu.functions import options
-from flashkit.backends.cpu.micro_calls import *
-from flashkit.backends.cpu.seq_info import tokens
-from flashkit.backends.cpu.views import integer_at, matrix, prefetch, vector
-
 ONE = np.float64(1).view(np.int64)
 
 
@@ -60,9 +51,7 @@ def kv_rows(args, tensor, seq, b, head_kv, first, count, width):
 
 @njit(**options)
 def kv_scales(args, tensor, scales, b, head_kv, first, count):
-    """The address of scales is that of the tensor and an offset, which holds for all layers of a cache. They are to be
-    multiplied by KV_UNIT.
-    """
+    """Scales, to be multiplied by KV_UNIT. Their distance from the tensor holds for all layers of a cache."""
     entry, row = kv_at(args, b, first)
     base = args[tensor] + args[scales] + entry * args[scales + 1] + head_kv * args[scales + 2]
     return vector(base + row * args[scales + 3], count, args[scales + 3], np.float32)

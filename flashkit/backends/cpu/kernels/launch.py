@@ -42,9 +42,7 @@ CALLER_SPINS = 2_000
 
 @njit(**options)
 def wake(args, block):
-    """Wake the workers that have the block and sleep, as long as there is work. All threads of a call do it before they
-    work, since each wake takes microseconds.
-    """
+    """Wake workers that have the block and sleep. All threads of a call do it first: a wake takes microseconds."""
     asleep, tile = block + 8 * NEXT_ASLEEP, block + 8 * TILE_COUNTER
     while atomic_read(asleep) < args[NUM_WORKERS] and atomic_read(tile) < args[WORK_TILES]:
         number = atomic_increment(asleep)
@@ -153,9 +151,7 @@ def run_on(args, block, threads):
 
 @njit(**options)
 def split_keys(args, threads):
-    """Decoding: split the keys that this call has, unless SPLIT_KEYS is fixed, until each thread has a few work tiles,
-    or put several heads of few keys in one. Returns the threads.
-    """
+    """Decoding: a few work tiles for each thread, of split keys or of heads with few. Returns the threads."""
     longest, keys = np.int64(0), np.int64(0)
     for b in range(args[BATCH]):
         n = keys_of(args, b)
@@ -252,9 +248,7 @@ def pull_back(template, block, threads, stop, dq_accum, arrays):
 
 @entry(types.void(*[types.int64] * 5))
 def call(template, block, threads, stop, arrays):
-    """Run a copy of the template with q, k, v, out, lse, and those arrays that PER_CALL names. `block`: memory for the
-    copy, followed by scratch memory.
-    """
+    """Run a copy of the template, in `block` before scratch memory, with q, k, v, out, lse and what PER_CALL names."""
     args = copy_block(template, block)
     args[Q], args[K], args[V] = data(arrays, 0), data(arrays, 1), data(arrays, 2)
     args[OUT], args[LSE], end = data(arrays, 3), data(arrays, 4), 5

@@ -2,15 +2,9 @@
 kernels'; operands_bf16_pairs.py takes its place where bfloat16 is multiplied in pairs.
 """
 
-from numba import njit
-
-from flashkit.backends.cpu.arguments import *
-from flashkit.backends.cpu.functions import options
-from flashkit.backends.cpu.micro_calls import *
-from flashkit.backends.cpu.tile_ops import nonfinite_gemm
-
 K_PACK = 1
 """Elements along the summed axis in one element of a packed operand."""
+
 
 @njit(**options)
 def begin_products(args):
@@ -75,9 +69,7 @@ def attend_at_once(args, count, q, q_panel, k, v_t, scores, m, l, o, o_panel):
 
 @njit(**options)
 def online_softmax(args, s_t, m, l, o_acc):
-    """S^T to P^T = e^(S^T - m). m follows the running maximum, and l and o_acc are rescaled with it, only when a score
-    exceeds m by a threshold: almost never after the first tiles.
-    """
+    """S^T to P^T = e^(S^T - m). m follows the maximum, and rescales l and o_acc, only beyond a threshold."""
     call_online_softmax(args[ONLINE_SOFTMAX], s_t, m, l, o_acc)
 
 

@@ -5,13 +5,6 @@ A word holds two bfloat16 that follow each other along the summed axis. It passe
 counts.
 """
 
-from numba import njit
-
-from flashkit.backends.cpu.arguments import *
-from flashkit.backends.cpu.functions import options
-from flashkit.backends.cpu.micro_calls import *
-from flashkit.backends.cpu.views import matrix, tensor3, vector
-
 K_PACK = 2
 
 
@@ -33,9 +26,7 @@ def padded(n):
 
 @njit(**options)
 def load_tile(args, source, address):
-    """Rows as words: in place, or, where a row has no multiple of LEFT_WORDS, copied to `address` with zeros after it.
-    The words of a right operand that these meet are zeros of its packing.
-    """
+    """Rows as words: in place, or copied to `address` with zeros up to a multiple of LEFT_WORDS."""
     count, width = source.shape
     words = ((width + 1) // 2 + args[LEFT_WORDS] - 1) // args[LEFT_WORDS] * args[LEFT_WORDS]
     if width == 2 * words:
@@ -81,9 +72,7 @@ def attends_at_once(args):
 
 @njit(**options)
 def attend_at_once(args, count, q, q_panel, k, v_t, scores, m, l, o, o_panel):
-    """All panels of queries against a tile of keys, of which each query sees all, by one micro-kernel. Arguments from q
-    on are addresses and bytes, but for the views k and v_t.
-    """
+    """All panels of queries against a tile that all of them see. From q on addresses and bytes, but for k and v_t."""
     columns = (count + args[LANES] - 1) // args[LANES] * args[LANES]
     call_attend_bf16_pairs(
         args[ATTEND_BF16_PAIRS], columns, args[PANEL], q, q_panel, k, v_t, scores, m, l, o, o_panel, k.shape[1],
@@ -162,9 +151,7 @@ def _rounds_at_once(args):
 
 @njit(**options)
 def softmax_backward(args, s, dp, lse, delta, address):
-    """S to P = e^(S - LSE), dP to dS = scale * P * (dP - delta); as bf16 pairs, and dS also as rows at `address`, where
-    nothing reads them before.
-    """
+    """S to P and dP to dS as bf16 pairs; dS also as rows at `address`, where nothing reads them before."""
     if _rounds_at_once(args):
         row_bytes = args[BLOCK_K] * STORAGE_SIZE
         call_softmax_backward_bf16_pairs(

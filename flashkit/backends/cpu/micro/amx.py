@@ -8,9 +8,6 @@ The configuration sets the shape of each tile, up to 16 rows of 16 words, so rem
 consists of at most eight regions (whole tiles and a remainder along each axis). To configure takes as long as dozens of
 products of tiles, so a kernel does it once, for whole tiles, and releases them at its end. A region with remainders has
 a configuration of its own; the product restores that of whole tiles after it.
-
-`Instructions` emits the instructions. `Emulation` emits the same operations on memory, so that the code runs, and is
-tested, on any CPU.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from typing import Any
 from llvmlite import ir
 
 from .register_block import RegisterBlock
-from .vector import I8, I32, I64, Loop, Memory, declared, fill, fma, splat
+from .vector import I8, I64, Loop, declared
 
 EDGE = 16
 """Rows of a tile, and words of a row."""
@@ -38,11 +35,7 @@ _COLUMNS_AT, _ROWS_AT = 16, 48
 
 @cache
 def request_permission() -> str:
-    """Ask Linux for the use of the tile registers, once per process: "" or the reason for a refusal.
-
-    The kernel saves 8 KB more for each thread that uses them, so it grants them only on request
-    (Documentation/arch/x86/xstate.rst).
-    """
+    """Ask Linux for the use of the tile registers (xstate.rst), once per process: "" or why it refuses."""
     if not sys.platform.startswith("linux"):
         return f"AMX is supported only on Linux, and this is {sys.platform}"
     library = ctypes.CDLL(None, use_errno=True)
@@ -91,92 +84,8 @@ class Instructions:
         self._call("tilerelease")
 
 
-class Emulation:
-    """The same operations on memory: the state is the configuration followed by eight tiles of 1 KB. What raises #UD on
-    the CPU (shapes that do not match, a tile that is not configured) traps here too.
-    """
-
-    lasting = False
-
-    @staticmethod
-    def state(b: ir.IRBuilder) -> ir.Value:
-        return b.ptrtoint(b.alloca(ir.ArrayType(I8, _CONFIGURATION + 8 * 1024)), I64)
-
-    def __init__(self, b: ir.IRBuilder, state: ir.Value) -> None:
-        self.b, self.state_at = b, state
-        self.memory = Memory(b, ir.FloatType(), EDGE)
-
-    def _tile(self, tile: int) -> ir.Value:
-        return self.b.add(self.state_at, I64(_CONFIGURATION + 1024 * tile))
-
-    def _shape(self, tile: int) -> tuple[ir.Value, ir.Value]:
-        """Rows, and words of a row."""
-        b = self.b
-        sizes = []
-        for at, kind in ((_ROWS_AT + tile, I8), (_COLUMNS_AT + 2 * tile, ir.IntType(16))):
-            pointer = b.inttoptr(b.add(self.state_at, I64(at)), kind.as_pointer())
-            sizes.append(b.zext(b.load(pointer), I64))
-        return sizes[0], b.lshr(sizes[1], I64(2))
-
-    def _require(self, condition: ir.Value) -> None:
-        with self.b.if_then(self.b.not_(condition)):
-            self.b.call(declared(self.b.module, "llvm.trap", ir.FunctionType(ir.VoidType(), [])), [])
-
-    def configure(self) -> None:
-        for tile in range(8):
-            for value in self._shape(tile):
-                self._require(self.b.icmp_unsigned("<=", value, I64(EDGE)))
-            self.zero(tile)
-
-    def zero(self, tile: int) -> None:
-        for row in range(EDGE):
-            self.memory.store(fill(self.memory.vector, 0.0), self.b.add(self._tile(tile), I64(64 * row)))
-
-    def _move(self, tile: int, address: ir.Value, stride: ir.Value, to_tile: bool) -> None:
-        b = self.b
-        rows, columns = self._shape(tile)
-        self._require(b.icmp_unsigned(">", b.mul(rows, columns), I64(0)))
-        if to_tile:
-            self.zero(tile)
-        with Loop(b, I64(0), rows, 1) as (i, _, _), Loop(b, I64(0), columns, 1) as (j, _, _):
-            inside = b.add(self._tile(tile), b.add(b.shl(i, I64(6)), b.shl(j, I64(2))))
-            outside = b.add(address, b.add(b.mul(i, stride), b.shl(j, I64(2))))
-            source, target = (outside, inside) if to_tile else (inside, outside)
-            word = b.load(b.inttoptr(source, I32.as_pointer()), align=1)
-            b.store(word, b.inttoptr(target, I32.as_pointer()), align=1)
-
-    def load(self, tile: int, address: ir.Value, stride: ir.Value) -> None:
-        self._move(tile, address, stride, True)
-
-    def store(self, tile: int, address: ir.Value, stride: ir.Value) -> None:
-        self._move(tile, address, stride, False)
-
-    def dot(self, c: int, a: int, b_: int) -> None:
-        b = self.b
-        (rows, columns), (a_rows, words), (b_rows, b_columns) = map(self._shape, (c, a, b_))
-        for one, other in ((rows, a_rows), (columns, b_columns), (words, b_rows)):
-            self._require(b.icmp_unsigned("==", one, other))
-        self._require(b.icmp_unsigned(">", b.mul(b.mul(rows, columns), words), I64(0)))
-        word = ir.VectorType(I32, EDGE)
-
-        def halves(x: ir.Value) -> list[ir.Value]:
-            low, high = b.shl(x, fill(word, 16)), b.and_(x, fill(word, 0xFFFF0000))
-            return [b.bitcast(half, self.memory.vector) for half in (low, high)]
-
-        with Loop(b, I64(0), rows, 1) as (i, _, _):
-            sums_at = b.add(self._tile(c), b.shl(i, I64(6)))
-            loop = Loop(b, I64(0), words, 1, [self.memory.load(sums_at)])
-            with loop as (k, (sums,), advance):
-                at = b.add(self._tile(a), b.add(b.shl(i, I64(6)), b.shl(k, I64(2))))
-                left = halves(b.bitcast(splat(b, self.memory.load_scalar(at), EDGE), word))
-                right = halves(b.bitcast(self.memory.load(b.add(self._tile(b_), b.shl(k, I64(6)))), word))
-                for x, y in zip(left, right, strict=True):
-                    sums = fma(b, x, y, sums)
-                advance([sums])
-            self.memory.store(loop.results[0], sums_at)
-
-    def release(self) -> None:
-        pass
+TILES: dict[str, Any] = {"amx": Instructions}
+"""By the way to multiply bfloat16. Tests have one more, in memory: tests/amx_emulation.py."""
 
 
 def emit_begin(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
@@ -191,12 +100,10 @@ def emit_end(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, 
 
 
 def emit_gemm(
-    b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock, *, accumulate: bool,
-    emulated: bool = False,
-) -> None:  # fmt: skip
+    b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock, *, accumulate: bool, tiles: Any
+) -> None:
     """c (+)= a @ b, see bf16_pairs.py; a_col is 4: tiles are loaded by whole rows. Between emit_begin and emit_end."""
     a, a_row, _, b_, b_row, c, c_row, m, n, k = args
-    tiles = Emulation if emulated else Instructions
     state = tiles.state(b)
 
     def whole_and_remainder(extent: ir.Value) -> tuple[tuple[ir.Value, ir.Value, ir.Value], ...]:
@@ -249,9 +156,7 @@ def _configure(tiles: Any, rows: ir.Value, columns: ir.Value, words: ir.Value) -
 
 
 def _region(module: ir.Module, tiles: Any, whole: bool) -> ir.Function:
-    """A product of tiles of one shape: function (state, a, a_row, b, b_row, c, c_row, tiles along m, n and k, rows,
-    columns, words, whether c is added to). whole: these three are 16, which tiles may be configured for already.
-    """
+    """A product of tiles of one shape, as a function of its own. whole: of 16 rows, columns and words."""
     name = f"amx_{'whole' if whole else 'region'}_{tiles.__name__}"
     if name in module.globals:
         return module.globals[name]

@@ -115,9 +115,7 @@ def rounded_pairs(b: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
 
 
 def rounded_weights(b: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
-    """As rounded_pairs, for weights of the forward pass: ties are rounded up, and a NaN need not stay one, since their
-    sum has it. Intel's CPUs take half as long for these additions as for their conversion.
-    """
+    """As rounded_pairs, for weights: ties are rounded up, and a NaN need not stay one; half the time on Intel."""
     word = ir.VectorType(I32, low.type.count)
     sixteen, half, upper = (fill(word, x) for x in (16, 0x8000, -0x10000))
     low, high = (b.add(b.bitcast(x, word), half) for x in (low, high))
@@ -420,16 +418,13 @@ KERNELS: dict[str, tuple[int, Callable[..., None]]] = {
 
 
 def kernels(method: str) -> dict[str, tuple[int, Callable[..., None]]]:
-    """Name: number of arguments, emitter. They replace those for widened operands that have the same names.
-
-    method: "avx512bf16", "amx" or "emulate" (bf16.py).
-    """
+    """Name: number of arguments, emitter, in place of those for widened operands. method: of bf16.py."""
 
     def gemm(*args: Any, accumulate: bool) -> None:
         if method == "avx512bf16":
             emit_gemm(*args, accumulate=accumulate, multiply=dot)
         else:
-            amx.emit_gemm(*args, accumulate=accumulate, emulated=method == "emulate")
+            amx.emit_gemm(*args, accumulate=accumulate, tiles=amx.TILES[method])
 
     def nothing(*_: Any) -> None:
         pass

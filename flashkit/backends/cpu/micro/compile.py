@@ -33,10 +33,7 @@ KERNELS: dict[str, tuple[int, Callable[..., None]]] = {
 
 
 def kernels(block: RegisterBlock, gemv_kernels: bool = False) -> dict[str, tuple[int, Any]]:
-    """Name: number of arguments, emitter, of the micro-kernels for a register block.
-
-    gemv_kernels: those for few queries (gemv.py), which choose their own register blocks.
-    """
+    """Name: number of arguments, emitter. gemv_kernels: those for few queries, with register blocks of their own."""
     if gemv_kernels:
         return gemv.KERNELS
     return KERNELS | (bf16_pairs.kernels(block.bf16_pairs) if block.bf16_pairs else {})

@@ -38,10 +38,7 @@ EXPONENT_BIAS = {"float": 127, "double": 1023}
 
 
 def exp2(b: ir.IRBuilder, x: ir.Value, coefficients: Sequence[float] = ()) -> ir.Value:
-    """2^x for a vector of x <= 127: exactly 0 below the normal numbers and at -inf, NaN at NaN.
-
-    coefficients: instead of EXP2_COEFFICIENTS.
-    """
+    """2^x for a vector of x <= 127: 0 below the normal numbers, NaN at NaN. coefficients: of the polynomial."""
     coefficients = coefficients or EXP2_COEFFICIENTS[str(x.type.element)]
     if not _is_native(b, x.type):
         return _power(b, x, _whole(b, x), lambda whole: b.fsub(x, whole), coefficients)
@@ -69,9 +66,7 @@ def normal_power(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 
 def exp(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """e^x likewise, within about one ulp. The multiple of ln 2 is subtracted from x itself: x log2(e) has a rounding
-    error that grows with x.
-    """
+    """e^x likewise, to about one ulp: ln 2 is subtracted from x, as x log2(e) has an error that grows with x."""
     vector = x.type
     in_twos = b.fmul(x, fill(vector, LOG2E))
     ln2 = fill(vector, -math.log(2))
@@ -120,9 +115,7 @@ _ROUNDING_OF_MODE = 4
 
 
 def _avx512(b: ir.IRBuilder, name: str, x: ir.Value, y: ir.Value, mask: ir.Value | None = None) -> ir.Value:
-    """An AVX-512 instruction without a portable LLVM intrinsic: `reduce` (x minus an integer) or `scalef` (x times 2 to
-    the floor of y). Lanes outside of the mask are 0.
-    """
+    """`reduce`, x minus an integer, or `scalef`, x times 2 to the floor of y. Lanes outside of the mask are 0."""
     vector = x.type
     single = str(vector.element) == "float"
     full = f"llvm.x86.avx512.mask.{name}.p{'s' if single else 'd'}.512"

@@ -25,10 +25,7 @@ def emit_gemm(
     b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock, *, accumulate: bool,
     multiply: Multiply = fma,
 ) -> None:  # fmt: skip
-    """c[i, j] (+)= sum_k a[i, k] b[k, j], in panels of vectors x lanes columns and blocks of `rows` rows.
-
-    multiply(b, x, y, z): x * y + z of vectors.
-    """
+    """c[i, j] (+)= sum_k a[i, k] b[k, j], in panels of vectors x lanes columns. multiply(b, x, y, z): x * y + z."""
     a, a_row, a_col, b_, b_row, c, c_row, m, n, k = args
     rows, vectors, lanes = shape.rows, shape.vectors, shape.lanes
     memory = Memory(b, element, lanes)

@@ -62,10 +62,7 @@ class Widened:
 
 
 class Bf16Pairs(Widened):
-    """bf16 pairs (bf16_pairs.py): two elements of a key, or two rows of V. P is rounded to bfloat16.
-
-    An instruction multiplies twice as many elements, and none is widened.
-    """
+    """bf16 pairs: two elements of a key, or two rows of V. Twice as many elements are multiplied, none widened."""
 
     keys, strip = 2, 16
 
@@ -159,10 +156,7 @@ def row_groups(b: ir.IRBuilder, m: ir.Value, heights: Sequence[int], emit: Calla
 
 
 def sum_lanes(b: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
-    """A vector of the lane sums of a power of two of vectors, at most as many as lanes.
-
-    A binary tree: two vectors become one whose halves are sums of their halves, and so on; the last one is folded.
-    """
+    """A vector of the lane sums of a power of two of vectors: two become one of sums of their halves, and so on."""
     lanes, count = vectors[0].type.count, len(vectors)
     width = lanes
 

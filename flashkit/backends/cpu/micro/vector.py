@@ -122,9 +122,7 @@ def load_narrow(
 
 
 class Loop:
-    """`for index in range(start, stop, step)` with values carried in registers; use as `with Loop(...) as (index,
-    carried, advance)`.
-    """
+    """`with Loop(...) as (index, carried, advance)`: index from start to stop, values carried in registers."""
 
     def __init__(
         self,
@@ -248,11 +246,7 @@ LANE_BYTES = 16
 def transposed_rows(
     b: ir.IRBuilder, source: ir.Value, source_row: ir.Value, count: int, element: ir.Type, size: int
 ) -> list[ir.Value]:
-    """The first columns of `count` rows of elements of `size` bytes, as many as a lane has elements.
-
-    A lane is loaded from each row, so that these follow each other in one vector, and its squares are transposed:
-    each step interleaves the elements of two vectors.
-    """
+    """The first columns of `count` rows, as many as a lane of x86's registers holds, transposed lane by lane."""
     square = LANE_BYTES // size
     rows = [b.add(source, b.mul(I64(x), source_row)) for x in range(count)]
     columns = [_lanes(b, rows[x::square], ir.VectorType(element, square)) for x in range(square)]

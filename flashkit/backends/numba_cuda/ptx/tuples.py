@@ -48,9 +48,7 @@ class Value:
 
 
 class _Code:
-    """Where code is generated, or, without a context, types alone are inferred. It makes a Value of a list or an int,
-    and calls device functions.
-    """
+    """Where code is generated, or, without a context, types alone are inferred: makes Values and calls functions."""
 
     def __init__(self, typing: Any, signatures: dict[Any, Any], context: Any = None, builder: Any = None) -> None:
         self.typing, self.signatures, self.context, self.builder = typing, signatures, context, builder
@@ -148,9 +146,7 @@ def pairs_at(f: Any, tile: Any, rows: Any, rest: Any) -> Any:
 
 @unrolled
 def fold(f: Any, tile: Any, start: Any) -> Any:
-    """fold(f, tile, start): reduces each of a lane's rows by f(x, y), starting from the row's `start`. Two independent
-    chains per row halve the latency.
-    """
+    """fold(f, tile, start): each row by f(x, y) from its `start`, in two chains that halve the latency."""
     strands: dict[tuple[int, int], Value] = {}
     for i, x in enumerate(tile):
         at = _row(i, len(start)), i % 2
@@ -202,18 +198,14 @@ def part(values: Any, start: int, n: int) -> Any:
 
 @unrolled
 def groups(f: Any, n: int, tile: Any, rest: Any) -> Any:
-    """groups(f, n, tile, rest): the tile of f(i, registers, rest) for every n consecutive registers; none if f returns
-    nothing.
-    """
+    """groups(f, n, tile, rest): the tile of f(i, registers, rest) for every n registers; none if f returns nothing."""
     found = [f(i // n, [tile[i + j] for j in range(n)], rest) for i in range(0, len(tile), n)]
     return [x for piece in found if piece.kind != types.none for x in piece]
 
 
 @unrolled
 def chain(f: Any, n: int, values: Any, state: Any, rest: Any) -> Any:
-    """chain(f, n, values, state, rest): state = f(i, registers, state, rest) for every n consecutive values, in
-    order.
-    """
+    """chain(f, n, values, state, rest): state = f(i, registers, state, rest) for every n values, in order."""
     for i in range(0, len(values), n):
         state = f(i // n, [values[i + j] for j in range(n)], state, rest)
     return state

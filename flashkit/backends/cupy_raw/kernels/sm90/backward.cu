@@ -50,6 +50,7 @@ sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gr
     if (threadIdx.x == 0) {
         q_pipe(base).init(1, MMA_WARPS + VALUE_WARPS);
         dout_pipe(base).init(1, ROLE_WARPS);
+        if (BYTES_DENSE > 0) dense_pipe(base).init(1, MMA_WARPS);
         k_pipe(base).init(1, MMA_WARPS + VALUE_WARPS);
         v_pipe(base).init(1, ROLE_WARPS);
         ds_pipe(base).init(ROLE_WARPS, ROLE_WARPS + VALUE_WARPS);

@@ -54,7 +54,7 @@ constexpr bool HAS_BIAS = BIAS_BYTES > 0 || HAS_DISTANCE_BIAS;
 // The bias of a lane's pairs: in 16 bits as pairs, in the order of a packed fragment; by distance, one of those with
 // the same one, which are as many keys on as rows.
 struct BiasFragment {
-    static constexpr int WORDS = HAS_DISTANCE_BIAS ? S_REGS / 2 + 2 : BIAS_BYTES == 4 ? S_REGS : S_REGS / 2;
+    static constexpr int WORDS = HAS_DISTANCE_BIAS ? S_REGS / 2 + 2 : S_REGS / 2;
     unsigned address, words[WORDS];
     const float* bias_of_lane;
 
@@ -83,17 +83,12 @@ struct BiasFragment {
                 ldmatrix_x4<true>(four, address + k * 16 * CHUNK_ROW);
                 UNROLL(i, 4) words[(4 * k + i) % WORDS] = four[i];
             }
-        } else if constexpr (BIAS_BYTES == 4) {
-            UNROLL(i, S_REGS) {
-                const int half = i / 2 % 2, c = i % 2;
-                words[i % WORDS] = (unsigned)load_word((address ^ (2 * half + c) * VEC_BYTES) +
-                                                       (8 * (i / 4) + c) * CHUNK_ROW);
-            }
         }
     }
     __device__ __forceinline__ float get(int n, int half, int c) const {
         if constexpr (HAS_DISTANCE_BIAS) return __uint_as_float(words[2 * (n - half + 1) + c]);
-        if constexpr (BIAS_BYTES == 4) return __uint_as_float(words[(4 * n + 2 * half + c) % WORDS]);
+        if constexpr (BIAS_BYTES == 4)
+            return load_float((address ^ (2 * half + c) * VEC_BYTES) + (8 * n + c) * CHUNK_ROW);
         return bias_of_pair(words[(2 * n + half) % WORDS], c);
     }
 };

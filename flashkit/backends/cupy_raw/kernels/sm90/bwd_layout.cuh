@@ -6,10 +6,10 @@
 //                             bwd_values.cuh; else idle
 // warp groups 1, 2            consumers: bwd_mainloop.cuh, or bwd_mainloop_cluster.cuh where CLUSTER_SIZE is 2
 //
-// From the head: BLOCK_Q, BLOCK_K, STAGES (of Q), DOUT_STAGES, KEY_BUFFERS (of K), CLUSTER_SIZE, DETERMINISTIC,
-// FUSED_PREPROCESS, VALUE_WARPS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, WATCHDOG, NUM_LISTS, LIST_CAPACITY,
-// LIST_BYTES, SHARED_BYTES, SMALL_SCORE (modification.positions), those of dense_tiles.cuh, and the offsets of shared
-// memory, laid out by BackwardTile.smem (cuda_common/sm90_bwd_launch.py):
+// From the head: BLOCK_Q, BLOCK_K, STAGES (of Q), DOUT_STAGES, DENSE_STAGES, KEY_BUFFERS (of K), CLUSTER_SIZE,
+// DETERMINISTIC, FUSED_PREPROCESS, VALUE_WARPS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, WATCHDOG, NUM_LISTS,
+// LIST_CAPACITY, LIST_BYTES, SHARED_BYTES, SMALL_SCORE (modification.positions), those of dense_tiles.cuh, and the
+// offsets of shared memory, laid out by BackwardTile.smem (cuda_common/sm90_bwd_launch.py):
 //
 //     AT_K             [KEY_BUFFERS][CTA_KEYS][..]   K of the CTA's keys
 //     AT_PEER_K        [CTA_KEYS][64 DQ_CHUNKS]      K of the peer CTA's keys, in the CTA's columns of dQ
@@ -17,9 +17,10 @@
 //     AT_Q, AT_DOUT    [STAGES][BLOCK_Q][..], [DOUT_STAGES][BLOCK_Q][..]
 //     AT_DS            [2][BLOCK_Q][CTA_KEYS]        dS of two query tiles; in a cluster, of one and of the peer's keys
 //     AT_DQ            a tile of dQ on its way to dq_accum, unless in a cluster
-//     AT_BIAS, AT_MASK [STAGES][BLOCK_Q][CTA_KEYS]   tiles of a dense bias and of a mask, loaded with Q
+//     AT_BIAS, AT_MASK [DENSE_STAGES][BLOCK_Q][CTA_KEYS]   tiles of a dense bias and of a mask
 //     AT_LSE, AT_DELTA [STAGES][BLOCK_Q], [DOUT_STAGES][BLOCK_Q]   float32, loaded with Q and with dO
-//     AT_Q_PIPE, AT_DOUT_PIPE, AT_K_PIPE, AT_V_PIPE, AT_PEER_K_PIPE, AT_LIST_PIPE   full and empty barriers
+//     AT_Q_PIPE, AT_DOUT_PIPE, AT_DENSE_PIPE, AT_K_PIPE, AT_V_PIPE, AT_PEER_K_PIPE, AT_LIST_PIPE   full and empty
+//                      barriers
 //     AT_DS_PIPE       consumers to consumers: dS is in shared memory
 //     AT_DSMEM_PIPE    between the CTAs of a cluster: full when the peer's dS is here, empty when the peer has read dS
 //     AT_DQ_WRITTEN, AT_DQ_GRANTED, AT_DQ_REQUESTED, AT_DQ_SLOTS   DETERMINISTIC: see dq_accum.cuh
@@ -53,8 +54,8 @@ static_assert(CLUSTER_SIZE > 1 ? BLOCK_Q == 64 && CHUNKS <= 4 && CHUNKS_V <= 4 :
               "dK and dV fit the registers");
 
 // dQ^T of a query tile consists of parts, one for each warp group: 64 columns of all rows or, of up to 64 columns, half
-// of the rows. A CTA of a cluster computes DQ_CHUNKS of the parts. dq_accum holds a tile as the lanes do:
-// [part][warp][16 bytes][lane].
+// of the rows. A CTA of a cluster computes parts from CHUNKS / 2 times its rank on, DQ_CHUNKS of them, of which both
+// have half of the middle one. dq_accum holds a tile as the lanes do: [part][warp][16 bytes][lane].
 constexpr bool DQ_BY_COLUMNS = CHUNKS > 1 || CLUSTER_SIZE > 1;
 constexpr int DQ_CHUNKS = (CHUNKS + CLUSTER_SIZE - 1) / CLUSTER_SIZE;
 constexpr int DQ_PARTS = DQ_BY_COLUMNS ? CHUNKS : MMA_WARPGROUPS;
@@ -72,9 +73,10 @@ using MaskTile = DenseTile<MASK_TILES, MASK_TILES_OF_HEADS, MASK_TILES_OF_ENTRIE
 static_assert(AT_PEER_K - AT_K == KEY_BUFFERS * BYTES_K && AT_V - AT_PEER_K == BYTES_PEER_K && AT_Q - AT_V == BYTES_V &&
               AT_DOUT - AT_Q == STAGES * BYTES_Q && AT_DS - AT_DOUT == DOUT_STAGES * BYTES_DOUT &&
               AT_DQ - AT_DS == 2 * BYTES_DS && AT_BIAS - AT_DQ == (CLUSTER_SIZE > 1 ? 0 : BYTES_DQ) &&
-              AT_MASK - AT_BIAS == STAGES * BiasTile::SIZE && AT_LSE - AT_MASK == STAGES * MaskTile::SIZE &&
+              AT_MASK - AT_BIAS == DENSE_STAGES * BiasTile::SIZE && AT_LSE - AT_MASK == DENSE_STAGES * MaskTile::SIZE &&
               AT_ZEROS + BYTES_ZEROS == SHARED_BYTES, "BackwardTile.smem and the kernel differ");
-static_assert(BiasTile::SIZE + MaskTile::SIZE == 0 || (CLUSTER_SIZE == 1 && !IS_PACKED && !HAS_DROPOUT),
+constexpr int BYTES_DENSE = BiasTile::SIZE + MaskTile::SIZE;
+static_assert(BYTES_DENSE == 0 || (CLUSTER_SIZE == 1 && !IS_PACKED && !HAS_DROPOUT),
               "rows are those of the arrays");
 
 // --- what is masked --------------------------------------------------------------------------------------------------
@@ -133,6 +135,7 @@ static_assert(sizeof(QueryTileList) == LIST_BYTES, "BackwardTile.smem and QueryT
 
 DEVICE Pipeline<STAGES> q_pipe(unsigned base) { return Pipeline<STAGES>::at(base + AT_Q_PIPE); }
 DEVICE Pipeline<DOUT_STAGES> dout_pipe(unsigned base) { return Pipeline<DOUT_STAGES>::at(base + AT_DOUT_PIPE); }
+DEVICE Pipeline<DENSE_STAGES> dense_pipe(unsigned base) { return Pipeline<DENSE_STAGES>::at(base + AT_DENSE_PIPE); }
 DEVICE Pipeline<KEY_BUFFERS> k_pipe(unsigned base) { return Pipeline<KEY_BUFFERS>::at(base + AT_K_PIPE); }
 DEVICE Pipeline<1> v_pipe(unsigned base) { return Pipeline<1>::at(base + AT_V_PIPE); }
 DEVICE Pipeline<1> peer_k_pipe(unsigned base) { return Pipeline<1>::at(base + AT_PEER_K_PIPE); }

@@ -38,6 +38,7 @@ DEVICE void store_ds(const Pipeline<2>& pipe_ds, unsigned n, unsigned address, c
 DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& dv_map, unsigned base, int wg) {
     const auto pipe_q = q_pipe(base);
     const auto pipe_dout = dout_pipe(base);
+    const auto pipe_dense = dense_pipe(base);
     const auto pipe_k = k_pipe(base);
     const auto pipe_v = v_pipe(base);
     const auto pipe_ds = ds_pipe(base);
@@ -140,8 +141,9 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
             float early_lse[EARLY_LSE][2];
             UNROLL(i, EARLY_LSE) load_row_stats(early_lse[i], lse, i);
             if (AFFINE_PER_STEP) affine = affine_tile(p, id, warp, lane);
-            bias.load(p, id, base + AT_BIAS + stage * BiasTile::SIZE, warp, lane);
-            if (MASK_TILES) mask.load(base + AT_MASK + stage * MaskTile::SIZE, wg, warp, lane);
+            if (BYTES_DENSE > 0) pipe_dense.consumer_wait(n);
+            bias.load(p, id, base + AT_BIAS + n % DENSE_STAGES * BiasTile::SIZE, warp, lane);
+            if (MASK_TILES) mask.load(base + AT_MASK + n % DENSE_STAGES * MaskTile::SIZE, wg, warp, lane);
             add_early_bias(affine, early_lse);
             pipe_dout.consumer_wait(n);
             wgmma_wait<0>();  // S, and dK of the step before
@@ -155,6 +157,7 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
             const RowDeltas deltas(stats_of_lane + AT_DELTA + dout_stage * BYTES_ROW_STATS);
             warpgroup_barrier_sync();
             issue_rs(dv_acc, p_frag, dout_tile, !first);
+            if (BYTES_DENSE > 0) pipe_dense.consumer_release(n, lane);
             wgmma_wait<1>();  // dP
             fence_operand(dp);
             // V of the next work tile may be loaded during the epilogue

@@ -5,7 +5,8 @@
 //     S^T, P^T, dP^T, dS^T  [64][64]   registers of the dS consumer; dS also in shared memory of both CTAs
 //     dV                    [64][..]   registers of the dS consumer
 //     dK                    [64][..]   registers of the dK/dQ consumer
-//     dQ^T                  half the columns, of both CTAs' keys: registers of the dK/dQ consumer
+//     dQ^T                  half the columns, of both CTAs' keys: registers of the dK/dQ consumer. Of an odd number of
+//                           chunks of 64 columns each CTA has half the rows of the middle one
 //
 // A single CTA would be limited by its traffic to the L2 cache, most of which is dQ in float32. So the CTAs exchange dS
 // in 16 bits and each adds half of the columns, once for all 128 keys.
@@ -140,7 +141,7 @@ DEVICE void dk_dq_consumer(const Params& p, const TensorMap& dk_map, unsigned ba
     const bool expects_dsmem = warp == 0 && lane == 0;
     const unsigned peer_empty = mapa(pipe_dsmem.empty, 1 - rank);
     const unsigned own_ds = base + AT_DS, peer_ds = own_ds + BYTES_DS, peer_k_tile = base + AT_PEER_K;
-    float dk_acc[PADDED_DIM / 2], dq_acc[DQ_CHUNKS][BLOCK_Q / 2];
+    float dk_acc[PADDED_DIM / 2], dq_acc[larger(CHUNKS / 2, 1)][BLOCK_Q / 2], dq_half[BLOCK_Q / 4];
     unsigned n = 0;  // query tiles so far
     if (expects_dsmem) mbarrier_arrive_expect_tx(pipe_dsmem.full, BYTES_DS);
 
@@ -151,33 +152,35 @@ DEVICE void dk_dq_consumer(const Params& p, const TensorMap& dk_map, unsigned ba
         if (uniform(load_word(slot)) == END) break;
         const WarpKeys keys(p, slot, CTA_KEYS * rank + 16 * warp);
         const unsigned own_k_tile = base + AT_K + number % KEY_BUFFERS * BYTES_K
-                                    + DQ_CHUNKS * rank * CTA_KEYS * CHUNK_ROW;
+                                    + CHUNKS / 2 * rank * CTA_KEYS * CHUNK_ROW;
 
         auto issue_dq = [&](unsigned k_tile, unsigned ds, auto zero_init) {
-            const unsigned long long b = descriptor(ds);
-            wgmma_fence();
-            UNROLL(c, DQ_CHUNKS) {
-                const unsigned long long a = descriptor(k_tile + c * CTA_KEYS * CHUNK_ROW);
-                if (zero_init.value) wgmma_zero_init<1, 1>(dq_acc[c], a, b);
-                else product<1, 1>(dq_acc[c], a, b, 1);
+            auto issue = [&](auto& acc, int chunk, unsigned rows) {
+                const unsigned long long a = descriptor(k_tile + chunk * CTA_KEYS * CHUNK_ROW), b = descriptor(rows);
+                if (zero_init.value) wgmma_zero_init<1, 1>(acc, a, b);
+                else product<1, 1>(acc, a, b, 1);
 #pragma unroll
                 for (int k = 1; k < CTA_KEYS / 16; ++k)
-                    product<1, 1>(dq_acc[c], a + along_columns(k), b + along_columns(k), 1);
-            }
+                    product<1, 1>(acc, a + along_columns(k), b + along_columns(k), 1);
+            };
+            wgmma_fence();
+            UNROLL(c, CHUNKS / 2) issue(dq_acc[c], CHUNKS % 2 * rank + c, ds);
+            if constexpr (CHUNKS % 2) issue(dq_half, CHUNKS / 2 * (1 - rank), ds + rank * CHUNK_ROW / 2);
             wgmma_commit();
         };
         auto add_dq = [&](int index, DqWrite write) {
             float* part = dq_accum_at(p, index, DQ_CHUNKS * rank * BYTES_DQ_PART);
             float* accum = part + warp * (BYTES_DQ_WARP / 4) + lane * 4;
             if (DETERMINISTIC && write == SKIP) return;
-            UNROLL(c, DQ_CHUNKS) {
-                if (CHUNKS % 2 && DQ_CHUNKS * rank + c >= CHUNKS) break;
-                float* to = accum + c * (BYTES_DQ_PART / 4);
-                UNROLL(i, BLOCK_Q / 8) {
-                    if (DETERMINISTIC && write == STORE) store_float4(to + i * 128, dq_acc[c] + 4 * i);
-                    else red_add_float4(to + i * 128, dq_acc[c] + 4 * i);
+            auto add = [&](const auto& acc, float* to) {
+                UNROLL(i, (int)(sizeof(acc) / 16)) {
+                    if (DETERMINISTIC && write == STORE) store_float4(to + i * 128, acc + 4 * i);
+                    else red_add_float4(to + i * 128, acc + 4 * i);
                 }
-            }
+            };
+            UNROLL(c, CHUNKS / 2) add(dq_acc[c], accum + c * (BYTES_DQ_PART / 4));
+            const int middle = CHUNKS / 2 - DQ_CHUNKS * rank;  // counted from the CTA's first whole part
+            if constexpr (CHUNKS % 2) add(dq_half, accum + middle * (BYTES_DQ_PART / 4) + rank * (BYTES_DQ_WARP / 8));
         };
 
         // --- steps
@@ -206,7 +209,8 @@ DEVICE void dk_dq_consumer(const Params& p, const TensorMap& dk_map, unsigned ba
             wgmma_wait<1>();  // dQ of the CTA's own keys
             pipe_ds.consumer_release(n, lane);
             wgmma_wait<0>();
-            UNROLL(c, DQ_CHUNKS) fence_operand(dq_acc[c]);
+            UNROLL(c, CHUNKS / 2) fence_operand(dq_acc[c]);
+            if constexpr (CHUNKS % 2) fence_operand(dq_half);
             if (expects_dsmem) mbarrier_arrive_expect_tx(pipe_dsmem.full, BYTES_DS);  // of the next query tile
             dsmem_arrive(peer_empty, lane);
             DqWrite write = ADD;

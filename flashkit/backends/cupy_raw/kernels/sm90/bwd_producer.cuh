@@ -106,7 +106,7 @@ struct KvSource {
         if (elect_one()) {
             mbarrier_arrive_expect_tx(loaded, BYTES_PEER_K);
             load_tile<1, DQ_CHUNKS, CTA_KEYS>(base + AT_PEER_K, k_map, kv_box(p, at.b, at.head, from), loaded,
-                                              64 * DQ_CHUNKS * rank);
+                                              64 * (CHUNKS / 2) * rank);
         }
         if constexpr (CLEARS_KEYS) {
             mbarrier_wait(loaded, number & 1);
@@ -131,6 +131,7 @@ DEVICE void producer(const Params& p, const KvSource& kv, const TensorMap& q_map
                      const TensorMap& bias_map, const TensorMap& mask_map, unsigned base, const QueryTileList* lists) {
     const auto pipe_q = q_pipe(base);
     const auto pipe_dout = dout_pipe(base);
+    const auto pipe_dense = dense_pipe(base);
     const auto pipe_list = list_pipe(base);
     const bool leader = threadIdx.x == 0;
     unsigned n = 0, number = 0, nonfinite_tiles = 0;  // query tiles, work tiles, query tiles to be cleared so far
@@ -152,18 +153,22 @@ DEVICE void producer(const Params& p, const KvSource& kv, const TensorMap& q_map
             const unsigned desc = tile_desc_slot(base, n);
             store_word(desc, tile << 8 | (last ? TileDesc::LAST_TILE : 0) | states);
             store_word(desc + TileDesc::HEAD, h), store_word(desc + TileDesc::INDEX, index);
-            mbarrier_arrive_expect_tx(q_loaded, BYTES_Q + BYTES_ROW_STATS + BiasTile::SIZE + MaskTile::SIZE +
+            mbarrier_arrive_expect_tx(q_loaded, BYTES_Q + BYTES_ROW_STATS +
                                                     (nonfinite ? BYTES_DOUT + BYTES_ROW_STATS : 0));
             load_tile<1, CHUNKS, BLOCK_Q>(q, q_map, rows, q_loaded);
             bulk_load(lse, lse_source, BYTES_ROW_STATS, q_loaded);
-            const int row = tile * BLOCK_Q;
-            BiasTile::load(base + AT_BIAS + stage * BiasTile::SIZE, bias_map, b, h, row, k0, q_loaded);
-            MaskTile::load(base + AT_MASK + stage * MaskTile::SIZE, mask_map, b, h, row, k0, q_loaded);
             if (first) kv.load_v(b, h, k0, number);
             pipe_dout.producer_acquire(n);
             if (!nonfinite) mbarrier_arrive_expect_tx(dout_loaded, BYTES_DOUT + BYTES_ROW_STATS);
             load_tile<1, CHUNKS_V, BLOCK_Q>(dout, dout_map, rows, dout_loaded);
             bulk_load(base + AT_DELTA + dout_stage * BYTES_ROW_STATS, delta_source, BYTES_ROW_STATS, dout_loaded);
+            if constexpr (BYTES_DENSE > 0) {
+                const unsigned stage = n % DENSE_STAGES, full = pipe_dense.full + 8 * stage;
+                pipe_dense.producer_acquire(n);
+                mbarrier_arrive_expect_tx(full, BYTES_DENSE);
+                BiasTile::load(base + AT_BIAS + stage * BiasTile::SIZE, bias_map, b, h, tile * BLOCK_Q, k0, full);
+                MaskTile::load(base + AT_MASK + stage * MaskTile::SIZE, mask_map, b, h, tile * BLOCK_Q, k0, full);
+            }
         }
         if (nonfinite) {
             __syncwarp();

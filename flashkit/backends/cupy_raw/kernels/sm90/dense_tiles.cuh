@@ -1,6 +1,6 @@
 // Tiles of arrays with an element for each row and key (cuda_common/modification.py, DenseArray): a bias, which a score
 // modification adds, and a boolean mask. They come to shared memory by TMA: in the forward pass with K, in the backward
-// pass with Q.
+// pass for each tile of Q, in as many stages as there is room for.
 //
 // From the head: BIAS_BYTES: of an element of the bias, or 0 where pairs read theirs from global memory;
 // BIAS_IS_BFLOAT16; MASK_TILES: whether tiles of a mask come; BIAS_OF_HEADS, BIAS_OF_ENTRIES, MASK_TILES_OF_HEADS,

@@ -96,9 +96,7 @@ def finite_eight(x):
 
 @device
 def recompute_dq(p, b, h, row, column, finite, rows):
-    """The gradients of a warp's lanes that are not finite: eight columns from `column` on of `rows` rows, `row` and the
-    one 8 behind it.
-    """
+    """A warp's gradients that are not finite: eight columns from `column` on, of `row` and the one 8 behind it."""
     nonfinite = vote(not finite)
     while nonfinite != u32(0):
         lane = lowest_set_bit(nonfinite)

@@ -22,9 +22,7 @@ def bwd_preprocess(p):
 
 @kernel(256)
 def bwd_sinks(p):
-    """d lse / d sink is the softmax weight of the sink, 0 in rows without a visible key. One CTA per head; the float64
-    reduction has a fixed order.
-    """
+    """d lse / d sink, the sink's weight, 0 in rows without a key. A CTA per head; the float64 sum has one order."""
     part = cuda.shared.array(256, types.float64)
     h, thread = I(cuda.blockIdx.x), cuda.threadIdx.x
     total = 0.0

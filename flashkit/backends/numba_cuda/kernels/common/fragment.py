@@ -84,11 +84,7 @@ def tile_coord(index, before_tail, heads, heads_at_a_time):
 
 @device
 def tiles_before_lpt_tail(tiles):
-    """How many of a head's tiles come before the LPT tail: three quarters under a mask whose tiles shrink along the
-    order.
-
-    A mask that is read from arrays says nothing of their sizes, and a tail would only lose L2 hits.
-    """
+    """Tiles of a head before the LPT tail: three quarters under a mask whose tiles shrink, if it reads no arrays."""
     return u32(tiles - tiles // u32(4)) if HAS_MASK and not MASK_READS_ARRAYS else tiles
 
 
@@ -99,9 +95,7 @@ def num_work_tiles(p):
 
 @device
 def work_tile(p, index):
-    """Work tile at place `index`. Under a mask: longest first, with L2 swizzle and LPT tail. Otherwise head after head,
-    the ragged tiles last.
-    """
+    """The work tile at `index`: under a mask longest first, with L2 swizzle and LPT tail, else head after head."""
     heads, rows, index = u32(p.heads), u32(p.n_q), u32(index)
     tiles, every = u32((rows + u32(BLOCK_Q - 1)) // u32(BLOCK_Q)), u32(heads * p.batch)
     if HAS_MASK:

@@ -7,9 +7,7 @@ MAY_HIDE = HAS_MASK or HAS_SCORE or HAS_DROPOUT
 
 @device
 def softmax_scale_log2(p):
-    """The factor that brings scores to base 2. A score modification takes scaled scores, so the softmax scale comes
-    before.
-    """
+    """The factor that brings scores to base 2; where scores are modified they are scaled before."""
     if HAS_SCORE:
         return LOG2E
     return np.float32(p.softmax_scale * 1.4426950408889634)

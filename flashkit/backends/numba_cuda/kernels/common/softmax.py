@@ -30,9 +30,7 @@ def times(x, y):
 
 @device
 def online_softmax(s, m, scale_log2):
-    """S to P relative to the row maximum so far: P, the maximum, the row sums of P, and the factors that bring O and l
-    of the tiles before to it.
-    """
+    """S to P by the row maximum so far: P, the maximum, row sums, and the factors of O and l before."""
     top = across_row(greater, row_max(scaled(s, scale_log2), m))
     shift = alike(shift_of, top, 0)
     if not all_lanes(repeat(is_not_great, ROWS, True, shift)):
@@ -43,10 +41,7 @@ def online_softmax(s, m, scale_log2):
 
 @device
 def speculative_softmax(s, m, scale_log2):
-    """S to P relative to m as it is: P, its row sums, and whether m was near enough in all rows of the warp.
-
-    Where it was not, or a score is NaN, S is needed again: the exponentials have overwritten it.
-    """
+    """S to P relative to m, its row sums, and whether m was near enough in all rows; if not, S is needed again."""
     s = exponentials(s, m, scale_log2)
     total = row_sum(s, ZERO_ROWS)
     return s, total, all_lanes(repeat(fits, ROWS, True, total))

@@ -37,9 +37,7 @@ def kv_length(p, b):
 
 @device
 def seq_info(p, b):
-    """The only reader of the lengths and positions in Params, with the functions of SeqTile. Where sequences are not
-    packed all have p.n_q queries, and grids and schedules are for p.n_k keys.
-    """
+    """The only reader of lengths and positions in Params, with the functions of SeqTile."""
     q_position = p.q_offset if p.q_offsets == 0 else load(np.int64, p.q_offsets, b)
     if IS_PACKED:
         start, end = load(np.int64, p.cu_seqlens_q, b), load(np.int64, p.cu_seqlens_q, b + 1)
@@ -111,9 +109,7 @@ def stats_row(p, b, n):
 
 @device
 def stored_n_k(p, b):
-    """Keys of which the backward pass writes dK and dV. Those past kv_lengths get 0; packed, they are another
-    sequence's.
-    """
+    """Keys whose dK and dV are written: 0 past kv_lengths; packed, those belong to another sequence."""
     return seq_info(p, I(b)).n_k if IS_PACKED else p.n_k
 
 
@@ -156,9 +152,7 @@ def page_table(p):
 
 @device
 def page_and_row(table, b, n):
-    """Where key n of sequence b lies. A page that does not exist is the first or the last one. There are less than 2^31
-    keys.
-    """
+    """Where key n, of less than 2^31, of sequence b lies; a page that does not exist is the first or the last."""
     at = I(np.uint32(np.uint32(n) // np.uint32(table.page)))
     page = integer_at(table.data, I(b) * table.width + at)
     return min(max(page, 0), table.pages - 1), n - at * table.page

@@ -13,9 +13,7 @@
 
 @device
 def softmax_backward(p, state, s, dp, slope, b, h, row0, k0, n_k, last, sums, adds):
-    """S, as it comes from the product, to P, and dP to dS, which includes the scale and the slope of the score
-    modification. Where P is 0 dS is 0, whatever dP is. adds: whether gradients by values of it are summed as well.
-    """
+    """S to P, and dP to dS with scale and slope; 0 where P is 0. adds: gradients by values are summed as well."""
     tx, ty = thread_coord()
     n_q, stats = seq_info(p, b).n_q, stats_row(p, b, row0)
     modify_tile(p, state, s, slope, True, b, h, row0, k0, n_k)

@@ -112,9 +112,7 @@ def address_in_rows(source, row):
 
 @device
 def load_tile(source, first, column, rows, shape, shared, start):
-    """Rows first ... first + rows - 1 and columns column ... column + shape.width - 1 to shared memory from `start`
-    on; elements past the end become 0. Vectors of four elements where addresses are aligned.
-    """
+    """Rows and columns to shared memory from `start` on, by vectors where they are aligned; 0 past the end."""
     thread = thread_here()
     step = THREADS // shape.across
     row, lane_column = thread // shape.across, (thread & (shape.across - 1)) * 4
@@ -186,9 +184,7 @@ def store_tile(tile, shared):
 
 @device
 def accumulate(b, shape, acc, shared, nonfinite):
-    """acc += a b: the tile of P or dS in shared memory times COLUMNS rows of b, KEYS rows at a time. `nonfinite`:
-    elements of a that are 0 skip their row of b, which may hold inf or NaN.
-    """
+    """acc += a b, a in shared memory, KEYS rows of b at a time. `nonfinite`: zeros of a skip rows of b."""
     tx, ty = thread_coord()
     own = P_TILE + ty * P_PITCH
     cuda.syncthreads()
@@ -234,9 +230,7 @@ def clear(acc, width):
 
 @device
 def store_accumulator(acc, shape, factor, tensor, b, h, start, first, n):
-    """Writes an accumulator to rows first ... n - 1 of a sequence that begins at row `start` of the tensor, each row
-    times its factor. Returns whether they are finite.
-    """
+    """Writes rows first ... n - 1, each times its factor, behind row `start`. Returns whether they are finite."""
     tx, ty = thread_coord()
     finite = True
     for i in range(ROWS_PER_THREAD):
@@ -257,9 +251,7 @@ def store_accumulator(acc, shape, factor, tensor, b, h, start, first, n):
 
 @device
 def modify_tile(p, state, s, slopes, with_slopes, b, h, row0, k0, n_k):
-    """Scales and modifies the scores of a tile; pairs past the last row or key are masked. with_slopes: also computes
-    the slope of the score modification, or, where gradients by its values are summed, keeps the scaled scores.
-    """
+    """Scales, modifies and masks the scores of a tile. with_slopes: and stores slopes, or the scores for sums."""
     tx, ty = thread_coord()
     scale, n_q, q_position = F(p.softmax_scale), seq_info(p, b).n_q, seq_info(p, b).q_position
     for i in range(ROWS_PER_THREAD):

@@ -73,9 +73,7 @@ def store_p(fragment, rows, pairs, at):
 
 @device
 def recompute_p(at, full, s, rows, pairs, scale_log2):
-    """S to P, which goes to shared memory. Returns the factor of dP - delta in dS, P times the slope of the score
-    modification, and the factors of dropout. Each branch stores P: the exponentials hide the stores.
-    """
+    """S to P in shared memory. Returns the factors of dP - delta in dS, and of dropout. Each branch stores P."""
     if full and not HAS_SCORE:
         fragment = each(p_unmasked, s, rows, scale_log2)
         return fragment, store_p(fragment, rows, pairs, at)
