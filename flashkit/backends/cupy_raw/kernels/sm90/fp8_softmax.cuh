@@ -17,8 +17,8 @@
 
 constexpr bool IS_NARROW = COLUMNS <= 128;  // O leaves registers for two P
 constexpr bool SUMS_BY_ONES = IS_NARROW && !SCALES_OF_TOKENS, SUMS_OF_FLOATS = !SUMS_BY_ONES || EXACT_LSE;
-constexpr bool IN_PAIRS = SUMS_BY_ONES && !HAS_SCORE;  // FULL tiles
-constexpr bool Q_IN_REGISTERS = IN_PAIRS && MMA_WARPGROUPS == 2 && HEAD_DIM <= 128 && !EXACT_LSE;
+constexpr bool IN_PAIRS = SUMS_BY_ONES && !HAS_SCORE && !EXACT_LSE;  // FULL tiles
+constexpr bool Q_IN_REGISTERS = IN_PAIRS && MMA_WARPGROUPS == 2 && HEAD_DIM <= 128;
 constexpr int ONES = COLUMNS / 2;  // the first row sum in O
 constexpr int SUMS_REGS = ONES + 4 * SUMS_BY_ONES, CODE_REGS = BLOCK_K / 8;
 constexpr int Q_REGS = Q_IN_REGISTERS ? up(HEAD_DIM, 32) / 8 : 4;
@@ -83,7 +83,7 @@ DEVICE void for_columns(unsigned numbers, F f) {
 // tile, which leaves room for greater ones, and GREATEST after one that was too great: a power of two, which e4m3
 // holds.
 // LAZY: by how many octaves the maximum may grow before O is rescaled.
-constexpr float GREATEST = 8, FIRST_WEIGHT = SUMS_BY_ONES ? 4 : SCALES_OF_TOKENS ? 8 : 5,
+constexpr float GREATEST = 8, FIRST_WEIGHT = IN_PAIRS ? 4 : IS_NARROW || SCALES_OF_TOKENS ? 8 : 5,
                 LAZY = IS_NARROW || SCALES_OF_TOKENS ? 0 : 3;
 constexpr unsigned TO_SIGN = 0x08080808, SIGNS = 0x80808080;  // a code of 2^8 or more plus 8 has its sign set
 constexpr float NO_MAXIMUM = -1e30f;  // m of a row without a visible key so far
@@ -151,24 +151,24 @@ struct SoftmaxFp8 {
     }
     __device__ __forceinline__ float row_maximum(int half) const { return max_across_lanes(lane_maximum(half)); }
 
-    // Whether m is to grow. LAZY: a weight that dominates its lane's columns becomes a power of two, which e4m3 holds, as
-    // the sum of floats does not have its rounding. No branch, as the exponentials wait for this.
+    // Whether m is to grow. LAZY: a weight that dominates its lane's columns becomes a power of two, which e4m3 holds,
+    // as the sum of floats does not have its rounding. No branch, as the exponentials wait for this.
     __device__ __forceinline__ bool outgrows(int half, float most) const {
         const bool exceeds = most - (FIRST_WEIGHT + LAZY) > m[half];
         if (LAZY == 0) return exceeds;
         return exceeds | ((most - FIRST_WEIGHT > m[half]) & (exp2_fast(most - m[half]) * inverse_v > l[half]));
     }
-    // m relative to which no weight of a row is above 2^top: where it grows the greatest one becomes that. FIRST: always.
-    // IN_PAIR: also where the greatest one has a sixteenth of its row's sum.
+    // m relative to which no weight of a row is above 2^top. FIRST: the greatest one is that. IN_PAIR: and it is where
+    // it has a 64th of its row's sum.
     template <bool FIRST, bool IN_PAIR>
     __device__ __forceinline__ void raise_maximum(const float (&most)[2], float top) {
         UNROLL(half, 2) {
-            const bool dominates = IN_PAIR && 16 * exp2_fast(most[half] - m[half]) * inverse_v > l[half] && l[half] > 0;
-            const float next = FIRST ? NO_MAXIMUM : m[half];
-            const float own = dominates ? most[half] - top : fmaxf(most[half] - top, next);
-            if (!FIRST) rescale[half] = exp2_fast(m[half] - own);
+            const float own = most[half] - top;
+            const bool dominates = IN_PAIR && l[half] > 0 && 64 * exp2_fast(most[half] - m[half]) * inverse_v > l[half];
+            const float next = FIRST ? fmaxf(own, NO_MAXIMUM) : dominates ? own : fmaxf(own, m[half]);
+            if (!FIRST) rescale[half] = exp2_fast(m[half] - next);
             if (!FIRST && SUMS_OF_FLOATS) float_sum(half) *= rescale[half];
-            m[half] = own;
+            m[half] = next;
         }
         exact_signs = __any_sync(~0u, is_great(m[0]) || is_great(m[1])) ? SIGNS : 0;
         if (__builtin_expect(exact_signs != 0, 0)) scale_below_great();
@@ -188,15 +188,16 @@ struct SoftmaxFp8 {
                 l[half] = fk_special(0);
     }
 
-    // S to weights relative to the row maximum so far. Returns whether O and l are to be multiplied by `rescale`.
+    // S to weights relative to the row maximum so far. Returns whether O and l are to be multiplied by `rescale`. LAZY:
+    // lanes tell each other their maxima only where m grows.
     template <bool FIRST>
     __device__ __forceinline__ bool exact_softmax(unsigned key_scales, bool lifts) {
-        // LAZY: lanes tell each other their maxima only where m grows, which is rare.
-        float most[2] = {lane_maximum(0), lane_maximum(1)};
-        if (FIRST || LAZY == 0) most[0] = max_across_lanes(most[0]), most[1] = max_across_lanes(most[1]);
+        constexpr bool ASKS_FIRST = FIRST || LAZY == 0;
+        float most[2];
+        UNROLL(half, 2) most[half] = ASKS_FIRST ? row_maximum(half) : lane_maximum(half);
         const bool grows = !FIRST && __any_sync(~0u, outgrows(0, most[0]) | outgrows(1, most[1]) | (exact_signs != 0));
         if (FIRST || __builtin_expect(grows, 0)) {
-            if (LAZY > 0 && !FIRST) most[0] = max_across_lanes(most[0]), most[1] = max_across_lanes(most[1]);
+            if (!ASKS_FIRST) most[0] = max_across_lanes(most[0]), most[1] = max_across_lanes(most[1]);
             raise_maximum<FIRST, false>(most, FIRST_WEIGHT);
         }
         const float add[2] = {shift - m[0], shift - m[1]};
@@ -215,10 +216,10 @@ struct SoftmaxFp8 {
         return grows;
     }
 
-    // Of a first tile: in rows with few great weights the greatest one becomes GREATEST, as small ones need the range.
-    // The sum of four lanes is under FEW only if that of one is under a quarter.
+    // Of a first tile: where the greatest weight has a fifth of its row's sum it becomes GREATEST, as small ones need
+    // the range. Then a lane's sum is under a quarter of FEW.
     __device__ __forceinline__ void lift_great(float (&sum)[4]) {
-        constexpr float FEW = 4 << (int)FIRST_WEIGHT;
+        constexpr float FEW = 5 << (int)FIRST_WEIGHT;
         const float own[2] = {sum[0] + sum[1], sum[2] + sum[3]};
         if (!__any_sync(~0u, exact_signs == 0 && fminf(own[0], own[1]) < FEW / 4)) return;
         float by[2];
@@ -234,19 +235,16 @@ struct SoftmaxFp8 {
     // S to codes, relative to m of the tiles before. The codes tell whether a weight is too great; then S is still
     // there, and is taken again relative to a new m.
     __device__ __forceinline__ bool optimistic_softmax(unsigned (&codes)[CODE_REGS]) {
-        float sum[2];
         unsigned to_sign = TO_SIGN, signs = exact_signs;
         bool again;
 #pragma unroll 1
         do {
             const float add[2] = {shift - m[0], shift - m[1]};
-            sum[0] = sum[1] = 0;
             UNROLL(i, CODE_REGS) {
                 const float* x = of_code(i);
                 float weight[4];
                 UNROLL(c, 4) weight[c] = exp2_fast(fmaf(x[c / 2 * 4 + c % 2], factor[i % 2], add[i % 2]));
                 codes[i] = pack_e4m3(weight[0], weight[1], weight[2], weight[3]);
-                if (EXACT_LSE) sum[i % 2] += (weight[0] + weight[1]) + (weight[2] + weight[3]);
                 signs |= codes[i] + to_sign;
             }
             again = __any_sync(~0u, signs & SIGNS);
@@ -255,9 +253,8 @@ struct SoftmaxFp8 {
                 raise_maximum<false, true>(most, GREATEST);
                 to_sign = signs = 0;  // no sign the next time
             }
-            __syncwarp();
+            __syncwarp();  // or ptxas makes a second copy of the exponentials
         } while (__builtin_expect(again, 0));
-        add_float_sums(sum[0], sum[1]);
         return to_sign == 0;
     }
 
