@@ -415,7 +415,7 @@ def test_peaked_scores(device: Device, launched: list[str]) -> None:
     given = quantised(*(x.astype(ml_dtypes.bfloat16) for x in (3 * q, k, v[..., 1:, :])), "head")
     exact, _, rounded = exact_and_rounded(given)
     out = flashkit.attention(*map(on_device, given), backend="cupy_raw").get().astype(np.float64)
-    assert np.linalg.norm(out - exact) < 0.8 * np.linalg.norm(rounded - exact)
+    assert np.linalg.norm(out - exact) < 0.7 * np.linalg.norm(rounded - exact)
     assert launched == [KERNEL]
 
 
