@@ -17,8 +17,8 @@
 
 constexpr bool IS_NARROW = COLUMNS <= 128;  // O leaves registers for two P
 constexpr bool SUMS_BY_ONES = IS_NARROW && !SCALES_OF_TOKENS, SUMS_OF_FLOATS = !SUMS_BY_ONES || EXACT_LSE;
-constexpr bool IN_PAIRS = SUMS_BY_ONES && !HAS_SCORE && !EXACT_LSE;  // FULL tiles
-constexpr bool Q_IN_REGISTERS = IN_PAIRS && MMA_WARPGROUPS == 2 && HEAD_DIM <= 128;
+constexpr bool IN_PAIRS = SUMS_BY_ONES && !HAS_SCORE;  // FULL tiles
+constexpr bool Q_IN_REGISTERS = IN_PAIRS && MMA_WARPGROUPS == 2 && HEAD_DIM <= 128 && !EXACT_LSE;
 constexpr int ONES = COLUMNS / 2;  // the first row sum in O
 constexpr int SUMS_REGS = ONES + 4 * SUMS_BY_ONES, CODE_REGS = BLOCK_K / 8;
 constexpr int Q_REGS = Q_IN_REGISTERS ? up(HEAD_DIM, 32) / 8 : 4;
@@ -94,6 +94,9 @@ DEVICE void never_store(unsigned address, unsigned x) {
     asm volatile("{ .reg .pred p; setp.eq.u32 p, %1, 0x7fa12345; @p st.shared.b32 [%0], %1; }"
                  ::"r"(address), "r"(x) : "memory");
 }
+
+// x += y, where it stands: ptxas would keep all weights of a tile for a later sum, and spill.
+DEVICE void add_at_once(float& x, float y) { asm volatile("add.f32 %0, %0, %1;" : "+f"(x) : "f"(y)); }
 
 struct SoftmaxFp8 {
     const Params& params;
@@ -235,16 +238,19 @@ struct SoftmaxFp8 {
     // S to codes, relative to m of the tiles before. The codes tell whether a weight is too great; then S is still
     // there, and is taken again relative to a new m.
     __device__ __forceinline__ bool optimistic_softmax(unsigned (&codes)[CODE_REGS]) {
+        float sum[2];
         unsigned to_sign = TO_SIGN, signs = exact_signs;
         bool again;
 #pragma unroll 1
         do {
             const float add[2] = {shift - m[0], shift - m[1]};
+            sum[0] = sum[1] = 0;
             UNROLL(i, CODE_REGS) {
                 const float* x = of_code(i);
                 float weight[4];
                 UNROLL(c, 4) weight[c] = exp2_fast(fmaf(x[c / 2 * 4 + c % 2], factor[i % 2], add[i % 2]));
                 codes[i] = pack_e4m3(weight[0], weight[1], weight[2], weight[3]);
+                if (EXACT_LSE) UNROLL(c, 4) add_at_once(sum[i % 2], weight[c]);
                 signs |= codes[i] + to_sign;
             }
             again = __any_sync(~0u, signs & SIGNS);
@@ -255,6 +261,7 @@ struct SoftmaxFp8 {
             }
             __syncwarp();  // or ptxas makes a second copy of the exponentials
         } while (__builtin_expect(again, 0));
+        add_float_sums(sum[0], sum[1]);
         return to_sign == 0;
     }
 
