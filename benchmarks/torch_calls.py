@@ -68,16 +68,17 @@ def parts(device: str, dtype: torch.dtype) -> Calls:
     leaves, dout = [x.clone().requires_grad_() for x in (q, k, v)], torch.ones_like(q)
     recorded = ft.attention(*leaves)
     torch.autograd.grad(recorded, leaves, dout, retain_graph=True)
-    known = torch_plans.find(name, (q, k, v))
-    planned, lent = known[0], [memory(x) for x in (q, k, v)]
+    known: Any = torch_plans.find(name, (q, k, v))
+    planned, lent = known.planned, [memory(x) for x in (q, k, v)]
 
     def scope() -> None:
         with interop.TORCH.scope(q):
             pass
 
     backward = dout, None, out, lse, (), q, k, v, {}, NO_OPTIONS, None
-    torch_passes.backward(None, *backward)
-    known_backward = torch_plans.find(torch_plans.name_of(3, (), NO_OPTIONS), (q, k, v, out, lse, dout))
+    torch_passes.backward(known, None, *backward)
+    read = q, k, v, out, lse, dout
+    found = known.pull_back((), read)
     return {
         "whether anything else looks at the call": torch_autograd.is_watched,
         "name of the plan": lambda: torch_plans.name_of(True, (), NO_OPTIONS),
@@ -88,7 +89,8 @@ def parts(device: str, dtype: torch.dtype) -> Calls:
         "an array made of a tensor": lambda: interop.TORCH.native("q", q),
         "the plan's call, with its results": lambda: planned.run_on(*lent, None),
         "forward pass": lambda: torch_autograd.call(False, q, k, v, {}, NO_OPTIONS, None),
-        "backward pass": lambda: torch_passes.backward(known_backward, *backward),
+        "look-up of the backward pass": lambda: known.pull_back((), read),
+        "backward pass": lambda: torch_passes.backward(known, found, *backward),
         "backward pass by autograd": lambda: torch.autograd.grad(recorded, leaves, dout, retain_graph=True),
     }
 

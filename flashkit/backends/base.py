@@ -121,6 +121,6 @@ class Optional(Backend, Protocol):
         -------
         BoundBackward
             f(operands, gradients) computes what `backward` would. Their arrays have the dtypes and strides of those
-            here, but for out, dout and dlse, and all else in operands is the same. Of the first ones f keeps what
-            `bind` keeps. Threads may call it at the same time.
+            here, but their axes may be the caller's, as of `bind`; all else in operands is the same. Of the first ones
+            f keeps what `bind` keeps. Threads may call it at the same time.
         """

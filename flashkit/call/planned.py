@@ -5,18 +5,19 @@ prepared call whose plan no other call can use.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from .. import dispatch, mods
-from ..backends.base import Bound
+from ..backends.base import Bound, BoundBackward
 from ..errors import shown
 from ..mods import Mod
 from ..mods.tracing import values_of
 from ..options import OPTIONS
-from ..spec import Operands
+from ..spec import Gradients, Operands
 from . import arrays
 from .arguments import Prepared, per_token, prepare
 from .call import Call
@@ -95,6 +96,7 @@ class Planned:
         binds = hasattr(chosen, "bind")
         # A bound call reads addresses, so each call copies arrays that are not addressable, as attention() does.
         self._copied = not all(map(arrays.same_address, given, fours))
+        self._sizes = tuple([x.shape for x in fours])
         self._copies = binds and self._copied
         self.reads_addresses = binds and not self._copied  # and nothing else: it runs on views of tensors, too
         out, lse = shape.like(operands.out), shape.rows(operands.lse)
@@ -307,24 +309,41 @@ class Planned:
 
     def recorded(self, call: Call, out: Any, lse: Any, kept: bool = False) -> Recorded:
         """What the backward pass of a call of `run` needs. kept: as of `Once.recorded`."""
-        return self.recorded_on(call.q, call.k, call.v, out, lse, *call.per_call.arrays)
-
-    def recorded_on(self, q: Any, k: Any, v: Any, out: Any, lse: Any, *per_call: Any) -> Recorded:
-        """What the backward pass of `run_on` needs; of views, since the caller may set the shape of an array."""
-        shape = self._shape
+        q, k, v, shape = call.q, call.k, call.v, self._shape
         if out.shape != self._out or out.dtype != self._dtype or lse.dtype != self._lse[1]:
             raise ValueError(
                 f"stored out and lse: expected shape {self._out} and dtypes {self._dtype} and {self._lse[1]}, as the "
                 f"call returned them, got {out.shape}, {out.dtype} and {lse.dtype}"
             )
         four = shape.to_four if self._copied else shape.four_axes
+        # Views: the caller may set the shape of an array object.
         q, k, v, out = (x.view() for x in (four(q), four(k), four(v), shape.to_four(out)))
-        operands = object.__new__(Operands)
-        vars(operands).update(vars(self._operands), q=q, k=k, v=v, out=out, lse=lse.reshape(self._rows))
+        own = [x.view() for x in call.per_call.arrays]
+        return Recorded(self.problem, self._with(q, k, v, out, lse.reshape(self._rows), own), shape, self._backward)
+
+    def _with(self, q: Any, k: Any, v: Any, out: Any, lse: Any, per_call: Sequence[Any]) -> Operands:
+        """The operands of a call."""
+        made = object.__new__(Operands)
+        made.__dict__ = given = vars(self._operands).copy()  # faster than `replace`
+        given["q"], given["k"], given["v"], given["out"], given["lse"] = q, k, v, out, lse
         if per_call:
-            named = zip(self._per_call, per_call, strict=True)
-            operands.arrays = operands.arrays | {name: x.view() for name, x in named}
-        return Recorded(self.problem, operands, shape, self._backward)
+            given["arrays"] = given["arrays"] | dict(zip(self._per_call, per_call, strict=True))
+        return made
+
+    def pull_back(
+        self, run: BoundBackward, slots: Sequence[str], dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any,
+        lse: Any, *per_call: Any,
+    ) -> list[Any]:  # fmt: skip
+        """The gradients of a call of `run_on` by q, k, v and values in these slots. run: a pass that reads addresses,
+        of `Backward.bound` for arrays that are laid out like these.
+        """
+        empty = q.empty if type(q) is View else self._empty
+        dq, dk, dv = [empty(sizes, self._dtype) for sizes in self._sizes]
+        to = Gradients(dout, dlse, dq, dk, dv, None, dict.fromkeys(slots))
+        operands, shape = self._with(q, k, v, out, lse, per_call), self._shape
+        run(operands, to)
+        values = [shape.value_like(to.values[slot], operands.arrays[slot].shape) for slot in slots]
+        return [shape.like(dq), shape.like(dk), shape.like(dv), *values]
 
     def _run_on(self, bound: Bound, q: Any, k: Any, v: Any, out: Any, *rest: Any) -> Any:
         lent = type(q) is View  # with memory for the result

@@ -40,10 +40,9 @@ class Shape:
         """A (B, H, N, D) tensor in the caller's shape, as a view."""
         if self.layout == "bnhd":
             tensor = tensor.swapaxes(1, 2)
-        tail = tensor.shape[1:]
         if self.ndim == 2:
             return tensor[0, 0] if self.layout == "bhnd" else tensor[0, :, 0]
-        return tensor.reshape((*self.batch, *tail)) if self.ndim != 4 else tensor
+        return tensor.reshape((*self.batch, *tensor.shape[1:])) if self.ndim != 4 else tensor
 
     def sizes(self, four: tuple[int, int, int, int]) -> tuple[int, ...]:
         """The caller's shape of a (B, H, N, D) tensor of these sizes."""
@@ -56,6 +55,16 @@ class Shape:
         """The caller's shape of (B, H, N) numbers."""
         _, heads, n = three
         return (n,) if self.ndim == 2 else (*self.batch, heads, n)
+
+    def value_like(self, gradient: Any, shape: tuple[int, ...]) -> Any:
+        """The gradient by an array of a modification in its own shape, from which it may have been broadcast over batch
+        axes.
+        """
+        if gradient.size != math.prod(shape):
+            batch = (1,) * (len(self.batch) + 3 - len(shape)) + shape[:-3]
+            axes = tuple(i for i, n in enumerate(batch) if n == 1)
+            gradient = gradient.reshape((*self.batch, *gradient.shape[1:])).sum(axes)
+        return gradient.reshape(shape)
 
     def rows(self, values: Any) -> Any:
         """(B, H, N) numbers, one for each query, in the caller's shape."""

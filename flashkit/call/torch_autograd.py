@@ -12,7 +12,7 @@ from . import interop
 from .torch_derivatives import SecondDerivative, Tangent
 from .torch_mods import NO_GRADIENT, Content, Mods, value_names
 from .torch_operators import backward_op, flat, forward_op, unpacked
-from .torch_passes import PLAIN, Scalars, Tensors, backward, forward, known_plan, results_of
+from .torch_passes import PLAIN, Known, Scalars, Tensors, backward, forward, known_plan, read_by, results_of
 
 
 def is_watched() -> bool:
@@ -58,7 +58,7 @@ def call(
 ) -> tuple[Any, Any]:
     """out and lse without a gradient; lse is of no use without `with_lse`."""
     watched = is_watched()
-    known = None if watched else known_plan(with_lse, (q, k, v), tensors, options, mods)
+    known = None if watched else known_plan(with_lse, q, k, v, tensors, options, mods)
     if known is not None or (not watched and _is_plain((q, k, v, *tensors.values()))):
         return forward(known, with_lse, q, k, v, tensors, options, _resolved(mods))
     if watched:
@@ -71,8 +71,9 @@ def recorded_call(q: Any, k: Any, v: Any, tensors: Tensors, options: Scalars, mo
     """out and lse with a gradient."""
     result: tuple[Any, Any]
     if not is_watched():
-        captured = () if mods is None else mods.captured.values()  # autograd notices when they change before backward
-        result = _record(tuple(tensors), options, mods, q, k, v, *tensors.values(), *captured)
+        known = known_plan(True, q, k, v, tensors, options, mods)
+        # With captured tensors autograd notices when they change before backward.
+        result = _record((known, tuple(tensors), options, mods), q, k, v, *read_by(tensors, mods))
         return result
     text, values = _content(mods)
     inputs = [q, k, v, *tensors.values(), *values]
@@ -82,36 +83,39 @@ def recorded_call(q: Any, k: Any, v: Any, tensors: Tensors, options: Scalars, mo
         # Dynamo refuses a tensor that is passed twice.
         inputs = [x.view_as(x) if any(x is y for y in inputs[:i]) else x for i, x in enumerate(inputs)]
     function = Attention if torch.compiler.is_compiling() else AttentionWithTangents
-    result = function.apply(tuple(tensors), options, text, *inputs)
+    result = function.apply((None, tuple(tensors), options, text), *inputs)
     return result
 
 
+_Form = tuple[Known | None, tuple[str, ...], Scalars, Mods | str | None]
+"""A recorded call beside its tensors, as one input: its plan if known, names of tensors, options, modifications."""
+
+
 class Attention(torch.autograd.Function):
-    """Inputs: names of tensors, options, modifications or their text or None, q, k, v, these tensors, and those of the
-    modifications.
-    """
+    """Inputs: a `_Form`, q, k, v, the tensors of these names, and those of the modifications."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        names: tuple[str, ...], options: Scalars, mods: Mods | str | None, q: Any, k: Any, v: Any, *given: Any
-    ) -> Any:
+    def forward(form: _Form, q: Any, k: Any, v: Any, *given: Any) -> Any:
+        known, names, options, mods = form
         if forward_ad._current_level >= 0:  # tangents are for `jvp`
             q, k, v, *given = (x.detach() for x in (q, k, v, *given))  # type: ignore[assignment]
         tensors, own = _unpacked(names, mods, given)
+        if known is not None:
+            return forward(known, True, q, k, v, tensors, options, _resolved(own))
         return call(True, q, k, v, tensors, options, own)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
-        ctx.names, ctx.options, ctx.mods, *arrays = inputs
-        ctx.save_for_backward(*arrays, *output)
+        ctx.form = inputs[0]
+        ctx.save_for_backward(*inputs[1:], *output)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
         if dout is None and dlse is None:
-            return (None,) * (1 + len(ctx.saved_tensors))
+            return (None,) * (len(ctx.saved_tensors) - 1)
         if not torch.is_grad_enabled():
             return _gradients(ctx, dout, dlse)
         with torch.no_grad():
@@ -121,7 +125,7 @@ class Attention(torch.autograd.Function):
         # create_graph=True
         known = [n for n, gradient in enumerate(gradients) if gradient is not None]
         q, k, v, *given, out, _ = ctx.saved_tensors
-        own = ("", "", "", "q", "k", "v", *ctx.names, *[""] * len(gradients))
+        own = ("", "q", "k", "v", *ctx.form[1], *[""] * len(gradients))
         dout = torch.zeros_like(out) if dout is None else dout
         marked = SecondDerivative.apply(
             _call_of(ctx, given), tuple(own[n] for n in known), *(gradients[n] for n in known), dout, dlse, q, k, v,
@@ -136,14 +140,15 @@ class AttentionWithTangents(Attention):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
         Attention.setup_context(ctx, inputs, output)
-        ctx.save_for_forward(*inputs[3:], *output)
+        ctx.save_for_forward(*inputs[1:], *output)
 
     @staticmethod
-    def jvp(ctx: Any, _names: Any, _options: Any, _mods: Any, dq: Any, dk: Any, dv: Any, *rest: Any) -> tuple[Any, Any]:
+    def jvp(ctx: Any, _: Any, dq: Any, dk: Any, dv: Any, *rest: Any) -> tuple[Any, Any]:
         q, k, v, *given, _, _ = ctx.saved_tensors
-        of_tensors = dict(zip(ctx.names, rest))
+        names = ctx.form[1]
+        of_tensors = dict(zip(names, rest))
         dsinks = of_tensors.pop("sinks", None)
-        if any(x is not None for x in (*of_tensors.values(), *rest[len(ctx.names) :])):
+        if any(x is not None for x in (*of_tensors.values(), *rest[len(names) :])):
             raise NotImplementedError("attention has forward mode AD by q, k, v and sinks alone")
         result: tuple[Any, Any] = Tangent.apply(_call_of(ctx, given), q, k, v, dq, dk, dv, dsinks)
         return result
@@ -156,8 +161,9 @@ def _record(*inputs: Any) -> Any:
 
 def _call_of(ctx: Any, given: list[Any]) -> tuple[Tensors, Scalars, Mods | None]:
     """The arguments of a call beside q, k and v."""
-    tensors, mods = _unpacked(ctx.names, ctx.mods, tuple(given))
-    return tensors, ctx.options, _resolved(mods)
+    _, names, options, mods = ctx.form
+    tensors, own = _unpacked(names, mods, tuple(given))
+    return tensors, options, _resolved(own)
 
 
 def _content(mods: Mods | Content | None) -> tuple[str | None, tuple[Any, ...]]:
@@ -182,26 +188,29 @@ def _gradients(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     if forward_ad._current_level >= 0:  # tangents are for `SecondDerivative.jvp`
         q, k, v, out, lse, *rest = (x.detach() for x in (q, k, v, out, lse, *rest))
         dout, dlse = (None if x is None else x.detach() for x in (dout, dlse))
-    content, options = tuple(rest), ctx.options
-    tensors, mods = _unpacked(ctx.names, ctx.mods, content)
+    content, (known, names, options, own) = tuple(rest), ctx.form
+    tensors, mods = _unpacked(names, own, content)
     of_mods = value_names(mods[0]) if isinstance(mods, tuple) else () if mods is None else mods.captured
     given = dict(zip((*tensors, *of_mods), content, strict=True))
-    more = [name for name, needed in zip(given, ctx.needs_input_grad[6:], strict=True) if needed]
+    more = [name for name, needed in zip(given, ctx.needs_input_grad[4:], strict=True) if needed]
     if masked := [name.partition(".")[2] for name in more if name.startswith("mask.")]:
         raise NotImplementedError(NO_GRADIENT.format(masked[0]))  # now wrappers know
     dout = torch.zeros_like(out) if dout is None else dout
-    arguments, all_tensors = (dout, dlse, out, lse, more, q, k, v), (q, k, v, *results_of(dout, dlse, out, lse))
-    watched = is_watched()
-    known = None if watched else known_plan(len(all_tensors) - 3, all_tensors, tensors, options, mods)
-    if watched:
+    all_tensors, found = (q, k, v, *results_of(dout, dlse, out, lse)), None
+    if watched := is_watched():
         _refuse_tangents(all_tensors)
-    if known is not None or (not watched and _is_plain((*all_tensors, *content))):
-        dq, dk, dv, *gradients = backward(known, *arguments, tensors, options, _resolved(mods))
+    else:
+        known = known or known_plan(True, q, k, v, tensors, options, mods)
+        found = known and known.pull_back(more, (*all_tensors, *read_by(tensors, mods)))
+    arguments = dout, dlse, out, lse, more, q, k, v
+    if found or (not watched and _is_plain((*all_tensors, *content))):
+        dq, dk, dv, *gradients = backward(known, found, *arguments, tensors, options, _resolved(mods))
     else:
         dq, dk, dv, numbers = backward_op(*arguments, *flat(tensors, options, *_content(mods)))
         gradients = unpacked(numbers, [given[name] for name in more])
-    found = dict(zip(more, gradients, strict=True))
-    return None, None, None, dq, dk, dv, *(found[n].to(x.dtype) if n in found else None for n, x in given.items())
+    by_name = dict(zip(more, gradients, strict=True))
+    others = (by_name[n].to(x.dtype) if n in by_name else None for n, x in given.items())
+    return None, dq, dk, dv, *others
 
 
 class OfRanks(torch.autograd.Function):

@@ -22,6 +22,7 @@ from .torch_passes import (
     bhnd_in_bnhd_memory,
     forward,
     known_plan,
+    read_by,
     results_of,
 )
 
@@ -63,7 +64,7 @@ def _forward_impl(with_lse: bool, q: Any, k: Any, v: Any, *rest: Any) -> tuple[A
     tensors, options, content = _given(rest)
     with torch.no_grad():  # below autograd; `requires_grad` says nothing here
         mods = _mods(content)
-        known = known_plan(with_lse, (q, k, v), tensors, options, mods)
+        known = known_plan(with_lse, q, k, v, tensors, options, mods)
         out, lse = forward(known, with_lse, q, k, v, tensors, options, mods)
     return out, q.new_empty(0, dtype=_lse_dtype(q)) if lse is None else lse
 
@@ -73,9 +74,13 @@ def _backward_impl(
 ) -> tuple[Any, ...]:
     tensors, options, content = _given(rest)
     with torch.no_grad():
-        mods, results = _mods(content), results_of(dout, dlse, out, lse)
-        known = known_plan(len(results), (q, k, v, *results), tensors, options, mods)
-        dq, dk, dv, *others = backward(known, dout, dlse, out, lse, more, q, k, v, tensors, options, mods)
+        mods, inputs = _mods(content), (q, k, v)
+        known = known_plan(True, *inputs, tensors, options, mods)
+        given = *inputs, *results_of(dout, dlse, out, lse), *read_by(tensors, mods)
+        found = known and known.pull_back(more, given)
+        dq, dk, dv, *others = backward(
+            known, found, dout, dlse, out, lse, more, *inputs, tensors, options, mods
+        )  # fmt: skip
     numbers = [x.reshape(-1).to(lse.dtype) for x in others]
     if len(numbers) != 1:
         numbers = [torch.cat(numbers) if numbers else lse.new_empty(0)]

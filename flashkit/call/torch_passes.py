@@ -4,12 +4,14 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from .. import dispatch
+from ..backends.base import BoundBackward
 from ..options import DEFAULTS, OPTIONS, TYPES, Layout, Precision, Role
 from . import arrays, interop, torch_plans
 from .call import Call
@@ -76,45 +78,67 @@ def bhnd_in_bnhd_memory(q: Any, layout: str) -> bool:
     return layout == "bhnd" and q.dim() == 4 and q.stride(1) < q.stride(2) and q.shape[2] != 1
 
 
-def known_plan(call: Any, given: tuple[Any, ...], tensors: Tensors, options: Scalars, mods: Any) -> Any:
-    """The plan of such a call, and whether its result is transposed; None if there is no such plan yet."""
-    read = _read(tensors, mods)
-    if read is None:
+class Known(NamedTuple):
+    """A plan of calls, which reads addresses, so that the order of axes does not matter to it."""
+
+    planned: Planned
+    transposed: bool
+    """Whether its result is in (B, N, H, D)."""
+    backward: dict[Any, torch_plans.Layouts]
+    """The `PullBack`s of these calls."""
+
+    def pull_back(self, more: Sequence[str], given: tuple[Any, ...]) -> Any:
+        """The `PullBack` of such a call; None if there is none yet. given: q, k, v, `results_of` and `read_by`."""
+        layouts = self.backward.get(_kind(more, given))
+        return layouts and layouts.find(given)
+
+
+class PullBack(NamedTuple):
+    """A backward pass that reads addresses, and the slots of the values by which it has gradients."""
+
+    planned: Planned
+    run: BoundBackward
+    slots: tuple[str, ...]
+
+
+def _kind(more: Sequence[str], given: tuple[Any, ...]) -> Any:
+    return len(given), tuple(more), dispatch.state()
+
+
+def known_plan(with_lse: bool, q: Any, k: Any, v: Any, tensors: Tensors, options: Scalars, mods: Any) -> Any:
+    """The `Known` of such a call; None if there is none yet."""
+    if not _has_form(tensors, mods):
         return None
-    if read:
-        given = *given, *read.values()
-    return torch_plans.find(_name_of(call, read, options, mods), given)
+    return torch_plans.find(_name_of(with_lse, tensors, options, mods), (q, k, v, *read_by(tensors, mods)))
 
 
-def _read(tensors: Tensors, mods: Any) -> Tensors | None:
-    """The tensors that a plan of such a call reads beside q, k and v; None where it depends on their contents."""
-    if not PAIRS.issuperset(tensors):
-        return None
-    if mods is None:
-        return tensors
-    return tensors | mods.captured if isinstance(mods, Mods) and mods.form is not None else None
+def read_by(tensors: Tensors, mods: Any) -> list[Any]:
+    """The tensors that a call reads beside q, k and v."""
+    return [*tensors.values()] if mods is None else [*tensors.values(), *mods.captured.values()]
 
 
-def _name_of(call: Any, read: Tensors, options: Scalars, mods: Mods | None) -> Any:
-    return torch_plans.name_of(call, read if mods is None else (*read, mods.form), options)
+def _has_form(tensors: Tensors, mods: Any) -> bool:
+    """Whether the plan of such a call does not depend on the contents of these tensors."""
+    return PAIRS.issuperset(tensors) and (mods is None or (isinstance(mods, Mods) and mods.form is not None))
+
+
+def _name_of(with_lse: bool, tensors: Tensors, options: Scalars, mods: Mods | None) -> Any:
+    names = tensors if mods is None else (*tensors, *mods.captured, mods.form)
+    return torch_plans.name_of(with_lse, names, options)
 
 
 def forward(
-    known: Any, with_lse: bool, q: Any, k: Any, v: Any, tensors: Tensors, options: Scalars, mods: Mods | None
+    known: Known | None, with_lse: bool, q: Any, k: Any, v: Any, tensors: Tensors, options: Scalars, mods: Mods | None
 ) -> tuple[Any, Any]:  # fmt: skip
-    """out, and lse or None. known: of `known_plan` for `with_lse` and q, k and v."""
+    """out, and lse or None. known: the plan of such calls."""
     if known is not None:
-        planned, transposed = known
+        transposed = known.transposed
         with interop.TORCH.scope(q):
-            memory = View if q.is_cuda else interop.TORCH.memory
-            # A plan reads addresses, whatever the order of the axes.
-            read = tensors if mods is None else tensors | mods.captured
-            more = [memory(x) for x in read.values()] if read else ()
-            output = planned.run_on(memory(q), memory(k), memory(v), None, *more)
-            result = [interop.TORCH.own(x, q) for x in (output if with_lse else (output,))]
+            memory, own = View if q.is_cuda else interop.TORCH.memory, interop.TORCH.own
+            output = known.planned.run_on(*map(memory, (q, k, v)), None, *map(memory, read_by(tensors, mods)))
+            out, lse = (own(output[0], q), own(output[1], q)) if with_lse else (own(output, q), None)
     else:
-        qkv = q, k, v
-        keywords = keywords_of(tensors, options, mods)
+        qkv, keywords = (q, k, v), keywords_of(tensors, options, mods)
         transposed = bhnd_in_bnhd_memory(q, keywords.get("layout", "bhnd")) and "page_table" not in tensors
         if transposed:
             qkv = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -124,25 +148,25 @@ def forward(
             is_memory = type(call.q) in (View, np.ndarray)  # and no copy with what a tensor puts off computed
             planned = plan_of(call, backend, with_lse)
             output = call.to_caller(planned.run(call))
-            result = [*output] if with_lse else [output]
-            if is_memory:
-                _keep(with_lse, call, planned, transposed, (q, k, v), tensors, options, mods)
-    out, lse = result if with_lse else (*result, None)
+            if is_memory and (shared := _shared(call, planned, tensors, mods)):
+                given = q, k, v, *read_by(tensors, mods)
+                torch_plans.keep(_name_of(with_lse, tensors, options, mods), given, Known(shared, transposed, {}))
+        out, lse = output if with_lse else (output, None)
     return out.transpose(1, 2) if transposed else out, lse
 
 
-def _keep(
-    kind: Any, call: Call, planned: Any, transposed: bool, given: tuple[Any, ...], tensors: Tensors, options: Scalars,
-    mods: Mods | None,
-) -> None:  # fmt: skip
-    """Keep the plan if it serves any call of these layouts: it reads addresses, and of `given` and tensors alone."""
-    read, (own, axis, lengths, offsets, *_) = _read(tensors, mods), call.per_call
-    if read is None or not (isinstance(planned, Planned) and planned.reads_addresses):
-        return
-    if axis or lengths is not None or offsets or len(own) != len(read):
-        return
-    if all(type(x) in PLAIN and arrays.address(y) == x.data_ptr() for x, y in zip(read.values(), own, strict=True)):
-        torch_plans.keep(_name_of(kind, read, options, mods), (*given, *read.values()), (planned, transposed))
+def _shared(call: Call, planned: Any, tensors: Tensors, mods: Mods | None) -> Planned | None:
+    """The plan if it serves any call of these layouts: it reads addresses, and of q, k, v and these tensors alone."""
+    own, axis, lengths, offsets, *_ = call.per_call
+    if not (_has_form(tensors, mods) and isinstance(planned, Planned) and planned.reads_addresses):
+        return None
+    read = read_by(tensors, mods)
+    others = axis or lengths is not None or offsets or len(own) != len(read)
+    return None if others or not _same_memory(read, own) else planned
+
+
+def _same_memory(tensors: Iterable[Any], own: Iterable[Any]) -> bool:
+    return all(type(x) in PLAIN and arrays.address(y) == x.data_ptr() for x, y in zip(tensors, own))
 
 
 def results_of(dout: Any, dlse: Any, out: Any, lse: Any) -> tuple[Any, ...]:
@@ -151,21 +175,23 @@ def results_of(dout: Any, dlse: Any, out: Any, lse: Any) -> tuple[Any, ...]:
 
 
 def backward(
-    known: Any, dout: Any, dlse: Any, out: Any, lse: Any, more: Sequence[str], q: Any, k: Any, v: Any, tensors: Tensors,
-    options: Scalars, mods: Mods | None,
+    known: Known | None, found: PullBack | None, dout: Any, dlse: Any, out: Any, lse: Any, more: Sequence[str],
+    q: Any, k: Any, v: Any, tensors: Tensors, options: Scalars, mods: Mods | None,
 ) -> list[Any]:  # fmt: skip
     """dq, dk and dv, contiguous as (B, H, N, D), and the gradients by `more`, names as of `Vjp.__call__`.
 
-    known: of `known_plan` for the number of `results_of`, and q, k, v and these.
+    known: the plan of the call. found: this pass of it; None if `known` has yet to learn it.
     """
-    names = *QKV, *more
-    if known is not None:
-        planned, memory = known[0], interop.TORCH.memory
+    results, own = results_of(dout, dlse, out, lse), interop.TORCH.own
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    dlse = dlse if dlse is None else dlse.contiguous()
+    if found is not None:
         with interop.TORCH.scope(q):
-            read = tensors if mods is None else tensors | mods.captured
-            given = q, k, v, out, lse, *read.values()
-            recorded = planned.recorded_on(*map(memory, given))
-            return _gradients(Vjp(recorded), q, memory(dout), None if dlse is None else memory(dlse), names)
+            memory = View if q.is_cuda else interop.TORCH.memory
+            lent = map(memory, (q, k, v, out, lse, *read_by(tensors, mods)))
+            towards = memory(dout), None if dlse is None else memory(dlse)
+            return [own(x, q) for x in found.planned.pull_back(found.run, found.slots, *towards, *lent)]
+    names = *QKV, *more
     keywords = keywords_of(tensors, options, mods)
     backend = keywords.pop("backend", None)
     with Call("attention", q, k, v, keywords) as call:
@@ -176,14 +202,13 @@ def backward(
         native = take(out=out, lse=lse, dout=dout, dlse=dlse)
         vjp: Any = Vjp(planned.recorded(call, native["out"], native["lse"], kept=True), call.options)
         vjp.check_names(names)
-        gradients = _gradients(vjp, q, native["dout"], native["dlse"], names)
-        if is_memory:
-            results = results_of(dout, dlse, out, lse)
-            _keep(len(results), call, planned, False, (q, k, v, *results), tensors, options, mods)
-    return gradients
-
-
-def _gradients(vjp: Any, q: Any, dout: Any, dlse: Any, names: tuple[str, ...]) -> list[Any]:
-    """The gradients of native arrays or Views as tensors."""
-    empty = dout.empty if type(dout) is View else None
-    return [interop.TORCH.own(x, q) for x in vjp.gradients(dout, dlse, names, empty)]
+        op, to = vjp.operands, vjp.to_fill(native["dout"], native["dlse"], names)
+        vjp.backward(op, to)
+        if known is not None and is_memory and (shared := _shared(call, planned, tensors, mods)):
+            run, reads_addresses = vjp.backward.bound(op, to)
+            own_results = op.out, op.lse, to.dout, to.dlse
+            if reads_addresses and _same_memory(results_of(dout, dlse, out, lse), own_results):
+                given, slots = (q, k, v, *results, *read_by(tensors, mods)), vjp.slots(names)
+                layouts = known.backward.setdefault(_kind(more, given), torch_plans.Layouts())
+                layouts.keep(given, PullBack(shared, run, tuple([slots[name] for name in more])))
+        return [own(x, q) for x in vjp.returned(to, names)]

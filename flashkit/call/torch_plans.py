@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -25,11 +26,26 @@ _MAX_LAYOUTS = 8
 class Layouts:
     """What is known of calls with the same options, by the layouts of their tensors; the last found out first."""
 
-    __slots__ = "known", "last_use"
+    __slots__ = "_known", "last_use"
 
     def __init__(self) -> None:
-        self.known: tuple[tuple[Callable[..., bool], Any], ...] = ()
+        self._known: tuple[tuple[Callable[..., bool], Any], ...] = ()
         self.last_use = 0
+
+    def find(self, tensors: tuple[Any, ...]) -> Any:
+        """What is known of calls of such tensors; None if nothing is."""
+        for tensor in tensors:
+            if tensor.is_nested:  # without strides, for which guards end the process
+                return None
+        for fits, known in self._known:
+            if fits(*tensors):
+                return known if tensors[0].is_cuda or _are_aligned(tensors) else None
+        return None
+
+    def keep(self, tensors: tuple[Any, ...], known: Any) -> None:
+        """Keep what is known of calls of such tensors, which are plain and aligned."""
+        with suppress(AttributeError, TypeError):  # another version of PyTorch
+            self._known = ((_guard(tensors), known), *self._known[: _MAX_LAYOUTS - 1])
 
 
 def name_of(call: Any, tensors: Iterable[str], options: tuple[tuple[str, Any], ...]) -> Any:
@@ -38,34 +54,22 @@ def name_of(call: Any, tensors: Iterable[str], options: tuple[tuple[str, Any], .
 
 
 def find(name: Any, tensors: tuple[Any, ...]) -> Any:
-    """What is known of calls of this name and of such tensors, q, k and v first; None if nothing is."""
+    """What is known of calls of this name and of such tensors; None if nothing is."""
     layouts = plans.get(name)
-    if layouts is not None:
-        for tensor in tensors:
-            if tensor.is_nested:  # without strides, for which guards end the process
-                return None
-        for fits, known in layouts.known:
-            if fits(*tensors):
-                return known if _is_aligned(*tensors[:3]) else None
-    return None
+    return None if layouts is None else layouts.find(tensors)
 
 
 def keep(name: Any, tensors: tuple[Any, ...], known: Any) -> None:
-    """Keep what is known of calls of this name and of such tensors, which are plain and aligned."""
-    if not PLAIN.issuperset(name[1]):
-        return
-    try:
-        fits = _guard(tensors)
-    except (AttributeError, TypeError):  # another version of PyTorch
-        return
-    layouts = plans.get(name) or Layouts()
-    layouts.known = ((fits, known), *layouts.known[: _MAX_LAYOUTS - 1])
-    plans.put(name, layouts)
+    """Keep what is known of calls of this name and of such tensors, as `Layouts.keep`."""
+    if PLAIN.issuperset(name[1]):
+        layouts = plans.get(name) or Layouts()
+        layouts.keep(tensors, known)
+        plans.put(name, layouts)
 
 
-def _is_aligned(q: Any, k: Any, v: Any) -> bool:
+def _are_aligned(tensors: tuple[Any, ...]) -> bool:
     """The memory of other libraries may begin anywhere. On a GPU it does not, and plans do not ask."""
-    return not q.is_cpu or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % q.element_size() == 0
+    return not any(tensor.data_ptr() % tensor.element_size() for tensor in tensors)
 
 
 def _guard(tensors: tuple[Any, ...]) -> Callable[..., bool]:

@@ -16,18 +16,19 @@ import numpy as np
 class View:
     """Layout and address of a tensor, as of an array of CuPy, which takes longer to make. It keeps the tensor alive."""
 
-    __slots__ = "_layout", "ptr", "tensor"
+    __slots__ = "layout", "ptr", "tensor"
 
     def __init__(self, tensor: Any) -> None:
         self.tensor, self.ptr = tensor, tensor.data_ptr()
-        self._layout: tuple[Any, ...] | None = None
 
-    @property
-    def layout(self) -> tuple[Any, ...]:
-        """What `arrays.layout` says of such an array of CuPy."""
-        if (known := self._layout) is None:
-            tensor = self.tensor
-            known = self._layout = _layout(tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device())
+    def __getattr__(self, name: str) -> Any:
+        """`layout`, what `arrays.layout` says of such an array of CuPy, if it is asked for: most Views have an address
+        alone.
+        """
+        if name != "layout":
+            raise AttributeError(name)
+        tensor = self.tensor
+        self.layout = known = _layout(tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device())
         return known
 
     shape = property(lambda self: self.layout[1])
@@ -69,8 +70,9 @@ class View:
         """A C-contiguous copy."""
         return View(self.tensor.clone(memory_format=sys.modules["torch"].contiguous_format))
 
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> View:
-        """New memory, C-contiguous, on the current device: in a `scope` that of the tensor."""
+    @staticmethod
+    def empty(shape: tuple[int, ...], dtype: Any) -> View:
+        """New memory, C-contiguous, on the current device: in a `scope` that of the tensors."""
         return View(_allocator()(*_form(shape, dtype)))
 
 
@@ -94,7 +96,7 @@ def _allocator() -> Any:
 def _form(shape: tuple[int, ...], dtype: Any) -> tuple[Any, ...]:
     """Shape, strides and dtype of a C-contiguous tensor."""
     strides = tuple([math.prod(shape[axis + 1 :]) for axis in range(len(shape))])
-    return shape, strides, getattr(sys.modules["torch"], dtype.name)
+    return shape, strides, getattr(sys.modules["torch"], np.dtype(dtype).name)
 
 
 @cache

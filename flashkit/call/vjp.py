@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,6 +17,7 @@ from ..spec import Gradients, Operands, Problem, reads_of
 from . import arrays
 from .call import Adapter
 from .shape import Shape
+from .views import View
 
 TENSORS = "q", "k", "v"
 WRT = *TENSORS, "sinks"
@@ -27,17 +27,21 @@ DIFFERENTIABLE = *WRT, *(name for name, option in OPTIONS.items() if option.role
 """Arguments with a gradient, where they are floating arrays."""
 
 
+_MAX_FORMS = 16
+"""Choices of gradients and layouts of out, dout and dlse that a plan's backward pass is bound for."""
+
+
 class Recorded(NamedTuple):
     """What a backward pass needs of its call."""
 
     problem: Problem
     operands: Operands
     shape: Shape
-    run: BoundBackward
+    backward: Backward
 
 
 class Backward:
-    """Fills gradients by a function for each choice of `Gradients.values`, made on first use; binds: for many calls."""
+    """Fills gradients by a function for each choice and layout of them, made on first use; binds: for many calls."""
 
     def __init__(
         self, chosen: tuple[Backend, Any], problem: Problem, forced: str | None, per_call: tuple[str, ...] = (),
@@ -45,26 +49,37 @@ class Backward:
     ) -> None:  # fmt: skip
         self._chosen, self._problem, self._forced = chosen, problem, forced
         self._per_call, self._binds = per_call, binds
-        self._runs: dict[tuple[str, ...], BoundBackward] = {}
+        self._runs: dict[Any, tuple[BoundBackward, bool]] = {}
 
     def __call__(self, operands: Operands, gradients: Gradients) -> None:
-        wrt = tuple(gradients.values)
-        if (run := self._runs.get(wrt)) is None:
-            run = self._runs[wrt] = self._made(wrt, operands, gradients)
-        run(operands, gradients)
+        self.bound(operands, gradients)[0](operands, gradients)
 
-    def _made(self, wrt: tuple[str, ...], operands: Operands, gradients: Gradients) -> BoundBackward:
+    def bound(self, operands: Operands, gradients: Gradients) -> tuple[BoundBackward, bool]:
+        """The pass of all calls whose arrays have the layouts of these, and whether it reads no more than addresses."""
+        dout, dlse = gradients.dout, gradients.dlse
+        form = (
+            operands.out.strides, dout.strides, None if dlse is None else dlse.strides, gradients.dsinks is None,
+            *gradients.values,
+        )  # fmt: skip
+        if (known := self._runs.get(form)) is None:
+            if len(self._runs) >= _MAX_FORMS:
+                self._runs.clear()
+            known = self._runs[form] = self._made(tuple(gradients.values), operands, gradients)
+        return known
+
+    def _made(
+        self, wrt: tuple[str, ...], operands: Operands, gradients: Gradients
+    ) -> tuple[BoundBackward, bool]:  # fmt: skip
         problem, names = self._problem, self._per_call
         if 0 in operands.q.shape[:3]:
-            return partial(_zero, problem)
+            return partial(_zero, problem), False
         backend, plan = self._chosen
         if wrt:
             backend, plan = dispatch.plan(replace(problem, spec=replace(problem.spec, wrt=wrt)), self._forced)
         if self._binds and hasattr(backend, "bind_backward"):
             bind: Any = backend.bind_backward
-            bound: BoundBackward = bind(plan, operands, gradients, *((names,) if names else ()))
-            return bound
-        return partial(backend.backward, plan)
+            return bind(plan, operands, gradients, *((names,) if names else ())), True
+        return partial(backend.backward, plan), False
 
 
 def _zero(problem: Problem, operands: Operands, gradients: Gradients) -> None:
@@ -89,7 +104,7 @@ class Vjp(Generic[A]):
         self, recorded: Recorded, options: Mapping[str, Any] | None = None, adapters: Sequence[Adapter] = ()
     ) -> None:
         """options: the caller's. adapters: of the call, the outermost first."""
-        self.problem, self.operands, self.shape, self._run = recorded
+        self.problem, self.operands, self.shape, self.backward = recorded
         self._forms = {
             name: (x.shape, x.dtype) for name, x in (options or {}).items() if hasattr(x, "shape") and x is not None
         }  # of the caller's arrays, in which gradients are returned
@@ -171,14 +186,24 @@ class Vjp(Generic[A]):
                     f"wrt: the scores have no derivative by {name!r}, which a modification only compares or rounds"
                 )
 
+    def slots(self, wrt: tuple[str, ...]) -> dict[str, str]:
+        """The slots of those of these names that are values of a score modification."""
+        return {name: slot for name in wrt if name not in WRT and (slot := self._slot(name)) is not None}
+
     def _slot(self, name: str) -> str | None:
         """The slot of a value of a score modification."""
         prefix, _, rest = name.partition(".")
         names = self.operands.names
         return names.get(name) or names.get(f"{prefix}.{graph_name(rest)}")
 
-    def gradients(self, dout: Any, dlse: Any, wrt: tuple[str, ...], empty: Any = None) -> tuple[Any, ...]:
-        """The gradients of native arrays. empty: f(shape, dtype) makes an array; the library's by default."""
+    def gradients(self, dout: Any, dlse: Any, wrt: tuple[str, ...]) -> tuple[Any, ...]:
+        """The gradients of arrays as backends read them."""
+        to = self.to_fill(dout, dlse, wrt)
+        self.backward(self.operands, to)
+        return self.returned(to, wrt)
+
+    def to_fill(self, dout: Any, dlse: Any, wrt: tuple[str, ...]) -> Gradients:
+        """Memory for the gradients by these names, and what the pass reads beside the operands."""
         op, shape = self.operands, self.shape
         dtype = op.q.dtype
         dout = self._checked("dout", dout, shape.sizes(op.out.shape), dtype)
@@ -186,28 +211,25 @@ class Vjp(Generic[A]):
         if dlse is not None:
             dlse = self._checked("dlse", dlse, shape.sizes_of_rows(op.lse.shape), op.lse.dtype)
             dlse = (dlse if arrays.contiguous(dlse) else dlse.copy()).reshape(op.lse.shape)
-        empty = empty or xp.ndarray  # faster than the library's `empty`
+        empty: Any = dout.empty if type(dout) is View else xp.ndarray  # faster than the library's `empty`
         dq, dk, dv = empty(op.q.shape, dtype), empty(op.k.shape, dtype), empty(op.v.shape, dtype)
         dsinks = xp.empty_like(op.sinks) if "sinks" in wrt else None
-        slots = {name: slot for name in wrt if name not in WRT and (slot := self._slot(name)) is not None}
-        gradients = Gradients(shape.to_four(dout), dlse, dq, dk, dv, dsinks, dict.fromkeys(sorted(slots.values())))
-        self._run(op, gradients)
+        return Gradients(shape.to_four(dout), dlse, dq, dk, dv, dsinks, dict.fromkeys(sorted(self.slots(wrt).values())))
+
+    def returned(self, to: Gradients, wrt: tuple[str, ...]) -> tuple[Any, ...]:
+        """The gradients by these names as the caller gets them."""
+        shape, dsinks = self.shape, to.dsinks
         if dsinks is not None and "sinks" in self._forms:
             dsinks = dsinks.astype(self._forms["sinks"][1], copy=False)
-        found = {"q": shape.like(dq), "k": shape.like(dk), "v": shape.like(dv), "sinks": dsinks}
-        found |= {name: self._as_given(name, slot, gradients.values[slot]) for name, slot in slots.items()}
+        found = {"q": shape.like(to.dq), "k": shape.like(to.dk), "v": shape.like(to.dv), "sinks": dsinks}
+        found |= {name: self._as_given(name, slot, to.values[slot]) for name, slot in self.slots(wrt).items()}
         return tuple([found[name] for name in wrt])
 
     def _as_given(self, name: str, slot: str, gradient: Any) -> Any:
-        """The gradient by a slot in the form of the caller's array, which batch axes may have been broadcast over."""
+        """The gradient by a slot in the shape and dtype of the caller's array."""
         own = self.operands.arrays.get(slot, gradient)
         shape, dtype = self._forms.get(name, (own.shape, own.dtype))
-        if gradient.size != math.prod(shape):
-            batch = self.shape.batch
-            own_batch = (1,) * (len(batch) + 3 - len(shape)) + shape[:-3]
-            axes = tuple(i for i, n in enumerate(own_batch) if n == 1)
-            gradient = gradient.reshape(*batch, *gradient.shape[1:]).sum(axes)
-        return gradient.reshape(shape).astype(dtype, copy=False)
+        return self.shape.value_like(gradient, shape).astype(dtype, copy=False)
 
     def _checked(self, name: str, array: Any, shape: tuple[int, ...], dtype: Any) -> Any:
         """A view of the array, whose form no other thread changes, checked."""

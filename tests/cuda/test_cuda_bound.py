@@ -25,6 +25,7 @@ from flashkit.backends.cupy_raw.backend import CupyRawBackend
 from flashkit.backends.numba_cuda import sm80 as numbas_sm80
 from flashkit.call import plans
 from flashkit.call.arguments import prepare
+from flashkit.call.vjp import Backward
 from flashkit.spec import Gradients
 
 
@@ -146,8 +147,8 @@ def test_partial_results_of_splits_have_places_of_their_own(kept: list[Any], mon
     block, splits = Arguments(problem.spec, operands), 3
     memory = np.zeros(0, np.float32)
 
-    def scratch(size: int, dtype: str) -> Any:
-        memory.resize(size, refcheck=False)
+    def scratch(shape: tuple[int], dtype: str, empty: Any) -> Any:
+        memory.resize(shape, refcheck=False)
         return OnDevice(memory)
 
     monkeypatch.setattr(arguments, "scratch", scratch)
@@ -249,8 +250,7 @@ def test_pull_backs_of_other_layouts(kept: list[Any]) -> None:
     names = plans.names_of(list(arrays.values()), operands)
     assert names is not None
     plan, seen = watched(problem)
-    first = of_another_call(operands)
-    bound = CupyRawBackend().bind_backward(plan, *first, names)
+    bound = Backward((CupyRawBackend(), plan), problem, None, names, binds=True)
     some = [*itertools.product((0, 8), (0, 8), (False, True), (False, True))]
     for number, form in enumerate([*some, *some, *((8 * n, 0, False, False) for n in range(40)), *some]):
         others = {name: on_device(x) for name, x in zip(names, given(number).values(), strict=True)}

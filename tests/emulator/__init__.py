@@ -80,10 +80,11 @@ def _apart(allocate: Callable[..., Any]) -> Callable[..., Any]:
     """Scratch memory in which an access between two parts is an error."""
 
     from .cupy import DEVICE
+    from .device import BASE
 
     def allocated(parts: Workspace, *arguments: Any) -> Any:
         held, end = allocate(parts, *arguments), 0
-        allowed = DEVICE.memory.allowed[held._memory.start :]
+        allowed = DEVICE.memory.allowed[held.data.ptr - BASE :]
         for offset, size in parts.parts.values():
             allowed[end:offset] = False
             end = offset + size

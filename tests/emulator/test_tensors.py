@@ -48,6 +48,9 @@ class Tensor(torch.Tensor):
     def clone(self, **options: Any) -> Any:
         return on_device_as_it_is(on_host(self).clone(**options))
 
+    def contiguous(self) -> Any:
+        return self if self.is_contiguous() else self.clone(memory_format=torch.contiguous_format)
+
     def to(self, *form: Any, **options: Any) -> Any:
         return on_device(on_host(self).to(*form, **options))
 
@@ -63,8 +66,8 @@ class Tensor(torch.Tensor):
 
 
 def allocate(shape: Any, strides: Any, dtype: Any) -> Any:
-    """Memory without values, as PyTorch gives it."""
-    made = on_device(torch.full(shape, torch.nan, dtype=dtype))
+    """Memory without values, as PyTorch gives it: bytes of -1 are NaN."""
+    made = on_device(torch.full(shape, torch.nan if dtype.is_floating_point else -1, dtype=dtype))
     assert made.stride() == strides
     return made
 
@@ -94,6 +97,8 @@ def tagged(x: Any) -> Any:
 
     if isinstance(x, dict):
         return {name: tagged(each) for name, each in x.items()}
+    if type(x) in (tuple, list):
+        return type(x)(map(tagged, x))
     memory = cupy.DEVICE.memory.bytes
     here = isinstance(x, torch.Tensor) and 0 <= torch.Tensor.data_ptr(x) - memory.ctypes.data < len(memory)
     return x.as_subclass(Tensor) if here and type(x) is not Tensor else x
@@ -110,18 +115,18 @@ def torch_on_the_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setattr(torch_autograd, "PLAIN", plain)
     monkeypatch.setattr(torch_passes, "PLAIN", plain)
     torch.manual_seed(0)
-    backward, known = torch_autograd.backward, torch_autograd.known_plan
 
-    def known_of_tagged(call: Any, given: Any, tensors: Any, *rest: Any) -> Any:
-        with torch._C._EnableTorchFunction():
-            return known(call, tuple(map(tagged, given)), tagged(tensors), *rest)
+    def tagging(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*given: Any) -> Any:
+            # `torch.autograd.grad` disables it, so that results are plain tensors.
+            with torch._C._EnableTorchFunction():
+                return function(*map(tagged, given))
 
-    def tagging(*given: Any) -> Any:
-        with torch._C._EnableTorchFunction():  # `torch.autograd.grad` disables it, so that results are plain tensors
-            return backward(*map(tagged, given))
+        return wrapped
 
-    monkeypatch.setattr(torch_autograd, "backward", tagging)
-    monkeypatch.setattr(torch_autograd, "known_plan", known_of_tagged)
+    for name in ("backward", "known_plan"):
+        monkeypatch.setattr(torch_autograd, name, tagging(getattr(torch_autograd, name)))
+    monkeypatch.setattr(torch_passes.Known, "pull_back", tagging(torch_passes.Known.pull_back))
     yield
     STATE.held.clear()
     STATE.stream = 0

@@ -40,15 +40,15 @@ def qkv(n: int = 21, dtype: Any = torch.float32) -> list[Any]:
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Backends of the calls that ran by a plan which was found."""
-    found, find = list[str](), torch_plans.find
+    found, find = list[str](), torch_plans.Layouts.find
 
     def spy(*given: Any) -> Any:
         known = find(*given)
         if known is not None:
-            found.append(known[0].backend)
+            found.append(known.planned.backend)
         return known
 
-    monkeypatch.setattr(torch_plans, "find", spy)
+    monkeypatch.setattr(torch_plans.Layouts, "find", spy)
     return found
 
 
@@ -158,6 +158,32 @@ def test_calls_find_their_plans(runs: list[str]) -> None:
     with flashkit.use_backend("reference"):
         runs.clear()
         ft.attention(q, k, v, causal=True, q_offset=0)
+        assert not runs
+
+
+def test_a_backward_pass_is_of_gradients_like_these(runs: list[str]) -> None:
+    """Of other layouts, of memory that begins anywhere, with lse and without, and of the state of the dispatcher."""
+    leaves = [x.requires_grad_() for x in qkv()]
+    towards, rows = torch.randn(2, 4, 21, 16), torch.randn(2, 4, 21)
+    douts = [towards, towards.mT.contiguous().mT, torch.ones(()).expand(towards.shape), moved_by_a_byte(towards),
+             torch._neg_view(towards)]  # fmt: skip
+    for turn in range(3):
+        for dout in douts:
+            for dlse in None, rows, rows.mT.contiguous().mT, torch._neg_view(rows):
+                results = ft.attention(*leaves, return_lse=True)[: 1 if dlse is None else 2]
+                given = (dout,) if dlse is None else (dout, dlse)
+                runs.clear()
+                found = torch.autograd.grad(results, leaves, given)
+                copied = dout is douts[3] or any(x.is_neg() for x in given)
+                assert turn == 0 or runs == ["cpu"] * (not copied)
+                scores = leaves[0] @ leaves[1].mT / 4
+                expected = [scores.softmax(-1) @ leaves[2], scores.logsumexp(-1)][: len(given)]
+                for gradient, right in zip(found, torch.autograd.grad(expected, leaves, given), strict=True):
+                    torch.testing.assert_close(gradient, right, atol=1e-5, rtol=1e-5)
+    out = ft.attention(*leaves)
+    with flashkit.use_backend("reference"):
+        runs.clear()
+        torch.autograd.grad(out, leaves, towards)
         assert not runs
 
 

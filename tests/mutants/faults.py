@@ -123,7 +123,7 @@ ROWS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     # CUDA: the host
     "tests/cuda/test_cuda_bound.py": (
         ("keys of plans", f"{COMMON}.backend:_address", "_layout(array) != layout", "False"),
-        ("gradient", f"{COMMON}.backend:CudaBackend.bind_backward", "words[_DLSE] = dlse.data.ptr", "pass"),
+        ("gradient", f"{COMMON}.backend:CudaBackend.bind_backward", "words[_DLSE] = to.dlse.data.ptr", "pass"),
         ("offset", f"{COMMON}.arguments:Arguments.__init__", "(offset == offset[0]).all()",
          "(offset == offset[0]).any()"),
         ("memory", f"{COMMON}.memory:Workspace.memory", "offset + size", "offset + size // 2"),

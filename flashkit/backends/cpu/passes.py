@@ -30,8 +30,6 @@ DQ_BYTES_A_THREAD = 2**23
 PARTS_BYTES = 2**24
 """Bytes of gradients by a value, for each key/value head, or of dq_accum, up to which work tiles have their own."""
 
-_MAX_FORMS = 16  # of out, dout and dlse, that a bound backward pass keeps
-
 LENGTHS = "kv_lengths", "q_offset", "page_table"
 """What a bound call may get with each call, in this order: none, the first two, or all; and scales of k and v."""
 
@@ -118,7 +116,7 @@ class ValueSums:
 def bind_backward(
     plan: CpuPlan, operands: Operands, gradients: Gradients, per_call: Sequence[str] = ()
 ) -> BoundBackward:  # fmt: skip
-    """All passes of backward with what follows from these layouts done; out, dout and dlse may have others."""
+    """All passes of backward with what follows from these layouts done."""
     block = ArgumentBlock(
         plan, operands, plan.backward_tile, plan.modify_backward, scores_whole=True, per_call=per_call
     )  # fmt: skip
@@ -138,10 +136,11 @@ def bind_backward(
     args[at.SCRATCH_BYTES] = per_thread(layout.total)
     row_stats = np.empty(operands.lse.shape, accumulator)
     for index, tensor in (
-        (at.DQ, gradients.dq), (at.DK, gradients.dk), (at.DV, gradients.dv), (at.BWD_LSE, row_stats),
-        (at.DELTA, row_stats),
+        (at.OUT, operands.out), (at.DOUT, gradients.dout), (at.DLSE, gradients.dlse), (at.DQ, gradients.dq),
+        (at.DK, gradients.dk), (at.DV, gradients.dv), (at.BWD_LSE, row_stats), (at.DELTA, row_stats),
     ):  # fmt: skip
-        args[index + 1 : index + 4] = strides_of(tensor)
+        if tensor is not None:
+            args[index : index + 4] = (1, *strides_of(tensor))  # not 0, which is no tensor
     stats_bytes = rounded(row_stats.nbytes, 64)
     args[at.BWD_LSE], args[at.DELTA], args[at.SCRATCH] = at.HEADER + stats_bytes * np.arange(3)
     dq_bytes = math.prod(operands.q.shape) * accumulator.itemsize
@@ -150,7 +149,7 @@ def bind_backward(
         args[at.SCALE] = np.float64(1).view(np.int64)
         args[at.PER_CALL] |= 8
     call = threads.entry("pull_back")
-    launches: dict[Any, tuple[Launch, int]] = {}  # with the bytes of dq_accum, by strides and number of threads
+    launches: dict[int, tuple[Launch, int]] = {}  # with the bytes of dq_accum, by number of threads
 
     def splits(count: int) -> int:
         """Splits of the keys of a head, each of which has its own dq_accum. Without keys one split clears it."""
@@ -163,15 +162,14 @@ def bind_backward(
             needed = max(needed, min(balanced, DQ_BYTES_A_THREAD * count // max(dq_bytes, 1)))
         return max(1, min(most, needed))
 
-    def make_launch(operands: Operands, gradients: Gradients, count: int) -> tuple[Launch, int]:
+    dq_strides = strides_of(np.empty(operands.q.shape, accumulator))  # dq is C-contiguous, too
+    in_accumulator = gradients.dq.dtype == accumulator
+
+    def make_launch(count: int) -> tuple[Launch, int]:
         args = block.args.copy()
-        for index, tensor in ((at.OUT, operands.out), (at.DOUT, gradients.dout), (at.DLSE, gradients.dlse)):
-            if tensor is not None:
-                args[index : index + 4] = (1, *strides_of(tensor))  # not 0, which is no tensor
         num_splits = splits(DETERMINISTIC_THREADS if spec.deterministic and parallel else count)
-        in_place = num_splits == 1 and gradients.dq.dtype == accumulator
-        dq_accum = gradients.dq if in_place else np.empty(operands.q.shape, accumulator)
-        args[at.DQ_ACCUM + 1 : at.DQ_ACCUM + 4], args[at.DQ_SPLIT_STRIDE] = strides_of(dq_accum), dq_bytes
+        in_place = num_splits == 1 and in_accumulator
+        args[at.DQ_ACCUM + 1 : at.DQ_ACCUM + 4], args[at.DQ_SPLIT_STRIDE] = dq_strides, dq_bytes
         args[at.NUM_SPLITS], args[at.WORK_TILES] = num_splits, batch * heads_kv // math.prod(sums.serial) * num_splits
         args[at.SERIAL_ENTRIES : at.SERIAL_HEADS + 1] = sums.serial
         scratch_bytes = 2 * stats_bytes + int(args[at.SCRATCH_BYTES]) * count
@@ -185,11 +183,8 @@ def bind_backward(
             run(operands, gradients, count)
 
     def run(op: Operands, to: Gradients, count: int, stop: int = 0) -> None:
-        form = op.out.strides, to.dout.strides, None if to.dlse is None else to.dlse.strides, count
-        if (known := launches.get(form)) is None:
-            if len(launches) >= _MAX_FORMS:
-                launches.clear()
-            known = launches[form] = make_launch(op, to, count)
+        if (known := launches.get(count)) is None:
+            known = launches[count] = make_launch(count)
         launch, accum_bytes = known
         if spec.kv_lengths:  # keys past a sequence's length, or past the last packed sequence, are in no tile
             ends = op.kv_lengths if op.cu_seqlens is None else op.cu_seqlens[1][-1:]

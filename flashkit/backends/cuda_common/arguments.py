@@ -44,6 +44,7 @@ class Arguments(KernelArguments):
         self.shapes: dict[str, tuple[int, ...]] = {}  # of arrays of the modification
         self.stores_values = False  # kernels store gradients by values, in the dtype of the operands
         self.uploaded = False  # whether something was copied to the device
+        self.empty: Any = None  # f(shape, dtype) makes memory, where the call's arrays are not of CuPy's pool
         self.entries, self.heads, self.n_q, _ = operands.q.shape
         self.heads_kv, self.n_k = operands.k.shape[1:3]
         if spec.paged:
@@ -157,14 +158,6 @@ class Arguments(KernelArguments):
         for name, words in self.ordered.items():
             ordered_sums.total(words, gradients.values[name], self.log2_terms)
 
-    def for_backward(self, out: Any, gradients: Gradients) -> Arguments:
-        """A copy for a backward pass of such an output and gradients: copies may differ in their layouts."""
-        new = self.copy()
-        new._known = {}
-        new.tensors(out=out)
-        new.gradients(gradients)
-        return new
-
     def copy(self) -> Arguments:
         """A copy of the words, in which addresses may be changed."""
         new = object.__new__(Arguments)
@@ -188,7 +181,7 @@ class Arguments(KernelArguments):
         columns, rows = self.spec.head_dim_v, self.heads * self.n_q
         numbers = splits * self.batch * rows
         o_size = -(-numbers * columns // 2) * 2  # pairs follow, the elements of lse_partial
-        memory = scratch(o_size + 2 * numbers, "float32")
+        memory = scratch((o_size + 2 * numbers,), "float32", empty=self.empty)
         o_at, lse_at, address = AT["o_partial"], AT["lse_partial"], memory.data.ptr
         self.words[o_at : o_at + 4] = [address, rows * columns, self.n_q * columns, columns]
         self.words[lse_at : lse_at + 4] = [address + 4 * o_size, rows, self.n_q, 1]

@@ -35,9 +35,6 @@ _ELSEWHERE = "q: expected an array on the current CUDA device, {}, got one on de
 MAX_HEAD_DIM = 512
 """Of v, and of k unless a backend has kernels for wider ones."""
 
-_MAX_FORMS = 16
-"""Layouts of out, dout and dlse that a bound backward pass has argument blocks for."""
-
 _BACKWARD_AT = addresses(("q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv"))
 _ADDS: Any = lambda _: (False, False)  # of passes that add to zeros
 _DLSE, _DSINKS = AT["dlse"], AT["dsinks"]
@@ -191,6 +188,7 @@ class CudaBackend:
             words = arguments.words
             words[q_at], words[k_at], words[v_at] = q.data.ptr, k.data.ptr, v.data.ptr
             words[out_at] = out.data.ptr
+            arguments.empty = getattr(q, "empty", None)  # of Views
             if lse is not None:
                 words[lse_at] = lse.data.ptr
             if arrays:
@@ -214,33 +212,26 @@ class CudaBackend:
         on, current = plan.device, cupy.cuda.runtime.getDevice
         run, template = plan.backward[0].run, Arguments(plan.problem.spec, operands)
         arrays_at = [(name, template.release(name, operands), _layout(operands.arrays[name])) for name in per_call]
+        template.gradients(gradients)
         end, ordinal, stream_of = _end_of_keys(operands), on.ordinal, launch.stream
         wait_for_uploads = launch.Uploads(stream_of(), template.uploaded).wait
-        forms: dict[Any, tuple[Arguments, deque[Arguments]]] = {}  # by the layouts of out, dout and dlse
+        pool: deque[Arguments] = deque(maxlen=8)
 
         def call(op: Operands, to: Gradients) -> None:
             if current() != ordinal:
                 raise ValueError(_ELSEWHERE.format(current(), ordinal))
-            dout, dlse, dsinks = to.dout, to.dlse, to.dsinks
-            form = op.out.strides, dout.strides, None if dlse is None else dlse.strides, dsinks is None
-            known = forms.get(form)
-            if known is None:
-                if len(forms) >= _MAX_FORMS:
-                    forms.clear()
-                own = template.for_backward(op.out, to)
-                known = forms[form] = own, deque([own], maxlen=8)
-            own, pool = known
             try:
                 arguments = pool.pop()  # no other thread uses it until it is returned
             except IndexError:
-                arguments = own.copy()
+                arguments = template.copy()
             words = arguments.words
-            for at, array in zip(_BACKWARD_AT, (op.q, op.k, op.v, op.out, op.lse, dout, to.dq, to.dk, to.dv)):
+            for at, array in zip(_BACKWARD_AT, (op.q, op.k, op.v, op.out, op.lse, to.dout, to.dq, to.dk, to.dv)):
                 words[at] = array.data.ptr
-            if dlse is not None:
-                words[_DLSE] = dlse.data.ptr
-            if dsinks is not None:
-                words[_DSINKS] = dsinks.data.ptr
+            arguments.empty = getattr(op.q, "empty", None)  # of Views
+            if to.dlse is not None:
+                words[_DLSE] = to.dlse.data.ptr
+            if to.dsinks is not None:
+                words[_DSINKS] = to.dsinks.data.ptr
             for name, at, layout in arrays_at:
                 words[at] = _address(op.arrays[name], layout)
             stream = stream_of()
@@ -330,8 +321,7 @@ def _make_values(plan: CudaPlan, arguments: Arguments, gradients: Gradients, str
 
     arguments.stores_values, whole = getattr(plan.backward[0], "writes_values", _ADDS)(arguments)
     dtype = gradients.dq.dtype if arguments.stores_values else spec.lse_dtype
-    # Views of other libraries have memory of these.
-    empty = cupy.empty if spec.orders_sums else getattr(gradients.dq, "empty", cupy.empty)
+    empty = cupy.empty if spec.orders_sums else arguments.empty or cupy.empty
     for slot in spec.sums:
         gradients.values[slot.name] = made = empty(arguments.shapes.get(slot.name, ()), np.dtype(dtype))
         if not whole:

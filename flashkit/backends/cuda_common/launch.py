@@ -240,10 +240,11 @@ class Uploads:
             _cupy().cuda.get_current_stream().wait_event(event)
 
 
-def scratch(shape: Any, dtype: Any, zeros: bool = False) -> Any:
-    """Memory for intermediate results of kernels, from CuPy's pool, uninitialised or zero. See `keep`."""
-    cupy = _cupy()
-    memory = cupy.zeros(shape, dtype) if zeros else cupy.ndarray(shape, dtype)
+def scratch(shape: Any, dtype: Any, zeros: bool = False, empty: Any = None) -> Any:
+    """Memory for intermediate results of kernels, uninitialised or zero. See `keep`. empty: f(shape, dtype) makes it;
+    by default it is from CuPy's pool.
+    """
+    memory = _cupy().zeros(shape, dtype) if zeros else (empty or _cupy().ndarray)(shape, dtype)
     keep(stream(), memory)
     return memory
 

@@ -127,7 +127,7 @@ class Workspace:
 
     def allocate(self, arguments: Arguments, stream: int) -> Any:
         """Set the words. Returns the memory, to be kept until the kernels that read it are enqueued."""
-        held = launch.scratch(self.bytes, "int8")
+        held = launch.scratch((self.bytes,), "int8", empty=arguments.empty)
         words, address = arguments.words, held.data.ptr
         for at, offset in self._addresses:
             words[at] = address + offset
