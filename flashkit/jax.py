@@ -49,8 +49,7 @@ __all__ = ["attention", "dot_product_attention"]
 Arrays = dict[str, Any]
 
 Static = tuple[tuple[str, Any], ...]
-"""The arguments of a call that JAX compiles for, with their names: they compare by value, functions and block masks by
-identity."""
+"""What JAX compiles a call for, with names: compared by value, functions and block masks by identity."""
 
 NOT_TAKEN = with_axes("memory")
 """Options of `flashkit.attention` that are not taken here."""

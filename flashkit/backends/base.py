@@ -48,8 +48,7 @@ EXTRAS = {
     "wrt": "it has no gradients by values of score modifications",  # `Gradients.values`
     "orders_sums": "it sums gradients by values of score modifications in any order",
 }
-"""What a spec may have that a backend, or a generation of kernels, is asked about only if it is in its `takes`, and the
-refusal of others."""
+"""Features of a spec that a backend or generation of kernels has to name in its `takes`, and the refusal by others."""
 
 OF_BACKWARD = frozenset(("wrt", "orders_sums"))
 """Of these, what forward passes do without."""

@@ -30,14 +30,11 @@ anyway, the less of the time is that of reading. docs/notes/cpu.md has the measu
 """
 
 QUERIES = 64
-"""Rows of a key/value head that are queries of one query head; fewer are query heads of one token each, which decoding
-packs.
-"""
+"""Rows of a key/value head that are queries of one head; fewer are heads of one token each, which decoding packs."""
 
 
 _BY_POSITION = frozenset(name for name, option in OPTIONS.items() if option.by_position and name != "causal")
-"""Options whose effect depends on positions, which rows of the shared pages do not have. A causal mask hides no key of
-a prefix."""
+"""Options that depend on positions, which rows of the shared pages lack. A causal mask hides no key of a prefix."""
 
 
 class Prefix(NamedTuple):

@@ -11,9 +11,7 @@ from ..call.arguments import Memory
 from ..call.quantized import LARGEST, Quantized, quantize
 
 SCALE_BYTES = 4
-"""Of a token's scale, a float32 behind its numbers. So the distance of the two is the same for every layer, and a plan
-serves all.
-"""
+"""Of a token's scale, a float32 behind its numbers: at the same distance in every layer, so that a plan serves all."""
 
 
 class Pools(NamedTuple):

@@ -21,9 +21,7 @@ from operator import attrgetter
 from typing import Any
 
 _OUTER, _COMPILER, _INNER = range(3)
-"""The order in which locks are taken; those of Numba and LLVM come before the inner ones. A thread that holds a lock
-waits only for locks that come after it.
-"""
+"""The order of locks, Numba's and LLVM's before the inner ones: who holds a lock waits only for those after it."""
 
 _FOREIGN_LOCKS = {
     "numba.core.compiler_lock": attrgetter("global_compiler_lock._lock"),
@@ -87,9 +85,7 @@ def inner_lock() -> Any:
 
 
 imports = outer_lock()
-"""Held where modules are imported by functions. The import system has a lock for each module, and a child forked during
-an import finds it taken.
-"""
+"""Held where functions import modules: a child forked during an import finds the import system's lock taken."""
 
 _compiler = _lock(_COMPILER)
 

@@ -16,8 +16,7 @@ MAX_BYTES = 1 << 18
 """Largest size of a profile file."""
 
 MAX_DEPTH, MAX_EVENTS, MAX_TEXT = 16, 30_000, 2000
-"""Bounds of a file: lists within lists, events of the parser (about one for each value and key), characters of a value.
-"""
+"""Bounds of a file: lists within lists, events of the parser (about one a value and key), characters of a value."""
 
 
 class SchemaError(ProfileError):

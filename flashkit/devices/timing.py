@@ -20,8 +20,7 @@ from .host import no_collection
 Key = TypeVar("Key", bound=Hashable)
 
 MIN_SAMPLE = 1e-2
-"""Seconds of one sample; a shorter call is repeated within it. The scheduler needs a few milliseconds to separate two
-threads that it woke on one core."""
+"""Seconds of a sample, by repeated calls: the scheduler takes milliseconds to separate threads woken on one core."""
 
 WARM_UP = 0.1
 """Seconds; threads fall asleep while `wait_idle` runs, so a shorter call gets an untimed sample before each sample."""

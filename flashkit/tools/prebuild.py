@@ -36,9 +36,7 @@ GPU_SIZES = ((1, 4096), (128, 1024), (512, 512), (4096, 4096))
 
 
 NVRTC = 13, 0
-"""The version that compiles for GPUs. The extra `cuda13` installs the same: what newer ones make is slower on Hopper
-(docs/notes/hopper-forward.md).
-"""
+"""Compiles for GPUs; the extra `cuda13` installs it. Newer ones are slower on Hopper (docs/notes/hopper-forward.md)."""
 
 
 class Prebuilt(NamedTuple):

@@ -174,9 +174,7 @@ HEADER = (int(SIZE) * 8 + 63) // 64 * 64
 WORKER_WORDS = np.int64(24)  # three cache lines, of which others write the first
 
 STATE = np.int64(0)
-"""One of those below, or the address of the argument block that waits for the worker, plus 1 where the worker sleeps
-and has to be woken for it.
-"""
+"""One of those below, or the address of the waiting worker's argument block, plus 1 where it sleeps: wake it."""
 
 PREVIOUS = np.int64(1)  # address of the worker that the same block was offered to before, or 0
 WAKE, ENDED, ACQUIRE, RELEASE = map(np.int64, range(8, 12))  # two locks and their functions
@@ -199,6 +197,4 @@ PREFETCHED_LINES = np.int64(16)
 """Cache lines of a page that are read ahead; the hardware follows from there."""
 
 TILES_PER_STRETCH = np.int64(16)
-"""FULL tiles that decoding processes at once: long contiguous reads reach the highest bandwidth. Where values are views
-of the keys, TILES_IN_CACHE.
-"""
+"""FULL tiles that decoding takes at once: long reads are the fastest. Of values in the keys, TILES_IN_CACHE."""

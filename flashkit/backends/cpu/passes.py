@@ -28,9 +28,7 @@ DQ_BYTES_A_THREAD = 2**23
 """Bytes of dq_accum that these may take. Beyond, there are as many work tiles as threads."""
 
 PARTS_BYTES = 2**24
-"""Bytes that gradients by a value may take, one for each key/value head, for work tiles to have their own; or those of
-dq_accum.
-"""
+"""Bytes of gradients by a value, for each key/value head, or of dq_accum, up to which work tiles have their own."""
 
 LENGTHS = "kv_lengths", "q_offset", "page_table"
 """What a bound call may get with each call, in this order: none, the first two, or all; and scales of k and v."""

@@ -128,9 +128,7 @@ _NO_THREAD = ctypes.c_ulong(-1).value  # PYTHREAD_INVALID_THREAD_ID
 
 
 ITEMS = tuple.__basicsize__
-"""Bytes in a tuple before the addresses of its objects. Kernels get a tuple of arrays: an argument of ctypes takes 0.2
-microseconds.
-"""
+"""Bytes in a tuple before its objects' addresses. Kernels get a tuple: an argument of ctypes takes 0.2 microseconds."""
 
 
 @cache

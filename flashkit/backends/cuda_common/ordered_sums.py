@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 
 BITS = 60
-"""A sum stays within 2^BITS units, and first words begin at 2^(BITS + 1). So bit BITS + 2 is free: it says that a term
-was not finite.
-"""
+"""A sum stays within 2^BITS units, first words begin at 2^(BITS + 1): bit BITS + 2 says that a term was not finite."""
 
 _START, _NOT_FINITE = 2 ** (BITS + 1), 2 ** (BITS + 2)
 

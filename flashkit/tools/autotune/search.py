@@ -23,8 +23,7 @@ from .targets import DROP, Effort, Target, Tile
 from .trials import Tuner
 
 MARGIN = 0.02
-"""A tile replaces the one in use if it is faster by this share, and faster in four of five rounds. Repeated runs differ
-by about as much."""
+"""By how much a tile is faster than the one it replaces, in four of five rounds: repeated runs differ so much."""
 
 FINALISTS = 3
 """Tiles that the final stage compares with the one in use."""

@@ -211,7 +211,6 @@ CUDA_SUITES: dict[str, list[Case]] = {
         Case(300, 256, 8, "bfloat16", batch=32),
     ],
 }  # fmt: skip
-"""The suites on a CUDA device: 16,384 tokens in all and heads times head dim of 2048, as in the benchmark of the
-FlashAttention-2 paper."""
+"""The suites on a CUDA device: 16,384 tokens, heads times head dim of 2048, as the FlashAttention-2 paper has."""
 
 CUDA_QUICK = [case for case in CUDA_SUITES["bfloat16"] if case.n_q == 4096 and case.head_dim == 128]

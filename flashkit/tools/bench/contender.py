@@ -29,8 +29,7 @@ class Yardstick(NamedTuple):
 
 
 Contender = Callable[[Case, Any, Direction, int], Entry | None]
-"""(case, (q, k, v, dout), direction, threads) -> Entry, or None if it does not support the case. Libraries are imported
-inside these functions."""
+"""(case, (q, k, v, dout), direction, threads) -> Entry, None if not supported. Libraries are imported inside."""
 
 
 def with_flashkit(case: Case, arrays: Sequence[Any], direction: Direction, threads: int, **options: Any) -> Entry:

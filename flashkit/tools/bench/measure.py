@@ -24,8 +24,7 @@ from .platforms import Platform, cpu
 from .results import Result
 
 MAX_ATTEMPTS = 3
-"""A case is timed again, at most this often, while other processes load the cores; the attempt with the least load
-counts."""
+"""How often a case is timed again while other processes load the cores; the attempt with the least load counts."""
 
 DROP = 6.0
 """A contender this many times slower than the fastest is timed in MIN_ROUNDS rounds and then dropped."""

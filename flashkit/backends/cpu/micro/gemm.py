@@ -16,9 +16,7 @@ from .vector import I64, Loop, Memory, at_most, fill, fma, splat
 Multiply = Callable[[ir.IRBuilder, ir.Value, ir.Value, ir.Value], ir.Value]
 
 MAX_K_BLOCK = 64
-"""Terms that are summed in registers before they are added to c. Blocked summation rounds less often at the size of the
-result than one running sum.
-"""
+"""Terms summed in registers before they are added to c: blocked sums round less often than one running sum."""
 
 
 def emit_gemm(
