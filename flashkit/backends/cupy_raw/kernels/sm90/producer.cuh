@@ -344,15 +344,11 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
             dense.load(base, n, b, work.h, work.row0, at.tile * BLOCK_K, pipe_k.full_barrier(n));
             // The table is far away: the next tile's pages arrive while V's stage is awaited.
             if (IS_PAGED && i + 1 < count) looked_up = located(work.list.entry[i + 1]);
-            const auto load_own_q = [&]() {
-                if (leader && first)
-                    load_q(p, q_map, tangents.q, base, number++, b, work.h, work.row0, list_seq(base, c));
-            };
-            if (Q_BUFFERS > 1) load_own_q();
             if (!HAS_V_PRODUCER && n > 0) load_previous_v();
             previous = at;
             ++n;
-            if (Q_BUFFERS == 1) load_own_q();
+            if (leader && first)
+                load_q(p, q_map, tangents.q, base, number++, b, work.h, work.row0, list_seq(base, c));
         }
         if (IS_PAGED) __syncwarp();  // all lanes have read the list
         if (leader) mbarrier_arrive(pipe_lists.empty_barrier(c));
