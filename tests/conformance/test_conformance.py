@@ -157,14 +157,11 @@ def test_head_dims_of_other_dtypes(dims: str, dtype: str, backend: str) -> None:
 
 
 MANY_TILES = {
-    "plain": {},
-    "causal, grouped": {"causal": "yes", "heads": "4:1"},
-    "window": {"window": "left", "causal": "yes"},
-    "documents": {"mask_mod": "document", "kv_lengths": "yes"},
-    "bool mask": {"mask": "full", "storage": "gaps"},
+    "plain": {}, "causal, grouped": {"causal": "yes", "heads": "4:1"}, "window": {"window": "left", "causal": "yes"},
+    "documents": {"mask_mod": "document", "kv_lengths": "yes"}, "bool mask": {"mask": "full", "storage": "gaps"},
     "blocks": {"block_mask": "bigbird", "sinks": "yes"},
     "dropout": {"dropout": "yes", "score_mod": "array by distance"},
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow
