@@ -43,8 +43,7 @@ AMPERE_OFTEN = [pytest.param(arch, marks=[pytest.mark.exhaustive] * (arch != "sm
 
 
 def compiled(name: str, spec: AttentionSpec, constants: dict[str, int], arch: str) -> compiler.Resources:
-    found = compiler.binary(specialise.source(name.replace("_", "/", 1), spec, constants), arch)
-    return found.resources[name]
+    return compiler.binary(specialise.source(name.replace("_", "/", 1), spec, constants), arch).resources[name]
 
 
 def simt_kernel(part: simt.Part, spec: AttentionSpec, device: Device) -> compiler.Resources:
