@@ -392,6 +392,30 @@ def test_great_weights_of_wide_heads(device: Device, launched: list[str]) -> Non
     assert launched == [KERNEL]
 
 
+def test_small_weights_behind_a_great_one(device: Device, launched: list[str]) -> None:
+    """Their codes count in row sums, from which the great one is taken as soon as it is there: beside it they would be
+    less than the accumulator's last bit.
+    """
+    q, k = np.zeros((1, 1, 70, 64), np.float32), np.zeros((1, 1, 2000, 64), np.float32)
+    v = np.zeros((1, 1, 2000, 64), np.float32)
+    q[..., 0], k[..., 1500, 0], v[..., 1500, :] = 8, 14 * np.log(2), -2
+    given = quantised(*(x.astype(ml_dtypes.bfloat16) for x in (q, k, v)), "head")
+    exact = exact_and_rounded(given)[0]
+    out = flashkit.attention(*map(on_device, given), backend="cupy_raw").get()
+    np.testing.assert_allclose(out.astype(np.float64), exact, rtol=0.012)
+    assert launched == [KERNEL]
+
+
+def test_peaked_scores(device: Device, launched: list[str]) -> None:
+    """The great weights of a row are powers of two, whichever tile they come in, so most of them have no rounding."""
+    q, k, v = (normal(1, 1, n, 64, seed=n, dtype=np.float32) for n in (150, 768, 769))
+    given = quantised(*(x.astype(ml_dtypes.bfloat16) for x in (3 * q, k, v[..., 1:, :])), "head")
+    exact, _, rounded = exact_and_rounded(given)
+    out = flashkit.attention(*map(on_device, given), backend="cupy_raw").get().astype(np.float64)
+    assert np.linalg.norm(out - exact) < 0.7 * np.linalg.norm(rounded - exact)
+    assert launched == [KERNEL]
+
+
 def test_warps_of_a_group_keep_together(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A branch of the main loop that one warp decides alone would have the four issue different wgmma: wrong sums on a
     device. The emulated one stops there.

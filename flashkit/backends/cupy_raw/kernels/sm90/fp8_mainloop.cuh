@@ -164,7 +164,7 @@ struct ConsumerFp8 : SumsFp8 {
             issue_pv(p);
             next_desc = tile_desc = uniform(load_word(slot));
             wait_s<1>();
-            const bool grows = exact_softmax<false, false>(p, 0);
+            const bool grows = exact_softmax<false>(0, false);
             wait_pv(p);
             pack_codes(p);
             wait_k();
@@ -202,7 +202,7 @@ struct ConsumerFp8 : SumsFp8 {
             load_key_scales(params, read_work_tile(params, base, number, wg), tile * BLOCK_K, key_scales, wg);
         wait_s<PENDING>();
         modify(full, tile * BLOCK_K, key_scales);
-        const bool grows = exact_softmax<FIRST, false>(p, key_scales);
+        const bool grows = exact_softmax<FIRST>(key_scales, is_first && (full || !HAS_MASK));
         if (PENDING) {
             wait_pv(p);
             if (!IS_NARROW) pack_codes(p);  // no branch in between: ptxas packs before it waits

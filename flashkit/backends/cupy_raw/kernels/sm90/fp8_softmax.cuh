@@ -83,7 +83,7 @@ DEVICE void for_columns(unsigned numbers, F f) {
 // tile, which leaves room for greater ones, and GREATEST after one that was too great: a power of two, which e4m3
 // holds.
 // LAZY: by how many octaves the maximum may grow before O is rescaled.
-constexpr float GREATEST = 8, FIRST_WEIGHT = SUMS_BY_ONES ? 4 : SCALES_OF_TOKENS ? 8 : 5,
+constexpr float GREATEST = 8, FIRST_WEIGHT = IN_PAIRS ? 4 : IS_NARROW || SCALES_OF_TOKENS ? 8 : 5,
                 LAZY = IS_NARROW || SCALES_OF_TOKENS ? 0 : 3;
 constexpr unsigned TO_SIGN = 0x08080808, SIGNS = 0x80808080;  // a code of 2^8 or more plus 8 has its sign set
 constexpr float NO_MAXIMUM = -1e30f;  // m of a row without a visible key so far
@@ -94,6 +94,9 @@ DEVICE void never_store(unsigned address, unsigned x) {
     asm volatile("{ .reg .pred p; setp.eq.u32 p, %1, 0x7fa12345; @p st.shared.b32 [%0], %1; }"
                  ::"r"(address), "r"(x) : "memory");
 }
+
+// x += y, where it stands: ptxas would keep all weights of a tile for a later sum, and spill.
+DEVICE void add_at_once(float& x, float y) { asm volatile("add.f32 %0, %0, %1;" : "+f"(x) : "f"(y)); }
 
 struct SoftmaxFp8 {
     const Params& params;
@@ -142,40 +145,36 @@ struct SoftmaxFp8 {
         }
     }
 
-    // The greatest exponent of a row.
-    __device__ __forceinline__ float row_maximum(int half) const {
+    // The greatest exponent of a lane's columns of a row.
+    __device__ __forceinline__ float lane_maximum(int half) const {
         float chains[2] = {s[2 * half], s[2 * half + 1]};  // half the latency
 #pragma unroll
         for (int i = 2; i < S_REGS / 2; ++i) chains[i % 2] = fmaxf(chains[i % 2], s[i / 2 * 4 + 2 * half + i % 2]);
-        const float top = across_lanes(fmaxf(chains[0], chains[1]), [](float x, float y) { return fmaxf(x, y); });
-        return fmaf(top, factor[half], shift);
+        return fmaf(fmaxf(chains[0], chains[1]), factor[half], shift);
     }
+    __device__ __forceinline__ float row_maximum(int half) const { return max_across_lanes(lane_maximum(half)); }
 
-    // Whether m is to grow, as a lane sees it. LAZY: a weight that dominates its row's sum becomes 2^top, which e4m3
-    // holds, as the sum of floats does not have its rounding. A lane's l is a quarter of the row's sum or so.
-    __device__ __forceinline__ bool outgrows(int half, float most, float top, float limit) {
-        if (most - limit > m[half]) return true;
-        return LAZY > 0 && most - top > m[half] && exp2_fast(most - m[half]) * inverse_v > l[half];
+    // Whether m is to grow. LAZY: a weight that dominates its lane's columns becomes a power of two, which e4m3 holds,
+    // as the sum of floats does not have its rounding. No branch, as the exponentials wait for this.
+    __device__ __forceinline__ bool outgrows(int half, float most) const {
+        const bool exceeds = most - (FIRST_WEIGHT + LAZY) > m[half];
+        if (LAZY == 0) return exceeds;
+        return exceeds | ((most - FIRST_WEIGHT > m[half]) & (exp2_fast(most - m[half]) * inverse_v > l[half]));
     }
-    // m relative to which no weight of S is above 2^LIMIT; where it grows the greatest becomes 2^TOP. Returns whether O
-    // and l are to be multiplied by `rescale`.
-    template <bool FIRST>
-    __device__ __forceinline__ bool raise_maximum(float top, float limit) {
-        const float most[2] = {row_maximum(0), row_maximum(1)};
-        bool grows = false;
-        if (FIRST) m[0] = fmaxf(most[0] - top, NO_MAXIMUM), m[1] = fmaxf(most[1] - top, NO_MAXIMUM);
-        else if (LAZY == 0) grows = __any_sync(~0u, most[0] - limit > m[0] || most[1] - limit > m[1]);
-        else grows = __any_sync(~0u, outgrows(0, most[0], top, limit) || outgrows(1, most[1], top, limit));
-        if (__builtin_expect(grows, 0)) {
-            UNROLL(half, 2) {
-                const bool higher = most[half] - (LAZY == 0 ? limit : top) > m[half];
-                const float next = higher ? most[half] - top : m[half];
-                rescale[half] = exp2_fast(m[half] - next), m[half] = next;
-                if (SUMS_OF_FLOATS) float_sum(half) *= rescale[half];
-            }
+    // m relative to which no weight of a row is above 2^top. FIRST: the greatest one is that. IN_PAIR: and it is where
+    // it has a 64th of its row's sum.
+    template <bool FIRST, bool IN_PAIR>
+    __device__ __forceinline__ void raise_maximum(const float (&most)[2], float top) {
+        UNROLL(half, 2) {
+            const float own = most[half] - top;
+            const bool dominates = IN_PAIR && l[half] > 0 && 64 * exp2_fast(most[half] - m[half]) * inverse_v > l[half];
+            const float next = FIRST ? fmaxf(own, NO_MAXIMUM) : dominates ? own : fmaxf(own, m[half]);
+            if (!FIRST) rescale[half] = exp2_fast(m[half] - next);
+            if (!FIRST && SUMS_OF_FLOATS) float_sum(half) *= rescale[half];
+            m[half] = next;
         }
-        if (FIRST || grows) exact_signs = __any_sync(~0u, is_great(m[0]) || is_great(m[1])) ? SIGNS : 0;
-        return grows;
+        exact_signs = __any_sync(~0u, is_great(m[0]) || is_great(m[1])) ? SIGNS : 0;
+        if (__builtin_expect(exact_signs != 0, 0)) scale_below_great();
     }
     __device__ __forceinline__ float& float_sum(int half) { return SUMS_BY_ONES ? exact_l[half] : l[half]; }
     __device__ __forceinline__ void add_float_sums(float sum0, float sum1) {
@@ -185,7 +184,6 @@ struct SoftmaxFp8 {
 
     // Where m is great S is scaled and rounded before m is subtracted.
     __device__ __forceinline__ void scale_below_great() {
-        if (__builtin_expect(exact_signs == 0, 1)) return;
         UNROLL(i, S_REGS) s[i] = __fadd_rn(__fmul_rn(s[i], factor[i / 2 % 2]), shift);
         factor[0] = factor[1] = 1, shift = 0;
         UNROLL(half, 2)  // A great score hides the scale of its value. The epilogue sees NaN.
@@ -193,51 +191,78 @@ struct SoftmaxFp8 {
                 l[half] = fk_special(0);
     }
 
-    // S to weights relative to the row maximum so far; with PACKS to codes as well.
-    template <bool FIRST, bool PACKS>
-    __device__ __forceinline__ bool exact_softmax(unsigned (&codes)[CODE_REGS], unsigned key_scales) {
-        const float first = PACKS ? GREATEST : FIRST_WEIGHT;
-        const bool grows = raise_maximum<FIRST>(first, PACKS ? GREATEST : FIRST_WEIGHT + LAZY);
-        scale_below_great();
+    // S to weights relative to the row maximum so far. Returns whether O and l are to be multiplied by `rescale`. LAZY:
+    // lanes tell each other their maxima only where m grows.
+    template <bool FIRST>
+    __device__ __forceinline__ bool exact_softmax(unsigned key_scales, bool lifts) {
+        constexpr bool ASKS_FIRST = FIRST || LAZY == 0;
+        float most[2];
+        UNROLL(half, 2) most[half] = ASKS_FIRST ? row_maximum(half) : lane_maximum(half);
+        const bool grows = !FIRST && __any_sync(~0u, outgrows(0, most[0]) | outgrows(1, most[1]) | (exact_signs != 0));
+        if (FIRST || __builtin_expect(grows, 0)) {
+            if (!ASKS_FIRST) most[0] = max_across_lanes(most[0]), most[1] = max_across_lanes(most[1]);
+            raise_maximum<FIRST, false>(most, FIRST_WEIGHT);
+        }
         const float add[2] = {shift - m[0], shift - m[1]};
         float sum[4] = {0, 0, 0, 0};
-        UNROLL(i, CODE_REGS) {
-            UNROLL(c, 4) {
-                float& weight = of_code(i)[c / 2 * 4 + c % 2];
-                weight = exp2_fast(fmaf(weight, factor[i % 2], add[i % 2]));
-                if (!SCALES_OF_TOKENS && (SUMS_OF_FLOATS || !PACKS)) sum[i % 2 * 2 + c % 2] += weight;
-            }
-            if (PACKS) codes[i] = code_word(i);
+        UNROLL(i, S_REGS) {
+            s[i] = exp2_fast(fmaf(s[i], factor[i / 2 % 2], add[i / 2 % 2]));
+            if (!SCALES_OF_TOKENS) sum[i % 4] += s[i];
         }
         if constexpr (SCALES_OF_TOKENS)
             for_columns(key_scales + 2 * SCALE_BYTES, [&](int n, float2 inverse) {
                 UNROLL(i, 4) sum[i] = fmaf(s[4 * n + i], i % 2 ? inverse.y : inverse.x, sum[i]);
             });
+        if (IN_PAIRS && lifts) lift_great(sum);
         add_float_sums(sum[0] + sum[1], sum[2] + sum[3]);
-        unsigned seen = __float_as_uint((sum[0] + sum[1]) + (sum[2] + sum[3]));
-#pragma unroll
-        for (int i = 0; PACKS && i < CODE_REGS; ++i) seen |= codes[i];
-        never_store(base, seen);
+        never_store(base, __float_as_uint((sum[0] + sum[1]) + (sum[2] + sum[3])));
         return grows;
     }
 
-    // S to codes, relative to m of the tiles before. The codes tell whether a weight is too great; then S is still
-    // there.
-    __device__ __forceinline__ bool optimistic_softmax(unsigned (&codes)[CODE_REGS]) {
-        const float add[2] = {shift - m[0], shift - m[1]};
-        unsigned greatest = exact_signs;
-        float sum[2] = {0, 0};
-        UNROLL(i, CODE_REGS) {
-            const float* x = of_code(i);
-            float weight[4];
-            UNROLL(c, 4) weight[c] = exp2_fast(fmaf(x[c / 2 * 4 + c % 2], factor[i % 2], add[i % 2]));
-            codes[i] = pack_e4m3(weight[0], weight[1], weight[2], weight[3]);
-            if (EXACT_LSE) sum[i % 2] += (weight[0] + weight[1]) + (weight[2] + weight[3]);
-            greatest |= codes[i] + TO_SIGN;
+    // Of a first tile: where the greatest weight has a fifth of its row's sum it becomes GREATEST, as small ones need
+    // the range. Then a lane's sum is under a quarter of FEW.
+    __device__ __forceinline__ void lift_great(float (&sum)[4]) {
+        constexpr float FEW = 5 << (int)FIRST_WEIGHT;
+        const float own[2] = {sum[0] + sum[1], sum[2] + sum[3]};
+        if (!__any_sync(~0u, exact_signs == 0 && fminf(own[0], own[1]) < FEW / 4)) return;
+        float by[2];
+        UNROLL(half, 2) {
+            const bool few = sum_across_lanes(own[half]) < FEW;
+            by[half] = few ? 1 << (int)(GREATEST - FIRST_WEIGHT) : 1;
+            m[half] -= few ? GREATEST - FIRST_WEIGHT : 0;
         }
-        if (__builtin_expect(__any_sync(~0u, greatest & SIGNS), 0)) return exact_softmax<false, true>(codes, 0);
+        UNROLL(i, S_REGS) s[i] *= by[i / 2 % 2];
+        UNROLL(i, 4) sum[i] *= by[i / 2];
+    }
+
+    // S to codes, relative to m of the tiles before. The codes tell whether a weight is too great; then S is still
+    // there, and is taken again relative to a new m.
+    __device__ __forceinline__ bool optimistic_softmax(unsigned (&codes)[CODE_REGS]) {
+        float sum[2];
+        unsigned to_sign = TO_SIGN, signs = exact_signs;
+        bool again;
+#pragma unroll 1
+        do {
+            const float add[2] = {shift - m[0], shift - m[1]};
+            sum[0] = sum[1] = 0;
+            UNROLL(i, CODE_REGS) {
+                const float* x = of_code(i);
+                float weight[4];
+                UNROLL(c, 4) weight[c] = exp2_fast(fmaf(x[c / 2 * 4 + c % 2], factor[i % 2], add[i % 2]));
+                codes[i] = pack_e4m3(weight[0], weight[1], weight[2], weight[3]);
+                if (EXACT_LSE) UNROLL(c, 4) add_at_once(sum[i % 2], weight[c]);
+                signs |= codes[i] + to_sign;
+            }
+            again = __any_sync(~0u, signs & SIGNS);
+            if (__builtin_expect(again, 0)) {
+                const float most[2] = {row_maximum(0), row_maximum(1)};
+                raise_maximum<false, true>(most, GREATEST);
+                to_sign = signs = 0;  // no sign the next time
+            }
+            __syncwarp();  // or ptxas makes a second copy of the exponentials
+        } while (__builtin_expect(again, 0));
         add_float_sums(sum[0], sum[1]);
-        return false;
+        return to_sign == 0;
     }
 
     // Where the four numbers of word i of the codes begin: 16 keys of row i % 2, in the order of V^T.

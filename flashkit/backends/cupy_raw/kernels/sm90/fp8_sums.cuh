@@ -190,6 +190,7 @@ struct SumsFp8 : SoftmaxFp8 {
             }
             if (grows) rescale_o();
             if (promotes) promote();
+            if (SUMS_BY_ONES && grows) tiles |= SUM_TILES - 1;  // sums are added up behind the next product
         }
     }
     __device__ __forceinline__ void rescale_o() {
