@@ -31,12 +31,10 @@ class Case(NamedTuple):
 
 _data = np.random.default_rng(7)
 ARRAYS: dict[str, np.ndarray] = {
-    "ids": np.sort(_data.integers(0, 6, 23)),
-    "table": _data.integers(-9, 9, (5, 7)).astype(np.int32),
-    "flags": _data.integers(0, 2, 17).astype(bool),
-    "grid": _data.integers(0, 4, (6, 9)) > 0,
+    "ids": np.sort(_data.integers(0, 6, 23)), "table": _data.integers(-9, 9, (5, 7)).astype(np.int32),
+    "flags": _data.integers(0, 2, 17).astype(bool), "grid": _data.integers(0, 4, (6, 9)) > 0,
     "weights": _data.normal(size=11),
-}
+}  # fmt: skip
 PARAMS: dict[str, int | float] = {"n": 5, "step": 3, "cap": 1.75}
 KINDS = {"ids": "int", "table": "int", "flags": "bool", "grid": "bool", "weights": "float"}
 

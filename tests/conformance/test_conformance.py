@@ -93,8 +93,7 @@ def test_the_design_leaves_keys_to_see() -> None:
 def test_poison_between_the_elements() -> None:
     x = np.arange(24.0).reshape(2, 3, 4)
     for how in FACTORS["storage"]:
-        view = cases.stored(np, x, how)
-        np.testing.assert_array_equal(view, x[:1].repeat(2, 0) if how == "shared heads" else x)
+        np.testing.assert_array_equal(cases.stored(np, x, how), x[:1].repeat(2, 0) if how == "shared heads" else x)
     assert np.isnan(cases.stored(np, x, "gaps").base).any()
 
 
@@ -157,14 +156,11 @@ def test_head_dims_of_other_dtypes(dims: str, dtype: str, backend: str) -> None:
 
 
 MANY_TILES = {
-    "plain": {},
-    "causal, grouped": {"causal": "yes", "heads": "4:1"},
-    "window": {"window": "left", "causal": "yes"},
-    "documents": {"mask_mod": "document", "kv_lengths": "yes"},
-    "bool mask": {"mask": "full", "storage": "gaps"},
+    "plain": {}, "causal, grouped": {"causal": "yes", "heads": "4:1"}, "window": {"window": "left", "causal": "yes"},
+    "documents": {"mask_mod": "document", "kv_lengths": "yes"}, "bool mask": {"mask": "full", "storage": "gaps"},
     "blocks": {"block_mask": "bigbird", "sinks": "yes"},
     "dropout": {"dropout": "yes", "score_mod": "array by distance"},
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow

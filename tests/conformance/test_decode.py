@@ -139,8 +139,7 @@ def test_every_width_decodes(dtype: str, lanes: int) -> None:
     q, k, v = (x.astype(dtype) for x in tensors(6, 2, 2, 700, 37))
     problem, operands, _ = prepare(q, k, v, softcap=4.0)
     tile = CpuTile(64, 64, lanes, 2, 2)
-    cpu = CpuBackend()
-    cpu.forward(plan.CpuPlan(problem, tile, tile, "forced"), operands)
+    CpuBackend().forward(plan.CpuPlan(problem, tile, tile, "forced"), operands)
     out, lse = reference.standard(problem.spec, operands)
     tolerance = cases.epsilon(dtype) * (50 if dtype in ("float32", "float64") else 4)
     assert np.abs(operands.out - out).max() < tolerance and np.abs(operands.lse - lse).max() < tolerance

@@ -65,17 +65,13 @@ def same(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"mask": np.zeros((9, 12), bool)},
-        {"bias": np.full((1, 1, 1, 1), -np.inf, np.float32)},
-        {"kv_lengths": np.zeros(2, int)},
-        {"causal": True, "q_offset": -100},
-        {"window": (0, 0), "q_offset": 1000},
-        {"mask_mod": lambda b, h, q, k: k < 0},
-        {"score_mod": lambda s, b, h, q, k: s - np.inf},
+        {"mask": np.zeros((9, 12), bool)}, {"bias": np.full((1, 1, 1, 1), -np.inf, np.float32)},
+        {"kv_lengths": np.zeros(2, int)}, {"causal": True, "q_offset": -100}, {"window": (0, 0), "q_offset": 1000},
+        {"mask_mod": lambda b, h, q, k: k < 0}, {"score_mod": lambda s, b, h, q, k: s - np.inf},
         {"block_mask": flashkit.BlockMask.from_dense(np.zeros((3, 3), bool), 4, 4, 9, 12)},
     ],
     ids=lambda options: "+".join(options),
-)
+)  # fmt: skip
 def test_no_key_at_all(backend: str, options: dict[str, Any]) -> None:
     got = everything(*qkv(), **options)
     assert (got["lse"] == -np.inf).all()
@@ -591,11 +587,9 @@ def test_more_than_2_to_31_bytes_apart(backend: str, tmp_path: Path, axis: str, 
     item = q.dtype.itemsize
     far = ((1 << 31) + 4096) * item
     strides = {
-        "batch": (far, 256, 64, item),
-        "heads": (256, far, 64, item),
-        "tokens": (512, 256, far, item),
+        "batch": (far, 256, 64, item), "heads": (256, far, 64, item), "tokens": (512, 256, far, item),
         "tokens backwards": (512, 256, -far, item),
-    }[axis]
+    }[axis]  # fmt: skip
     stored = []
     for i, x in enumerate((q, k, v, dout, np.zeros_like(q))):
         stored.append(far_apart(tmp_path / f"{i}", x.dtype, x.shape, strides))

@@ -20,11 +20,9 @@ from flashkit.call.arguments import prepare
 
 SIZES = {"decoding": "3x150", "tiles": "33x80"}
 FORMS = {
-    "batch": {"storage": "gaps", "layout": "bnhd"},
-    "padded": {"sequences": "padded", "causal": "yes"},
-    "packed": {"sequences": "packed", "causal": "yes"},
-    "pages": {"sequences": "paged", "causal": "yes"},
-}
+    "batch": {"storage": "gaps", "layout": "bnhd"}, "padded": {"sequences": "padded", "causal": "yes"},
+    "packed": {"sequences": "packed", "causal": "yes"}, "pages": {"sequences": "paged", "causal": "yes"},
+}  # fmt: skip
 FORM_CASES = [
     pytest.param(form, id=name, marks=[pytest.mark.slow] if name == "padded" else []) for name, form in FORMS.items()
 ]

@@ -99,11 +99,9 @@ def test_other_modifications_have_no_form(name: str) -> None:
 def test_a_score_that_is_not_read_has_no_form() -> None:
     """A gain of 0 would multiply NaN, which the modification drops."""
     for function in (
-        lambda s, b, h, q, k: 1.5 + q,
-        lambda s, b, h, q, k: where(k < 5, s, 1.0),
-        lambda s, b, h, q, k: where(k < 5, 1.0, s * 2.0) + 3.0,
-        lambda s, b, h, q, k: where(k < 5, expr.tanh(s), 0.5),
-    ):
+        lambda s, b, h, q, k: 1.5 + q, lambda s, b, h, q, k: where(k < 5, s, 1.0),
+        lambda s, b, h, q, k: where(k < 5, 1.0, s * 2.0) + 3.0, lambda s, b, h, q, k: where(k < 5, expr.tanh(s), 0.5),
+    ):  # fmt: skip
         assert _parts([mods.score(function)])[1] is None
     assert _parts([mods.score(lambda s, b, h, q, k: where(h < 2, s * 2.0, s * 3.0 + 1.0))])[1] is not None
 

@@ -180,8 +180,7 @@ def test_offsets_that_differ_are_an_array(kept: list[Any]) -> None:
 def test_strides_of_a_modifications_arrays_are_of_elements(kept: list[Any]) -> None:
     bias = np.zeros((1, 4, 128, 128), np.float32)
     problem, operands = operands_of(bias=bias)
-    words = list(Arguments(problem.spec, operands).words[VALUES:])
-    assert words[1:] == [4 * 128 * 128, 128 * 128, 128, 1]
+    assert list(Arguments(problem.spec, operands).words[VALUES:])[1:] == [4 * 128 * 128, 128 * 128, 128, 1]
 
 
 NAMES = "q", "k", "v", "out", "dout", "dq", "dk", "dv"

@@ -78,8 +78,7 @@ def generation(kernels: str) -> str:
 def check(choice: cases.Choice) -> None:
     call = cases.build(choice, cases.array_library(NAME))
     cases.skip_unless(NAME, call)
-    got = cases.run(call, NAME)
-    cases.assert_conforms(got, *cases.expected(call))
+    cases.assert_conforms(cases.run(call, NAME), *cases.expected(call))
 
 
 def tensors(*shapes: tuple[int, ...], dtype: str = "float32", seed: int = 0) -> list[Any]:

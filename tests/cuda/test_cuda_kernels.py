@@ -43,8 +43,7 @@ AMPERE_OFTEN = [pytest.param(arch, marks=[pytest.mark.exhaustive] * (arch != "sm
 
 
 def compiled(name: str, spec: AttentionSpec, constants: dict[str, int], arch: str) -> compiler.Resources:
-    found = compiler.binary(specialise.source(name.replace("_", "/", 1), spec, constants), arch)
-    return found.resources[name]
+    return compiler.binary(specialise.source(name.replace("_", "/", 1), spec, constants), arch).resources[name]
 
 
 def simt_kernel(part: simt.Part, spec: AttentionSpec, device: Device) -> compiler.Resources:
@@ -108,12 +107,10 @@ SCORES = {
     "bfloat16 bias": mods.bias(np.ones((1, 4, 50, 100), ml_dtypes.bfloat16)),
 }
 MASKS = {
-    "causal": mods.causal(),
-    "window": mods.sliding_window(5, 3),
-    "document": mods.document(np.zeros((2, 100), np.int32)),
-    "bool": mods.visible(np.ones((2, 1, 50, 100), bool)),
+    "causal": mods.causal(), "window": mods.sliding_window(5, 3),
+    "document": mods.document(np.zeros((2, 100), np.int32)), "bool": mods.visible(np.ones((2, 1, 50, 100), bool)),
     "dilated": mods.dilated(3) & ~mods.prefix_lm(7),
-}
+}  # fmt: skip
 
 
 def spec_of(scores: list[mods.Mod], masks: list[mods.Mod], d: int = 64, dtype: str = "float16") -> AttentionSpec:
@@ -355,18 +352,14 @@ SM90_MODIFIED = [  # the dilated mask takes as long as four others
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"dtype": "float64"}, "these tensor cores do not support float64"),
-        ({"dtype": "float32"}, ""),
+        ({"dtype": "float64"}, "these tensor cores do not support float64"), ({"dtype": "float32"}, ""),
         ({"dtype": "float32", "head_dim": 192}, "over 128"),
         ({"dtype": "float32", "head_dim": 8}, "more accurate without FP16x2"),
         ({"dtype": "float32", "head_dim_v": 30}, "not a multiple of 16 bytes"),
-        ({"head_dim": 20}, "not a multiple of 16 bytes"),
-        ({"head_dim": 264, "head_dim_v": 264}, "over 256"),
-        ({"n_q": 16}, "16 rows share keys"),
-        ({"batch": 1, "heads": 1}, "the keys should be split"),
-        ({}, ""),
+        ({"head_dim": 20}, "not a multiple of 16 bytes"), ({"head_dim": 264, "head_dim_v": 264}, "over 256"),
+        ({"n_q": 16}, "16 rows share keys"), ({"batch": 1, "heads": 1}, "the keys should be split"), ({}, ""),
     ],
-)
+)  # fmt: skip
 def test_sm90_says_why_not(changes: dict[str, object], sentence: str) -> None:
     given = {"dtype": "bfloat16", "head_dim": 64, "head_dim_v": 64, "batch": 4, "heads": 16, "n_q": 2048, **changes}
     spec = AttentionSpec(*(given.pop(name) for name in ("dtype", "head_dim", "head_dim_v")))  # type: ignore[arg-type]
@@ -448,14 +441,11 @@ def spilled(lines: list[str]) -> int:
         pytest.param(causal, way, id=f"{'causal' if causal else 'full'}-{way}", marks=marks)
         for causal in (False, True)
         for way, marks in (
-            ("arbitrary order", []),
-            ("deterministic", [pytest.mark.exhaustive] * (not causal)),
-            ("fused preprocess", [pytest.mark.exhaustive] * causal),
-            ("packed", [pytest.mark.exhaustive]),
-            ("tf32", []),
+            ("arbitrary order", []), ("deterministic", [pytest.mark.exhaustive] * (not causal)),
+            ("fused preprocess", [pytest.mark.exhaustive] * causal), ("packed", [pytest.mark.exhaustive]), ("tf32", []),
         )
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("dims", ["64", "96", "128", "192/128", "256", "16", "100/36", "33/128"])
 @pytest.mark.one_in(15)
 def test_sm90_gradients_are_warp_group_products(dims: str, causal: bool, way: str) -> None:

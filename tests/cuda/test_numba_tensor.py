@@ -80,11 +80,9 @@ ARCHS = "sm_80", pytest.param("sm_90a", marks=pytest.mark.exhaustive)
 @pytest.mark.parametrize(
     ("dtype", "d", "options", "spilled"),
     [
-        ("bfloat16", 128, {}, 96),
-        ("float16", 128, {"causal": True}, 128),
+        ("bfloat16", 128, {}, 96), ("float16", 128, {"causal": True}, 128),
         ("float16", 64, {"causal": True, "sinks": np.zeros(2)}, 96),
-        ("bfloat16", 80, {"softcap": 5.0, "dropout_p": 0.1, "seed": 1}, 1200),
-        ("bfloat16", 256, {}, 64),
+        ("bfloat16", 80, {"softcap": 5.0, "dropout_p": 0.1, "seed": 1}, 1200), ("bfloat16", 256, {}, 64),
     ],
 )  # fmt: skip
 @pytest.mark.exhaustive

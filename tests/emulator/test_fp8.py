@@ -209,14 +209,11 @@ def test_scales_of_tokens(device: Device, launched: list[str]) -> None:
 @pytest.mark.parametrize(
     ("dims", "per", "options"),
     [
-        ((64, 0), "block", {"softcap": 5.0, "window": (100, 20), "layout": "bnhd"}),
-        ((128, 0), "tensor", {}),
-        ((256, 0), "token", {"causal": True}),
-        ((256, 0), "head", {"softcap": 5.0}),
-        ((96, 192), "token", {}),
+        ((64, 0), "block", {"softcap": 5.0, "window": (100, 20), "layout": "bnhd"}), ((128, 0), "tensor", {}),
+        ((256, 0), "token", {"causal": True}), ((256, 0), "head", {"softcap": 5.0}), ((96, 192), "token", {}),
         ((16, 48), "head", {"causal": True}),
     ],
-)
+)  # fmt: skip
 @pytest.mark.one_in(4)
 def test_head_dims_and_options(
     dims: tuple[int, int], per: str, options: dict[str, Any], device: Device, launched: list[str]

@@ -226,12 +226,10 @@ def test_packed_sequences(backend: str, generation: str, launched: list[str]) ->
     "more",
     [
         {"window": "both", "softcap": "yes", "dropout": "yes", "dtype": "bfloat16"},
-        {"mask_mod": "document", "score_mod": "plain"},
-        {"block_mask": "bigbird", "storage": "gaps"},
-        {},
+        {"mask_mod": "document", "score_mod": "plain"}, {"block_mask": "bigbird", "storage": "gaps"}, {},
     ],
     ids=["window", "document", "blocks", "all"],
-)
+)  # fmt: skip
 def test_modifications_of_packed_sequences(more: cases.Choice, backend: str, generation: str) -> None:
     """Positions, heads and batch entries are those of each sequence."""
     if "storage" in more and (generation, backend) != ("sm80", "cupy_raw"):

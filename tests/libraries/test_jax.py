@@ -302,14 +302,11 @@ def test_rematerialisation_and_scan() -> None:
 # --- jax.nn's signature -----------------------------------------------------------------------------------------------
 
 DOT_PRODUCT: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "causal": {"is_causal": True, "scale": 0.3},
-    "bias": {"bias": normal(1, 4, 20, 28)},
+    "plain": {}, "causal": {"is_causal": True, "scale": 0.3}, "bias": {"bias": normal(1, 4, 20, 28)},
     "mask": {"mask": RNG.random((2, 1, 20, 28)) < 0.8},
     "lengths": {"query_seq_lengths": np.int32([9, 20]), "key_value_seq_lengths": np.int32([17, 28]), "is_causal": True},
-    "window": {"local_window_size": (3, 2)},
-    "one window": {"local_window_size": 4},
-}
+    "window": {"local_window_size": (3, 2)}, "one window": {"local_window_size": 4},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DOT_PRODUCT)

@@ -109,8 +109,7 @@ def test_dtypes_and_precisions(dtype: str, rtol: float, precision: int | None) -
     attributes = heads | {"is_causal": 1, "qk_matmul_output_mode": 3}
     if precision:
         attributes["softmax_precision"] = precision
-    mask = normal(N_Q, N_K).astype(dtype)
-    compare({"Q": q, "K": k, "V": v, "attn_mask": mask}, attributes, rtol)
+    compare({"Q": q, "K": k, "V": v, "attn_mask": normal(N_Q, N_K).astype(dtype)}, attributes, rtol)
 
 
 def test_double_precision_is_used() -> None:

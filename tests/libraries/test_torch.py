@@ -176,8 +176,7 @@ def test_biases_slopes_and_captured_tensors_are_learned(way: str) -> None:
     function = torch.compile(ours, backend="aot_eager", fullgraph=True) if way == "compiled" else ours
     with Seen() if way == "operators" else contextlib.nullcontext():
         found = torch.autograd.grad(function(q, k, v, bias, slopes).square().sum(), inputs)
-    expected = torch.autograd.grad(plain(q, k, v, bias, slopes).square().sum(), inputs)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, torch.autograd.grad(plain(q, k, v, bias, slopes).square().sum(), inputs))
 
 
 def test_packed_sequences_and_pages() -> None:

@@ -412,8 +412,7 @@ def test_the_command_says_what_is_prebuilt(package: Path, monkeypatch: Any, caps
     monkeypatch.setenv(settings.PREBUILT.name, "0")
     assert "not used: FLASHKIT_PREBUILT is 0" in said()
     assert cli.run(["cache", "--json"]) == 0
-    as_json = json.loads(capsys.readouterr().out)
-    assert as_json["prebuilt"]["contents"]["cpu/x86-64-v3"]["kernels"] == 1
+    assert json.loads(capsys.readouterr().out)["prebuilt"]["contents"]["cpu/x86-64-v3"]["kernels"] == 1
     assert cli.run(["cache", "prebuild", "--cpu", "486"]) == 2
     monkeypatch.setenv(settings.PREBUILT.name, "x")
     assert cli.run(["cache"]) == 1

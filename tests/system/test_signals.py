@@ -121,8 +121,7 @@ HANDLER = """
 
 @pytest.mark.slow
 def test_a_handler_runs_during_a_long_call(program: Callable[..., str]) -> None:
-    text = text_of("forward", 1, HANDLER)
-    assert float(program(text, NUMBA_NUM_THREADS=2)) < 0.6
+    assert float(program(text_of("forward", 1, HANDLER), NUMBA_NUM_THREADS=2)) < 0.6
 
 
 TWICE = """

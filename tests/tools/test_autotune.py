@@ -167,8 +167,7 @@ def test_a_wrong_tile_is_never_chosen(tmp_path: Path) -> None:
 
 def test_a_wrong_tile_in_use_is_replaced_by_a_right_one_even_if_slower(tmp_path: Path) -> None:
     machine = Machine(lambda tile: 1.0 if tile == IN_USE else 1.5, lambda tile: "wrong" if tile == IN_USE else "")
-    found = search(machine, tmp_path / "log")
-    assert found.tile != IN_USE
+    assert search(machine, tmp_path / "log").tile != IN_USE
 
 
 def test_an_outclassed_generation_gets_one_trial(tmp_path: Path) -> None:
@@ -243,8 +242,7 @@ def test_a_resumed_search_compares_with_the_tile_that_was_in_use_at_first(tmp_pa
 def test_the_time_is_up(tmp_path: Path) -> None:
     assert search(Machine(block_size), tmp_path / "none", deadline=-1.0) is None
     machine = Machine(block_size)
-    found = search(machine, tmp_path / "some", deadline=70.0)
-    assert not found.complete
+    assert not search(machine, tmp_path / "some", deadline=70.0).complete
     assert machine.now < 100
     assert any(line["stage"] == "final" for line in read(tmp_path / "some"))
 
@@ -282,8 +280,7 @@ def test_autotune_writes_a_profile_that_is_used_and_explained(capsys: pytest.Cap
 
 
 def test_autotune_reports_targets_without_a_right_tile(capsys: pytest.CaptureFixture[str]) -> None:
-    machine = Machine(block_size, lambda tile: "wrong")
-    assert autotune(machine) == []
+    assert autotune(Machine(block_size, lambda tile: "wrong")) == []
     shown = capsys.readouterr().out
     assert shown.count("every tile tried gives wrong results") == 4
     assert "run again" not in shown

@@ -99,21 +99,16 @@ def test_explain_passes_its_options(run: Any, explained: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        ("explain --shape 1,x,2,3", 2, "got 'x'"),
-        ("explain --shape 5", 2, "expected 2 to 4"),
-        ("explain --shape 1,1,1,1,1", 2, "expected 2 to 4"),
-        ("explain --window 3", 2, "expected 2 values"),
+        ("explain --shape 1,x,2,3", 2, "got 'x'"), ("explain --shape 5", 2, "expected 2 to 4"),
+        ("explain --shape 1,1,1,1,1", 2, "expected 2 to 4"), ("explain --window 3", 2, "expected 2 values"),
         ("explain --window a,b", 2, "got 'a'"),
         ("explain --dtype float31", 2, "expected float64, float32, float16 or bfloat16"),
-        ("explain --array tensor", 2, "expected numpy or cupy"),
-        ("explain --layout hnd", 2, "expected bhnd or bnhd"),
-        ("explain --layout bnhd --shape 10,64", 2, "four axes"),
-        ("explain --shape 10,64 --kv-heads 2", 2, "no heads"),
-        ("profile show h20", 1, "did you mean `h200`"),
-        ("bench --sizes 12,x", 2, "got 'x'"),
+        ("explain --array tensor", 2, "expected numpy or cupy"), ("explain --layout hnd", 2, "expected bhnd or bnhd"),
+        ("explain --layout bnhd --shape 10,64", 2, "four axes"), ("explain --shape 10,64 --kv-heads 2", 2, "no heads"),
+        ("profile show h20", 1, "did you mean `h200`"), ("bench --sizes 12,x", 2, "got 'x'"),
         ("nonsense", 2, "nonsense"),
     ],
-)
+)  # fmt: skip
 def test_bad_input_is_named(run: Any, explained: dict[str, Any], arguments: str, status: int, message: str) -> None:
     found, out, err = run(*arguments.split())
     assert (found, out) == (status, "")

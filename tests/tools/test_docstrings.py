@@ -44,15 +44,13 @@ def public() -> Iterator[tuple[str, Any]]:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_examples_run(module: str) -> None:
-    result = doctest.testmod(importlib.import_module(f"flashkit.{module}"))
-    assert result.failed == 0
+    assert doctest.testmod(importlib.import_module(f"flashkit.{module}")).failed == 0
 
 
 @pytest.mark.parametrize(("name", "member"), [pytest.param(*each, id=each[0]) for each in public()])
 def test_public_names_have_numpydoc_sections(name: str, member: Any) -> None:
     text = inspect.getdoc(member) or ""
-    summary = text.split("\n\n")[0]
-    assert summary.endswith(".") and "Examples\n--------\n>>> " in text
+    assert text.split("\n\n")[0].endswith(".") and "Examples\n--------\n>>> " in text
     if inspect.isclass(member):
         return
     parameters = [p for p in inspect.signature(member).parameters if p not in ("self", "cls")]

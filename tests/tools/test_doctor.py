@@ -66,12 +66,10 @@ def test_lines_fold_between_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch)
 
 def test_missing_parts_come_with_a_command() -> None:
     found = {
-        "flashkit": {"version": "0.1.0"},
-        "packages": {"numba": {"installed": "0.1", "error": "ImportError: no"}},
-        "threading": {},
-        "cuda": {"driver": "CUDA 12.4", "devices": ["NVIDIA A100"], "cupy": "not installed"},
+        "flashkit": {"version": "0.1.0"}, "packages": {"numba": {"installed": "0.1", "error": "ImportError: no"}},
+        "threading": {}, "cuda": {"driver": "CUDA 12.4", "devices": ["NVIDIA A100"], "cupy": "not installed"},
         "cache": {"writable": False},
-    }
+    }  # fmt: skip
     commands = [entry["command"] for entry in doctor.missing.missing(found)]
     assert commands == [
         "pip install --force-reinstall numba", 'pip install "cupy-cuda12x[ctk]"', "pip install safetensors tokenizers",

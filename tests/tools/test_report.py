@@ -24,8 +24,7 @@ from flashkit.tools.bench.results import Result, append
 def test_plots_of_a_cpu(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for direction in ("forward", "backward"):
-        result = measured(Case(33, heads=2), direction)
-        append(tmp_path / "cpu.jsonl", result)
+        append(tmp_path / "cpu.jsonl", measured(Case(33, heads=2), direction))
     grid = measured()
     grid.case = Case(512)
     append(tmp_path / "cpu.jsonl", grid)

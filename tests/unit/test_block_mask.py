@@ -499,8 +499,7 @@ def test_plot():
     pytest.importorskip("matplotlib").use("Agg")
     ax = BlockMask.from_mod(mods.causal(), 64, 64, 8, 8).plot()
     assert ax.images[0].get_array().shape == (8, 8)
-    other = BlockMask.from_mod(mods.causal(), MILLION, MILLION)
-    assert other.plot(ax) is ax
+    assert BlockMask.from_mod(mods.causal(), MILLION, MILLION).plot(ax) is ax
     assert ax.images[-1].get_array().shape == (1024, 1024)
 
 

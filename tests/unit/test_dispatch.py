@@ -423,8 +423,7 @@ def test_explain_says_what_would_run(fake: FakeBackend) -> None:
 def test_explain_predicts_no_less_than_reading_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiles.Profile, "bandwidth_gbs", 1.0)
     q, k = np.zeros((1, 1, 1, 64), np.float32), np.zeros((1, 1, 4096, 64), np.float32)
-    told = flashkit.explain(q, k, k, backend="cpu")
-    assert told.predicted_seconds == pytest.approx(2 * k.nbytes / 1e9, rel=1e-3)
+    assert flashkit.explain(q, k, k, backend="cpu").predicted_seconds == pytest.approx(2 * k.nbytes / 1e9, rel=1e-3)
 
 
 def test_explain_of_what_nobody_can_do(fake: FakeBackend) -> None:

@@ -170,8 +170,7 @@ def test_predictions_follow_the_model() -> None:
     seconds = {"forward": 1.0, "backward": 3.0}
 
     def efficiency(**options: Any) -> float:
-        found = predict(q, k, v, seconds=seconds, causal=True, memory_gbs=1e9, **options)
-        return float(found.efficiency["forward"])
+        return float(predict(q, k, v, seconds=seconds, causal=True, memory_gbs=1e9, **options).efficiency["forward"])
 
     fast = {"bandwidth_gbs": 1e6}
     assert efficiency(ranks=1, **fast) == pytest.approx(1)

@@ -263,8 +263,7 @@ def test_caches_rotations_and_quantisation_take_tensors() -> None:
         np.testing.assert_array_equal(ours, np.asarray(theirs))
     into = torch.empty_like(tensors[0])
     assert flashkit.rotary(tensors[0], out=into) is into
-    half = flashkit.KVCache(1, 2, 16, pages=2, like=torch.zeros(1, dtype=torch.bfloat16))
-    assert str(half.dtype) == "bfloat16"
+    assert str(flashkit.KVCache(1, 2, 16, pages=2, like=torch.zeros(1, dtype=torch.bfloat16)).dtype) == "bfloat16"
 
 
 def test_what_objects_say_of_themselves() -> None:

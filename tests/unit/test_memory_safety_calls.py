@@ -40,16 +40,13 @@ HEADS, N_Q, N_K, D = 4, 5, 37, 16
 SHAPES = [
     (batch, own)
     for batch, leading in {
-        (1, 1): [(1, 1), (1,), ()],
-        (1, 3): [(1, 3), (1, 1), (3,), (1,)],
-        (2, 1): [(2, 1), (1, 1), (1,)],
+        (1, 1): [(1, 1), (1,), ()], (1, 3): [(1, 3), (1, 1), (3,), (1,)], (2, 1): [(2, 1), (1, 1), (1,)],
         (2, 3): [(2, 3), (2, 1), (1, 3), (1, 1), (3,), (1,), ()],
         (2, 1, 3): [(2, 1, 3), (1, 1, 3), (2, 1, 1), (1, 1, 1), (1, 3)],
-        (0, 3): [(0, 3), (1, 3), (0, 1), (1, 1), (3,), ()],
-        (2, 0): [(2, 0), (2, 1), (1, 1), ()],
+        (0, 3): [(0, 3), (1, 3), (0, 1), (1, 1), (3,), ()], (2, 0): [(2, 0), (2, 1), (1, 1), ()],
     }.items()
     for own in leading
-]
+]  # fmt: skip
 
 
 def of_pairs(name: str, own: tuple[int, ...]) -> np.ndarray:
@@ -129,11 +126,9 @@ def test_a_repeated_call_takes_arrays_of_the_form_it_was_made_for() -> None:
 # --- arrays that do not fit their slots -------------------------------------------------------------------------------
 
 OTHERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "more axes": lambda x: x[None],
-    "fewer axes": lambda x: x[0],
-    "another dtype": lambda x: x.astype(np.float32),
+    "more axes": lambda x: x[None], "fewer axes": lambda x: x[0], "another dtype": lambda x: x.astype(np.float32),
     "other elements": lambda x: x.view(np.int64),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", OTHERS)

@@ -269,8 +269,7 @@ def test_a_score_may_be_any_number():
     for function in (
         lambda s, b, h, q, k: k, lambda s, b, h, q, k: 1, lambda s, b, h, q, k: k <= q, lambda s, b, h, q, k: 0.5,
     ):  # fmt: skip
-        mod = mods.score(function)
-        assert mod.expr.kind == "float"
+        assert mods.score(function).expr.kind == "float"
     assert on_all_pairs(mods.score(lambda s, b, h, q, k: k <= q), s=SCORES).dtype == np.float64
 
 

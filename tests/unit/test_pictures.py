@@ -48,8 +48,7 @@ def test_large_block_masks_are_drawn_in_larger_tiles() -> None:
 
 
 def test_mods_in_notebooks() -> None:
-    found = grid(mods.causal()._repr_html_(), 32, 32)
-    np.testing.assert_array_equal(found, 2 * np.tri(32, dtype=int))
+    np.testing.assert_array_equal(grid(mods.causal()._repr_html_(), 32, 32), 2 * np.tri(32, dtype=int))
     for mod in (mods.softcap(2.0), mods.visible(np.ones((3, 3), bool))):  # a score, and an array that is too short
         html = mod._repr_html_()
         assert "svg" not in html and re.fullmatch(r"<code>&lt;(score|mask) mod .*&gt;</code>", html, re.DOTALL)

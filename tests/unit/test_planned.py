@@ -320,11 +320,9 @@ def test_every_option_is_part_of_the_key_or_prevents_caching(monkeypatch: pytest
 
 
 LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "strides": lambda x: x.repeat(2, axis=-2)[..., ::2, :],
-    "shape": lambda x: np.concatenate([x, x], axis=-2),
-    "dtype": lambda x: x.astype("float64"),
-    "alignment": unaligned,
-}
+    "strides": lambda x: x.repeat(2, axis=-2)[..., ::2, :], "shape": lambda x: np.concatenate([x, x], axis=-2),
+    "dtype": lambda x: x.astype("float64"), "alignment": unaligned,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", LAYOUTS)

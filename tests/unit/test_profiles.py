@@ -328,12 +328,10 @@ MALFORMED = [
     (MINIMAL + "tiles:\n  t:\n  - {block_q: 1, block_k: 1, causal: true}", 5, "tiles.t[0].causal", "unknown field"),
     (MINIMAL + "tiles:\n  t:\n  - {block_q: 1, block_k: 1, lanes: 5}\n", 5, "tiles.t[0].lanes", "5"),
     (
-        MINIMAL + "tiles:\n  t:\n  - {block_q: 1, block_k: 1, lanes: 8, rows: 8, vectors: 3}\n",
-        5,
-        "tiles.t[0]",
+        MINIMAL + "tiles:\n  t:\n  - {block_q: 1, block_k: 1, lanes: 8, rows: 8, vectors: 3}\n", 5, "tiles.t[0]",
         "needs 28 vector registers, there are 16",
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "line", "field", "problem"), MALFORMED, ids=[case[3] for case in MALFORMED])

@@ -139,8 +139,7 @@ def test_what_is_not_finite() -> None:
     assert np.isnan(quantize(x, "int8", "head").dequantize()).all()
     smooth = quantize(x, rotate=True, smooth=True)
     np.testing.assert_allclose(smooth.mean, np.nanmean(np.where(missing, np.nan, x), 1, keepdims=True), rtol=1e-6)
-    turned = np.isnan(smooth.dequantize()).all(-1)
-    assert turned.tolist() == [[False, True, True, False]]
+    assert np.isnan(smooth.dequantize()).all(-1).tolist() == [[False, True, True, False]]
     huge = np.array([[1e300, 1.0], [3e38, 1e-45]])
     values = quantize(huge, per="token").dequantize()
     assert np.isnan(values[0, 0]) and abs(values[0, 1] - 1) < 1e-6 and values[1, 0] > 2.9e38 and values[1, 1] == 0
@@ -162,8 +161,7 @@ def test_a_quantised_array() -> None:
     assert repr(found) == (
         "<Quantized: int8 per block of 16, rotated, smooth, shape (2, 3, 50, 8) of float32, 2688 bytes>"
     )
-    again = pickle.loads(pickle.dumps(found))
-    same(again.dequantize(), found.dequantize())
+    same(pickle.loads(pickle.dumps(found)).dequantize(), found.dequantize())
     wrapped = Quantized(found.data, found.scale, "float16", "block", 16)
     assert wrapped.dtype == np.float16
     np.testing.assert_allclose(wrapped.dequantize(), reference.dequantised(
@@ -287,8 +285,7 @@ def test_out(dtype: Any) -> None:
     out[...] = 0
     assert attention_vjp(q, k8, v, out=out)[0] is out
     same(out, expected[0])
-    planned = flashkit.plan(q, k8, v)
-    assert planned(q, k8, v, out=out) is out
+    assert flashkit.plan(q, k8, v)(q, k8, v, out=out) is out
     same(out, expected[0])
     wrong = {
         "out: expected shape": np.empty((2, 4, 33, 16), dtype),

@@ -75,8 +75,7 @@ def test_weights_are_those_of_the_kernels(options: str, dtype: str) -> None:
 
 def test_weights_in_every_form_of_arrays() -> None:
     expected = weights(Q, K, rows=[3], causal=True)
-    five = weights(Q[:, None], K[:, None], rows=[3], causal=True)
-    np.testing.assert_array_equal(five, expected[:, None])
+    np.testing.assert_array_equal(weights(Q[:, None], K[:, None], rows=[3], causal=True), expected[:, None])
     strided = weights(Q.repeat(2, -1)[..., ::2], K.repeat(2, 2)[:, :, ::2], rows=[3], causal=True)
     np.testing.assert_array_equal(strided, expected)
     bnhd = weights(Q.swapaxes(1, 2), K.swapaxes(1, 2), rows=[3], causal=True, layout="bnhd")
@@ -114,16 +113,14 @@ def test_weights_of_keys_in_pages() -> None:
     found = weights(Q, pages, rows=[8], page_table=table, kv_lengths=[11, 6], causal=True)
     for b, n in enumerate((11, 6)):
         own = np.concatenate([pages[i] for i in table[b]])[:n].swapaxes(0, 1)
-        expected = weights(Q[b], own, rows=[8], causal=True)
-        np.testing.assert_allclose(found[b, :, :, :n], expected, rtol=1e-12)
+        np.testing.assert_allclose(found[b, :, :, :n], weights(Q[b], own, rows=[8], causal=True), rtol=1e-12)
         np.testing.assert_array_equal(found[b, :, :, n:], 0)
 
 
 def test_masked_keys_may_hold_nan() -> None:
     k = K.copy()
     k[:, :, 5:] = np.nan
-    found = weights(Q, k, mask=np.arange(NK) < 5)
-    np.testing.assert_array_equal(found, weights(Q, K, mask=np.arange(NK) < 5))
+    np.testing.assert_array_equal(weights(Q, k, mask=np.arange(NK) < 5), weights(Q, K, mask=np.arange(NK) < 5))
 
 
 def test_memory_is_that_of_the_rows() -> None:
