@@ -40,7 +40,7 @@ NUMBA_ONE_IN = 5
 """Numba takes ten seconds for kernels that NVRTC compiles in one. So of the cases that a test has for its backend on a
 device, where they are more than a few, one in so many runs.
 """
-SLOW_ONE_IN = 6
+SLOW_ONE_IN = 8
 """The same for slow cases on a CPU: `make test` is to end within twelve minutes on two cores."""
 FEW = 4
 """So many cases all run, whatever they take."""

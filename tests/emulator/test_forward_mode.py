@@ -77,6 +77,7 @@ def near(got: Any, expected: np.ndarray, dtype: str) -> None:
     np.testing.assert_allclose(got, expected.reshape(got.shape), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@pytest.mark.one_in(2, slow=4)
 @pytest.mark.parametrize(("backend", "generation", "dtype", "name"), KERNELS)
 def test_statistics(backend: str, generation: str, dtype: str, name: str, device: Device) -> None:
     tensors, _, options, own, on_device = call_of(name, dtype)
