@@ -720,7 +720,8 @@ class Yardstick:
     products as three loops give them, for BLAS adds in an order of its own on each machine. "Greatest" is over all
     elements of a result, and for the error also over a few calls that differ in their random numbers alone. The
     magnitude of a sum is what it comes to when its terms do not cancel (`magnitudes`): where a gradient is exactly 0,
-    one order of adding gives 0 and another some units.
+    one order of adding gives 0 and another some units. Sums of 16-bit numbers are added in float32, so only their terms
+    are rounded to units, each by itself: the magnitude is the root of the sum of the terms' squares.
 
     In float64 the plain computation is the definition itself and its error cannot be seen. It is taken from float32,
     on operands that float32 holds exactly, by the ratio of the two rounding units.
@@ -780,6 +781,11 @@ def magnitudes(spec: AttentionSpec, operands: Operands, dout: np.ndarray, dlse: 
         if getattr(operands, m) is not None
     }
     unit = epsilon(spec.lse_dtype) / epsilon(spec.dtype)  # of the log-sum-exp
+    power = 2 if epsilon(spec.dtype) > epsilon("float32") else 1
+
+    def total(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return (np.abs(a) ** power @ np.abs(b) ** power) ** (1 / power)
+
     for head in itertools.chain.from_iterable(reference.groups(spec, operands, np.float64, dout=dout, dlse=dlse)):
         at, kv = (head.b, head.h), (head.b, head.kv_head, slice(head.n_k))
         q, k, v, do = (head.memory[n].astype(np.float64) for n in ("q", "k", "v", "dout"))
@@ -800,14 +806,15 @@ def magnitudes(spec: AttentionSpec, operands: Operands, dout: np.ndarray, dlse: 
         if lone.any():
             lone = np.where(lone, np.maximum(np.abs(modified) * unit, rounded(head, s)), 0)
         recomputed = reference.drop(head, np.where(seen, p * np.maximum(folds, 1 + lone), 0), *head.everything)
-        sums["out"][at] = weights @ np.abs(v)
+        sums["out"][at] = total(weights, v)
         sums["lse"][at] = np.maximum(np.abs(reference.finite(lse)), np.where(seen, terms, 0).max(axis=1, initial=0))
-        delta = reference.row_sum(np.abs(do) * sums["out"][at]) + (0 if dlse is None else np.abs(head.memory["dlse"]))
-        dp = reference.drop(head, np.abs(do) @ np.abs(v).T, *head.everything)
+        delta = reference.row_sum(np.abs(do * sums["out"][at]) ** power) ** (1 / power)
+        delta = delta + (0 if dlse is None else np.abs(head.memory["dlse"]))
+        dp = reference.drop(head, total(do, v.T), *head.everything)
         ds = np.where(seen, p * (dp + delta[:, None]) * slope, 0) * abs(head.scale)
-        sums["dq"][at] = ds @ np.abs(k)
-        sums["dk"][kv] += ds.T @ np.abs(q)
-        sums["dv"][kv] += recomputed.T @ np.abs(do)
+        sums["dq"][at] = total(ds, k)
+        sums["dk"][kv] += total(ds.T, q)
+        sums["dv"][kv] += total(recomputed.T, do)
         if spec.sinks:
             sums["dsinks"][head.h] += reference.row_sum(np.where(lse > -np.inf, np.exp(head.sink - lse), 0) * delta)
     return Results(**{n: sums.get(n) for n in NAMES})  # type: ignore[arg-type]

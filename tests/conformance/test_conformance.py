@@ -61,6 +61,22 @@ def check(backend: str, choice: cases.Choice, seed: int = 0) -> None:
             cases.assert_conforms(results, *expected)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_what_is_missing_does_not_conform(dtype: str) -> None:
+    """A sixteenth of the keys, or of the queries, without its part in each result: more than rounding is allowed."""
+    call = cases.build(with_(dtype=dtype, sizes="160x320", dims="64"))
+    exact, allowed = cases.expected(call)
+    tensors = [call.plain[name].astype(np.float64) for name in "qkv"]
+    few = [x[:, :, : -x.shape[2] // 16] for x in (*tensors, call.plain_dout.astype(np.float64))]
+    for (q, k, v), dout in (((tensors[0], *few[1:3]), call.plain_dout), ((few[0], *tensors[1:]), few[3])):
+        out, vjp = flashkit.attention_vjp(q, k, v, backend="reference")
+        gradients = vjp(dout.astype(np.float64))
+        found = {"out": out, **dict(zip(("dq", "dk", "dv"), gradients))}
+        for name in ("out", "dq") if len(q[0, 0]) == len(tensors[0][0, 0]) else ("dk", "dv"):
+            assert np.abs(found[name] - getattr(exact, name)).max() > 2 * getattr(allowed, name), name
+
+
+
 def slow_if(condition: bool) -> list[Any]:
     return [pytest.mark.slow] if condition else []
 

@@ -30,6 +30,8 @@ X = np.random.default_rng(0).standard_normal((1, 1, 24, 8), np.float32)
 
 @pytest.fixture(autouse=True)
 def few_plans(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatch.forget()  # of tests before this one
+    plans.clear()
     monkeypatch.setattr(dispatch, "_MAX_PLANS", 2)
     monkeypatch.setattr(launch, "_captured", [])
     monkeypatch.setenv(VARIABLE, "simt")  # whose kernels compile fast
