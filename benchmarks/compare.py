@@ -1,7 +1,7 @@
 """Two checkouts of flashkit against each other, in turns, in one process: is this one as fast as that one?
 
     git worktree add ../before REVISION
-    python benchmarks/compare.py ../before --device cuda --output compare.jsonl
+    python benchmarks/compare.py ../before --output compare.jsonl
     python benchmarks/compare.py ../before --backend cpu --suite float32,bfloat16
     python benchmarks/compare.py ../before --backend cpu --suite calls --pause 2
     python benchmarks/compare.py . --old-backend cupy_raw --backend numba_cuda --only "dtype=bfloat16 d=128"
