@@ -14,7 +14,8 @@ With --pause, each call follows so many milliseconds of other work of the callin
 fallen asleep.
 
 On a CPU the process keeps the memory that it frees. glibc would give an array's back to the system or not, by what was
-freed before, and fresh pages are an eighth of a backward pass of 512 tokens.
+freed before, and fresh pages are an eighth of a backward pass of 512 tokens. Idle threads of OpenMP, which the old
+checkout may use, sleep: they would spin on the cores that the new one's workers need.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from typing import Any
 import numpy as np
 
 HERE = Path(__file__).resolve().parents[1]
-KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**40)}
+ON_A_CPU = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**40), "OMP_WAIT_POLICY": "passive"}
 BACKENDS = {"cpu": "CpuBackend", "cupy_raw": "CupyRawBackend", "numba_cuda": "NumbaCudaBackend"}
 
 Case = dict[str, Any]
@@ -215,8 +216,8 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=workers, help="processes that compile beforehand")
     parser.add_argument("--output", type=Path, help="append a JSON line of each cell")
     given = parser.parse_args()
-    if given.backend == "cpu" and not KEEP_MEMORY.keys() <= os.environ.keys():  # which glibc reads at the start
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEEP_MEMORY)
+    if given.backend == "cpu" and not ON_A_CPU.keys() <= os.environ.keys():  # read when a process starts
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | ON_A_CPU)
     every = [case for suite in given.suite.split(",") for case in cases(suite) if given.only in described(case)]
     with tempfile.TemporaryDirectory(prefix="compare-") as folder:
         return compare(given, every, Path(folder))

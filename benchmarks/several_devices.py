@@ -465,7 +465,7 @@ def cpu_rank(run: Run) -> None:
 
 def cpu(arguments: argparse.Namespace) -> None:
     """Ranks x threads: each rank has the same number of threads as the one process that it is compared with."""
-    from benchmarks.compare import KEEP_MEMORY
+    from benchmarks.compare import ON_A_CPU
 
     cores = arguments.cores or len(os.sched_getaffinity(0))
     mpiexec = Path(sys.executable).parent / "mpiexec"
@@ -481,7 +481,7 @@ def cpu(arguments: argparse.Namespace) -> None:
             program, "-n", str(n), sys.executable, "-m", "benchmarks.several_devices", "--numpy", "--facts",
             json.dumps(facts), "--output", arguments.output or "", "--methods", arguments.methods,
         ]  # fmt: skip
-        env = {**os.environ, **KEEP_MEMORY, "FLASHKIT_NUM_THREADS": str(threads), "OMP_NUM_THREADS": str(threads)}
+        env = {**os.environ, **ON_A_CPU, "FLASHKIT_NUM_THREADS": str(threads), "OMP_NUM_THREADS": str(threads)}
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1200, check=False)
         print(done.stdout, end="", flush=True)
         if done.returncode:
