@@ -159,6 +159,7 @@ class Letters:
 
 def test_on_a_terminal_all_answers_grow_together(capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
     answers = command.Answers(Letters(), ["first", "second"], silent=False)  # type: ignore[arg-type]
     answers.add(0, 65)
     answers.add(1, 66)
