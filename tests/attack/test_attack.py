@@ -23,7 +23,7 @@ from flashkit.spec import DTYPES
 from . import campaign, draw
 
 TODAY = datetime.date.today().toordinal()
-CALLS, GRAPHS = 40 if os.environ.get("FLASHKIT_TEST_ALL") else 10, 1
+CALLS, GRAPHS = 40 if os.environ.get("FLASHKIT_TEST_ALL") else 6, 1
 ON_DEVICE = int(os.environ.get("FLASHKIT_ATTACK") or 100)
 
 

@@ -33,13 +33,13 @@ def on_hardware(item: pytest.Item) -> bool:
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One test on the emulated device comes before all others, so that no worker waits for the interpreter that another
-    compiles. Of the slow cases of a test, which mostly compile kernels, a sixth runs here, and all on a real device.
+    compiles. Of the slow cases of a test, which mostly compile kernels, a twelfth runs here, and all on a real device.
     """
     for item in items:
         if on_hardware(item) and hardware.exists():
             item.add_marker(pytest.mark.gpu)
         elif item.path.parent == Path(__file__).parent and not item.get_closest_marker("one_in"):
-            item.add_marker(pytest.mark.one_in(1, slow=6))
+            item.add_marker(pytest.mark.one_in(1, slow=12))
     if "PYTEST_XDIST_WORKER" in os.environ:
         fast = (i for i, item in enumerate(items) if on_hardware(item) and not item.get_closest_marker("slow"))
         if (first := next(fast, None)) is not None:

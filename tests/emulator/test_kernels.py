@@ -1160,7 +1160,7 @@ DISTANCES: dict[str, tuple[int, int, int, dict[str, Any]]] = {  # head dim, quer
 @pytest.mark.parametrize("generation", ["sm90"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("case", DISTANCES)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_what_is_added_by_distance(case: str, dtype: str, generation: str, launched: list[str]) -> None:
     """Read from memory, and its gradient from sums of dS, where pairs that do not exist have neither."""
     dim, n_q, n_k, options = DISTANCES[case]
