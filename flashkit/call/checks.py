@@ -31,12 +31,19 @@ def is_deterministic(value: Any) -> bool:
     return flag("deterministic", value) or bool(settings.DETERMINISTIC.read())
 
 
-def window_of(window: Any) -> tuple[int | None, int | None]:
-    """(left, right)."""
+def sides_of(window: Any) -> tuple[Any, Any]:
+    """(left, right), as they are."""
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"window: expected (left, right), numbers of keys or None for no bound, got {shown(window)}")
+    left, right = window
+    return left, right
+
+
+def window_of(window: Any) -> tuple[int | None, int | None]:
+    """(left, right)."""
     left, right = (
-        None if side is None else integer(f"window[{i}], a number of keys", side, 0) for i, side in enumerate(window)
+        None if side is None else integer(f"window[{i}], a number of keys", side, 0)
+        for i, side in enumerate(sides_of(window))
     )
     return left, right
 
@@ -50,12 +57,12 @@ def check_out(out: Any, kind: str, dtype: str, wanted: tuple[int, ...]) -> None:
         raise ValueError(f"out: expected shape {wanted}, got {out.shape}")
     if kind == "numpy" and not out.flags.writeable:
         raise ValueError("out: expected a writable array, got a read-only one")
+    if out.size and 0 in [stride for stride, n in zip(out.strides, out.shape, strict=True) if n > 1]:
+        raise ValueError(f"out: expected memory for each element, got an expanded array of strides {out.strides}")
 
 
 def can_write(out: Any, *inputs: Any) -> bool:
-    """Whether a kernel may write to `out`: addressable, without overlaps, and apart from the inputs."""
-    if arrays.addressable(out) is not out or 0 in [s for s, n in zip(out.strides, out.shape, strict=True) if n > 1]:
-        return False
-    if out.ndim > 4 and not out.flags.c_contiguous:
+    """Whether a kernel may write to a checked `out`: addressable, and apart from the inputs."""
+    if arrays.addressable(out) is not out or (out.ndim > 4 and not out.flags.c_contiguous):
         return False
     return not any(arrays.may_share(out, x) for x in inputs)

@@ -112,6 +112,11 @@ class Torch(Library):
                 f"{name} requires grad, and autograd does not record this function: use flashkit.torch.attention, "
                 f"which is differentiable, or pass {name}.detach()"
             )
+        if name == "out":
+            if array.is_neg():
+                raise TypeError("out: expected plain memory, got a tensor whose negation is put off, as of x.conj().imag")
+            if not array.is_inference():  # autograd refuses to use what was in it before
+                torch.autograd.graph.increment_version(array)
         return torch
 
     def own(self, native: Any, like: Any) -> Any:

@@ -66,7 +66,7 @@ def keywords_of(tensors: Tensors, options: Scalars, mods: Mods | None) -> dict[s
     if window != (None, None):
         keywords["window"] = window
     if "seed" in keywords:
-        keywords["seed"] = int(keywords["seed"])
+        keywords["seed"] = int(keywords["seed"]) % 2**64
     for name, own in NAMES.items():
         if given := [keywords.pop(each) for each in own if each in keywords]:
             keywords[name] = given[0] if len(given) == 1 else tuple(given)
@@ -199,8 +199,8 @@ def backward(
         planned = plan_of(call, backend, True, recorded=True)
         adapter: Any = call.foreign
         take = adapter.views if type(call.q) is View else adapter.to_native
-        native = take(out=out, lse=lse, dout=dout, dlse=dlse)
-        vjp: Any = Vjp(planned.recorded(call, native["out"], native["lse"], kept=True), call.options)
+        native = take(stored_out=out, lse=lse, dout=dout, dlse=dlse)
+        vjp: Any = Vjp(planned.recorded(call, native["stored_out"], native["lse"], kept=True), call.options)
         vjp.check_names(names)
         op, to = vjp.operands, vjp.to_fill(native["dout"], native["dlse"], names)
         vjp.backward(op, to)

@@ -162,6 +162,24 @@ def test_views_with_a_pending_negation_are_resolved() -> None:
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     q, k, v = (torch_tensor(x) for x in qkv())
     assert torch.equal(flashkit.attention(torch._neg_view(q), k, v), flashkit.attention(-q, k, v))
+    with pytest.raises(TypeError, match="out: expected plain memory"):
+        flashkit.attention(q, k, v, out=torch._neg_view(torch.empty_like(q)))
+
+
+def test_results_go_to_memory_that_autograd_watches() -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    q, k, v = (torch_tensor(x) for x in qkv())
+    out, planned = torch.zeros_like(q), flashkit.plan(q, k, v)
+    for write in (flashkit.attention, planned, lambda *x, out: flashkit.rotary(q, out=out)):
+        saves = (q.clone().requires_grad_() * out).sum()
+        assert write(q, k, v, out=out) is out
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            saves.backward()
+    with torch.inference_mode():
+        assert torch.equal(flashkit.attention(q, k, v, out=torch.empty_like(q)), flashkit.attention(q, k, v))
+    for write in (flashkit.attention, planned):
+        with pytest.raises(ValueError, match="out: expected memory for each element"):
+            write(q, k, v, out=torch.empty(SHAPE[0], 1, *SHAPE[2:]).expand(SHAPE))
 
 
 def test_a_gradient_is_never_cut_silently() -> None:

@@ -107,6 +107,7 @@ TABLE: Table = {
         ({"sinks": zeros(HKV)}, ("sinks", "(2,)", "(4,)", BHND)),
         ({"out": zeros(B, HQ, NQ, D)}, ("out", "(2, 4, 5, 8)", "(2, 4, 5, 6)")),
         ({"out": np.broadcast_to(np.float32(0), (B, HQ, NQ, DV))}, ("out", "read-only", "writable")),
+        ({"out": np.ndarray((B, HQ, NQ, DV), np.float32, zeros(DV), 0, (0, 0, 0, 4))}, ("out", "(0, 0, 0, 4)", "each")),
         ({"precision": "half"}, ("precision", "'half'", "'tf32'")),
         ({"backend": "tpu"}, ("backend", "'tpu'", "cpu", "reference")),
         *(
