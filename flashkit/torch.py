@@ -16,6 +16,7 @@ from typing import Any, Unpack
 import torch
 from torch.autograd import forward_ad
 
+from .call.checks import sides_of
 from .call.interop import is_dual
 from .call.quantized import Quantized
 from .call.torch_autograd import OfRanks, call, recorded_call
@@ -23,7 +24,7 @@ from .call.torch_mods import Mods
 from .call.torch_passes import ARRAYS, NAMES, Scalars, Tensors
 from .distributed import Comm as NativeComm
 from .errors import shown
-from .numeric import number
+from .numeric import described, integer, number
 from .options import DEFAULTS, NUMBERS, Options, closed, documented, misplaced, unknown, unknown_of
 
 __all__ = ["Comm", "Mods", "attention", "flex_attention", "scaled_dot_product_attention"]
@@ -82,6 +83,8 @@ def attention(
         raise misplaced("flashkit.torch.attention", more, options)
     if not DEFAULTS.keys() >= options.keys():
         raise unknown("flashkit.torch.attention", [n for n in options if n not in DEFAULTS], (*DEFAULTS, "mods"))
+    if mods is not None and not isinstance(mods, Mods):
+        raise TypeError(f"mods: expected a flashkit.torch.Mods, got {shown(mods)}")
     functions = tuple(map(options.get, FUNCTIONS))
     if functions != (None, None, None):
         if mods is not None:
@@ -133,7 +136,7 @@ def _arguments(q: Any, options: Any, backend: str | None) -> tuple[Any, Tensors,
         if name in ARRAYS and name != "q_offset" and not all(isinstance(tensor, torch.Tensor) for tensor in each):
             raise TypeError(f"{name}: expected a torch.Tensor, got {shown(x)}")
         if name == "window":
-            left, right = x
+            left, right = sides_of(x)
             scalars |= {f"window_{side}": n for side, n in (("left", left), ("right", right)) if n is not None}
         elif name == "bias" or (name == "mask" and x.is_floating_point()):
             tensors["bias"] = tensors["bias"] + x if "bias" in tensors else x
@@ -150,10 +153,7 @@ def _arguments(q: Any, options: Any, backend: str | None) -> tuple[Any, Tensors,
     if scalars.get("precision") == "fp8":
         raise ValueError("precision: expected None, 'highest' or 'tf32', got 'fp8', which flashkit.attention takes")
     if scalars.get("dropout_p"):
-        seed = options.get("seed")
-        if not isinstance(seed, torch.Tensor):
-            seed = torch.randint(2**62, ()) if seed is None else torch.tensor(seed)
-        tensors["seed"] = seed
+        tensors["seed"] = _seed(options.get("seed"))
     return q, tensors, tuple(scalars.items())
 
 
@@ -167,8 +167,23 @@ def _scaled(q: Any, scale: Any) -> Any:
     return (q * scale.reshape(())).to(q.dtype)
 
 
+def _seed(seed: Any) -> Any:
+    """The seed as a tensor of 64 bits, drawn if there is none."""
+    if seed is None:
+        return torch.randint(2**62, ())
+    if isinstance(seed, torch.Tensor):
+        if seed.numel() != 1 or seed.dtype not in _INTEGERS:
+            raise TypeError(f"seed: expected an integer, or a tensor of one, got {described(seed)}")
+        return seed
+    if not (type(seed) is int and 0 <= seed < 2**63):  # compilers' symbols are such
+        seed = integer("seed", seed, 0, 2**64 - 1)
+    return torch.tensor(seed if seed < 2**63 else seed - 2**64)
+
+
 _PLAIN = (float, int, type(None), torch.SymFloat, torch.SymInt)
-_INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8})
+_INTEGERS = frozenset({
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+})  # fmt: skip
 
 
 def _number(name: str, x: Any) -> Any:

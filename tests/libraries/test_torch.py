@@ -358,6 +358,23 @@ def test_dropout_follows_torchs_generator() -> None:
     assert torch.equal(compiled(*inputs), ft.attention(*inputs, dropout_p=0.5, seed=7))
 
 
+def test_seeds_are_integers_of_64_bits() -> None:
+    inputs = [x.detach() for x in qkv((1, 2, 5, 4))]
+    drop = partial(ft.attention, *inputs, dropout_p=0.5)
+    for seed in (3, 2**63 + 3, 2**64 - 1):
+        assert torch.equal(drop(seed=seed), flashkit.attention(*inputs, dropout_p=0.5, seed=seed))
+    assert torch.equal(drop(seed=torch.tensor(3)), drop(seed=3))
+    for wrong in (1.5, True, "3", torch.tensor(1.5), torch.tensor([1, 2])):
+        with pytest.raises(TypeError, match="seed: expected an integer"):
+            drop(seed=wrong)
+    compiled = torch.compile(
+        lambda seed, left: ft.attention(*inputs, dropout_p=0.5, seed=seed, window=(left, 0)), fullgraph=True,
+        backend="aot_eager",
+    )  # fmt: skip
+    for seed in (4, 5, 6):  # from the second on they are symbols
+        assert torch.equal(compiled(seed, seed - 3), drop(seed=seed, window=(seed - 3, 0)))
+
+
 # --- flex_attention ---------------------------------------------------------------------------------------------------
 
 SLOPES, DOCUMENT = torch.tensor([0.5, 0.25, 0.125, 1.0]), torch.tensor([[0] * 8 + [1] * 13, [0] * 3 + [1] * 18])
@@ -434,6 +451,9 @@ def test_what_is_no_tensor_says_so() -> None:
     options: dict[str, Any]
     for options in {"bias": (1, 2)}, {"mask": 3}, {"kv_lengths": [4]}, {"cu_seqlens": (torch.arange(2), 3)}:
         with pytest.raises(TypeError, match=f"^{next(iter(options))}: expected a torch.Tensor, got "):
+            ft.attention(q, q, q, **options)
+    for options, fits in ({"window": 3}, r"\(left, right\)"), ({"window": (3,)}, "numbers of keys"), ({"mods": 3}, "Mods"):
+        with pytest.raises(TypeError, match=f"^{next(iter(options))}: expected .*{fits}"):
             ft.attention(q, q, q, **options)
 
 
