@@ -171,9 +171,9 @@ class Layer:
                 raise ValueError(f"out: expected shape ({q.shape[0]}, Hq, Dv), got {out.shape}")
             options["out"] = out.reshape((self._sequences, each, *out.shape[1:]))
         attended = self._attend(q.reshape((self._sequences, each, *q.shape[1:])), **options)
-        result, lse = attended if isinstance(attended, tuple) else (attended, None)
+        result, *rest = attended if isinstance(attended, tuple) else (attended,)
         result = result.reshape((-1, *result.shape[2:])) if out is None else out
-        return result if lse is None else (result, lse.swapaxes(0, 1).reshape((lse.shape[1], -1)))
+        return (result, *map(_packed, rest)) if rest else result
 
     def _rotated_batch(self, q: Any, rotation: Any, options: dict[str, Any]) -> Any:
         """Queries (B, Hq, N, D) or (B, N, Hq, D) at the tokens of the last append, rotated."""
@@ -374,6 +374,13 @@ class Form(NamedTuple):
     tokens: int  # of all sequences, or of each
     packed: bool  # whether they are of all
     writer: Writer | None  # where they are read in place
+
+
+def _packed(rows: Any) -> Any:
+    """The log-sum-exps (B, Hq, N) of a batch, or its statistics by name, as those (Hq, B * N) of packed queries."""
+    if isinstance(rows, dict):
+        return {name: x if name == "key_weight" else _packed(x) for name, x in rows.items()}
+    return rows.swapaxes(0, 1).reshape((rows.shape[1], -1))
 
 
 def _counts(integers: np.ndarray, sequences: int, tokens: int) -> np.ndarray:

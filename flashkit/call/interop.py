@@ -366,6 +366,8 @@ def takes_every_library(place: int, name: str) -> Callable[[F], F]:
             def own(result: Any) -> Any:
                 if isinstance(result, tuple):
                     return tuple(map(own, result))
+                if isinstance(result, dict):
+                    return {name: own(x) for name, x in result.items()}
                 return library.own(result, first) if hasattr(result, "__array_interface__") or hasattr(
                     result, "__cuda_array_interface__") else result  # fmt: skip
 

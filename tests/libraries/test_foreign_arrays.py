@@ -132,6 +132,9 @@ def test_packed_sequences_pages_and_parts(make: Callable[..., Any]) -> None:
     parts = flashkit.merge(found, (found[0], make(lse + 1)))
     equal(parts[0], merged[0], given[0])
     equal(parts[1], merged[1], given[0])
+    cache = flashkit.KVCache(12, 4, 16, pages=12)
+    cache.append(given[1], given[2])
+    assert type(cache.attend(given[0], return_stats=("entropy",))[1]["entropy"]) is type(given[0])
     with pytest.raises(TypeError, match=r"lse of part 1: expected .* of q.* got a numpy.ndarray"):
         flashkit.merge(found, (found[0], lse))
 

@@ -81,6 +81,13 @@ def test_batches_and_packed_tokens_are_the_same() -> None:
     assert out is target
     np.testing.assert_allclose(target.reshape(2, 9, 4, 16).swapaxes(1, 2), whole, atol=1e-5)
     np.testing.assert_allclose(rows.reshape(4, 2, 9).swapaxes(0, 1), lse, atol=1e-5)
+    names = "entropy", "key_weight"
+    right = flashkit.attention(q, k, v, causal=True, return_stats=names)[1]
+    out, rows, found = caches[2].attend(flat[2], causal=True, return_lse=True, return_stats=names, out=target)
+    assert out is target
+    np.testing.assert_allclose(rows.reshape(4, 2, 9).swapaxes(0, 1), lse, atol=1e-5)
+    np.testing.assert_allclose(found["entropy"].reshape(4, 2, 9).swapaxes(0, 1), right["entropy"], atol=1e-5)
+    np.testing.assert_allclose(found["key_weight"], right["key_weight"], atol=1e-5)
 
 
 def test_a_forked_sequence_shares_its_prefix_until_it_appends() -> None:

@@ -253,6 +253,11 @@ def as_expr(value: Any) -> Expr:
         raise ValueError(f"constant of a modification: expected a number within float64, got {shown(value)}")
     if isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating)):
         return const(value)  # type: ignore[arg-type]
+    if isinstance(value, Array):
+        raise TypeError(
+            f"{value.name}: expected {value.ndim} indices, one for each axis, got none; pass a number for an array "
+            "without axes"
+        )
     raise TypeError(
         f"{type(value).__name__} cannot be part of a traced modification; scalars and symbols can, and arrays that are "
         "passed as keyword arguments: flashkit.mods.score(f, name=array)"
@@ -325,6 +330,7 @@ def floating(op: str, *operands: Any) -> Expr:
 
 
 def power(x: Any, exponent: Any) -> Expr:
+    exponent = exponent.item() if isinstance(exponent, np.generic) else exponent
     if isinstance(exponent, int) and not isinstance(exponent, bool) and 0 <= exponent <= 8:
         result = const(1.0) if as_expr(x).kind == "float" else const(1)
         for _ in range(exponent):
