@@ -13,6 +13,7 @@ from . import api
 from .call import arrays
 from .call.arguments import prepare
 from .call.compose import modified
+from .call.sequences import integers_of
 from .errors import shown
 from .numeric import integer, number
 
@@ -124,15 +125,18 @@ def attention(
     q = _heads_of("Q", Q, "q_num_heads", q_num_heads)
     present_key, present_value = (_heads_of(name, x, "kv_num_heads", kv_num_heads) for name, x in (("K", K), ("V", V)))
     offset: Any = 0
+    lengths: Any = None
     if past_key is not None:
         present_key = _appended("past_key", past_key, present_key)
         present_value = _appended("past_value", past_value, present_value)
         offset = past_key.shape[2]
     elif nonpad_kv_seqlen is not None:
-        offset = nonpad_kv_seqlen - q.shape[2]
+        what = "integers (batch,)"
+        lengths = integers_of("nonpad_kv_seqlen", nonpad_kv_seqlen, str(arrays.kind_of(Q)), what)[0].astype("int64")
+        offset = lengths - q.shape[2]
 
     total = present_key.shape[2]
-    keys, lengths = total, nonpad_kv_seqlen
+    keys = total
     if attn_mask is not None:
         arrays.require("attn_mask", attn_mask)
         if not attn_mask.ndim or attn_mask.shape[-1] > total:

@@ -169,6 +169,7 @@ def test_a_model_of_onnx_runs_on_it() -> None:
         ({"attn_mask": np.ones((6, 10), bool)}, {}, ValueError, "attn_mask: .*up to 9"),
         ({"attn_mask": np.ones((5, 9), bool)}, {}, ValueError, "mask: expected .*shape"),
         ({"nonpad_kv_seqlen": np.array([1, 10])}, {}, ValueError, "kv_lengths: expected .* got values"),
+        ({"nonpad_kv_seqlen": [1.5, 2]}, {}, TypeError, "nonpad_kv_seqlen: expected integers"),
         ({}, {"softmax_precision": 7}, ValueError, "softmax_precision: .* got 7"),
         ({}, {"qk_matmul_output_mode": 4}, ValueError, "qk_matmul_output_mode"),
         ({}, {"left_window_size": -2}, ValueError, "window"),
@@ -180,6 +181,13 @@ def test_bad_nodes(inputs: Any, attributes: Any, error: type[Exception], match: 
     given = dict(zip("QKV", tensors()[0])) | inputs
     with pytest.raises(error, match=match):
         attention(**given, **attributes)
+
+
+@pytest.mark.parametrize("lengths", [[2, 9], np.array([2, 9], np.uint8)], ids=["list", "unsigned"])
+def test_fewer_keys_than_queries_as_any_integers(lengths: Any) -> None:
+    given = dict(zip("QKV", tensors()[0]))
+    right = attention(**given, is_causal=1, nonpad_kv_seqlen=np.array([2, 9]))
+    np.testing.assert_array_equal(attention(**given, is_causal=1, nonpad_kv_seqlen=lengths).Y, right.Y)
 
 
 def test_three_axes_need_heads() -> None:
