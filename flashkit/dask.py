@@ -117,7 +117,7 @@ def attention(
             raise TypeError(f"{name}: expected integers of NumPy, got an array on a device")
 
     counted = {
-        name: np.broadcast_to(np.asarray(x).reshape(-1), (problem.batch,))
+        name: np.broadcast_to(np.asarray(x, np.int64).reshape(-1), (problem.batch,))
         for name, x in small.items() if OPTIONS[name].counts and x is not None
     }  # fmt: skip
     score = None if score_mod is None else mods.trace(score_mod, "score")

@@ -17,6 +17,7 @@ from ..options import F, filled
 from . import expr
 from .expr import Expr
 from .mod import mask
+from .tracing import as_array
 
 _SIZES = """Parameters
 ----------
@@ -278,12 +279,15 @@ class Patterns:
         33182
         """
         integer("dilation_tokens", dilation_tokens, 1)
-        tokens = np.asarray(global_tokens, np.int64).reshape(-1)
+        window_tokens = integer("window_tokens", window_tokens, 0)
+        tokens = as_array("global_tokens", global_tokens).reshape(-1)
+        if tokens.size and tokens.dtype.kind not in "iu":
+            raise TypeError(f"global_tokens: expected integers, the positions of tokens, got dtype {tokens.dtype}")
         if tokens.size and (tokens.min() < 0 or tokens.max() >= n_k):
             outside = f"{tokens.min()} to {tokens.max()}"
             raise ValueError(f"global_tokens: expected positions from 0 to n_k - 1 = {n_k - 1}, got {outside}")
         is_global = np.zeros(max(n_k, 1), bool)
-        is_global[tokens] = True
+        is_global[tokens.astype(np.int64)] = True
 
         def seen(b: Expr, h: Expr, q: Expr, k: Expr, *, reach: Expr, last: Expr, is_global: expr.Array) -> Expr:
             near = (abs(q - k) <= reach) & ((q - k) % dilation_tokens == 0)

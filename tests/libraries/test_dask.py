@@ -84,6 +84,13 @@ def test_chunks_make_the_whole(name: str, chunks: str) -> None:
     same(found, flashkit.attention(q, k, v, return_lse=True, **plain))
 
 
+def test_lengths_may_be_unsigned() -> None:
+    q, k, v = tensors()
+    lengths = {"kv_lengths": np.array([17, 60], np.uint8), "q_lengths": np.array([9, 30], np.uint8)}
+    found = attention(*chunked((q, k, v), [(2, 4, 8, 16), (2, 2, 20, 16), (2, 2, 20, 16)]), return_lse=True, **lengths)
+    same(found, flashkit.attention(q, k, v, return_lse=True, **lengths))
+
+
 def test_the_chunks_of_the_result() -> None:
     q, k, v = tensors(dtype="float32", dv=24)
     out = attention(*chunked((q, k, v), CHUNKS["keys"]), causal=True)
