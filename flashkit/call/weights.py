@@ -162,7 +162,8 @@ def _chosen(name: str, wanted: Any, n: int) -> np.ndarray:
         raise TypeError(f"{name}: expected {expected}, or a slice, got {shown(wanted)}")
     if indices.size and not (indices.min() >= -n and indices.max() < n):
         raise ValueError(f"{name}: expected {expected}, got values from {indices.min()} to {indices.max()}")
-    return np.where(indices < 0, indices + n, indices).astype(np.int64)
+    indices = indices.astype(np.int64)
+    return np.where(indices < 0, indices + n, indices)
 
 
 def _fill(result: np.ndarray, spec: Any, operands: Operands, rows: np.ndarray, heads: np.ndarray) -> None:

@@ -156,6 +156,12 @@ def test_arguments_that_do_not_fit(arguments: dict[str, Any], error: type[Except
         weights(Q, K, **arguments)
 
 
+def test_rows_of_small_integers() -> None:
+    x = np.zeros((300, 2))
+    expected = weights(x, x, rows=[299, 3], causal=True)
+    np.testing.assert_array_equal(weights(x, x, rows=np.array([-1, 3], np.int8), causal=True), expected)
+
+
 def test_no_rows_and_no_keys() -> None:
     assert weights(Q, K, rows=[]).shape == (B, HQ, 0, NK)
     assert weights(Q, K[:, :, :0]).shape == (B, HQ, NQ, 0)
