@@ -219,7 +219,8 @@ class OfRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, attention_vjp: Any, options: dict[str, Any], q: Any, k: Any, v: Any, sinks: Any) -> Any:
         given = {**options, "sinks": None if sinks is None else sinks.detach()}
-        (out, lse), ctx.vjp = attention_vjp(q.detach(), k.detach(), v.detach(), return_lse=True, **given)
+        with torch.enable_grad():  # so that options that require grad are refused, as they have none here
+            (out, lse), ctx.vjp = attention_vjp(q.detach(), k.detach(), v.detach(), return_lse=True, **given)
         ctx.names = ("q", "k", "v", "sinks")[: 3 if sinks is None else 4]
         ctx.like, ctx.shape = out.new_empty(0), out.shape
         ctx.set_materialize_grads(False)

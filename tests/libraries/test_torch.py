@@ -457,6 +457,22 @@ def test_what_is_no_tensor_says_so() -> None:
             ft.attention(q, q, q, **options)
 
 
+def test_ranks_refuse_gradients_that_they_do_not_have(tmp_path: Path) -> None:
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        comm, (q, k, v) = ft.Comm(distributed.group.WORLD), qkv()
+        slopes = torch.ones(4, dtype=torch.float64, requires_grad=True)
+        scaled = partial(lambda s, b, h, q, k, *, by: s * by[h], by=slopes)
+        for options in {"alibi_slopes": slopes}, {"score_mod": scaled}, {"scale": slopes[0]}:
+            with pytest.raises(TypeError, match="requires grad"):
+                comm.attention(q, k, v, **options)
+        comm.attention(q, k, v, alibi_slopes=slopes.detach(), sinks=slopes).sum().backward()
+        assert slopes.grad is not None
+    finally:
+        distributed.destroy_process_group()
+
+
 def test_the_gradient_of_an_infinite_sink_without_queries() -> None:
     q, k = torch.zeros(1, 1, 0, 8), torch.zeros(1, 1, 3, 8)
     sinks = torch.tensor([-torch.inf], requires_grad=True)
