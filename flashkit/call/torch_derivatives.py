@@ -22,7 +22,8 @@ def tangents(call: Call, q: Any, k: Any, v: Any, dq: Any, dk: Any, dv: Any, dsin
     """The tangents of out and lse."""
     moved = dict(zip(("dq", "dk", "dv", "dsinks"), _contiguous(dq, dk, dv, dsinks)))
     q, k, v = _contiguous(q, k, v)
-    _, found = api.jvp_of(q, k, v, moved, **keywords_of(*call))
+    tensors, options, mods = call
+    _, found = api.jvp_of(q, k, v, moved, **keywords_of(tensors, options, mods and mods.detached()))
     return found[0], found[1]
 
 

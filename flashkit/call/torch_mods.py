@@ -93,6 +93,11 @@ class Mods:
             self._content = _described(self._parts)
         return self._content
 
+    def detached(self) -> Mods:
+        """The same of tensors without marks of autograd and of transforms."""
+        text, tensors = self.content
+        return Mods.of_content(text, (x.detach() for x in tensors))
+
     @property
     def captured(self) -> dict[str, Any]:
         """The tensors that the functions use, as they are, by names as of `value_names`."""

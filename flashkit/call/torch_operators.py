@@ -26,8 +26,9 @@ from .torch_passes import (
     results_of,
 )
 
-_SCHEMA = f"Tensor q, Tensor k, Tensor v, {SCHEMA}, str? mods=None, Tensor[]? values=None"
-_DEFAULTS = (*(None,) * len(TENSORS), *SCALARS.values(), None, None)
+# functorch does not find the batched tensors of an optional list, and is_grads_batched refuses lists of tensors.
+_SCHEMA = f"Tensor q, Tensor k, Tensor v, Tensor?[] values, {SCHEMA}, str? mods=None"
+_DEFAULTS = (*(None,) * len(TENSORS), *SCALARS.values(), None)
 
 _library = torch.library.Library("flashkit", "DEF")  # operators exist as long as it does
 _library.define(f"attention(bool with_lse, {_SCHEMA}) -> (Tensor, Tensor)")
@@ -40,16 +41,17 @@ _library.define(
 def flat(tensors: Tensors, options: Scalars, text: str | None, values: Any) -> tuple[Any, ...]:
     """An operator's arguments behind v."""
     scalars = (SCALARS | dict(options)).values()
-    return *(tensors.get(name) for name in TENSORS), *scalars, text, None if text is None else list(values)
+    return list(values), *(tensors.get(name) for name in TENSORS), *scalars, text
 
 
 def _given(rest: tuple[Any, ...]) -> tuple[Tensors, Scalars, tuple[Any, Any]]:
     """An operator's arguments behind v: tensors, options, the content of the modifications."""
-    *filled, text, values = rest + _DEFAULTS[len(rest) :]  # operators drop defaults at the end of their arguments
+    values, *given = rest
+    *filled, text = (*given, *_DEFAULTS[len(given) :])  # operators drop defaults at the end of their arguments
     tensors = {name: x for name, x in zip(TENSORS, filled, strict=False) if x is not None}
     scalars = zip(SCALARS.items(), filled[len(TENSORS) :], strict=True)
     options = tuple((name, x) for (name, default), x in scalars if x is not default)
-    return tensors, options, (text, values or ())
+    return tensors, options, (text, values)
 
 
 def _mods(content: tuple[Any, Any]) -> Mods | None:
@@ -195,10 +197,10 @@ def _as_entries(name: str, x: Any, size: int, axes: int, head: int) -> Any:
 def _batched(rest: tuple[Any, ...], axes: tuple[Any, ...]) -> tuple[Any, ...]:
     """An operator's arguments behind v: tensors by name with their axes, options, text, names of the text's tensors."""
     tensors, options, (text, values) = _given(rest)
-    of_values = axes[-1] if values and axes[-1] is not None else [None] * len(values)
+    of_values, *of_tensors = axes
     names = value_names(text)
-    given = {name: (x, axes[list(TENSORS).index(name)]) for name, x in tensors.items()}
-    return given | dict(zip(names, zip(values, of_values), strict=True)), options, text, names
+    given = {name: (x, of_tensors[list(TENSORS).index(name)]) for name, x in tensors.items()}
+    return given | dict(zip(names, zip(values, of_values or [None] * len(values)), strict=True)), options, text, names
 
 
 def _batched_forward(info: Any, axes: tuple[Any, ...], with_lse: bool, q: Any, k: Any, v: Any, *rest: Any) -> Any:

@@ -218,9 +218,9 @@ def test_the_operators_keep_torchs_rules(layout: str) -> None:
         k, v = k.transpose(1, 2), v.transpose(1, 2)
     options = {"layout": "bnhd"} if layout == "bnhd" else {"sinks": torch.zeros(q.shape[1])}
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(torch.ops.flashkit.attention.default, (True, q, k, v), options, test_utils=checks)
-    out, lse = torch.ops.flashkit.attention(True, q, k, v, **options)
-    arguments = (torch.randn_like(out), None, out, lse, [] if layout == "bnhd" else ["sinks"], q, k, v)
+    torch.library.opcheck(torch.ops.flashkit.attention.default, (True, q, k, v, []), options, test_utils=checks)
+    out, lse = torch.ops.flashkit.attention(True, q, k, v, [], **options)
+    arguments = (torch.randn_like(out), None, out, lse, [] if layout == "bnhd" else ["sinks"], q, k, v, [])
     torch.library.opcheck(torch.ops.flashkit.attention_backward.default, arguments, options, test_utils=checks)
 
 

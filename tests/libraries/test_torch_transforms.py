@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -132,7 +133,7 @@ def refusals() -> dict[str, tuple[str, Callable[..., Any]]]:
             lambda *y: ft.attention(*y, mask_mod=lambda b, h, q, k: q - k < t[h])))(
                 *(y[None, None] for y in x)).sum())(x[0][0, :, 0, 0])),
         "an operator alone": ("no gradient by themselves", lambda *x: torch.autograd.grad(
-            torch.ops.flashkit.attention(True, x[0].requires_grad_(), *x[1:])[0].sum(), x[0])),
+            torch.ops.flashkit.attention(True, x[0].requires_grad_(), *x[1:], [])[0].sum(), x[0])),
     }  # fmt: skip
 
 
@@ -142,6 +143,21 @@ def test_what_has_no_derivative_says_so(name: str) -> None:
     message, call = refusals()[name]
     with pytest.raises((NotImplementedError, RuntimeError, TypeError), match=message):
         call(*qkv())
+
+
+def test_a_functions_tensor_alone_is_batched_and_constant() -> None:
+    q, k, v = qkv()
+    factors = torch.rand(3, q.shape[1], dtype=q.dtype)
+
+    def scaled(by: Any, q: Any) -> Any:
+        return ft.attention(q, k, v, score_mod=lambda s, b, h, q, k: s * by[h])
+
+    torch.testing.assert_close(vmap(scaled, (0, None))(factors, q), torch.stack([scaled(by, q) for by in factors]))
+    found = vmap(func.grad(weighted(scaled)), (0, None))(factors, q)
+    torch.testing.assert_close(found, torch.stack([func.grad(weighted(scaled))(by, q) for by in factors]))
+    moved = func.jvp(partial(scaled, factors[0]), (q,), (v,))[1]
+    by_scale = func.jvp(lambda q: plain(q * factors[0][:, None, None], k, v), (q,), (v,))[1]
+    torch.testing.assert_close(moved, by_scale)
 
 
 def test_slopes_and_a_functions_tensor_under_transforms() -> None:
