@@ -114,7 +114,7 @@ class Torch(Library):
             )
         if name == "out":
             if array.is_neg():
-                raise TypeError("out: expected plain memory, got a tensor whose negation is put off, as of x.conj().imag")
+                raise TypeError("out: expected plain memory, got a tensor with a pending negation, as x.conj().imag")
             if not array.is_inference():  # autograd refuses to use what was in it before
                 torch.autograd.graph.increment_version(array)
         return torch

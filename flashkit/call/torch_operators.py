@@ -46,8 +46,8 @@ def flat(tensors: Tensors, options: Scalars, text: str | None, values: Any) -> t
 
 def _given(rest: tuple[Any, ...]) -> tuple[Tensors, Scalars, tuple[Any, Any]]:
     """An operator's arguments behind v: tensors, options, the content of the modifications."""
-    values, *given = rest
-    *filled, text = (*given, *_DEFAULTS[len(given) :])  # operators drop defaults at the end of their arguments
+    values, given = rest[0], rest[1:]
+    *filled, text = given + _DEFAULTS[len(given) :]  # operators drop defaults at the end of their arguments
     tensors = {name: x for name, x in zip(TENSORS, filled, strict=False) if x is not None}
     scalars = zip(SCALARS.items(), filled[len(TENSORS) :], strict=True)
     options = tuple((name, x) for (name, default), x in scalars if x is not default)

@@ -452,14 +452,16 @@ def test_what_is_no_tensor_says_so() -> None:
     for options in {"bias": (1, 2)}, {"mask": 3}, {"kv_lengths": [4]}, {"cu_seqlens": (torch.arange(2), 3)}:
         with pytest.raises(TypeError, match=f"^{next(iter(options))}: expected a torch.Tensor, got "):
             ft.attention(q, q, q, **options)
-    for options, fits in ({"window": 3}, r"\(left, right\)"), ({"window": (3,)}, "numbers of keys"), ({"mods": 3}, "Mods"):
+    wrong: Any = ({"window": 3}, r"\(left, right\)"), ({"window": (3,)}, "numbers of keys"), ({"mods": 3}, "Mods")
+    for options, fits in wrong:
         with pytest.raises(TypeError, match=f"^{next(iter(options))}: expected .*{fits}"):
             ft.attention(q, q, q, **options)
 
 
 def test_ranks_refuse_gradients_that_they_do_not_have(tmp_path: Path) -> None:
     distributed = torch.distributed
-    distributed.init_process_group("gloo", store=distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         comm, (q, k, v) = ft.Comm(distributed.group.WORLD), qkv()
         slopes = torch.ones(4, dtype=torch.float64, requires_grad=True)
