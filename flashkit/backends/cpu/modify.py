@@ -322,30 +322,29 @@ HIDDEN = F(-np.inf)
 """
 
 
+def _source(kind: str, spec: AttentionSpec, keys_outside: bool, with_slope: bool = False, visit_ds: str = "") -> Source:
+    """`modify` for score tiles (keys, rows) if keys_outside, else (rows, keys), perhaps with slopes and `visit_ds`."""
+    parts = [_tile_function(spec, keys_outside=keys_outside, with_slope=with_slope) + "\n", visit_ds]
+    return specialise.source(kind, _head(spec.lse_dtype) + "\n\n".join(filter(None, parts)))
+
+
 def forward_source(spec: AttentionSpec) -> Source:
-    """`modify` for score tiles (keys, rows)."""
-    text = _head(spec.lse_dtype) + _tile_function(spec, keys_outside=True, with_slope=False) + "\n"
-    return specialise.source("modify", text)
+    return _source("modify", spec, keys_outside=True)
 
 
 def decode_source(spec: AttentionSpec) -> Source:
-    """`modify` for score tiles (rows, keys)."""
-    text = _head(spec.lse_dtype) + _tile_function(spec, keys_outside=False, with_slope=False) + "\n"
-    return specialise.source("modify_decode", text)
+    return _source("modify_decode", spec, keys_outside=False)
 
 
 def backward_source(spec: AttentionSpec) -> Source:
-    """`modify` for score tiles (rows, keys) and their slopes, and `visit_ds` where scores are modified."""
-    text = _head(spec.lse_dtype) + _tile_function(spec, keys_outside=False, with_slope=True) + "\n"
-    if spec.score is not None:
-        text += "\n\n" + (_visit_function(spec) if spec.sums else _VISIT_DS)
-    return specialise.source("modify_backward", text)
+    visit_ds = "" if spec.score is None else _visit_function(spec) if spec.sums else _VISIT_DS
+    return _source("modify_backward", spec, keys_outside=False, with_slope=True, visit_ds=visit_ds)
 
 
 def jvp_source(spec: AttentionSpec) -> Source:
-    """`modify` for score tiles (keys, rows) and their slopes, and `visit_ds` for their tangents."""
-    text = _head(spec.lse_dtype) + _tile_function(spec, keys_outside=True, with_slope=spec.score is not None) + "\n"
-    return specialise.source("modify_jvp", text + ("" if spec.score is None else f"\n\n{_VISIT_DS}"))
+    """`visit_ds` is for tangents of scores."""
+    has_score = spec.score is not None
+    return _source("modify_jvp", spec, keys_outside=True, with_slope=has_score, visit_ds=_VISIT_DS * has_score)
 
 
 def classify_source(spec: AttentionSpec) -> Source:

@@ -70,9 +70,11 @@ def backward_key_tile(args, seq, b, head_kv, split, key_tile, scratch):
     dk = zero_dkv(scratch + at.dk, n, d, row_bytes)
     dv = zero_dkv(scratch + at.dv, n, d_v, row_bytes)
 
-    k_t = pack_k_t(args, seq, b, head_kv, k0, n, scratch)  # load_tile
-    v_t = pack_v_t(args, seq, b, head_kv, k0, n, scratch + at.v_t)
-    k = pack_k(args, seq, b, head_kv, k0, n, scratch + at.k)
+    keys = kv_rows(args, K, seq, b, head_kv, k0, n, d)
+    values = kv_rows(args, V, seq, b, head_kv, k0, n, d_v)
+    k_t = pack_t(args, keys, args[PACK_SCALE], scratch)  # load_tile
+    v_t = pack_t(args, values, ONE, scratch + at.v_t)
+    k = pack_tile(args, keys, scratch + at.k)
     tiles = (n_q + block_q - 1) // block_q
     for h in range(head_kv * args[GROUP], (head_kv + 1) * args[GROUP]):
         tile = np.int64(0)

@@ -11,9 +11,8 @@ pages (pages, H, page, D) that a table names. The last DIM_PE columns of the key
     v_tile      likewise of V
     load_k      K      left operand of S^T = K Q^T        forward
     load_v_t    V^T    left operand of O^T += V^T P^T
-    pack_k_t    K^T    right operand of S = Q K^T         backward
-    pack_v_t    V^T    right operand of dP = dO V^T
-    pack_k      K      right operand of dQ += dS K
+    pack_t      K^T    right operand of S = Q K^T         backward
+                V^T    right operand of dP = dO V^T
 
 `address`: scratch memory for a tile that is not used where it lies.
 """
@@ -116,22 +115,9 @@ def load_v_t(args, seq, b, head_kv, k0, n, address, pages):
 
 
 @njit(**options)
-def pack_k_t(args, seq, b, head_kv, k0, n, address):
-    """Scaled."""
-    k_t = accum_tile(address, (args[DIM] + K_PACK - 1) // K_PACK, n, args[BLOCK_K] * ACCUM_SIZE)
-    rows = kv_rows(args, K, seq, b, head_kv, k0, n, args[DIM])
-    call_pack_transposed(args[PACK_TRANSPOSED], rows, k_t, args[PACK_SCALE])
-    return k_t
-
-
-@njit(**options)
-def pack_v_t(args, seq, b, head_kv, k0, n, address):
-    v_t = accum_tile(address, (args[DIM_V] + K_PACK - 1) // K_PACK, n, args[BLOCK_K] * ACCUM_SIZE)
-    rows = kv_rows(args, V, seq, b, head_kv, k0, n, args[DIM_V])
-    call_pack_transposed(args[PACK_TRANSPOSED], rows, v_t, ONE)
-    return v_t
-
-
-@njit(**options)
-def pack_k(args, seq, b, head_kv, k0, n, address):
-    return pack_tile(args, kv_rows(args, K, seq, b, head_kv, k0, n, args[DIM]), address)
+def pack_t(args, rows, scale, address):
+    """Rows of K or V as columns of a right operand, scaled."""
+    count, width = rows.shape
+    target = accum_tile(address, (width + K_PACK - 1) // K_PACK, count, args[BLOCK_K] * ACCUM_SIZE)
+    call_pack_transposed(args[PACK_TRANSPOSED], rows, target, scale)
+    return target

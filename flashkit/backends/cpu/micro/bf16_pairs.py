@@ -54,11 +54,13 @@ from .vector import (
     at_most,
     call,
     declared,
+    either,
     fill,
     fma,
     from_bits,
     load_narrow,
     narrow,
+    row_groups,
     splat,
     transposed,
     transposed_rows,
@@ -165,11 +167,8 @@ def _emit_pack_columns(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Ty
 
     with Loop(b, I64(0), m, lanes) as (i, _, _), Loop(b, I64(0), n, 2 * lanes) as (j, _, _):
         to = b.add(b.add(target, b.mul(b.lshr(j, I64(1)), target_row)), b.shl(i, I64(2)))
-        with b.if_else(_inside(b, (i, lanes, m), (j, 2 * lanes, n))) as (then, otherwise):
-            with then:
-                whole_square(i, j, to)
-            with otherwise:
-                ragged_square(i, j, to)
+        inside = _inside(b, (i, lanes, m), (j, 2 * lanes, n))
+        either(b, inside, partial(whole_square, i, j, to), partial(ragged_square, i, j, to))
 
 
 def _inside(b: ir.IRBuilder, *axes: tuple[ir.Value, int, ir.Value]) -> ir.Value:
@@ -238,18 +237,15 @@ def _emit_pack_rows_t(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Typ
         if lanes < 8:  # columns of half a vector
             ragged_square(i, j, to)
             return
-        with b.if_else(_inside(b, (b.shl(i, I64(1)), 2 * lanes, m), (j, lanes, n))) as (then, otherwise):
-            with then:
-                whole_square(i, j, to)
-            with otherwise:
-                ragged_square(i, j, to)
+        inside = _inside(b, (b.shl(i, I64(1)), 2 * lanes, m), (j, lanes, n))
+        either(b, inside, partial(whole_square, i, j, to), partial(ragged_square, i, j, to))
 
     with Loop(b, I64(0), half, lanes) as (i, _, _), Loop(b, I64(0), n, lanes) as (j, _, _):
         square(i, j, b.add(b.add(target, b.mul(j, target_row)), b.shl(i, I64(2))))
 
 
-Exponent = Callable[[ir.Value], ir.Value]
-"""From scores to what 2 is raised to."""
+Exponent = Callable[[ir.Value, int], ir.Value]
+"""From scores, and the number of their row or vector, to what 2 is raised to."""
 
 LARGE_SHIFT = 2.0**13
 """Of row references in base 2. Below, their rounding is 3e-4 of a weight at most, and `scale * s - shift` is one
@@ -272,7 +268,7 @@ def _emit_online_softmax(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.
     def store_weights(offsets: list[ir.Value], row_max: list[ir.Value]) -> None:
         shift = [b.fneg(b.fmul(x, scale_log2)) for x in row_max]
 
-        def store(exponent: Callable[[ir.Value, int], ir.Value]) -> None:
+        def store(exponent: Exponent) -> None:
             def p_at(at: ir.Value, v: int) -> ir.Value:
                 return exp2_short(b, exponent(memory.load(b.add(at, offsets[v])), v))
 
@@ -299,11 +295,11 @@ def _emit_online_softmax(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.
             for v in range(len(offsets)):
                 memory.store(last.results[v], b.add(l, offsets[v]))
 
-        with b.if_else(_is_large(b, shift), likely=False) as (large, otherwise):
-            with large:
-                store(lambda score, v: b.fmul(b.fsub(score, row_max[v]), scale_log2))
-            with otherwise:
-                store(lambda score, v: fma(b, score, scale_log2, shift[v]))
+        either(
+            b, _is_large(b, shift),
+            lambda: store(lambda score, v: b.fmul(b.fsub(score, row_max[v]), scale_log2)),
+            lambda: store(lambda score, v: fma(b, score, scale_log2, shift[v])), likely=False,
+        )  # fmt: skip
 
     online_softmax(
         b, memory, args[:-1], shape.vectors, lambda difference: exp2(b, b.fmul(difference, scale_log2)), store_weights
@@ -332,16 +328,10 @@ def _emit_softmax_backward(b: ir.IRBuilder, args: Sequence[ir.Value], element: i
     scale = splat(b, from_bits(b, scale_bits, element), lanes)
     zero, masked, log2e = (fill(memory.vector, x) for x in (0.0, float("-inf"), LOG2E))
 
-    def small_exponent(shift: ir.Value, score: ir.Value) -> ir.Value:
-        return fma(b, score, log2e, shift)
-
-    def large_exponent(minus_lse: ir.Value, score: ir.Value) -> ir.Value:
-        return b.fmul(b.fadd(score, minus_lse), log2e)
-
-    def element_of(at: ir.Value, exponent: Exponent, minus_delta: ir.Value) -> tuple[ir.Value, ir.Value]:
+    def element_of(at: ir.Value, exponent: Exponent, i: int, minus_delta: ir.Value) -> tuple[ir.Value, ir.Value]:
         """P and dS of a vector."""
         score = memory.load(b.add(s, at))
-        x = exponent(score)
+        x = exponent(score, i)
         # A NaN in the LSE reaches the visible pairs of its row and no others. A masked pair has no gradient, whatever
         # its key and value hold.
         used = b.and_(b.fcmp_unordered("!=", score, masked), normal_power(b, x))
@@ -349,13 +339,11 @@ def _emit_softmax_backward(b: ir.IRBuilder, args: Sequence[ir.Value], element: i
         ds = b.fmul(p, fma(b, memory.load(b.add(dp, at)), scale, minus_delta))
         return p, b.select(used, ds, zero)
 
-    def along_rows(i: ir.Value, exponents: Sequence[Exponent], minus_delta: Sequence[ir.Value]) -> None:
+    def along_rows(i: ir.Value, minus_delta: Sequence[ir.Value], exponent: Exponent) -> None:
         with Loop(b, I64(0), columns, lanes) as (j, _, _):
             along = b.shl(j, I64(2))
-            pairs = [
-                element_of(b.add(b.mul(b.add(i, I64(x)), row), along), *each)
-                for x, each in enumerate(zip(exponents, minus_delta))
-            ]
+            at = [b.add(b.mul(b.add(i, I64(x)), row), along) for x in range(len(minus_delta))]
+            pairs = [element_of(at[x], exponent, x, each) for x, each in enumerate(minus_delta)]
             to = b.add(b.mul(b.lshr(i, I64(1)), row), along)
             for target, values in zip((s, dp), zip(*pairs)):
                 words_of = rounded_pairs(b, values[0], values[1] if len(pairs) == 2 else zero)
@@ -364,21 +352,19 @@ def _emit_softmax_backward(b: ir.IRBuilder, args: Sequence[ir.Value], element: i
                 line = b.add(ds_rows, b.mul(b.add(i, I64(x)), ds_rows_row))
                 halves.store(rounded(b, ds), b.add(line, b.shl(j, I64(1))))
 
-    def pair(i: ir.Value, two: bool) -> None:
-        at = [b.shl(b.add(i, I64(x)), I64(2)) for x in range(1 + two)]
+    def pair(i: ir.Value, count: int) -> None:
+        at = [b.shl(b.add(i, I64(x)), I64(2)) for x in range(count)]
         minus_lse, deltas = ([splat(b, memory.load_scalar(b.add(x, y)), lanes) for y in at] for x in (lse, delta))
         minus_lse, minus_delta = [b.fneg(x) for x in minus_lse], [b.fneg(b.fmul(x, scale)) for x in deltas]
         shift = [b.fmul(x, log2e) for x in minus_lse]
-        with b.if_else(_is_large(b, shift), likely=False) as (large, otherwise):
-            with large:
-                along_rows(i, [partial(large_exponent, x) for x in minus_lse], minus_delta)
-            with otherwise:
-                along_rows(i, [partial(small_exponent, x) for x in shift], minus_delta)
+        store = partial(along_rows, i, minus_delta)
+        either(
+            b, _is_large(b, shift),
+            lambda: store(lambda score, x: b.fmul(b.fadd(score, minus_lse[x]), log2e)),
+            lambda: store(lambda score, x: fma(b, score, log2e, shift[x])), likely=False,
+        )  # fmt: skip
 
-    with Loop(b, I64(0), b.sub(count, I64(1)), 2) as (i, _, _):
-        pair(i, True)
-    with Loop(b, b.and_(count, I64(-2)), count, 1) as (i, _, _):
-        pair(i, False)
+    row_groups(b, count, (2, 1), pair)
 
 
 def _emit_round_bf16_pairs(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
@@ -388,22 +374,18 @@ def _emit_round_bf16_pairs(b: ir.IRBuilder, args: Sequence[ir.Value], element: i
     zero = fill(memory.vector, 0.0)
     store_rows = b.icmp_signed("!=", rows, I64(0))
 
-    def pair(i: ir.Value, two: bool) -> None:
+    def pair(i: ir.Value, count: int) -> None:
         with Loop(b, I64(0), columns, lanes) as (j, _, _):
             at = b.add(b.add(s, b.mul(i, s_row)), b.shl(j, I64(2)))
-            values = [memory.load(at), memory.load(b.add(at, s_row)) if two else zero]
+            values = [memory.load(at), memory.load(b.add(at, s_row)) if count == 2 else zero]
             to = b.add(b.add(target, b.mul(b.lshr(i, I64(1)), target_row)), b.shl(j, I64(2)))
             memory.store(b.bitcast(rounded_pairs(b, *values), memory.vector), to)
             with b.if_then(store_rows):
-                for x, value in enumerate(values[: 1 + two]):
+                for x, value in enumerate(values[:count]):
                     line = b.add(rows, b.mul(b.add(i, I64(x)), rows_row))
                     halves.store(rounded(b, value), b.add(line, b.shl(j, I64(1))))
 
-    with Loop(b, I64(0), b.sub(count, I64(1)), 2) as (i, _, _):
-        pair(i, True)
-    even = b.and_(count, I64(-2))
-    with Loop(b, even, count, 1) as (i, _, _):
-        pair(i, False)
+    row_groups(b, count, (2, 1), pair)
 
 
 KERNELS: dict[str, tuple[int, Callable[..., None]]] = {

@@ -7,11 +7,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from llvmlite import ir
 
 from .register_block import RegisterBlock
-from .vector import I64, Loop, Memory, at_most, fill, fma, splat
+from .vector import I64, Loop, Memory, at_most, fill, fma, row_groups, splat
 
 Multiply = Callable[[ir.IRBuilder, ir.Value, ir.Value, ir.Value], ir.Value]
 
@@ -41,19 +42,10 @@ def emit_gemm(
         with Loop(b, I64(0), k_stop, k_block) as (first, _, _):
             body(first, at_most(b, b.add(first, k_block), k))
 
-    def over_rows(body: Callable[[int, ir.Value], None]) -> None:
-        """body(number of rows, the first one) for each block of rows."""
-        i: ir.Value = I64(0)
-        for height in dict.fromkeys((rows, 4, 1)):
-            if height > rows:
-                continue
-            with Loop(b, i, b.sub(m, I64(height - 1)), height) as (at, _, _):
-                body(height, at)
-            done = b.sdiv(b.sub(m, i), I64(height))
-            i = b.add(i, b.mul(done, I64(height)))
+    heights = [height for height in dict.fromkeys((rows, 4, 1)) if height <= rows]
 
     def block(
-        height: int, columns: int, i: ir.Value, j: ir.Value, mask: ir.Value | None, first: ir.Value, end: ir.Value
+        columns: int, j: ir.Value, mask: ir.Value | None, i: ir.Value, height: int, first: ir.Value, end: ir.Value
     ) -> None:
         """Terms `first` ... `end` - 1 of a block of c."""
         offset = b.mul(j, I64(memory.size))
@@ -78,10 +70,11 @@ def emit_gemm(
             memory.store(b.fadd(before, total), at, mask)
 
     def panel(columns: int, j: ir.Value, mask: ir.Value | None) -> None:
+        at = partial(block, columns, j, mask)
         if accumulate:  # blocks of rows share the rows of b of a block of terms, in L1
-            over_terms(lambda first, end: over_rows(lambda height, i: block(height, columns, i, j, mask, first, end)))
+            over_terms(lambda *terms: row_groups(b, m, heights, lambda i, height: at(i, height, *terms)))
         else:  # a block of c stays in L1 until it is complete
-            over_rows(lambda height, i: over_terms(lambda first, end: block(height, columns, i, j, mask, first, end)))
+            row_groups(b, m, heights, lambda i, height: over_terms(lambda *terms: at(i, height, *terms)))
 
     wide = vectors * lanes
     with Loop(b, I64(0), b.sub(n, I64(wide - 1)), wide) as (j, _, _):

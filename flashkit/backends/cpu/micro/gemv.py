@@ -18,13 +18,15 @@ K and V are in storage precision (gemv_operands.py); their rows need not be cont
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from llvmlite import ir
 
-from .gemv_operands import operands_of, row_groups, stack_buffer, sum_lanes, vector_registers
+from .gemv_operands import operands_of, stack_buffer, sum_lanes, vector_registers
 from .read import emit_read
 from .register_block import RegisterBlock
-from .vector import I1, I32, I64, Loop, Memory, fill, from_bits, splat
+from .softmax import greater
+from .vector import I1, I32, I64, Loop, Memory, fill, from_bits, row_groups, splat
 
 # --- S = Q K^T --------------------------------------------------------------------------------------------------------
 
@@ -143,21 +145,17 @@ def _emit_softmax(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, b
             advance([take(x, b.select(memory.tail_mask(b.sub(n, j)), memory.load(x), masked), so_far)])
         return rest.results[0]
 
-    def greater(x: ir.Value, y: ir.Value) -> ir.Value:
-        # NaN compares false and is skipped; it propagates through the sum.
-        return b.select(b.fcmp_ordered(">", x, y), x, y)
-
     def greatest(vector: ir.Value) -> ir.Value:
         half = lanes // 2
         while half:
             places = ir.Constant(ir.VectorType(I32, lanes), [(lane + half) % lanes for lane in range(lanes)])
-            vector, half = greater(b.shuffle_vector(vector, vector, places), vector), half // 2
+            vector, half = greater(b, b.shuffle_vector(vector, vector, places), vector), half // 2
         return b.extract_element(vector, I32(0))
 
     with Loop(b, I64(0), rows, 1) as (i, _, _):
         row, offset = b.add(s, b.mul(i, s_row)), b.mul(i, I64(memory.size))
         m_old = memory.load_scalar(b.add(m, offset))
-        m_new = greatest(over(row, splat(b, m_old, lanes), lambda _, x, best: greater(x, best), greater))
+        m_new = greatest(over(row, splat(b, m_old, lanes), lambda _, x, best: greater(b, x, best), partial(greater, b)))
         # 0 for a row without a visible key so far: e^(-inf - 0) is 0, e^(-inf + inf) would be NaN.
         unseen = b.fcmp_ordered("==", m_new, element(float("-inf")))
         m_safe = splat(b, b.select(unseen, element(0.0), m_new), lanes)

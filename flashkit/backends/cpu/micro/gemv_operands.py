@@ -10,7 +10,7 @@ from llvmlite import ir
 from .bf16_pairs import dot, rounded
 from .exponentials import LOG2E, exp, exp2_short
 from .register_block import RegisterBlock
-from .vector import I16, I32, I64, SIZE, STORED, Loop, Memory, fill, fma, load_narrow, splat, widen
+from .vector import I16, I32, I64, SIZE, STORED, Memory, fill, fma, load_narrow, splat, widen
 
 LoadP = Callable[[ir.Value], list[ir.Value]]
 
@@ -144,15 +144,6 @@ def stack_buffer(b: ir.IRBuilder, kind: ir.Type, count: int) -> ir.Value:
 def vector_registers(block: RegisterBlock) -> int:
     """Vector registers: AVX2 has 16, AVX-512 and NEON 32."""
     return 16 if block.lanes * SIZE[block.element] == 32 else 32
-
-
-def row_groups(b: ir.IRBuilder, m: ir.Value, heights: Sequence[int], emit: Callable[[ir.Value, int], None]) -> None:
-    """Emit loops over m rows, the greatest possible height at a time."""
-    i: ir.Value = I64(0)
-    for height in heights:
-        with Loop(b, i, b.sub(m, I64(height - 1)), height) as (at, _, _):
-            emit(at, height)
-        i = b.add(i, b.mul(b.sdiv(b.sub(m, i), I64(height)), I64(height)))
 
 
 def sum_lanes(b: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:

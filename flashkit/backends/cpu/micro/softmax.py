@@ -12,7 +12,7 @@ softmax_backward (s, s_row, rows, columns, dp, lse, delta, scale)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from itertools import product
 
 from llvmlite import ir
@@ -24,16 +24,17 @@ from .vector import I64, Loop, Memory, at_most, column_groups, fill, fma, from_b
 ROWS_IN_TURN = 4
 
 
+def greater(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+    """NaN compares false and is skipped; it propagates through the sum of the exponentials."""
+    return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+
 def column_max(
     b: ir.IRBuilder, memory: Memory, s: ir.Value, row: ir.Value, count: ir.Value, offsets: Sequence[ir.Value],
     start: Sequence[ir.Value],
 ) -> list[ir.Value]:  # fmt: skip
     """The greatest of the start values and of the rows, by vector of columns."""
     width = len(offsets)
-
-    def greater(x: ir.Value, y: ir.Value) -> ir.Value:
-        # NaN compares false and is skipped; it propagates through the sum of the exponentials.
-        return b.select(b.fcmp_ordered(">", x, y), x, y)
 
     # Rows take turns among several maxima, each of which waits for its last comparison.
     rows = Loop(b, I64(0), b.sub(count, I64(ROWS_IN_TURN - 1)), ROWS_IN_TURN, [*start] * ROWS_IN_TURN + [s])
@@ -42,16 +43,15 @@ def column_max(
         new = []
         for turn in range(ROWS_IN_TURN):
             for v, offset in enumerate(offsets):
-                new.append(greater(memory.load(b.add(at, offset)), best[turn * width + v]))
+                new.append(greater(b, memory.load(b.add(at, offset)), best[turn * width + v]))
             at = b.add(at, row)
         advance([*new, at])
     *best, at = rows.results
-    rest = Loop(
-        b, b.and_(count, I64(-ROWS_IN_TURN)), count, 1, [*(reduce(greater, best[v::width]) for v in range(width)), at]
-    )
+    begin = b.and_(count, I64(-ROWS_IN_TURN))
+    rest = Loop(b, begin, count, 1, [*(reduce(partial(greater, b), best[v::width]) for v in range(width)), at])
     with rest as (_, carried, advance):
         *best, at = carried
-        advance([*(greater(memory.load(b.add(at, o)), x) for o, x in zip(offsets, best)), b.add(at, row)])
+        advance([*(greater(b, memory.load(b.add(at, o)), x) for o, x in zip(offsets, best)), b.add(at, row)])
     return rest.results[:-1]
 
 

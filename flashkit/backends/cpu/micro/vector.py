@@ -167,6 +167,27 @@ class Loop:
             self.results.append(result)
 
 
+def either(
+    b: ir.IRBuilder, condition: ir.Value, then: Callable[[], None], otherwise: Callable[[], None],
+    likely: bool | None = None,
+) -> None:  # fmt: skip
+    """Emit a branch."""
+    with b.if_else(condition, likely) as (holds, fails):
+        with holds:
+            then()
+        with fails:
+            otherwise()
+
+
+def row_groups(b: ir.IRBuilder, m: ir.Value, heights: Sequence[int], emit: Callable[[ir.Value, int], None]) -> None:
+    """Emit loops over m rows, the greatest possible height at a time."""
+    i: ir.Value = I64(0)
+    for height in heights:
+        with Loop(b, i, b.sub(m, I64(height - 1)), height) as (at, _, _):
+            emit(at, height)
+        i = b.add(i, b.mul(b.sdiv(b.sub(m, i), I64(height)), I64(height)))
+
+
 def column_groups(
     b: ir.IRBuilder, columns: ir.Value, vectors: int, lanes: int, emit: Callable[[ir.Value, int], None]
 ) -> None:
