@@ -147,19 +147,10 @@ class CudaBackend:
         return CudaPlan(self, problem, profile, device.current())
 
     def forward(self, plan: CudaPlan, operands: Operands) -> None:
-        _check_device(plan, operands)
-        run, stream = plan.forward[0].run, launch.stream()
-        run(Arguments(plan.problem.spec, operands), stream)
-        _keep(stream, plan, operands)
+        self.bind(plan, operands)(operands.q, operands.k, operands.v, operands.out, operands.lse)
 
     def backward(self, plan: CudaPlan, operands: Operands, gradients: Gradients) -> None:
-        _check_device(plan, operands)
-        run = plan.backward[0].run
-        arguments = Arguments(plan.problem.spec, operands)
-        arguments.gradients(gradients)
-        _make_values(plan, arguments, gradients, launch.stream())
-        _pull_back(plan, run, arguments, operands, gradients, _end_of_keys(operands), launch.stream())
-        arguments.finish_sums(gradients)
+        self.bind_backward(plan, operands, gradients)(operands, gradients)
 
     def bind(self, plan: CudaPlan, operands: Operands, per_call: Sequence[str] = ()) -> Bound:
         import cupy
@@ -213,7 +204,8 @@ class CudaBackend:
         run, template = plan.backward[0].run, Arguments(plan.problem.spec, operands)
         arrays_at = [(name, template.release(name, operands), _layout(operands.arrays[name])) for name in per_call]
         template.gradients(gradients)
-        end, ordinal, stream_of = _end_of_keys(operands), on.ordinal, launch.stream
+        end_of_keys = None if operands.cu_seqlens is None else operands.cu_seqlens[1]  # its last; on the device by now
+        ordinal, stream_of = on.ordinal, launch.stream
         wait_for_uploads = launch.Uploads(stream_of(), template.uploaded).wait
         pool: deque[Arguments] = deque(maxlen=8)
 
@@ -238,7 +230,11 @@ class CudaBackend:
             wait_for_uploads(stream)
             if to.values:
                 _make_values(plan, arguments, to, stream)
-            _pull_back(plan, run, arguments, op, to, end, stream)
+            if end_of_keys is not None:
+                clear_behind(end_of_keys, to.dk, to.dv, stream)
+            if stream:  # a CUDA graph that captures this may outlive them
+                launch.keep(stream, plan, arguments.alive, op, to)
+            run(arguments, stream)
             arguments.finish_sums(to)
             pool.append(arguments)
 
@@ -327,22 +323,6 @@ def _make_values(plan: CudaPlan, arguments: Arguments, gradients: Gradients, str
         if not whole:
             launch.clear(made.data.ptr, math.prod(made.shape) * made.dtype.itemsize, stream)
     arguments.sums(gradients.values)
-
-
-def _pull_back(
-    plan: CudaPlan, run: Any, arguments: Arguments, operands: Operands, gradients: Gradients, end: Any, stream: int
-) -> None:
-    """Enqueue a backward pass. end: of `_end_of_keys`."""
-    if end is not None:
-        clear_behind(end, gradients.dk, gradients.dv, stream)
-    if stream:  # a CUDA graph that captures this may outlive them
-        launch.keep(stream, plan, arguments.alive, operands, gradients)
-    run(arguments, stream)
-
-
-def _end_of_keys(operands: Operands) -> Any:
-    """Offsets whose last is the end of the keys of packed sequences, after `Arguments` has put them on the device."""
-    return None if operands.cu_seqlens is None else operands.cu_seqlens[1]
 
 
 def _address(array: Any, layout: tuple[Any, ...] | None) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 from ...devices.schema import Profile, TileRow, not_followed
 from ...errors import UnsupportedError
@@ -23,7 +23,6 @@ from .device import Device
 from .launch import Library
 from .modification import NOT_DENSE
 
-Tile = TypeVar("Tile")
 IN_ROW = ("block_q", "block_k", "stages")
 
 
@@ -87,17 +86,10 @@ class Generation:
         """Whether a score modification or dropout takes registers from tiles: a condition of rows."""
         return spec.score is not None or spec.dropout
 
-    def fitted(
-        self, tile: Any, spec: AttentionSpec, device: Device, direction: Direction, row: TileRow | None = None
-    ) -> Any:  # fmt: skip
-        """The tile as it fits a spec, or None. row: of a profile, where the tile is from one."""
-        return tile if tile.fits(spec, device) else None
-
     def tile(self, problem: Problem, row: TileRow, device: Device, direction: Direction) -> Any:
         """The tile of a profile's row; None where it does not fit."""
         kind = self.kind(problem, direction)
-        fitted = partial(self.fitted, device=device, direction=direction, row=row)
-        return tile_of(kind.tile, row, problem.spec, fitted) if kind.has_rows else None
+        return tile_of(kind.tile, row, problem.spec, device, direction) if kind.has_rows else None
 
     def model(self, problem: Problem, device: Device, direction: Direction) -> Choice | None:
         """A tile for where no row has one."""
@@ -108,7 +100,7 @@ class Generation:
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
         """Tiles worth trying, by expected speed: frozen dataclasses of integers."""
         tiles = dict.fromkeys(self.kind(problem, direction).tiles(problem, device))
-        return [found for tile in tiles if (found := self.fitted(tile, problem.spec, device, direction))]
+        return [found for tile in tiles if (found := tile.fitted(problem.spec, device, direction))]
 
     def plan(self, problem: Problem, choice: Choice, tables: TileTables) -> Pass:
         """A pass with the chosen tile, in the direction and for the device of `tables`."""
@@ -256,15 +248,13 @@ LARGEST = 1024
 """Largest number of a tile."""
 
 
-def tile_of(
-    kind: type[Tile], row: TileRow, spec: AttentionSpec, fitted: Callable[[Any, AttentionSpec], Tile | None]
-) -> Tile | None:
-    """The tile of a profile's row, as `fitted` makes it fit a spec; None where it does not. A row that is a tile for no
-    spec is not followed, with a warning. Attributes of `kind` that are no fields, such as a constant block_q, must
-    equal those of the row.
+def tile_of(kind: type[Any], row: TileRow, spec: AttentionSpec, device: Device, direction: Direction) -> Any:
+    """The tile of a profile's row as it fits a spec; None where it does not. A row that is a tile for no spec is not
+    followed, with a warning. Attributes of `kind` that are no fields, such as a constant block_q, must equal those of
+    the row.
     """
     numbers = {name: value for name in IN_ROW if (value := getattr(row, name)) is not None} | row.options
-    known = {field.name for field in fields(kind)} & numbers.keys()  # type: ignore[arg-type]
+    known = {field.name for field in fields(kind)} & numbers.keys()
     try:
         for name, n in numbers.items():
             if type(n) is not int or not 0 <= n <= LARGEST:
@@ -274,8 +264,9 @@ def tile_of(
             raise ValueError(f"it has no {', '.join(unknown)}")
         if wrong := [f"{name} is {getattr(tile, name)}" for name, n in numbers.items() if getattr(tile, name) != n]:
             raise ValueError(", ".join(wrong))
-        fitting = fitted(tile, spec)
-        if fitting is None and fitted(tile, replace(spec, head_dim=16, head_dim_v=16, score=None, slots=())) is None:
+        small = replace(spec, head_dim=16, head_dim_v=16, score=None, slots=())
+        fitting, least = (tile.fitted(each, device, direction, row.ctas_per_sm or 0) for each in (spec, small))
+        if fitting is None and least is None:
             raise ValueError(f"{tile} fits no head dim")
         return fitting
     except (ArithmeticError, TypeError, ValueError) as error:

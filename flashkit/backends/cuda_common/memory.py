@@ -11,9 +11,9 @@ itself.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
-from ...spec import ITEMSIZE, AttentionSpec
+from ...spec import ITEMSIZE, AttentionSpec, Direction
 from . import launch
 from .arguments import Arguments
 from .device import Device
@@ -70,6 +70,10 @@ class SmemTile:
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         """Whether shared memory suffices, and registers as far as is known."""
         return self.shared_memory(spec) <= device.shared_per_block
+
+    def fitted(self, spec: AttentionSpec, device: Device, direction: Direction, ctas_per_sm: int = 0) -> Self | None:
+        """The tile as it fits a spec, with at least so many CTAs per SM; None where it does not."""
+        return self if self.fits(spec, device) else None
 
 
 def stage_constants(stage: SmemLayout) -> dict[str, int]:

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 
-from ...devices.schema import TileRow
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..base import EXTRAS
 from .arguments import Arguments
@@ -87,6 +86,14 @@ class SimtTile:
         accumulators = sum(self.accumulator_columns(dim) // self.threads_x for dim in self.widths(part, spec))
         values = r * c * {"forward": 1, "jvp": 3}.get(part, 2) + r * accumulators + 4 * r + 4 + 2 * r
         return values * ITEMSIZE[spec.lse_dtype] // 4 + 40
+
+    def fitted(
+        self, spec: AttentionSpec, device: Device, direction: Direction, ctas_per_sm: int = 0
+    ) -> SimtTile | None:  # fmt: skip
+        """As of `SmemTile`; with as many CTAs per SM as its registers allow."""
+        part = _part(spec, direction)
+        fits = replace(self, blocks=1) in candidates(part) and self.cost(part, spec, device) < float("inf")
+        return _resident(self, part, spec, device) if fits else None
 
     def cost(self, part: Part, spec: AttentionSpec, device: Device) -> float:
         """Instructions per pair of query and key, weighted by latency hiding; infinite where the tile does not fit."""
@@ -232,13 +239,6 @@ class Simt(Generation):
         part, plan = _part(problem.spec, direction), SimtForward if direction == "forward" else SimtBackward
         # Rows are of kernels that need fewer registers than those with tangents.
         return Kind(SimtTile, plan, partial(_best, part), _MODEL, has_rows=part != "jvp")
-
-    def fitted(
-        self, tile: SimtTile, spec: AttentionSpec, device: Device, direction: Direction, row: TileRow | None = None
-    ) -> SimtTile | None:  # fmt: skip
-        part = _part(spec, direction)
-        fits = replace(tile, blocks=1) in candidates(part) and tile.cost(part, spec, device) < float("inf")
-        return _resident(tile, part, spec, device) if fits else None
 
     def model(self, problem: Problem, device: Device, direction: Direction) -> Choice:
         return Choice(choose(_part(problem.spec, direction), problem.spec, device), None, _MODEL)

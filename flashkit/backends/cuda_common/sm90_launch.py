@@ -7,10 +7,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from ... import settings
-from ...spec import AttentionSpec, Problem, Verdict
+from ...spec import AttentionSpec, Direction, Problem, Verdict
 from . import modification
 from .arguments import ROW_TENSORS, Arguments
 from .device import Device
@@ -25,6 +25,12 @@ NUM_LISTS, LIST_CAPACITY, LIST_HEADER = 2, 224, 28
 """Lists of K/V tiles in shared memory, their entries, and the bytes before these: WorkTileList of
 kernels/sm90/producer.cuh, kernels/sm90/pipeline.py.
 """
+
+PARTS = (
+    "Q", "K", "V", "BIAS", "MASK", "ONES", "Q_PIPE", "K_PIPE", "V_PIPE", "LIST_PIPE", "CLAIM", "OUT_READY",
+    "TILE_DESCS", "WORK_TILES", "LISTS", "LIST_SEQS", "V_TILES", "SCALES", "AFFINE",
+)  # fmt: skip
+"""Of shared memory that the headers of the forward kernels name: kernels/sm90/layout.cuh. A kernel has some of them."""
 
 SEQ_SLOT = 24
 """Bytes in shared memory that say where a packed sequence lies: kernels/sm90/pipeline.cuh."""
@@ -76,6 +82,13 @@ class ForwardTile(SmemTile):
     def warpgroups(self) -> int:
         return self.block_q // 64
 
+    def fitted(self, spec: AttentionSpec, device: Device, direction: Direction, ctas_per_sm: int = 0) -> Self | None:
+        """With as many of its buffers of Q as there is room for. With two the next Q waits for the O of the work tile
+        before the last one, which is late for work tiles of one or two K/V tiles.
+        """
+        fewer = (replace(self, q_buffers=n) for n in range(self.q_buffers, 0, -1))
+        return next((each for each in fewer if each.fits(spec, device)), None)
+
     def threads(self, spec: AttentionSpec) -> int:
         """Of a CTA."""
         return 128 * (self.warpgroups + 1)
@@ -126,7 +139,7 @@ class ForwardTile(SmemTile):
             "PING_PONG": bool(self.turns) and self.warpgroups > 1, "PACK_GQA": pack, "CONSUMER_REGISTERS": consumer,
             "PRODUCER_REGISTERS": producer, "WATCHDOG": WATCHDOG,
             "NUM_LISTS": NUM_LISTS, "LIST_HEADER": LIST_HEADER, "LIST_CAPACITY": LIST_CAPACITY,
-            **self.smem(spec).constants(),
+            **{f"AT_{name}": 0 for name in PARTS}, **self.smem(spec).constants(),
         }  # fmt: skip
 
 
@@ -148,16 +161,6 @@ def staged(spec: AttentionSpec, dense: Dense, tiles: Sequence[Any], device: Devi
             if larger.fits(spec, device):
                 return arrays, larger
     return NOT_DENSE, tiles[0]
-
-
-def fitted(tile: Any, spec: AttentionSpec, device: Device) -> Any:
-    """A tile of Hopper's kernels as it fits, or None; in the forward pass with as many of its buffers of Q as there is
-    room for. With two the next Q waits for the O of the work tile before the last one, which is late for work tiles of
-    one or two K/V tiles.
-    """
-    buffers = range(tile.q_buffers, 0, -1) if isinstance(tile, ForwardTile) else ()
-    some = [replace(tile, q_buffers=n) for n in buffers] or [tile]
-    return next((each for each in some if each.fits(spec, device)), None)
 
 
 def keys_of_a_box(spec: AttentionSpec, block_k: int) -> int:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Self
 
-from ...devices.schema import TileRow
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..base import EXTRAS
 from ..cuda_common import modification
@@ -116,6 +115,9 @@ class Sm80Tile(SmemTile):
         """Resident CTAs per SM with 255 registers a thread."""
         shared = (device.shared_per_sm + 1024) // (self.shared_memory(spec) + 1024)
         return min(shared, device.registers_per_sm // (256 * 32 * self.warps))
+
+    def fitted(self, spec: AttentionSpec, device: Device, direction: Direction, ctas_per_sm: int = 0) -> Self | None:
+        return self if self.resident(spec, device) >= ctas_per_sm and self.fits(spec, device) else None
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         """Whether shared memory suffices, and registers for the scores of a lane and a modification."""
@@ -339,9 +341,3 @@ class Sm80(Generation):
         if direction == "backward":
             return Kind(Sm80BackwardTile, Sm80Backward, backward_tiles)
         return sm80_jvp.KIND if problem.spec.jvp else Kind(Sm80Tile, Sm80Forward, forward_tiles)
-
-    def fitted(
-        self, tile: Any, spec: AttentionSpec, device: Device, direction: Direction, row: TileRow | None = None
-    ) -> Any:  # fmt: skip
-        enough = row is None or row.ctas_per_sm is None or tile.resident(spec, device) >= row.ctas_per_sm
-        return tile if enough and tile.fits(spec, device) else None

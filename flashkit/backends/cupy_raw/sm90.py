@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ...devices.schema import TileRow
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..base import EXTRAS
 from ..cuda_common import compiler, modification, sm90_launch
@@ -25,7 +24,7 @@ from ..cuda_common.memory import SmemLayout
 from ..cuda_common.modification import NOT_DENSE, Dense
 from ..cuda_common.params import VALUES
 from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_tiles
-from ..cuda_common.sm90_launch import ForwardTile, LaunchGeometry, chunks, fitted, padded, staged, work_enough
+from ..cuda_common.sm90_launch import ForwardTile, LaunchGeometry, chunks, padded, staged, work_enough
 from ..cuda_common.tensor_maps import dense_maps
 from . import distances, sm90_backward, sm90_fp8, sm90_fp16x2, sm90_jvp, sm90_mla, sm90_tf32
 from .sm80 import MIN_TF32X3_DIM
@@ -44,7 +43,6 @@ class Sm90Tile(ForwardTile):
         q, v = (num_terms(spec) * chunks(dim) for dim in (spec.head_dim, spec.head_dim_v))
         out = -(-spec.head_dim_v * ITEMSIZE[spec.dtype] // 128)
         smem = self.lay_out(q, v, out, ones=int(sums_rows_by_mma(spec, self)), packed=spec.packed)
-        smem.add("V_TILES", 0)
         smem.add("SCALES", 8)
         smem.add("AFFINE", _AFFINE_BYTES * 4 * self.warpgroups)
         return smem
@@ -218,11 +216,6 @@ class Sm90(Generation):
         if spec.jvp:
             return sm90_jvp.KIND
         return sm90_mla.KIND if sm90_mla.is_latent(spec) else _FORWARD
-
-    def fitted(
-        self, tile: Any, spec: AttentionSpec, device: Device, direction: Direction, row: TileRow | None = None
-    ) -> Any:  # fmt: skip
-        return fitted(tile, spec, device)
 
     def plan(self, problem: Problem, choice: Choice, tables: TileTables) -> Pass:
         try:

@@ -13,7 +13,7 @@ from ..cuda_common.bwd_preprocess import BwdPreprocess
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Choice, Generation, Kind, Pass, TileTables
 from ..cuda_common.launch import Kernel, KernelArguments, TensorMap, check_grid, scratch
-from ..cuda_common.memory import SmemLayout, Workspace, heads_per_l2_group
+from ..cuda_common.memory import SmemLayout, SmemTile, Workspace, heads_per_l2_group
 from ..cuda_common.params import AT
 from ..cuda_common.sm90_launch import WATCHDOG, chunks, padded
 from ..cuda_common.tensor_maps import TileCounters, encode
@@ -118,7 +118,7 @@ def allocated(terms: Sequence[Terms], more: Sequence[int] = ()) -> tuple[Any, li
 
 
 @dataclass(frozen=True)
-class Sm90Float32BackwardTile:
+class Sm90Float32BackwardTile(SmemTile):
     """A tile of kernels/sm90/fp16x2_backward.cu: a CTA keeps 128 rows and loads `block_k` tokens at a time.
 
     Rows are queries for dQ, and keys for dK and dV. `stages` tiles of columns and `row_buffers` tiles of rows are in
@@ -139,7 +139,7 @@ class Sm90Float32BackwardTile:
     def block_q(self) -> int:
         return _ROWS
 
-    def smem(self, spec: AttentionSpec, dq_kernel: bool) -> SmemLayout:
+    def smem(self, spec: AttentionSpec, dq_kernel: bool = False) -> SmemLayout:
         """The map of a CTA's shared memory: kernels/sm90/fp16x2_bwd_producer.cuh."""
         first, second = (128 * num_terms(spec) * chunks(dim) for dim in (spec.head_dim, spec.head_dim_v))
         smem, barriers = SmemLayout(), 16  # a full and an empty one
@@ -155,7 +155,7 @@ class Sm90Float32BackwardTile:
         smem.add("LIST", _LIST_BYTES)
         return smem
 
-    def shared_memory(self, spec: AttentionSpec, dq_kernel: bool) -> int:
+    def shared_memory(self, spec: AttentionSpec, dq_kernel: bool = False) -> int:
         """Bytes of shared memory of a CTA."""
         return self.smem(spec, dq_kernel).bytes
 

@@ -70,8 +70,6 @@ class Sm90Fp8Tile(ForwardTile):
         smem.add("Q", _CHUNK * self.block_q * self.q_buffers * keys)
         smem.add("K", _CHUNK * self.block_k * self.stages * keys)
         smem.add("V", v_stages * (vt if gets_vt else _CHUNK * self.block_k * -(-columns // _CHUNK)))
-        smem.add("BIAS", 0)
-        smem.add("MASK", 0)
         smem.add("VT", 0 if gets_vt else self.stages * vt)
         smem.add("PROMOTED", self.warpgroups * _promoted(spec) if self.promotes_in_shared(spec) else 0)
         smem.add("REFERENCES", 0 if narrow else self.warpgroups * 64 * 4)
@@ -84,8 +82,6 @@ class Sm90Fp8Tile(ForwardTile):
         smem.add("TILE_DESCS", 16 * self.stages, 16)
         smem.add("KEY_SCALES", 2 * self.warpgroups * 3 * 4 * _CHUNK if per(spec) == "token" else 0, 8)
         smem.add("V_TILES", 8 * v_stages)
-        smem.add("OUT_READY", 0)  # of other kernels
-        smem.add("ONES", 0)
         smem.add("WORK_TILES", (12 + seq) * (self.q_buffers + 2))
         smem.add("LISTS", NUM_LISTS * (LIST_HEADER + 4 * LIST_CAPACITY))
         smem.add("LIST_SEQS", NUM_LISTS * seq)

@@ -28,9 +28,7 @@ class Sm90JvpTile(ForwardTile):
 
     def smem(self, spec: AttentionSpec) -> SmemLayout:
         q, v = chunks(spec.head_dim), chunks(spec.head_dim_v)
-        smem = self.lay_out(q, v, v, packed=spec.packed, tangents=spec.jvp)
-        smem.add("V_TILES", 0)
-        return smem
+        return self.lay_out(q, v, v, packed=spec.packed, tangents=spec.jvp)
 
     def source(self, spec: AttentionSpec, pack: int) -> tuple[dict[str, int], str]:
         """Constants and generated functions of the kernel."""

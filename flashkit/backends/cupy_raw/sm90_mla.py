@@ -27,7 +27,6 @@ ROWS, KEYS = 64, 64
 """Rows of Q and keys of a tile. A tile of P is a chunk, and half of O fits the registers of a warp group."""
 
 _LIST_BYTES = 4 * (96 + 9)  # UnitList of kernels/sm90/mla_scheduler.cuh
-_OLD_PARTS = "V", "ONES", "Q_PIPE", "V_PIPE", "OUT_READY", "WORK_TILES", "LIST_SEQS", "V_TILES", "SCALES", "AFFINE"
 _UNIT_COST, _SPLIT_COST, _COMBINE_COST = 3, 1, 4
 """In the time of a K tile: what a unit takes besides its tiles, what it takes more where it is one of several splits,
 and the launch that combines them."""
@@ -61,26 +60,13 @@ class Sm90MlaTile(ForwardTile):
         return 232, 40
 
     def smem(self, spec: AttentionSpec) -> SmemLayout:
-        smem, barriers, columns = SmemLayout(), 16, chunks(spec.head_dim)
-        smem.add("K", self.stages * KEYS * 128 * columns)
-        smem.add("Q", ROWS * 128 * columns)
-        smem.add("P", ROWS * 128)
-        smem.add("BIAS", 0)
-        smem.add("MASK", 0)
-        smem.add("K_PIPE", 3 * barriers * self.stages)
-        smem.add("LIST_PIPE", barriers * NUM_LISTS)
-        smem.add("UNIT_PIPE", barriers * 2)
-        smem.add("CLAIM", 8)
-        smem.add("CLAIMED", barriers + 8)
-        smem.add("TILE_DESCS", 4 * 4)
-        smem.add("UNITS", 16 * 2)
-        smem.add("ROW_REF", 4 * ROWS)
-        smem.add("RESCALE", 4 * ROWS)
-        smem.add("ROW_SUMS", 2 * 4 * ROWS)
-        smem.add("LISTS", NUM_LISTS * _LIST_BYTES)
-        for name in _OLD_PARTS:
-            smem.add(name, 0)
-        return smem
+        barriers, columns = 16, chunks(spec.head_dim)
+        return SmemLayout(
+            K=self.stages * KEYS * 128 * columns, Q=ROWS * 128 * columns, P=ROWS * 128,
+            K_PIPE=3 * barriers * self.stages, LIST_PIPE=barriers * NUM_LISTS, UNIT_PIPE=barriers * 2, CLAIM=8,
+            CLAIMED=barriers + 8, TILE_DESCS=4 * 4, UNITS=16 * 2, ROW_REF=4 * ROWS, RESCALE=4 * ROWS,
+            ROW_SUMS=2 * 4 * ROWS, LISTS=NUM_LISTS * _LIST_BYTES,
+        )  # fmt: skip
 
     def source(self, spec: AttentionSpec, cluster: int = 1) -> tuple[dict[str, int], str]:
         """Constants and generated functions of the kernel."""

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
 
-from ...devices.schema import TileRow
 from ...spec import AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import sm90_bwd_launch, sm90_launch
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Generation, Kind
 from ..cuda_common.memory import SmemLayout
 from ..cuda_common.sm90_bwd_launch import BackwardTile, cluster_size
-from ..cuda_common.sm90_launch import ForwardTile, chunks, fitted, padded, work_enough
+from ..cuda_common.sm90_launch import ForwardTile, chunks, padded, work_enough
 from .sm80 import on_tensor_cores
 
 
@@ -72,11 +70,6 @@ class Sm90(Generation):
         if direction == "backward":
             return Kind(BackwardTile, sm90_bwd_launch.Backward, sm90_bwd_launch.backward_tiles)
         return Kind(Tile, Forward, _forward_tiles)
-
-    def fitted(
-        self, tile: Any, spec: AttentionSpec, device: Device, direction: Direction, row: TileRow | None = None
-    ) -> Any:  # fmt: skip
-        return fitted(tile, spec, device)
 
 
 def _forward_tiles(problem: Problem, device: Device) -> list[Tile]:
