@@ -29,6 +29,7 @@ from .call.arguments import masks_by_position, prepare
 from .call.checks import flag
 from .call.chunks import hiding, joined, moved
 from .call.merge import merge
+from .call.shape import HEADS_AND_TOKENS
 from .mods import Mod, expr
 from .numeric import integer
 from .options import DEFAULTS, OPTIONS, Options, Role, by_position, documented, unknown, with_axes
@@ -219,13 +220,11 @@ class Axes(NamedTuple):
 
     @property
     def head(self) -> int | None:
-        if self.ndim == 2:
-            return None
-        return self.ndim - (3 if self.layout == "bhnd" else 2)
+        return None if self.ndim == 2 else self.ndim + HEADS_AND_TOKENS[self.layout][0]
 
     @property
     def token(self) -> int:
-        return self.ndim - (3 if self.layout == "bnhd" and self.ndim > 2 else 2)
+        return self.ndim + (-2 if self.ndim == 2 else HEADS_AND_TOKENS[self.layout][1])
 
     def chunk(self, batch: tuple[int, ...], head: int, token: int) -> tuple[int, ...]:
         """The index of a chunk of q, k or v."""
@@ -297,8 +296,7 @@ def _cloned(*arrays: Any) -> list[Any]:
 
 def _stand_in(name: str, x: Any) -> Any:
     """An array of x's kind, shape and dtype that takes no memory."""
-    xp: Any = arrays.namespace(arrays.require(f"a chunk of {name}", meta_from_array(x)))
-    return arrays.stand_in(xp.zeros((), x.dtype), x.shape)
+    return arrays.stand_in(arrays.require(f"a chunk of {name}", meta_from_array(x)), x.shape, x.dtype)
 
 
 def _of_heads(values: Any, inside: np.ndarray, heads: range) -> Any:

@@ -390,33 +390,35 @@ def _run_forward(static: Static, arrays: Arrays) -> None:
         lse[...] = found[1]
 
 
+def _put(arrays: Arrays, **results: Any) -> None:
+    """Write those of these results that the program asks for."""
+    for name, result in results.items():
+        if f"to {name}" in arrays:
+            arrays[f"to {name}"][...] = result
+
+
 def _run_tangent(static: Static, arrays: Arrays) -> None:
-    q, k, v = (arrays[name] for name in ("q", "k", "v"))
+    q, k, v = (arrays[name] for name in "qkv")
     tangents = {name: arrays.get(name) for name in ("dq", "dk", "dv", "dsinks")}
     _, (dout, dlse) = api.jvp_of(q, k, v, tangents, **_options(static, arrays))
-    for name, tangent in (("to dout", dout), ("to dlse", dlse)):
-        if name in arrays:
-            arrays[name][...] = tangent
+    _put(arrays, dout=dout, dlse=dlse)
 
 
 def _run_pull_back(static: Static, arrays: Arrays) -> None:
-    results = ("q", "k", "v", "out", "lse")
-    vjp = api.vjp_of(*(arrays[name] for name in results), **_options(static, arrays))
+    vjp = api.vjp_of(*(arrays[name] for name in ("q", "k", "v", "out", "lse")), **_options(static, arrays))
     names = tuple(name for name in DIFFERENTIABLE if f"to d{name}" in arrays)
     dout = arrays["dout"] if "dout" in arrays else 0 * arrays["out"]
     vjp.check_names(names)
-    for name, gradient in zip(names, vjp.gradients(dout, arrays.get("dlse"), names), strict=True):
-        arrays[f"to d{name}"][...] = gradient
+    found = vjp.gradients(dout, arrays.get("dlse"), names)
+    _put(arrays, **{f"d{name}": gradient for name, gradient in zip(names, found, strict=True)})
 
 
 def _run_second(static: Static, arrays: Arrays) -> None:
-    q, k, v = (arrays[name] for name in ("q", "k", "v"))
+    q, k, v = (arrays[name] for name in "qkv")
     direction = {f"d{name}": arrays.get(f"u{name}") for name in "qkv"}
-    dout = arrays["dout"] if "dout" in arrays else 0 * arrays["out"]
-    found = second_order(q, k, v, direction, dout, arrays.get("dlse"), **_options(static, arrays))
-    for name, gradient in zip("qkv", found, strict=True):
-        if f"to d{name}" in arrays:
-            arrays[f"to d{name}"][...] = gradient
+    dout, dlse = arrays["dout"] if "dout" in arrays else 0 * arrays["out"], arrays.get("dlse")
+    dq, dk, dv = second_order(q, k, v, direction, dout, dlse, **_options(static, arrays))
+    _put(arrays, dq=dq, dk=dk, dv=dv)
 
 
 _RUN = {"forward": _run_forward, "tangent": _run_tangent, "pull_back": _run_pull_back, "second": _run_second}

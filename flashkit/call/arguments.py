@@ -121,7 +121,7 @@ def prepare(
     xp = arrays.namespace(kind)
 
     def empty(shape: tuple[int, ...], dtype: Any) -> Any:
-        return arrays.stand_in(xp.zeros((), dtype), shape) if described else xp.empty(shape, dtype)
+        return arrays.stand_in(kind, shape, dtype) if described else xp.empty(shape, dtype)
 
     of_q, *of_keys = memory.scales or (None,)
     scales = [shape.keys_to_four(per_token(scale, x)) for scale, x in zip(of_keys, (k, v))]

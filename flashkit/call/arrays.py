@@ -89,6 +89,16 @@ def own_form(name: str, array: Any, kind: str | None = None) -> Any:
     return array.view()
 
 
+def own_form_like(name: str, array: Any, kind: str, shape: tuple[int, ...], dtype: Any, whose: str = "") -> Any:
+    """A view of an argument, of this kind, shape and dtype. whose: behind these in messages."""
+    array = own_form(name, array, kind)
+    if array.dtype != dtype:
+        raise TypeError(f"{name}: expected dtype {dtype}{whose}, got {array.dtype}")
+    if array.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape}{whose}, got {array.shape}")
+    return array
+
+
 def own_forms(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     """Views of NumPy arrays, others as they are: another thread may set the shape of an array, not of a view."""
     if type(q) is type(k) is type(v) is np.ndarray:
@@ -111,9 +121,10 @@ def as_batch(array: Any) -> Any:
     return array.reshape((math.prod(array.shape[:-3]), *array.shape[-3:]))
 
 
-def stand_in(array: Any, shape: tuple[int, ...]) -> Any:
-    """An array of this shape, all of whose elements are one: that of a single-element array. It takes no memory."""
-    return namespace(kind_of(array) or "numpy").broadcast_to(array, shape)
+def stand_in(kind: str, shape: Any, dtype: Any, value: int = 0) -> Any:
+    """An array of this library, shape and dtype, all of whose elements are one number. It takes no memory."""
+    xp = namespace(kind)
+    return xp.broadcast_to(xp.full((), value, dtype), tuple(shape))
 
 
 def without_repeats(array: Any) -> Any:

@@ -107,7 +107,7 @@ class Dequantised:
     def _wide(self, name: str, value: Any) -> Any:
         if name in ("q", "k", "v"):
             if self._described:
-                return arrays.stand_in(arrays.namespace(self.kind).zeros((), self._dtype), value.shape)
+                return arrays.stand_in(self.kind, value.shape, self._dtype)
             value = self.quantise(name, value)
             self._quantised.pop(name, None)
             return self._widened(value) if not isinstance(value, Quantized) else value.dequantize(self._dtype)
@@ -132,10 +132,8 @@ class Dequantised:
         self.check()
         check_shape(name, value.shape)
         if self._described:
-            xp = arrays.namespace(self.kind)
-            codes = "float8_e4m3fn" if self.kind == "numpy" else "uint8"
-            scale = arrays.stand_in(xp.ones((), np.float32), scale_shape(value.shape, per, BLOCK, layout))
-            data = arrays.stand_in(xp.zeros((), codes), value.shape)
+            scale = arrays.stand_in(self.kind, scale_shape(value.shape, per, BLOCK, layout), np.float32, 1)
+            data = arrays.stand_in(self.kind, value.shape, "float8_e4m3fn" if self.kind == "numpy" else "uint8")
             return Quantized(data, scale, value.dtype, per, layout=layout, seed=None if of_v else 0)
         if per == "block" and (quantiser := one_pass(value, layout, None if of_v else 0, of_v)) is not None:
             self.quantisers[name], made = quantiser, quantiser(value)

@@ -66,9 +66,4 @@ def _checked(name: str, array: Any, of: str, primal: Any, kind: str) -> Any:
     """A tangent, of the shape and dtype of its primal; None for 0, also JAX's zeros without elements, float0."""
     if array is None or getattr(getattr(array, "dtype", None), "names", None) == ("float0",):
         return None
-    array = arrays.own_form(name, array, kind)
-    if array.dtype != primal.dtype:
-        raise TypeError(f"{name}: expected dtype {primal.dtype} ({of}'s), got {array.dtype}")
-    if array.shape != primal.shape:
-        raise ValueError(f"{name}: expected shape {primal.shape} ({of}'s), got {array.shape}")
-    return array
+    return arrays.own_form_like(name, array, kind, primal.shape, primal.dtype, f" ({of}'s)")

@@ -206,10 +206,11 @@ class Vjp(Generic[A]):
         """Memory for the gradients by these names, and what the pass reads beside the operands."""
         op, shape = self.operands, self.shape
         dtype = op.q.dtype
-        dout = self._checked("dout", dout, shape.sizes(op.out.shape), dtype)
-        xp: Any = arrays.namespace(self.problem.array_kind)
+        kind = self.problem.array_kind
+        dout = arrays.own_form_like("dout", dout, kind, shape.sizes(op.out.shape), dtype)
+        xp: Any = arrays.namespace(kind)
         if dlse is not None:
-            dlse = self._checked("dlse", dlse, shape.sizes_of_rows(op.lse.shape), op.lse.dtype)
+            dlse = arrays.own_form_like("dlse", dlse, kind, shape.sizes_of_rows(op.lse.shape), op.lse.dtype)
             dlse = (dlse if arrays.contiguous(dlse) else dlse.copy()).reshape(op.lse.shape)
         empty: Any = dout.empty if type(dout) is View else xp.ndarray  # faster than the library's `empty`
         dq, dk, dv = empty(op.q.shape, dtype), empty(op.k.shape, dtype), empty(op.v.shape, dtype)
@@ -230,12 +231,3 @@ class Vjp(Generic[A]):
         own = self.operands.arrays.get(slot, gradient)
         shape, dtype = self._forms.get(name, (own.shape, own.dtype))
         return self.shape.value_like(gradient, shape).astype(dtype, copy=False)
-
-    def _checked(self, name: str, array: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-        """A view of the array, whose form no other thread changes, checked."""
-        array = arrays.own_form(name, array, self.problem.array_kind)
-        if array.dtype != dtype:
-            raise TypeError(f"{name}: expected dtype {dtype}, got {array.dtype}")
-        if array.shape != shape:
-            raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")
-        return array

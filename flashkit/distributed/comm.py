@@ -258,8 +258,7 @@ class Comm:
             for x in tensors.values():
                 shape = list(x.shape)
                 shape[Axes.of(tensors["q"], given).tokens] *= self.ranks
-                xp: Any = arrays.namespace(arrays.require("q", x))
-                wholes.append(arrays.stand_in(xp.zeros((), x.dtype), tuple(shape)))
+                wholes.append(arrays.stand_in(arrays.require("q", x), shape, x.dtype))
             return predict(*wholes, ranks=self.ranks, method=method, order=order, backend=backend, **given)
 
     def cache(

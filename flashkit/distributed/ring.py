@@ -10,6 +10,7 @@ float32; from the last rank they go home. Liu, Zaharia and Abbeel, 2023, arXiv
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -57,11 +58,13 @@ class RingAttention:
         arrival: Pending | None = None
         for step, source, (k, v) in self._steps():
             sums = self._shaped(self._sums[step % 2], source)
-            attempt(_clear, sums)
+            for x in sums:
+                attempt(x.fill, 0)
             attempt(lambda: add(k, v, self._keys[source], *sums))  # noqa: B023
             if arrival is not None:
                 arrival.wait()
-                attempt(_add, sums, self._shaped(self._arriving, source))
+                for total, x in zip(sums, self._shaped(self._arriving, source), strict=True):
+                    attempt(operator.iadd, total, x)
             last = step == self._hops - 1
             to, of = (source, (rank + step) % ranks) if last else (self._next, self._previous)
             arriving = self._shaped(self._arriving, rank if last else (source - 1) % ranks)
@@ -114,13 +117,3 @@ class RingAttention:
         shape = list(x.shape)
         shape[self._whole.axes.tokens] = tokens
         return tuple(shape)
-
-
-def _clear(sums: list[Any]) -> None:
-    for x in sums:
-        x[...] = 0
-
-
-def _add(sums: list[Any], more: list[Any]) -> None:
-    for total, x in zip(sums, more, strict=True):
-        total += x

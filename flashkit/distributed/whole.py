@@ -222,7 +222,7 @@ class Whole:
     def _stand_in(self, x: Any, tokens: int) -> Any:
         shape = list(x.shape)
         shape[self.axes.tokens] = tokens
-        return arrays.stand_in(self.xp.zeros((), x.dtype), tuple(shape))
+        return arrays.stand_in(arrays.require("q", x), shape, x.dtype)
 
     def _all_rows(self, name: str, x: Any) -> Any:
         """A stand-in for a bias or mask of all rows."""
@@ -233,8 +233,7 @@ class Whole:
             raise ValueError(
                 f"{name}: expected 1 or {self._q_tokens} rows, the rank's queries, and all keys, got shape {x.shape}"
             )
-        shape = (*x.shape[:-2], self.tokens[0], x.shape[-1])
-        return arrays.stand_in(self.xp.zeros((), x.dtype), shape)
+        return arrays.stand_in(arrays.require(name, x), (*x.shape[:-2], self.tokens[0], x.shape[-1]), x.dtype)
 
 
 def _on_host(x: Any) -> Any:
