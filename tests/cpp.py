@@ -14,7 +14,7 @@ _SHIM = """
 #define DEVICE static inline
 #define __device__
 #define __forceinline__
-enum { FLOAT64, FLOAT16, BFLOAT16, STORAGE = FLOAT64, FAST_MATH = 0 };
+enum { FLOAT64, FLOAT16, BFLOAT16, STORAGE = FLOAT64, FAST_MATH = 0, MAX_BOX = 1024 };
 template <typename To, typename T> To bits_of(T x) { To y; __builtin_memcpy(&y, &x, sizeof y); return y; }
 #define __int_as_float bits_of<float>
 #define __float_as_uint bits_of<unsigned>

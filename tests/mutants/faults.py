@@ -154,7 +154,7 @@ ROWS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("sink", "common/fragment.cuh", "factor = exp2_fast(before - reference);", ";"),
         ("heads", "sm90/layout.cuh", "n_q * PACK_GQA - 1, index", "n_q - 1, index"),
         ("gradient", "sm90/bwd_preprocess.cuh", "total - given.dlse", "total + given.dlse"),
-        ("ragged tile", "sm90/bwd_scheduler_warp.cuh",
+        ("ragged tile", "sm90/bwd_producer.cuh",
          "return state == FULL && (k1 > n_k || (IS_PACKED && end > n_q)) ? (int)PARTIAL : state;", "return state;"),
     ),
     f"{EMULATED} -k 'test_packed_sequences and cupy_raw and (sm80 or simt)'": (

@@ -16,6 +16,11 @@ MAX_NDIM = 8
 MAX_VALUES = 384
 """64-bit entries: with the other arguments they stay below the 4096 bytes of kernel parameters."""
 
+MAX_BOX = 1024
+"""Elements of an array that one thread reads to bound them. So a mask of pairs leaves its tiles PARTIAL: one lane that
+reads every pair of a tile takes longer than the tile.
+"""
+
 ELEMENTS = (
     "bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32",
     "float64",
@@ -42,6 +47,26 @@ def sums_of(spec: AttentionSpec) -> dict[str, tuple[int, Slot]]:
         found[slot.name] = at, slot
         at += entries(slot)
     return found
+
+
+def constants_of(spec: AttentionSpec) -> dict[str, int]:
+    """Constants that the head of every kernel has, in all languages."""
+    return {
+        "HEAD_DIM": spec.head_dim, "HEAD_DIM_V": spec.head_dim_v, "GQA_GROUP": spec.group,
+        "MASK_READS_ARRAYS": looks_at_ranges(spec), "HAS_SCORE": spec.score is not None,
+        "HAS_MASK": spec.mask is not None, "HAS_DROPOUT": spec.dropout, "HAS_SINKS": spec.sinks,
+        "HAS_STATS": spec.stats, "HAS_LENGTHS": spec.kv_lengths, "IS_PACKED": spec.packed, "IS_PAGED": spec.paged,
+        "MAX_BOX": MAX_BOX,
+    }  # fmt: skip
+
+
+def places_of(spec: AttentionSpec) -> dict[str, tuple[Slot, int]]:
+    """For each value its slot and its first index in Params::values: the scalar, or address and strides."""
+    places, at = {}, 0
+    for slot in spec.slots:
+        places[slot.name] = slot, at
+        at += entries(slot)
+    return places
 
 
 def sums_by_distance(spec: AttentionSpec) -> bool:
@@ -99,12 +124,7 @@ def _dense(spec: AttentionSpec, load: Expr) -> DenseArray | None:
             return None
         if not expr.is_const(index, 0):
             axes[index] = axis
-    at = 0
-    for slot in spec.slots:
-        if slot.name == load.value:
-            return DenseArray(load, slot, at, axes.get(expr.H), axes.get(expr.B))
-        at += entries(slot)
-    return None
+    return DenseArray(load, *places_of(spec)[load.value], axes.get(expr.H), axes.get(expr.B))
 
 
 def dense_bias(spec: AttentionSpec) -> DenseArray | None:

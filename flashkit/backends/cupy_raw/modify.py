@@ -12,7 +12,7 @@ from ...mods import codegen, expr
 from ...mods.expr import Expr
 from ...spec import AttentionSpec
 from ..cuda_common.affine_score import AffineScore, affine_score, in_distance, of_head
-from ..cuda_common.modification import dense_mask, entries, shifts, slope_is_one, sums_of, way_of_adding
+from ..cuda_common.modification import dense_mask, places_of, shifts, slope_is_one, sums_of, way_of_adding
 
 _ELEMENTS = {
     "bool": "unsigned char", "int8": "signed char", "uint8": "unsigned char", "int16": "short",
@@ -148,8 +148,8 @@ def _function(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[
 
 def _prelude(spec: AttentionSpec, used: set[str]) -> list[str]:
     """Lines that bind each param and array that is used to its name."""
-    lines, at = [], 0
-    for slot in spec.slots:
+    lines = []
+    for slot, at in places_of(spec).values():
         value = f"p.values[{at}]"
         if slot.name in used and slot.ndim is None:
             if slot.kind == "int":
@@ -164,5 +164,4 @@ def _prelude(spec: AttentionSpec, used: set[str]) -> list[str]:
                 f"{{{', '.join(strides) or '0'}}}}};"
             )
             lines += [f"    const long long {slot.name}_stride{axis} = {s};" for axis, s in enumerate(strides)]
-        at += entries(slot)
     return lines

@@ -16,11 +16,7 @@ FOLDER = Path(__file__).parent / "kernels"
 def source(name: str, spec: AttentionSpec, constants: Mapping[str, int], functions: str = "") -> compiler.Source:
     """The text of kernels/<name>.cu for a spec, after `functions`. `constants`: beyond those of the spec."""
     numbers = {
-        "HEAD_DIM": spec.head_dim, "HEAD_DIM_V": spec.head_dim_v, "GQA_GROUP": spec.group,
-        "MASK_READS_ARRAYS": modification.looks_at_ranges(spec), "HAS_SCORE": spec.score is not None,
-        "HAS_MASK": spec.mask is not None, "HAS_DROPOUT": spec.dropout, "HAS_SINKS": spec.sinks,
-        "HAS_STATS": spec.stats, "HAS_LENGTHS": spec.kv_lengths, "IS_PACKED": spec.packed, "IS_PAGED": spec.paged,
-        **{f"TANGENT_{name}": name.lower() in spec.jvp for name in "QKV"},
+        **modification.constants_of(spec), **{f"TANGENT_{name}": name.lower() in spec.jvp for name in "QKV"},
         "ORDERED_SUMS": spec.orders_sums, "VALUES": modification.values_of(spec),
         "PARAMS_WORDS": arguments.size(spec), "FAST_MATH": False, **constants,
     }  # fmt: skip

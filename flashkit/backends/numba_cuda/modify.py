@@ -12,8 +12,8 @@ import numpy as np
 
 from ...mods import codegen, expr
 from ...mods.expr import Expr
-from ...spec import AttentionSpec, Slot
-from ..cuda_common.modification import entries, sums_of
+from ...spec import AttentionSpec
+from ..cuda_common.modification import places_of, sums_of
 
 _STORED = {"bool": "uint8", "float16": "int16", "bfloat16": "int16"}
 """The types that elements of these dtypes are read as; others are read as themselves."""
@@ -68,7 +68,7 @@ def _value_sums(spec: AttentionSpec) -> str:
 
 
 def _function(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[Expr], result: str = "{0}") -> str:
-    places = _places(spec)
+    places = places_of(spec)
 
     def load(node: Expr, index: list[str]) -> str:
         slot, place = places[node.value]
@@ -94,15 +94,6 @@ def _function(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[
     ]
     lines += [f"{name} = {text}" for _, name, text in steps] + [f"return {result.format(*results)}"]
     return "\n    ".join([f"@device\ndef {name}({parameters}):", *lines]) + "\n"
-
-
-def _places(spec: AttentionSpec) -> dict[str, tuple[Slot, int]]:
-    """For each value its slot and its first index in Params.values: the scalar, or address and strides."""
-    places, at = {}, 0
-    for slot in spec.slots:
-        places[slot.name] = slot, at
-        at += entries(slot)
-    return places
 
 
 def _extreme(axes: int) -> str:

@@ -28,13 +28,8 @@ def source(name: str, spec: AttentionSpec, constants: Mapping[str, int]) -> Pyth
 def text(name: str, spec: AttentionSpec, constants: Mapping[str, int]) -> str:
     """The module's text."""
     numbers = {
-        "HEAD_DIM": spec.head_dim, "HEAD_DIM_V": spec.head_dim_v, "GQA_GROUP": spec.group,
-        "MASK_READS_ARRAYS": modification.looks_at_ranges(spec), "HAS_SCORE": spec.score is not None,
-        "HAS_MASK": spec.mask is not None, "HAS_DROPOUT": spec.dropout, "HAS_SINKS": spec.sinks,
-        "HAS_STATS": spec.stats, "HAS_LENGTHS": spec.kv_lengths,
-        "IS_PACKED": spec.packed, "IS_PAGED": spec.paged, "STORAGE": spec.dtype, "ITEMSIZE": ITEMSIZE[spec.dtype],
-        **constants,
-    }  # fmt: skip
+        **modification.constants_of(spec), "STORAGE": spec.dtype, "ITEMSIZE": ITEMSIZE[spec.dtype], **constants
+    }
     double = spec.dtype == "float64"
     head = [
         "import math",

@@ -14,9 +14,9 @@ DEVICE bool is_finite(float x) { return fabsf(x) < INFINITE; }
 
 // Two float32 as 16-bit elements, the first in the low half; float16 where the tensors are float32.
 DEVICE unsigned pack(float low, float high) {
+    if constexpr (STORAGE != BFLOAT16) return pack_f16(low, high);
     unsigned r;
-    if constexpr (STORAGE == BFLOAT16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
 

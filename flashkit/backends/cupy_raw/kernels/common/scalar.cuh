@@ -47,6 +47,13 @@ template <> struct Narrow<bfloat16_t> {
 };
 DEVICE storage narrow(fk_float x) { return Narrow<storage>::from(x); }
 
+// Two numbers as float16, the first in the low half.
+DEVICE unsigned pack_f16(float low, float high) {
+    unsigned x;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+    return x;
+}
+
 // --- functions that generated code calls (OPS of flashkit/mods/expr/operations.py) ----------------------------------
 
 template <typename T> DEVICE T fk_abs(T x) { return x < 0 ? -x : x; }
@@ -177,9 +184,7 @@ DEVICE long long fk_extreme(const View<T, N>& a, const T* at, const long long (&
     }
     return best;
 }
-// The same where the box is small; of a larger one the extreme of the type. So a mask of pairs leaves its tiles
-// PARTIAL: one lane that reads every pair of a tile takes longer than the tile.
-constexpr long long MAX_BOX = 1024;
+// The same where the box is small (MAX_BOX); of a larger one the extreme of the type.
 template <bool LEAST, typename T, int N>
 DEVICE long long fk_bound(const View<T, N>& a, const long long (&corner)[2 * N]) {
     long long elements = 1;

@@ -19,7 +19,6 @@
 //
 // CLUSTER_MAINLOOP is defined where CLUSTER_SIZE is 2: only the main loop in use has its wgmma shapes generated.
 #include "sm90/bwd_producer.cuh"
-#include "sm90/bwd_scheduler_warp.cuh"
 #include "sm90/bwd_preprocess.cuh"
 #include "sm90/bwd_values.cuh"
 #ifdef CLUSTER_MAINLOOP

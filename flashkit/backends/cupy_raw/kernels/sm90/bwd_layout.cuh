@@ -1,7 +1,7 @@
 // Tile shape, warp roles and shared memory of Hopper's backward pass.
 //
 // warp group 0   warp 0       producer: Q, dO and V of each query tile (bwd_producer.cuh)
-//                warp 1       scheduler: claims work tiles, lists their query tiles, loads K (bwd_scheduler_warp.cuh)
+//                warp 1       scheduler: claims work tiles, lists their query tiles, loads K (bwd_producer.cuh)
 //                warps 2, 3   DETERMINISTIC: dq_accum.cuh; FUSED_PREPROCESS: bwd_preprocess.cuh; VALUE_WARPS of them:
 //                             bwd_values.cuh; else idle
 // warp groups 1, 2            consumers: bwd_mainloop.cuh, or bwd_mainloop_cluster.cuh where CLUSTER_SIZE is 2

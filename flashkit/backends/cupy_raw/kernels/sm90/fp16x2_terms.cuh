@@ -14,12 +14,9 @@ DEVICE float exponent_of(float scale) { return (float)((__float_as_int(scale) >>
 
 // Two scaled elements to packed terms.
 DEVICE void to_terms(float x, float y, unsigned& high, unsigned& low) {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(high) : "f"(y), "f"(x));
-    if constexpr (NUM_TERMS == 2) {
-        const float rest_x = x - widen(half_t{(unsigned short)high}),
-            rest_y = y - widen(half_t{(unsigned short)(high >> 16)});
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(low) : "f"(rest_y), "f"(rest_x));
-    }
+    high = pack_f16(x, y);
+    if constexpr (NUM_TERMS == 2)
+        low = pack_f16(x - widen(half_t{(unsigned short)high}), y - widen(half_t{(unsigned short)(high >> 16)}));
 }
 
 // --- rows of float32 -------------------------------------------------------------------------------------------------

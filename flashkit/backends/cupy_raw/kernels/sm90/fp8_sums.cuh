@@ -10,12 +10,7 @@
 #pragma once
 #include "sm90/fp8_softmax.cuh"
 
-// Two numbers in float16.
-DEVICE unsigned pack_f16(float low, float high) {
-    unsigned x;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
-    return x;
-}
+// The inverse of pack_f16().
 DEVICE float2 unpack_f16(unsigned x) {
     float2 y;
     asm("{ .reg .b16 low, high;\n"

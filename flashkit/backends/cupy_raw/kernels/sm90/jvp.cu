@@ -37,13 +37,6 @@ struct Consumer {
 
     // --- products ----------------------------------------------------------------------------------------------------
 
-    __device__ __forceinline__ void ping_pong_sync() const {
-        if (PING_PONG) named_barrier_sync(PING_PONG_BARRIER + wg, 256);
-    }
-    __device__ __forceinline__ void ping_pong_arrive() const {
-        if (PING_PONG) named_barrier_arrive(PING_PONG_BARRIER + (wg + 1 == MMA_WARPGROUPS ? 0 : wg + 1), 256);
-    }
-
     // x = a b^T, plus x unless `starts`: rows of queries, rows of keys.
     __device__ __forceinline__ void issue_scores(float (&x)[S_REGS], unsigned long long a, unsigned long long b,
                                                  bool starts) const {
@@ -86,11 +79,6 @@ struct Consumer {
     }
 
     // --- work tiles --------------------------------------------------------------------------------------------------
-
-    __device__ __forceinline__ int wait_tile_desc(unsigned n) const {  // it comes with K(n)
-        pipe_k.consumer_wait(n);
-        return load_word(tile_desc_slot(base, n));
-    }
 
     __device__ __forceinline__ void begin_work_tile() {
         pipe_q.consumer_wait(++number);
@@ -179,9 +167,9 @@ struct Consumer {
     // --- blocks ------------------------------------------------------------------------------------------------------
 
     __device__ __forceinline__ void mma_block(unsigned n, bool full, int k0) {
-        ping_pong_sync();
+        ping_pong_sync(wg);
         issue_qk(n);
-        ping_pong_arrive();
+        ping_pong_arrive(wg);
         wgmma_wait<0>();  // the other warp group multiplies meanwhile
         fence_operand(s), fence_operand(ds);
         pipe_k.consumer_release(n);
@@ -189,7 +177,7 @@ struct Consumer {
         if (softmax(full, k0, rescale)) {
             UNROLL(i, O_REGS) o[i] *= rescale[i / 2 % 2], d_o[i] *= rescale[i / 2 % 2];
         }
-        next_desc = wait_tile_desc(n + 1);  // its latency is hidden behind packing P
+        next_desc = wait_tile_desc(base, pipe_k, n + 1);  // its latency is hidden behind packing P
         UNROLL(i, P_REGS) {
             p[i] = pack(s[2 * i], s[2 * i + 1]);
             if (SCORES_MOVE) p_ds[i] = pack(ds[2 * i], ds[2 * i + 1]);
@@ -202,15 +190,15 @@ struct Consumer {
 
     // A tile that is EMPTY for this warp group, but not for another one.
     __device__ __forceinline__ void skip_block(unsigned n) {
-        ping_pong_sync(), ping_pong_arrive();
+        ping_pong_sync(wg), ping_pong_arrive(wg);
         pipe_k.consumer_release(n);
         pipe_v.consumer_wait(n), pipe_v.consumer_release(n);
-        next_desc = wait_tile_desc(n + 1);
+        next_desc = wait_tile_desc(base, pipe_k, n + 1);
     }
 
     __device__ __forceinline__ void run() {
-        next_desc = wait_tile_desc(0);
-        if (PING_PONG && wg == MMA_WARPGROUPS - 1) ping_pong_arrive();
+        next_desc = wait_tile_desc(base, pipe_k, 0);
+        if (PING_PONG && wg == MMA_WARPGROUPS - 1) ping_pong_arrive(wg);
 #pragma unroll 1
         for (unsigned n = 0;; ++n) {
             const int tile_desc = uniform(next_desc), k0 = (tile_desc >> 8) * BLOCK_K;

@@ -163,6 +163,12 @@ DEVICE constexpr int at_v(int stage) {
 
 // For each warp group.
 enum NamedBarrier { PING_PONG_BARRIER = 1, WARPGROUP_BARRIER = PING_PONG_BARRIER + MMA_WARPGROUPS };
+DEVICE void ping_pong_sync(int wg) {
+    if (PING_PONG) named_barrier_sync(PING_PONG_BARRIER + wg, 256);
+}
+DEVICE void ping_pong_arrive(int wg) {
+    if (PING_PONG) named_barrier_arrive(PING_PONG_BARRIER + (wg + 1 == MMA_WARPGROUPS ? 0 : wg + 1), 256);
+}
 
 struct WorkTile {
     int b, h, row0;     // h: the first of PACK_GQA query heads, whose rows alternate
@@ -200,6 +206,10 @@ DEVICE unsigned work_tile_slot(unsigned base, T number) {
 DEVICE unsigned list_seq(unsigned base, unsigned n) { return base + AT_LIST_SEQS + n % 2 * SeqSlot::BYTES; }
 DEVICE unsigned v_tile_slot(unsigned base, unsigned n) { return base + AT_V_TILES + 8 * (n % V_STAGES); }
 DEVICE unsigned tile_desc_slot(unsigned base, unsigned n) { return base + AT_TILE_DESCS + DESC_BYTES * (n % STAGES); }
+DEVICE int wait_tile_desc(unsigned base, const Pipeline<STAGES>& pipe_k, unsigned n) {  // it comes with K(n)
+    pipe_k.consumer_wait(n);
+    return load_word(tile_desc_slot(base, n));
+}
 
 // The rows that warp group `wg` has of work tile `number` of this CTA.
 DEVICE WorkTile read_work_tile(const Params& p, unsigned base, int number, int wg) {

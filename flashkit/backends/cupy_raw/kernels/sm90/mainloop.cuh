@@ -94,13 +94,6 @@ struct Consumer {
 
     // --- products ----------------------------------------------------------------------------------------------------
 
-    __device__ __forceinline__ void ping_pong_sync() const {
-        if (PING_PONG) named_barrier_sync(PING_PONG_BARRIER + wg, 256);
-    }
-    __device__ __forceinline__ void ping_pong_arrive() const {
-        if (PING_PONG) named_barrier_arrive(PING_PONG_BARRIER + (wg + 1 == MMA_WARPGROUPS ? 0 : wg + 1), 256);
-    }
-
     // S = Q K(n)^T
     __device__ __forceinline__ void issue_qk(unsigned n) {
         const unsigned long long q = descriptor(q_rows(base, number % Q_BUFFERS, wg));
@@ -143,15 +136,10 @@ struct Consumer {
     template <bool PV_PENDING, bool UNMASKED>
     __device__ __forceinline__ void issue_pv_and_yield(unsigned n) {
         if (PV_PENDING) issue_pv<UNMASKED>(n - 1);
-        ping_pong_arrive();
+        ping_pong_arrive(wg);
     }
 
     // --- work tiles --------------------------------------------------------------------------------------------------
-
-    __device__ __forceinline__ int wait_tile_desc(unsigned n) const {  // it comes with K(n)
-        pipe_k.consumer_wait(n);
-        return load_word(tile_desc_slot(base, n));
-    }
 
     // The work tile before `number`: kept in registers, or read again, which needs none meanwhile. A score modification
     // keeps it, as the compiler otherwise orders the softmax worse.
@@ -249,7 +237,7 @@ struct Consumer {
         if (!UNMASKED && first_tile) begin_work_tile();
         const TileScales scales = tile_scales(params, work_tile, terms.q_scale, k0 / BLOCK_K);
 
-        ping_pong_sync();
+        ping_pong_sync(wg);
         issue_qk(n);
         AffineScore affine;
         if (AFFINE_PER_WORK_TILE) affine = path.affine, load_gain(affine, affine_slot);
@@ -318,7 +306,7 @@ struct Consumer {
                 acc.o[i] *= IS_FLOAT32 ? block.rescale[i / 2 % 2] * terms.change_factor : block.rescale[i / 2 % 2];
         }
         if constexpr (HAS_DROPOUT) dropout_tile(params, work_tile, s, k0);
-        next_desc = wait_tile_desc(n + 1);  // its latency is hidden behind packing P
+        next_desc = wait_tile_desc(base, pipe_k, n + 1);  // its latency is hidden behind packing P
         UNROLL(i, P_REGS) acc.p[i] = pack(s[2 * i], s[2 * i + 1]);
         acc.pv_pending = acc.open = true, acc.accumulate = UNMASKED || !first_tile, first_tile = false;
         if (UNMASKED) return;
@@ -333,12 +321,12 @@ struct Consumer {
 
     // A tile that is EMPTY for this warp group, but not for another one.
     __device__ __forceinline__ void skip_block(unsigned n) {
-        ping_pong_sync();
-        ping_pong_arrive();
+        ping_pong_sync(wg);
+        ping_pong_arrive(wg);
         pipe_k.consumer_release(n);
         pipe_v.consumer_wait(n);
         pipe_v.consumer_release(n);
-        next_desc = wait_tile_desc(n + 1);
+        next_desc = wait_tile_desc(base, pipe_k, n + 1);
     }
 
     // One comparison decides: is_settled() is part of steady_desc. With a score modification it is asked each time, as
@@ -349,8 +337,8 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void run() {
-        next_desc = wait_tile_desc(0);
-        if (PING_PONG && wg == MMA_WARPGROUPS - 1) ping_pong_arrive();
+        next_desc = wait_tile_desc(base, pipe_k, 0);
+        if (PING_PONG && wg == MMA_WARPGROUPS - 1) ping_pong_arrive(wg);
 #pragma unroll 1
         for (unsigned n = 0;; ++n) {
             const int tile_desc = uniform(next_desc);

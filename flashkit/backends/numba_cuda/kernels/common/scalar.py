@@ -7,7 +7,6 @@ EMPTY, PARTIAL, FULL = 0, 1, 2  # what the mask shows of a tile: no pair, some p
 STORED = np.int16 if STORAGE in ("float16", "bfloat16") else F
 LOG2E, ZERO, ONE = F(1.4426950408889634), F(0), F(1)
 LEAST_INTEGER, GREATEST_INTEGER = -(2**63), 2**63 - 1
-MAX_BOX = 1024  # elements of an array that one thread reads to bound them
 exp, exp2, log, log2, sqrt, tanh, sin, cos, floor, erf = functions_of(F)
 
 if STORAGE == "float16":

@@ -1,5 +1,5 @@
-# parts: common/tiles common/fragment sm90/pipeline sm90/bwd_layout common/softmax sm90/bwd_scheduler_warp
-# parts: sm90/bwd_producer sm90/bwd_mainloop sm90/bwd_preprocess
+# parts: common/tiles common/fragment sm90/pipeline sm90/bwd_layout common/softmax sm90/bwd_producer
+# parts: sm90/bwd_mainloop sm90/bwd_preprocess
 # Hopper's backward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 2; warp specialization as in
 # FlashAttention-3, Shah et al. 2024, arXiv 2407.08608): P is recomputed from the log-sum-exp, five products.
 #

@@ -2,7 +2,7 @@
 # Tile shape, warp roles and shared memory of Hopper's backward pass.
 #
 # warp group 0   warp 0       producer: Q, dO and V of each query tile (bwd_producer)
-#                warp 1       scheduler: claims work tiles, lists their query tiles, loads K (bwd_scheduler_warp)
+#                warp 1       scheduler: claims work tiles, lists their query tiles, loads K (bwd_producer)
 # warp groups 1, 2            consumers (bwd_mainloop)
 #
 # From the head: BLOCK_Q, BLOCK_K, STAGES (of Q), DOUT_STAGES, KEY_BUFFERS (of K), CONSUMER_REGISTERS,
