@@ -282,10 +282,5 @@ def trace(call: cases.Call, r: Random) -> Found:
 def off_definition(options: dict[str, Any], out: np.ndarray, lse: np.ndarray, of: str = "a cache") -> list[str]:
     """Whether a call's results differ from the definition."""
     problem, operands, _ = prepare(**options)
-    given = problem.spec, operands, np.zeros(out.shape, out.dtype), None
-    yardstick = cases.Yardstick(out.dtype.name)
-    exact = yardstick.measure(*given)
-    allowed = yardstick.tolerance(cases.magnitudes(*given))
-    got = cases.Results(out, lse, exact.dq, exact.dk, exact.dv, None)
-    ratios = cases.ratios(got, exact, allowed)
+    ratios = cases.ratios(cases.Results(out, lse, *[None] * 4), *cases.by_definition(problem.spec, operands))
     return [f"{name} of {of} is {x:.3g} times the tolerance off" for name, x in ratios.items() if not x <= LEEWAY]

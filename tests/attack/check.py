@@ -201,7 +201,7 @@ def with_large_lse(
     if lse < LARGE_LSE:
         return allowed
     share = cases.epsilon("float64" if call.choice["dtype"] == "float64" else "float32") * lse
-    more = {name: getattr(allowed, name) + share * getattr(sums, name).max(initial=0) for name in ("dq", "dk", "dv")}
+    more = {n: getattr(allowed, n) + share * cases.extent(getattr(sums, n)) for n in ("dq", "dk", "dv")}
     return replace(allowed, **more)
 
 

@@ -198,7 +198,7 @@ def test_deterministic_decoding_depends_on_its_sequence_alone(
     assert (of(slice(0, 1), 5000)[0][0] != every[0][0]).any()  # which this is about
     assert not every[0][3].any()
     exact = flashkit.attention(*(x.astype(np.float64) for x in arrays), kv_lengths=lengths, backend="reference")
-    np.testing.assert_allclose(every[0].astype(np.float64), exact, atol=2.0**-11)
+    cases.within_a_unit(every[0], exact)
 
 
 PACKED = {**FEATURES, "sizes": "100x140", "sequences": "packed", "q_offset": "default", "kv_lengths": "no"}
@@ -247,7 +247,7 @@ def check_packed_gradients(
     cu = tuple(np.cumsum([0, *each]) for each in counts)
     tokens = cu[0][-1] + 3, cu[1][-1] + 5
     arrays = normal(ml_dtypes.bfloat16, *((tokens[i], heads[i], dim) for i in (0, 1, 1, 0)))
-    check_arrays(*arrays, atol=2.0**-5, on_device=True, cu_seqlens=cu, causal=causal)
+    check_arrays(*arrays, on_device=True, cu_seqlens=cu, causal=causal)
 
 
 MANY_KEYS = {
@@ -298,7 +298,7 @@ def test_tokens_behind_the_last_sequence_have_no_slopes(device: Device) -> None:
     if isinstance(device, hardware.Hardware):
         given["alibi_slopes"] = hardware.at_the_end_of_memory(given["alibi_slopes"])
     options = {"cu_seqlens": np.array([0, 90, 150]), "causal": True, "deterministic": True}
-    check_arrays(*arrays, atol=2.0**-6, given=given, alibi_slopes=slopes, sinks=sinks, **options)
+    check_arrays(*arrays, given=given, alibi_slopes=slopes, sinks=sinks, **options)
 
 
 @slow
@@ -307,7 +307,7 @@ def test_a_long_sequence_before_a_short_one() -> None:
     """It ends later, and what its last tile would store behind its end would stay."""
     for begins_q, begins_k in (([0, 70, 128], [0, 1000, 1010]), ([0, 700, 710], [0, 70, 128])):
         arrays = normal(np.float16, *((each[-1], 1, 64) for each in (begins_q, begins_k, begins_k, begins_q)))
-        check_arrays(*arrays, atol=2.0**-6, cu_seqlens=(np.array(begins_q), np.array(begins_k)))
+        check_arrays(*arrays, cu_seqlens=(np.array(begins_q), np.array(begins_k)))
 
 
 PAGED = {**PACKED, "sequences": "paged"}
@@ -353,8 +353,8 @@ def test_rows_of_the_next_sequence_are_not_finite(what: str, deterministic: bool
     )  # fmt: skip
     ends = (180, 240, 240) if sinks is not None else (70, 150, 150)
     for got, each, end, last in zip(found, right(wide[3]), ends, (180, 240, 240), strict=True):
-        got = got.get().astype(np.float64)
-        np.testing.assert_allclose(got[:end], each[:end], atol=2.0**-6)
+        got = got.get()
+        cases.within_a_unit(got[:end], each[:end])
         assert not got[last:].any()
 
 
@@ -368,7 +368,7 @@ def test_packed_sequences_of_many_keys(causal: bool, deterministic: bool, device
     device.sms = 5
     cu = np.cumsum([0, 70, 80, 3]), np.cumsum([0, 4100, 150, 4000])
     arrays = normal(np.float16, *((n, 1, 64) for n in (153, 8250, 8250, 153)))
-    check_arrays(*arrays, atol=2.0**-9, cu_seqlens=cu, causal=causal, deterministic=deterministic)
+    check_arrays(*arrays, cu_seqlens=cu, causal=causal, deterministic=deterministic)
 
 
 @slow
@@ -379,7 +379,7 @@ def test_sequences_of_few_keys_after_a_long_one(causal: bool, monkeypatch: pytes
     monkeypatch.setattr(sm90_bwd_launch, "_LEAD", 4)
     cu = np.array([0, 260, 265, 268, 269, 270, 272])
     arrays = normal(ml_dtypes.bfloat16, *[(272, 6, 64)] * 4)
-    check_arrays(*arrays, atol=2.0**-5, cu_seqlens=cu, causal=causal)
+    check_arrays(*arrays, cu_seqlens=cu, causal=causal)
 
 
 @slow
@@ -406,7 +406,7 @@ def test_integers_of_the_caller_are_read_in_place(
         flashkit.attention(*map(cupy.asarray, (q, k, v)), **on_device, backend=backend)
     for causal in ({}, {"causal": True, "q_offset": np.array([-1, 30])}):
         given = on_device | {name: cupy.asarray(x.astype(dtype)) for name, x in causal.items() if name == "q_offset"}
-        check_arrays(q, k, v, atol=2.0**-9, backend=backend, given=given, **integers, **causal)
+        check_arrays(q, k, v, backend=backend, given=given, **integers, **causal)
     assert generations(launched) == {generation}
 
 
@@ -425,7 +425,7 @@ def test_runs_of_a_page(page: int, dim: int, queries: int) -> None:
     arrays = normal(np.float16, (2, queries, 4, dim), *[(2 * width + 1, page, 1, dim)] * 2)
     table = np.random.default_rng(1).permutation(2 * width + 1)[: 2 * width].reshape(2, width)
     given = {"page_table": table, "kv_lengths": np.array([300, 139]), "layout": "bnhd"}
-    check_arrays(*arrays, atol=2.0**-9, on_device=True, **given)
+    check_arrays(*arrays, on_device=True, **given)
 
 
 @slow
@@ -437,7 +437,7 @@ def test_long_sequences_are_halved(long_keys: int, launched: list[str], monkeypa
     arrays = normal(np.float16, (2, 1, 4, 96), *[(2 * 19 + 1, 16, 1, 96)] * 2)
     table = np.random.default_rng(1).permutation(2 * 19 + 1)[: 2 * 19].reshape(2, 19)
     given = {"page_table": table, "kv_lengths": np.array([300, 1]), "layout": "bnhd"}
-    check_arrays(*arrays, atol=2.0**-9, on_device=True, **given)
+    check_arrays(*arrays, on_device=True, **given)
     assert launched == ["sm80_forward", "combine"][: 2 if long_keys < 300 else 1]
 
 
@@ -459,7 +459,7 @@ def test_a_captured_call_follows_its_offsets(generation: str, launched: list[str
         graph.launch()
         wide = [x.astype(np.float64) for x in (q, k, v)]
         right = flashkit.attention(*wide, cu_seqlens=np.array(begins), backend="reference")
-        np.testing.assert_allclose(out.get().astype(np.float64), right, atol=2.0**-6)
+        cases.within_a_unit(out, right)
     # A real device's graph is replayed without the host; the emulated one replays its launches.
     assert launched in (["derive_cu_seqlens", f"{generation}_forward"] * n for n in (1, 2))
 
@@ -519,7 +519,7 @@ def test_a_table_that_ends_with_the_last_key(backend: str, generation: str, d: i
         table = hardware.at_the_end_of_memory(table)
     out = flashkit.attention(cupy.asarray(q), *pools, page_table=table, kv_lengths=[n_k], q_offset=0, backend=backend)
     right = flashkit.attention(*(x.astype(np.float64) for x in (q, k, v)), backend="reference")
-    np.testing.assert_allclose(out.get().astype(np.float64), right, atol=2.0**-7)
+    cases.within_a_unit(out, right)
 
 
 @slow
@@ -530,7 +530,7 @@ def test_pages_of_the_tiles_that_a_mask_leaves(device: Device, launched: list[st
     options = {"kv_lengths": [1100], "mask_mod": lambda b, h, q, k: k // 128 % 2 == 0, "q_offset": 1093}
     table = np.random.default_rng(1).permutation(80)[None, :70]
     arrays = normal(np.float16, (1, 2, 7, 64), *[(80, 16, 2, 64)] * 2)
-    check_arrays(*arrays, atol=2.0**-7, page_table=table, **options)
+    check_arrays(*arrays, page_table=table, **options)
     assert "combine" not in launched
 
 
@@ -553,7 +553,7 @@ def test_packed_queries_of_keys_in_pages(backend: str, generation: str) -> None:
     options = {"cu_seqlens": np.array([0, 33, 33, 103]), "kv_lengths": np.array([25, 30, 141]), "causal": True}
     options |= {"page_table": np.clip(table, 0, pages - 1), "return_lse": True}
     given = {"page_table": cupy.asarray(table)}
-    check_arrays(q, k, v, backend=backend, atol=2.0**-8, on_device=True, given=given, **options)
+    check_arrays(q, k, v, backend=backend, on_device=True, given=given, **options)
 
 
 @slow
@@ -612,7 +612,7 @@ def test_chunks_of_dq_in_a_cluster(dims: tuple[int, int]) -> None:
     """Of three chunks, or of one, each CTA has half of the rows of one."""
     dim, dim_v = dims
     arrays = normal(np.float16, (1, 2, 150, dim), (1, 2, 200, dim), (1, 2, 200, dim_v), (1, 2, 150, dim_v))
-    check_arrays(*arrays, atol=2.0**-9)
+    check_arrays(*arrays)
 
 
 @slow
@@ -697,8 +697,7 @@ def test_dropout_of_a_chunk(backend: str, generation: str) -> None:
         q, k, v, dout = map(asarray, parts)
         out, vjp = flashkit.attention_vjp(q, k, v, backend=which, **options)
         found.append([x if isinstance(x, np.ndarray) else x.get() for x in (out, *vjp(dout))])
-    for x, y in zip(*found, strict=True):
-        np.testing.assert_allclose(x.astype(np.float64), y, rtol=0, atol=0.01 * abs(y).max())
+    cases.within_a_unit(*found)
 
 
 def by_key(s: object, b: object, h: int, q: object, k: int) -> object:
@@ -746,7 +745,7 @@ def test_masked_tiles_are_not_loaded(backend: str, device: Device) -> None:
     out = flashkit.attention(call.q, call.k, call.v, block_mask=mask, backend=backend)
     wide = (call.plain[name].astype(np.float64) for name in "qkv")
     right = flashkit.attention(*wide, block_mask=mask, backend="reference")
-    np.testing.assert_allclose(out.get().astype(np.float64), right, atol=2.0**-7)
+    cases.within_a_unit(out, right)
 
 
 @slow
@@ -754,7 +753,7 @@ def test_masked_tiles_are_not_loaded(backend: str, device: Device) -> None:
 @pytest.mark.parametrize("generation", ["sm90"])
 def test_more_tiles_than_a_list_holds(backend: str) -> None:
     arrays = normal(ml_dtypes.bfloat16, *((1, 2, n, 64) for n in (70, 26000, 26000)))
-    check_arrays(*arrays, backend=backend, atol=2.0**-7, on_device=True, mask=np.arange(26000) % 5000 > 4700)
+    check_arrays(*arrays, backend=backend, on_device=True, mask=np.arange(26000) % 5000 > 4700)
 
 
 @slow
@@ -772,7 +771,7 @@ def test_keys_that_are_far_apart(backend: str, generation: str, device: Device, 
     out = flashkit.attention(call.q, call.k, call.v, mask_mod=mask, backend=backend)
     q, *kv = (call.plain[name].astype(np.float64) for name in "qkv")
     right = flashkit.attention(q, *(x[:, :, mask(0, 0, 0, np.arange(n_k))] for x in kv), backend="reference")
-    np.testing.assert_allclose(out.get().astype(np.float64), right, atol=2.0**-7)
+    cases.within_a_unit(out, right)
     assert "combine" not in launched
 
 
@@ -784,7 +783,7 @@ def test_more_than_32_tiles_of_an_array_mask(backend: str) -> None:
     mask = np.random.default_rng(0).random(2200) < 0.5
     for n_k in (1024, 2048, 2200):
         arrays = normal(ml_dtypes.bfloat16, *((1, 1, n, 8) for n in (9, n_k, n_k)))
-        check_arrays(*arrays, backend=backend, atol=2.0**-7, on_device=True, mask=mask[:n_k])
+        check_arrays(*arrays, backend=backend, on_device=True, mask=mask[:n_k])
 
 
 @pytest.mark.parametrize(
@@ -802,7 +801,7 @@ def test_a_mask_of_pairs(backend: str, dtype: str, hidden: int) -> None:
         visible = mods.mask(lambda b, h, q, k, pairs: pairs[q, k] > hidden, pairs=pairs.astype(dtype))
         options = {"mask_mod": visible, "q_offset": 0}
     q, k, v = normal(ml_dtypes.bfloat16, *((1, 1, n, 8) for n in (130, 260, 260)))
-    check_arrays(q, k, v, backend=backend, atol=2.0**-6, **options)
+    check_arrays(q, k, v, backend=backend, **options)
 
 
 @slow
@@ -813,7 +812,7 @@ def test_a_document_that_begins_with_the_last_key_of_a_tile(backend: str) -> Non
     v[:, :, [255, 511]] = 100  # the rows see the one, and not the other
     begins = 2 ** np.arange(4, 10) - 1
     document = mods.document(np.searchsorted(begins, np.arange(512), side="right"))
-    check_arrays(q, k, v, backend=backend, atol=2.0**-5, mask_mod=document, q_offset=290)
+    check_arrays(q, k, v, backend=backend, mask_mod=document, q_offset=290)
 
 
 NARROW = {**PLAIN, "dtype": "float16", "heads": "2:1", "dims": "8", "sizes": "70x330"}
@@ -1122,7 +1121,7 @@ def test_tiles_of_a_mask_in_192_rows(generation: str, device: Device, monkeypatc
     monkeypatch.setattr(sm90.Sm90, "tile", lambda *_: sm90.Sm90Tile(192, 128, 3))
     mask = np.random.default_rng(5).random((1, 1, 300, 304)) < 0.7
     arrays = normal(ml_dtypes.bfloat16, (1, 2, 300, 64), (1, 2, 304, 64), (1, 2, 304, 64))
-    check_arrays(*arrays, atol=2.0**-6, on_device=True, mask=mask)
+    check_arrays(*arrays, on_device=True, mask=mask)
     assert tiles == {(192, 96, 1)}
 
 

@@ -48,8 +48,7 @@ def check(
     arrays: dict[str, np.ndarray], given: dict[str, np.ndarray] | None = None,
     magnitudes: dict[str, float] | None = None, **options: Any,
 ) -> None:  # fmt: skip
-    """By the rule of cases.Yardstick, for which TF32 has the precision of float16; and by the root mean square of
-    errors.
+    """By the rule of cases.Yardstick, for which TF32 has the precision of float16.
 
     given: what the kernels get instead. magnitudes: factors on the arrays, of which those of q and k cancel.
     """
@@ -58,14 +57,10 @@ def check(
     got = gradients({name: np.float32(factor[name]) * x for name, x in (given or arrays).items()}, **options)
     inputs = {name: x for name, x in arrays.items() if name != "dout"}
     problem, operands, _ = prepare(*inputs.values(), **options)
-    yardstick = cases.Yardstick("float16")
-    exact = yardstick.measure(problem.spec, operands, arrays["dout"], None)
-    allowed = yardstick.tolerance(cases.magnitudes(problem.spec, operands, arrays["dout"], None))
+    exact, allowed = cases.by_definition(problem.spec, operands, arrays["dout"], dtype="float16")
     both = factor["v"] * factor["dout"]
-    for name, one, scale in zip(("dq", "dk", "dv"), got, (both / factor["q"], both / factor["k"], factor["dout"])):
-        right, error = getattr(exact, name), one / scale - getattr(exact, name)
-        assert np.abs(error).max() <= getattr(allowed, name), name
-        assert np.sqrt((error**2).mean()) <= 1e-3 * np.sqrt((right**2).mean()), name
+    scaled = (x / scale for x, scale in zip(got, (both / factor["q"], both / factor["k"], factor["dout"]), strict=True))
+    cases.assert_conforms(cases.Results(exact.out, exact.lse, *scaled, None), exact, allowed)
 
 
 @pytest.fixture

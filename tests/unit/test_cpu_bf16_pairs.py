@@ -211,7 +211,9 @@ FORCED = [
 def test_every_method_conforms(methods: pytest.MonkeyPatch, method: str, choice: dict[str, str]) -> None:
     methods.setenv(bf16.VARIABLE, method)
     call = cases.build(choice)
-    cases.assert_conforms(cases.run(call, "cpu"), *cases.expected(call))
+    found, (exact, allowed) = cases.run(call, "cpu"), cases.expected(call)
+    cases.assert_conforms(found, exact, allowed)
+    cases.assert_rounded_once(found, exact)
     assert f"bfloat16 by {method}" in flashkit.explain(call.q, call.k, call.v, backend="cpu", **call.options).why
 
 
