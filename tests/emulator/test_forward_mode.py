@@ -21,8 +21,6 @@ from .calls import cupy, generations
 if TYPE_CHECKING:
     from .device import Device
 
-TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2}
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal, sinks": {"causal": True, "sinks": np.float32([0.5, -1.0, 2.0, 0.0])},
     "modifications": {"softcap": 2.0, "mask": np.random.default_rng(0).random((70, 90)) < 0.6},
@@ -73,8 +71,11 @@ def call_of(name: str, dtype: str) -> tuple[list[np.ndarray], list[np.ndarray], 
 
 
 def near(got: Any, expected: np.ndarray, dtype: str) -> None:
-    got = cases.to_numpy(got).astype(np.float64)
-    np.testing.assert_allclose(got, expected.reshape(got.shape), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    got, expected = cases.to_numpy(got), expected.reshape(got.shape)
+    if dtype == "float32":
+        np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
+    else:
+        cases.within_a_unit(got, expected, dtype)
 
 
 @pytest.mark.one_in(2, slow=4)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import flashkit
-from flashkit import reference
 from flashkit.backends.cuda_common import backend as cuda_backend
 from flashkit.backends.cupy_raw import sm80, sm90_mla
 from flashkit.call.arguments import prepare
@@ -44,27 +43,14 @@ def inputs(
     return q.astype(dtype), k.astype(dtype)
 
 
-def expected(q: np.ndarray, k: np.ndarray, dim_v: int, **options: Any) -> list[tuple[np.ndarray, np.ndarray]]:
-    """For the output and the log-sum-exp: exact values, and how far results may be from them."""
+def expected(q: np.ndarray, k: np.ndarray, dim_v: int, **options: Any) -> tuple[cases.Results, cases.Results]:
+    """The output and the log-sum-exp, and how far results may be from them."""
     problem, operands, _ = prepare(q, k, k[..., :dim_v], **options)
-    exact = reference.standard(problem.spec, operands)
-    plain = reference.standard(problem.spec, operands, np.dtype(q.dtype))
-    found = []
-    for right, other, unit in zip(exact, plain, (cases.epsilon(q.dtype.name), 2.0**-20), strict=True):
-        right, other = right.astype(np.float64), other.astype(np.float64)
-        finite = np.isfinite(right)
-        error = np.abs(np.where(finite, other - np.where(finite, right, 0), 0)).max(initial=0)
-        found.append((right, 2 * error + unit * (1 + np.abs(np.where(finite, right, 0)))))
-    return found
+    return cases.by_definition(problem.spec, operands)
 
 
-def assert_close(results: list[Any], right: list[tuple[np.ndarray, np.ndarray]]) -> None:
-    for got, (exact, allowed) in zip(results, right, strict=True):
-        got = got.get().astype(np.float64)
-        assert got.shape == exact.shape
-        same = (got == exact) | (np.isnan(got) & np.isnan(exact))
-        with np.errstate(invalid="ignore"):
-            assert (same | (np.abs(got - exact) <= allowed)).all()
+def assert_close(results: list[Any], right: tuple[cases.Results, cases.Results]) -> None:
+    cases.assert_conforms(cases.Results(*(x.get() for x in results), *[None] * 4), *right)  # type: ignore[arg-type]
 
 
 def call(q: np.ndarray, k: Any, dim_v: int, **options: Any) -> list[Any]:
@@ -132,7 +118,7 @@ def test_pages(
     out, lse = flashkit.attention(
         bnhd, memory, memory[..., : dims[1]], page_table=table, layout="bnhd", return_lse=True, backend="cupy_raw", **on
     )
-    lse = lse if lse.shape == right[1][0].shape else lse.swapaxes(1, 2)
+    lse = lse if lse.shape == right[0].lse.shape else lse.swapaxes(1, 2)
     assert_close([out.swapaxes(1, 2), lse], right)
     assert launched == [KERNEL] + [COMBINE] * (count > 1)
 
@@ -194,10 +180,11 @@ def test_masked_nan(count: int, device: Device, launched: list[str], monkeypatch
     splits(monkeypatch, count)
     q, k = inputs(1, "4:1", 6, 150, 320)
     options = {"causal": True, "scale": 0.06}
-    right = expected(q, k, 256, **options)
+    exact, allowed = expected(q, k, 256, **options)
     k[0, 0, 147, [7, 200]] = np.nan  # values of both warp groups
     out, lse = call(q, k, 256, **options)
-    assert_close([out[:, :, :3], lse[:, :, :3]], [(exact[:, :, :3], allowed[:, :, :3]) for exact, allowed in right])
+    exact.out, exact.lse = exact.out[:, :, :3], exact.lse[:, :, :3]
+    assert_close([out[:, :, :3], lse[:, :, :3]], (exact, allowed))
     assert np.isnan(out.get()[:, :, 3:].astype(np.float64)).all() and np.isnan(lse.get()[:, :, 3:]).all()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import within_a_unit
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -283,7 +284,7 @@ def test_steps_of_decoding_share_a_plan(dtype: Any, calls_of: Any) -> None:
         right = flashkit.attention(
             *(x.double().numpy() for x in (q, keys[:, :, :n], values[:, :, :n])), backend="reference"
         )
-        np.testing.assert_allclose(out.double().numpy(), right, atol=1e-5 if dtype is torch.float32 else 2.0**-6)
+        within_a_unit(out.double().numpy(), right, str(dtype).removeprefix("torch."))
     assert len([q for q, *_ in prepared if q.dtype != np.float64]) == 1  # the measure is computed in float64
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import within_a_unit
 from operands import FEATURES, featured, make
 
 from flashkit import mods, reference
@@ -125,27 +126,17 @@ def test_gradient_without_dlse() -> None:
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_the_plain_computation_in_lower_precision(dtype: str, feature: str) -> None:
-    """It stays in its dtype from end to end and is as far from the definition as its precision says."""
+    """It stays in its dtype from end to end. How far it is from the definition, conformance tests measure."""
     spec, operands = featured(feature, dtype=dtype)
     kind = np.dtype(dtype)
     dout, dlse = output_gradients(operands)
     out, lse = standard(spec, operands, kind)
     grads = standard_gradients(spec, operands, dout.astype(kind), dlse.astype(np.float32), kind)
-    assert out.dtype == kind
-    assert lse.dtype == np.float32
+    assert (out.dtype, lse.dtype) == (kind, np.float32)
     assert all(x.dtype == kind for x in grads if x is not None)
-    unit = {"float32": 2**-24, "float16": 2**-11, "bfloat16": 2**-8}[dtype]
-    exact, exact_lse = standard(spec, operands)
-    exact_grads = standard_gradients(spec, operands, dout.astype(kind).astype(float), dlse.astype(np.float32))
-    pairs = [(out, exact), (np.where(np.isfinite(lse), lse, 0), np.where(np.isfinite(exact_lse), exact_lse, 0))]
-    pairs += [(a, b) for a, b in zip(grads, exact_grads) if b is not None]
-    for got, want in pairs:
-        error = np.abs(np.asarray(got, np.float64) - want).max()
-        assert error < 40 * unit * max(1.0, np.abs(want).max())
     flash_out, _ = reference.flash_attention_2(spec, operands, 4, 3)
     assert flash_out.dtype == np.float32
-    error = np.abs(flash_out - exact).max()
-    assert error < 40 * 2**-24 * max(1.0, np.abs(exact).max())
+    within_a_unit(flash_out, standard(spec, operands)[0])
 
 
 def test_sums_of_bfloat16_are_carried_in_float32() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import within_a_unit
 
 import flashkit
 from flashkit import attention, mods, weights
@@ -70,7 +71,7 @@ def test_weights_are_those_of_the_kernels(options: str, dtype: str) -> None:
     out = attention(q, k, identity(NK, (B, HKV), kind), backend="cpu", **OPTIONS[options])
     found = weights(q, k, **OPTIONS[options])
     assert found.dtype == np.float32
-    np.testing.assert_allclose(found, out.astype(np.float32), atol=1e-6 if dtype == "float32" else 1e-2)
+    within_a_unit(out, found)
 
 
 def test_weights_in_every_form_of_arrays() -> None:
