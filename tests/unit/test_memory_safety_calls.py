@@ -19,7 +19,7 @@ from flashkit import BlockMask, attention, attention_vjp, dispatch, mods, plan
 from flashkit.backends.cuda_common.arguments import Arguments
 from flashkit.call import arguments, arrays, plans
 from flashkit.call.arguments import prepare
-from flashkit.call.checks import can_write
+from flashkit.call.checks import can_write, check_out
 from flashkit.spec import Gradients, Operands, Problem
 
 rng = np.random.default_rng(0)
@@ -106,7 +106,8 @@ def test_where_a_kernel_may_write() -> None:
     assert all(can_write(view) for view in views.values())
     for axis in range(3):
         strides = [s * (i != axis) for i, s in enumerate(q.strides)]
-        assert not can_write(strided(q, q.shape, strides))
+        with pytest.raises(ValueError, match="out: expected memory for each element"):
+            check_out(strided(q, q.shape, strides), "numpy", "float64", q.shape)
     assert not can_write(memory[..., :4, ::2])
     assert not can_write(np.zeros((2, 2, 3, 8, 5))[..., ::2, :]) and can_write(np.zeros((2, 2, 3, 4, 5)))
     assert can_write(q, memory) and not can_write(q, memory, q[:, :, 3:])
