@@ -369,10 +369,10 @@ class Planned:
         if not on_host:
             arrays.require("out", out, self.problem.array_kind)
         out = out.view()
-        plain = out.flags.carray if on_host else arrays.contiguous(out)
-        if out.shape != self._out or out.dtype != self._dtype or not plain:
+        contiguous = arrays.contiguous(out)
+        if out.shape != self._out or out.dtype != self._dtype or not (out.flags.carray if on_host else contiguous):
             check_out(out, self.problem.array_kind, self.problem.spec.dtype, self._out)
-        writable = arrays.contiguous(out) and not any(arrays.may_share(out, x) for x in (*read, *self._values))
+        writable = contiguous and not any(arrays.may_share(out, x) for x in (*read, *self._values))
         return out if writable else None
 
     def _check(self, q: Any, k: Any, v: Any) -> None:

@@ -264,9 +264,9 @@ def tile_of(kind: type[Any], row: TileRow, spec: AttentionSpec, device: Device, 
             raise ValueError(f"it has no {', '.join(unknown)}")
         if wrong := [f"{name} is {getattr(tile, name)}" for name, n in numbers.items() if getattr(tile, name) != n]:
             raise ValueError(", ".join(wrong))
-        small = replace(spec, head_dim=16, head_dim_v=16, score=None, slots=())
-        fitting, least = (tile.fitted(each, device, direction, row.ctas_per_sm or 0) for each in (spec, small))
-        if fitting is None and least is None:
+        fitted = partial(tile.fitted, device=device, direction=direction, ctas_per_sm=row.ctas_per_sm or 0)
+        fitting = fitted(spec)
+        if fitting is None and fitted(replace(spec, head_dim=16, head_dim_v=16, score=None, slots=())) is None:
             raise ValueError(f"{tile} fits no head dim")
         return fitting
     except (ArithmeticError, TypeError, ValueError) as error:
